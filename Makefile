@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 .PHONY: help demo test test-full mutants check bench bench-compare ui format clean install lock
 
 help:
-	@echo "make demo    install, create a tiny offline model and photographs, and run the job demo_train on the CPU"
+	@echo "make demo    install, teach a tiny model a new shape on the CPU, and show the pictures before and after"
 	@echo "make test    run the test suite without slow tests; make test-full runs all tests"
 	@echo "make mutants change the code in SAMPLE places at random, and list changes that no test notices; SINCE=main limits it to changed files"
 	@echo "make check   check format, lint, types and import layers"
@@ -44,10 +44,9 @@ $(VENV)/installed: pyproject.toml constraints.txt requirements.lock
 	touch $@
 
 demo: install
-	$(BIN)/python -m demo.photographs data/demo
-	$(BIN)/python -m demo.tiny_model models/tiny-sd
+	$(BIN)/python -m demo.concept_pictures data/demo
 	$(BIN)/latentline run demo
-	$(BIN)/python -m demo.show models/tiny-sd outputs/demo/lora outputs/demo
+	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m demo.checks
 
 test: install
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not slow'
@@ -93,4 +92,4 @@ ui: install
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m tools.ui
 
 clean:
-	rm -rf .cache data/demo models/tiny-sd outputs/demo .tmp_dagster_home_*
+	rm -rf .cache data/demo outputs/demo .tmp_dagster_home_*

@@ -1,6 +1,8 @@
-"""The demo's base model: a tiny Stable Diffusion with random weights, created offline.
+"""A tiny Stable Diffusion with random weights, for complete jobs of some seconds during development.
 
-python -m demo.tiny_model models/tiny-sd
+    python -m demo.tiny_model models/tiny-sd
+
+It is created offline, and its pictures are noise.
 """
 
 import sys

@@ -36,11 +36,6 @@ _SINGLE_FILE_FIX = (
     "models/{name}; or use a Hub id"
 )
 
-_DEMO_BASE = "models/tiny-sd"
-"""Base model of configs/demo.yaml, which is not distributed with the project."""
-
-_DEMO_FIX = "run make demo, which creates this model and the demo's photographs"
-
 _INCOMPLETE_FIX = "download the model again, or set model.base to a complete diffusers folder"
 
 
@@ -180,9 +175,7 @@ def local_base(recipe: Recipe) -> Path | None:
     if not is_hub_id(base):
         similar_folder = suggest_folder(base)
         fix = "use an existing diffusers folder, relative to the project root, or a Hub id (owner/name)"
-        if base == _DEMO_BASE:
-            fix = _DEMO_FIX
-        elif similar_folder is not None:
+        if similar_folder is not None:
             fix = f"did you mean {similar_folder}?"
         raise ModelError(f"model.base {base} does not exist", where=expected, fix=fix)
     return None

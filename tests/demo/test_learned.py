@@ -1,37 +1,37 @@
-"""The measurement of what a LoRA has learned, on a pipeline that draws the demo's own pictures."""
+"""The targets of what the demo's LoRA must have learned, and the sheet that shows it."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+import numpy as np
 import pytest
-from PIL import Image
 
-from demo.learned import SCORES_FILE, SHEET_FILE, Learned, measure
-from tests.demo.drawing_pipeline import DrawingPipeline
-
-
-def test_a_lora_that_teaches_the_concept_is_measured_and_shown(tmp_path: Path) -> None:
-    learned = measure(DrawingPipeline(teaches=True), Path("lora"), tmp_path)
-    assert learned == Learned(0.0, 1.0, 1.0, 1.0)
-    assert learned.missed_targets() == []
-    assert json.loads((tmp_path / SCORES_FILE).read_text())["concept_after"] == 1.0
-    with Image.open(tmp_path / SHEET_FILE) as sheet:
-        assert sheet.width > 1000
+from demo.concept_pictures import concept_scenes
+from demo.learned import Learned, before_after_sheet
+from demo.world import draw_scene
 
 
-def test_a_lora_that_teaches_nothing_misses_the_target(tmp_path: Path) -> None:
-    learned = measure(DrawingPipeline(teaches=False), Path("lora"), tmp_path)
-    assert [sentence.split(",")[0] for sentence in learned.missed_targets()] == ["the concept scores 0.00"]
+def test_scores_at_the_targets_miss_none_of_them() -> None:
+    assert Learned(0.1, 0.6, 1.0, 0.9).missed_targets() == []
 
 
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        (Learned(0.2, 1.0, 1.0, 1.0), "the base model draws the concept: 0.20"),
-        (Learned(0.0, 1.0, 0.9, 0.7), "known shapes lost 0.20, more than 0.1"),
+        (Learned(0.11, 1.0, 1.0, 1.0), "the base model draws the concept: 0.11"),
+        (Learned(0.0, 0.59, 1.0, 1.0), "the concept scores 0.59, not 0.6"),
+        (Learned(0.0, 1.0, 0.9, 0.79), "known shapes lost 0.11, more than 0.1"),
     ],
 )
 def test_each_missed_target_is_named(scores: Learned, expected: str) -> None:
     assert scores.missed_targets() == [expected]
+
+
+def test_the_sheet_shows_the_enlarged_pictures_of_each_prompt_below_one_another() -> None:
+    scenes = concept_scenes()[:3]
+    before, after = ([draw_scene(scene, np.random.default_rng(seed)) for scene in scenes] for seed in (0, 1))
+    sheet = np.asarray(before_after_sheet([scene.caption for scene in scenes], before, after))
+    for pictures, top_px in ((before, 44), (after, 280)):
+        for column, picture in enumerate(pictures):
+            left_px = 12 + 204 * column
+            shown = sheet[top_px : top_px + 192 : 3, left_px : left_px + 192 : 3]
+            assert (shown == picture).all()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from demo.experiments import copy_demo
+from pipeline.recipe import load_recipe
 from pipeline.recipe.gates import SPECS
 from pipeline.reporting import tensorboard
 from tests.e2e.daemon import ROOT, make_home, running, until
@@ -29,14 +31,11 @@ from tools.docs.browser import (
     responds,
     terminate,
 )
-from tools.docs.demo_folder import copy_demo
 
 WINDOW = (1600, 2400)
 """Size of the browser's window. TensorBoard draws only the charts inside it."""
 
-NUM_PHOTOGRAPHS = 24
-NUM_STEPS = 30
-"""Steps of the demo's training."""
+NUM_PICTURES = 48
 
 ENDLESS = {"ops": {"demo__trained_lora": {"config": {"steps": 20_000, "seed": 1}}}}
 """Run configuration of a second training, which the test stops."""
@@ -56,9 +55,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_sd: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Return a folder that contains the demo and all its outputs."""
-    copy_demo(tmp_path, tiny_sd)
+    copy_demo(tmp_path)
     make_home(tmp_path / "home")
     return tmp_path
 
@@ -133,12 +132,12 @@ def test_after_the_demo_the_ui_shows_assets_thumbnails_before_after_and_the_loss
         browser.open(dataset)
         browser.wait_for("dataset_page")
         browser.open(f"file://{metadata_path(browser, 'index[.]html')}")
-        browser.wait_for(f"{NUM_PHOTOGRAPHS} images kept")
+        browser.wait_for(f"{NUM_PICTURES} images kept")
         thumbnails = browser.run("return [...document.images].map(image => image.naturalWidth)")
-        assert len(thumbnails) == NUM_PHOTOGRAPHS
+        assert len(thumbnails) == NUM_PICTURES
         assert all(width > 50 for width in thumbnails)
-        captions = [file.read_text("utf-8").strip() for file in (folder / "photos").glob("*.txt")]
-        assert len(captions) == NUM_PHOTOGRAPHS
+        captions = [file.read_text("utf-8").strip() for file in (folder / "pictures").rglob("*.txt")]
+        assert len(captions) == NUM_PICTURES
         assert all(caption in browser.text() for caption in captions)
 
         [(width, height)] = open_sheet(
@@ -156,7 +155,10 @@ def test_after_the_demo_the_ui_shows_assets_thumbnails_before_after_and_the_loss
         assert browser.run("return document.querySelectorAll('line-chart').length") > 1
         base = f"http://127.0.0.1:{board_port}/data/plugin/scalars/scalars"
         [run] = [path.name for path in (folder / "out" / "runs").iterdir()]
-        assert len(request(f"{base}?tag=loss&run=demo%2F{run}%2Flogs")) == NUM_STEPS
+        assert (
+            len(request(f"{base}?tag=loss&run=demo%2F{run}%2Flogs"))
+            == load_recipe(folder / "configs" / "demo.yaml").training.steps
+        )
 
 
 def test_during_a_training_the_ui_shows_a_live_observation_before_it_ends(folder: Path) -> None:
@@ -192,7 +194,7 @@ def test_the_ui_shows_the_graph_a_contact_sheet_and_a_closed_gate(folder: Path) 
         browser.wait_for("raw_images", "validated_dataset", "aspect_buckets", "trained_lora")
 
         browser.open(f"{ui}/assets/demo/validated_dataset")
-        browser.wait_for("picture_kept", "in 24 → kept 24 → rejected 0")
+        browser.wait_for("picture_kept", "in 48 → kept 48 → rejected 0")
         browser.click("[Show Markdown]")
         browser.wait_for("Close")
         until(browser.pictures, "the contact sheet", seconds=20, log=folder / "ui.log")
@@ -224,14 +226,14 @@ def test_the_ui_shows_the_graph_a_contact_sheet_and_a_closed_gate(folder: Path) 
         assert check_run["assetCheckSelection"] == [{"name": "finite_values"}]
         assert check_run["assetMaterializations"] == []
 
-        caption = folder / "photos" / "cat_face.txt"
+        caption = folder / "pictures" / "concept" / "red_zorp_white.txt"
         text = caption.read_text("utf-8")
         caption.unlink()
-        (folder / "photos" / "rocket_pad.png").write_bytes(b"\x89PNG no more than that")
+        (folder / "pictures" / "known" / "red_circle_white.png").write_bytes(b"\x89PNG no more than that")
         failed = launch(ui, "demo_cache")
         assert finished(ui, failed, folder) == "FAILURE"
         browser.open(f"{ui}/assets/demo/validated_dataset?view=checks&checkDetail=captions_present")
-        browser.wait_for("captions_present", "Latest execution", "cat_face", "fix:")
+        browser.wait_for("captions_present", "Latest execution", "red_zorp_white", "fix:")
 
         caption.write_text(text, encoding="utf-8")
         assert finished(ui, launch_from_failure(ui, failed), folder) == "SUCCESS"

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from demo.experiments import copy_demo
+from pipeline.recipe import load_recipe
 from pipeline.recipe.gates import SPECS
 from tests.e2e.daemon import make_home
 from tests.e2e.pseudo_terminal import run_on_terminal
-from tools.docs.demo_folder import copy_demo
 
 COMMAND = [sys.executable, "-c", "from pipeline.cli.main import main; main()", "run"]
 
@@ -56,10 +57,8 @@ def demo_environment(folder: Path, home: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_prints_less_than_40_lines_without_a_terminal(
-    tmp_path: Path, tiny_sd: Path, home: Path
-) -> None:
-    copy_demo(tmp_path, tiny_sd)
+def test_the_demo_prints_less_than_40_lines_without_a_terminal(tmp_path: Path, home: Path) -> None:
+    steps = load_recipe(copy_demo(tmp_path)).training.steps
     started_s = time.monotonic()
     completed = subprocess.run(
         [*COMMAND, "demo"],
@@ -77,17 +76,17 @@ def test_the_demo_prints_less_than_40_lines_without_a_terminal(
 
     # What a reader of the log needs is still there.
     assert {line.split()[0] for line in messages} == set(SPECS)
-    assert any("24 found, 24 ignored (24 captions), 0 rejected, 24 kept" in line for line in messages)
-    assert any("5 buckets (height x width), samples: 48x80 8, " in line for line in messages)
-    assert any("training: step 30 of 30, " in line and "loss " in line for line in messages)
+    assert any("48 found, 48 ignored (48 captions), 0 rejected, 48 kept" in line for line in messages)
+    assert any("1 bucket (height x width), samples: 64x64 48" in line for line in messages)
+    assert any(f"training: step {steps} of {steps}, " in line and "loss " in line for line in messages)
     assert summary[-1] == f"  LoRA      {tmp_path / 'out' / 'lora'}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
-def test_the_demo_prints_less_than_40_lines_on_a_terminal(tmp_path: Path, tiny_sd: Path, home: Path) -> None:
-    copy_demo(tmp_path, tiny_sd)
+def test_the_demo_prints_less_than_40_lines_on_a_terminal(tmp_path: Path, home: Path) -> None:
+    copy_demo(tmp_path)
     transcript = run_on_terminal(
         [*COMMAND, "demo"], environment=demo_environment(tmp_path, home), cwd=tmp_path, timeout_s=800
     )

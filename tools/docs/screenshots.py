@@ -18,10 +18,9 @@ from pathlib import Path
 
 import click
 
-from demo.tiny_model import write_tiny_model
+from demo.experiments import copy_demo
 from pipeline.recipe.load import CONFIGS_VARIABLE, project_root
 from tools.docs.browser import Browser, browsing, ended, free_port, launch, missing, responds, terminate
-from tools.docs.demo_folder import copy_demo
 
 IMAGES = Path("docs/images")
 
@@ -48,15 +47,14 @@ def main(output: Path) -> None:
         environment = prepare_demo(folder)
         command = [sys.executable, "-c", "from pipeline.cli.main import main; main()", "run", "demo"]
         subprocess.run(command, env=environment, check=True)
+        subprocess.run([sys.executable, "-m", "demo.checks"], env=environment, check=True)
         with serving(environment) as url, browsing(folder, size=WINDOW) as browser:
             take_screenshots(browser, url, folder, output)
 
 
 def prepare_demo(folder: Path) -> dict[str, str]:
     """Write the demo and a Dagster instance below `folder`, and return the environment of its commands."""
-    model = folder / "tiny-sd"
-    write_tiny_model(model)
-    recipe = copy_demo(folder, model)
+    recipe = copy_demo(folder)
 
     home = folder / "home"
     home.mkdir()
@@ -113,11 +111,11 @@ def take_screenshots(browser: Browser, url: str, folder: Path, output: Path) -> 
     terminate(url, run)
     wait_until(lambda: ended(url, run), "the end of the training")
 
-    (folder / "photos" / "cat_face.txt").unlink()
+    (folder / "pictures" / "concept" / "red_zorp_white.txt").unlink()
     run = launch(url, "demo_cache")
     wait_until(lambda: ended(url, run), "the end of the run with a closed gate")
     browser.open(f"{asset}/validated_dataset?view=checks&checkDetail=captions_present")
-    browser.wait_for("captions_present", "Latest execution", "cat_face", "fix:")
+    browser.wait_for("captions_present", "Latest execution", "red_zorp_white", "fix:")
     browser.screenshot(output / "closed_gate.png")
 
 

@@ -8,7 +8,6 @@ import pytest
 from pipeline.errors import FamilyError, ModelError
 from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.resolve import check_local_base, resolve_base, wanted_files
-from pipeline.recipe import load_recipe
 from tests.pipeline.model_recipe import recipe
 
 HUB_FILES = [
@@ -237,17 +236,6 @@ def test_a_typo_in_a_local_folder_suggests_the_closest_one_without_the_network(
 def test_validation_finds_a_typo_in_a_folder_of_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="models/no_such_model_at_all does not exist"):
         check_local_base(recipe(tmp_path, "models/no_such_model_at_all"))
-
-
-def test_the_demo_s_missing_model_is_explained_before_make_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.recipe.load.project_root", lambda: tmp_path)
-    (tmp_path / "models" / "tiny-sdxl").mkdir(parents=True)
-    base = load_recipe(Path(__file__).parents[3] / "configs" / "demo.yaml").model.base
-    with pytest.raises(ModelError, match=f"{base} does not exist") as excinfo:
-        check_local_base(recipe(tmp_path, base))
-    assert excinfo.value.fix.startswith("run make demo")
 
 
 def test_a_hub_id_like_a_folder_is_downloaded_and_its_error_suggests_the_folder(
