@@ -16,6 +16,7 @@ from pipeline.versions import TRAINING_VERSION
 
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
+    from pipeline.models.families import Family
     from pipeline.recipe import LoraSettings, Recipe
     from pipeline.trained_lora.samples import TrainingInputs
 
@@ -66,6 +67,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "prediction": entries.family.prediction_type(),
             "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
             "density": entries.family.density,
+            **_objective(entries.family),
         },
         "noise": training.noise.model_dump(),
         "optimizer": {
@@ -114,6 +116,11 @@ def _adapter(lora: LoraSettings) -> Facts:
 def _loss_weights(recipe: Recipe) -> Facts:
     weights = {each.name: each.loss_weight for each in recipe.datasets if each.loss_weight != 1.0}
     return {"dataset_weights": weights} if weights else {}
+
+
+def _objective(family: Family) -> Facts:
+    """Return the version of the family's objective; ids of runs with the first one do not contain it."""
+    return {} if family.objective == 1 else {"objective": family.objective}
 
 
 def _mix(recipe: Recipe) -> Facts:

@@ -51,6 +51,8 @@ class FamilySpec:
         denoiser_name: Component of the denoiser, and prefix of its keys in diffusers' LoRA files.
         drawing: Import path of the part that draws previews.
         pipeline_options: Settings of the pipeline's constructor that differ from its defaults.
+        objective: Version of the training objective. Raise it when the same recipe would train other weights;
+            runs of earlier versions then keep their ids, and new runs get other ones.
     """
 
     name: str
@@ -67,6 +69,7 @@ class FamilySpec:
     drawing: str = "drawing:PipelineDrawing"
     pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = no_options
     no_negative_prompts: str | Callable[[ModelFolder], str] = ""
+    objective: int | Callable[[ModelFolder], int] = 1
 
     @property
     def trains_text_encoders(self) -> bool:
@@ -257,6 +260,17 @@ class Family:
     def timestep_facts(self) -> dict[str, Any]:
         """See `NoiseSpec.timestep_facts`."""
         return self.spec.noise.timestep_facts(self.model)
+
+    @property
+    def num_timesteps(self) -> int:
+        """Timestep at which a latent is all noise."""
+        return int(self.scheduler_config.get("num_train_timesteps", 1000))
+
+    @property
+    def objective(self) -> int:
+        """See `FamilySpec.objective`."""
+        version = self.spec.objective
+        return version(self.model) if callable(version) else version
 
     # LoRA files
 
