@@ -16,6 +16,7 @@ from pipeline.images.geometry import Size
 from pipeline.models import families
 from pipeline.models.families import Family, FamilySpec, detect
 from tools.docs.noise_levels import noise_table
+from tools.docs.unsupported_pipelines import unsupported_table
 
 PAGE = Path("docs/families.md")
 
@@ -24,6 +25,9 @@ FAMILIES = "families"
 
 NOISE_LEVELS = "noise levels"
 """Name of the markers around the table of noise levels."""
+
+UNSUPPORTED = "unsupported pipelines"
+"""Name of the markers around the table of pipelines without a family."""
 
 Row = tuple[str, Callable[[Family], str]]
 
@@ -146,7 +150,8 @@ def main() -> None:
     with TemporaryDirectory() as work:
         families_table, levels_table = table(Path(work)), noise_table(Path(work))
     page = with_table(PAGE.read_text(encoding="utf-8"), FAMILIES, families_table)
-    PAGE.write_text(with_table(page, NOISE_LEVELS, levels_table), encoding="utf-8")
+    page = with_table(page, NOISE_LEVELS, levels_table)
+    PAGE.write_text(with_table(page, UNSUPPORTED, unsupported_table()), encoding="utf-8")
 
 
 if __name__ == "__main__":
