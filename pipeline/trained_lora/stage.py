@@ -22,6 +22,7 @@ from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
 from pipeline.models.families import detect
 from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
@@ -176,6 +177,7 @@ def _plan_run(
     require_text_encoders(recipe.training, entries.family)
     require_preview_prompts(recipe, entries.family)
     require_trackers(recipe.training)
+    resolve_training_adapter(recipe, log=log)
 
     inputs = training_inputs(recipe, entries, latents, text)
     recipe = with_steps(recipe, inputs)
@@ -184,6 +186,7 @@ def _plan_run(
         recipe=recipe,
         base=entries.model_folder,
         component_folders=entries.component_folders,
+        training_adapter=resolve_training_adapter(recipe),
         run=run_id(facts),
         inputs=inputs,
         empty_text=entries.text_spec(""),

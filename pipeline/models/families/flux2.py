@@ -7,7 +7,7 @@ used the pipelines' shift.
 
 from __future__ import annotations
 
-from pipeline.models.families.family import FamilySpec
+from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX2_KEYS
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
@@ -37,5 +37,6 @@ FLUX2_KLEIN = FamilySpec(
     architecture="flux-2-klein",
     guidance_scale=4.0,
     objective=2,
+    distillation=lambda model: Distillation() if model.index.get("is_distilled") else None,
     no_negative_prompts=lambda model: "its guidance is distilled" if model.index.get("is_distilled") else "",
 )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.models.diffusers_folder import ModelFolder
-from pipeline.models.families.family import FamilySpec
+from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FLUX_SHIFT, FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
@@ -29,6 +29,11 @@ def is_turbo(model: ModelFolder) -> bool:
 
 def _training_schedule(model: ModelFolder) -> Mapping[str, Any]:
     return {} if is_turbo(model) else FLUX_SHIFT
+
+
+def _distillation(model: ModelFolder) -> Distillation | None:
+    adapter = "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
+    return Distillation(adapter) if is_turbo(model) else None
 
 
 Z_IMAGE = FamilySpec(
@@ -60,4 +65,5 @@ Z_IMAGE = FamilySpec(
     architecture="z-image",
     guidance_scale=4.0,
     objective=lambda model: 1 if is_turbo(model) else 2,
+    distillation=_distillation,
 )

@@ -103,7 +103,7 @@ def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path)
     assert any(each.startswith("scipy") for each in project["dependencies"])  # optional in diffusers
 
 
-def test_an_added_mask_gives_another_prediction_and_gradient_than_a_boolean_one(tmp_path: Path) -> None:
+def test_E07_an_added_mask_gives_another_prediction_and_gradient_than_a_boolean_one(tmp_path: Path) -> None:
     make_tiny_chroma(tmp_path)
     family = load_family(tmp_path)
     text = family.text.stack(

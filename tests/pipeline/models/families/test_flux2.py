@@ -35,7 +35,7 @@ def test_the_complete_job_of_klein_equals_diffusers_and_its_files_change_the_pic
 
 
 @pytest.mark.parametrize("make", [make_tiny_flux2_klein, make_tiny_flux2_dev])
-def test_training_uses_the_shift_of_the_schedule_and_not_that_of_50_steps(
+def test_E08_training_uses_the_shift_of_the_schedule_and_not_that_of_50_steps(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     make(tmp_path)
