@@ -18,13 +18,16 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from demo.tiny_models import make_tiny_flux, make_tiny_krea2, make_tiny_z_image
 from pipeline.cache.remote_store import store_at
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.loading import pipeline_class
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, RunLayout
 from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.export.read_back import loaded_weights
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, read_entry
 from pipeline.trained_lora.worker.trial_step import require_adapter_effect
 from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders, run_until
@@ -39,6 +42,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"kind": "lokr"},
     "dora": {"dora": True},
     "pissa": {"init": "pissa"},
+}
+
+PREFIXES = {
+    "Z-Image": ["transformer", "diffusion_model"],
+    "FLUX.1": ["transformer"],
+    "Krea 2": ["transformer"],
 }
 
 
@@ -240,3 +249,34 @@ def test_the_hash_of_the_adapter_is_in_the_run_id_and_the_provenance(
     assert record["model"]["training_adapter"] == {"name": "adapter.safetensors", "sha256": digest}
     assert record["recipe"]["model"]["training_adapter"] == "adapter.safetensors"
     assert facts[1] == {**facts[0], "training_adapter": digest}
+
+
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [
+        (make_tiny_z_image, ["attention.to_q", "attention.to_out.0", "feed_forward.w2"]),
+        (make_tiny_flux, ["attn.to_q", "ff.net.2"]),
+        (make_tiny_krea2, ["attn.to_q", "ff.up"]),
+    ],
+)
+def test_adapters_of_transformers_are_read_under_the_prefixes_of_their_publishers(
+    tmp_path: Path, make: Callable[[Path], None], targets: list[str]
+) -> None:
+    """Files for Z-Image have ComfyUI's prefix and no alpha."""
+    make(tmp_path / "base")
+    family = load_family(tmp_path / "base")
+    denoiser: Any = family.denoiser.load("float32", "cpu")
+    denoiser.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
+    state = get_peft_model_state_dict(denoiser)
+    denoiser.unload_lora()
+    loaded: list[Any] = []
+    for prefix in PREFIXES[family.name]:
+        file = tmp_path / f"{prefix}.safetensors"
+        save_file({f"{prefix}.{name}": tensor.contiguous() for name, tensor in state.items()}, file)
+        loaded.append(
+            loaded_weights(file, pipeline_class(family), {"": denoiser}, {}, denoiser_name="transformer")
+        )
+    for weights in loaded:
+        assert {f"{name}.lora_A.weight" for name in weights} == {name for name in state if "lora_A" in name}
+        assert all(torch.equal(each.down, state[f"{name}.lora_A.weight"]) for name, each in weights.items())
+        assert {each.scale for each in weights.values()} == {1.0}
