@@ -39,6 +39,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "FLUX.2 dev": make_tiny_flux2_dev,
     "Qwen-Image": make_tiny_qwen_image,
     "Z-Image": make_tiny_z_image,
+    "Z-Image Turbo": partial(make_tiny_z_image, turbo=True),
     "Chroma": make_tiny_chroma,
     "Lumina Image 2": make_tiny_lumina2,
     "Sana": make_tiny_sana,

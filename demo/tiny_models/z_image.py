@@ -12,13 +12,14 @@ from demo.tiny_models.parts import assemble, flow_schedule, vae
 _TEXT_WIDTH = 48
 
 
-def make_tiny_z_image(folder: Path, *, seed: int = 0) -> None:
+def make_tiny_z_image(folder: Path, *, turbo: bool = False, seed: int = 0) -> None:
     """Write the model as a diffusers folder; equal arguments give equal bytes.
 
     `ZImagePipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
         folder: Destination, created with its parents; existing files are replaced.
+        turbo: Whether to write Z-Image-Turbo, with a smaller shift, instead of Z-Image.
         seed: Seed of the random weights.
     """
     assemble(
@@ -28,7 +29,7 @@ def make_tiny_z_image(folder: Path, *, seed: int = 0) -> None:
             "vae": partial(vae, channels=16, scaling_factor=0.3611, shift_factor=0.1159, quant=False),
             "transformer": _transformer,
             "text_encoder": partial(qwen3, width=_TEXT_WIDTH),
-            "scheduler": partial(flow_schedule, shift=3.0),
+            "scheduler": partial(flow_schedule, shift=3.0 if turbo else 6.0),
         },
         tokenizers={"tokenizer": write_qwen_tokenizer},
         seed=seed,

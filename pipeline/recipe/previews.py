@@ -26,9 +26,8 @@ class PreviewPrompt(Settings):
     negative_prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="Text that the guidance leads away from; null uses the empty one of the base model's "
-        "pipeline. Not available for FLUX.1, FLUX.2 dev, distilled FLUX.2 klein, Ideogram 4, Lumina Image 2 "
-        "and Sana.",
+        description="Text that the guidance leads away from; null uses the empty caption. Not available "
+        "for FLUX.1, FLUX.2 dev, distilled FLUX.2 klein, Ideogram 4, Lumina Image 2 and Sana.",
     )
     height: int | None = Field(
         default=None,

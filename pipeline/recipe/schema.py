@@ -68,6 +68,14 @@ class ModelSettings(Settings):
         "folder. It holds either the component itself or a model with a component of that name.",
         examples=[{"vae": "madebyollin/sdxl-vae-fp16-fix"}],
     )
+    training_adapter: str | None = Field(
+        default=None,
+        min_length=1,
+        description="For distilled base models: a LoRA that is active in training steps and in nothing else, "
+        "so that the trained LoRA keeps the distillation. A .safetensors file relative to the project root, "
+        "or a Hub id, followed by the file's name if the repository has several.",
+        examples=["ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"],
+    )
     allow_pickle: bool = Field(
         default=False,
         description="Also accept weights that are pickles (`*.bin`). Only tensors are read from them "

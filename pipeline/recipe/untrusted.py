@@ -72,6 +72,7 @@ def _places(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
     # A Hub id has the form of a relative path.
     yield ("model", "base"), _section(data, "model")["base"]
+    yield ("model", "training_adapter"), _section(data, "model").get("training_adapter") or "."
     for role, source in _section(data, "model", "components").items():
         yield ("model", "components", role), source or "."
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import TrainingError
+from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
 
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
+    from pipeline.models.families import Family
     from pipeline.recipe import LoraSettings, Recipe
     from pipeline.trained_lora.samples import TrainingInputs
 
@@ -37,6 +39,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
 
     Raises:
         TrainingError: The LoRA in `start_from` cannot be read.
+        ModelError: The training adapter is missing, or cannot be downloaded.
     """
     training = recipe.training
     schedule: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
@@ -50,7 +53,11 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         "version": TRAINING_VERSION,
         "samples": _samples(inputs.trained),
         "empty_text": entries.text_spec("").key if dropout > 0 else None,
-        "model": {"family": entries.family.name, "denoiser": entries.fingerprint("denoiser")},
+        "model": {
+            "family": entries.family.name,
+            "denoiser": entries.fingerprint("denoiser"),
+            **_training_adapter(recipe),
+        },
         "plan": {
             "seed": training.seed,
             "batch_size": training.batch_size,
@@ -66,6 +73,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "prediction": entries.family.prediction_type(),
             "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
             "density": entries.family.density,
+            **_objective(entries.family),
         },
         "noise": training.noise.model_dump(),
         "optimizer": {
@@ -114,6 +122,16 @@ def _adapter(lora: LoraSettings) -> Facts:
 def _loss_weights(recipe: Recipe) -> Facts:
     weights = {each.name: each.loss_weight for each in recipe.datasets if each.loss_weight != 1.0}
     return {"dataset_weights": weights} if weights else {}
+
+
+def _training_adapter(recipe: Recipe) -> Facts:
+    path = resolve_training_adapter(recipe)
+    return {} if path is None else {"training_adapter": file_sha256(path)}
+
+
+def _objective(family: Family) -> Facts:
+    """Return the version of the family's objective; ids of runs with the first one do not contain it."""
+    return {} if family.objective == 1 else {"objective": family.objective}
 
 
 def _mix(recipe: Recipe) -> Facts:

@@ -58,6 +58,7 @@ class TrainingJob:
         prompts: Preview prompts.
         provenance: JSON-serializable record that goes into each exported file.
         component_folders: Folders of model components that replace those in `base`, by role.
+        training_adapter: File of the training adapter; None without one.
     """
 
     recipe: Recipe
@@ -68,6 +69,7 @@ class TrainingJob:
     prompts: tuple[Prompt, ...]
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
     component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    training_adapter: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -95,6 +97,7 @@ class TrainingJob:
             "recipe": _without_secrets(self.recipe),
             "base": str(self.base),
             "elsewhere": {role: str(folder) for role, folder in self.component_folders.items()},
+            "training_adapter": str(self.training_adapter) if self.training_adapter else None,
             "run": self.run,
             "provenance": self.provenance,
             "empty_text": entry_to_json(self.empty_text),
@@ -127,6 +130,7 @@ def read_job(path: Path) -> TrainingJob:
         recipe=recipe_from_json(job["recipe"]),
         base=Path(job["base"]),
         component_folders={role: Path(folder) for role, folder in job.get("elsewhere", {}).items()},
+        training_adapter=Path(job["training_adapter"]) if job.get("training_adapter") else None,
         run=job["run"],
         provenance=job["provenance"],
         inputs=read_inputs(path.with_name(INPUTS_FILE)),

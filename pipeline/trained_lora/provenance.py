@@ -61,6 +61,7 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
                 role: _shareable_path(path) for role, path in recipe.model.components.given().items()
             },
             "fingerprints": {use: entries.fingerprint(use) for use in _USES},
+            **_training_adapter(recipe, facts),
         },
         "packages": {name: _package_version(name) for name in PACKAGES},
         "python": platform.python_version(),
@@ -81,8 +82,19 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
             dataset["images"] = _shareable_path(dataset["images"])
     model = values["model"]
     model["base"] = _shareable_path(model["base"])
+    if model["training_adapter"] is not None:
+        model["training_adapter"] = _shareable_path(model["training_adapter"])
     model["components"] = {role: _shareable_path(path) for role, path in model["components"].items()}
     return values
+
+
+def _training_adapter(recipe: Recipe, facts: Facts) -> dict[str, Any]:
+    """Return name and SHA-256 of the training adapter; nothing without one."""
+    name = recipe.model.training_adapter
+    if name is None:
+        return {}
+    digest = facts["model"]["training_adapter"]
+    return {"training_adapter": {"name": _shareable_path(name), "sha256": digest}}
 
 
 def _shareable_path(path: str) -> str:

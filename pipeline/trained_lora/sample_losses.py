@@ -78,6 +78,20 @@ def loss_trend(layout: RunLayout, num_steps: int) -> dict[str, float] | None:
     return {"first": float(np.mean(first)), "last": float(np.mean(last)), "error": error}
 
 
+def share_below_half(layout: RunLayout, num_steps: int, *, num_timesteps: int) -> float | None:
+    """Return the share of the run's draws with a noise level below 0.5; None if no loss was recorded.
+
+    Args:
+        layout: Folder of the run.
+        num_steps: Number of steps of the run.
+        num_timesteps: Timestep at which a latent is all noise.
+    """
+    timesteps = [at for line in read_metrics(layout.sample_losses, num_steps) for at in line["timesteps"]]
+    if not timesteps:
+        return None
+    return sum(at < num_timesteps / 2 for at in timesteps) / len(timesteps)
+
+
 def _draws(layout: RunLayout, num_steps: int) -> pl.DataFrame:
     """Return one row per draw: `number` of the input, `loss`, and loss `relative` to the expected one."""
     numbers: list[int] = []

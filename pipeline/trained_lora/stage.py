@@ -20,7 +20,9 @@ from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
+from pipeline.models.families import detect
 from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
@@ -54,7 +56,7 @@ from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
-from pipeline.trained_lora.sample_losses import loss_trend
+from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.samples import TrainingInputs, training_inputs
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.vae_latents import checks as vae_latents
@@ -175,6 +177,7 @@ def _plan_run(
     require_text_encoders(recipe.training, entries.family)
     require_preview_prompts(recipe, entries.family)
     require_trackers(recipe.training)
+    resolve_training_adapter(recipe, log=log)
 
     inputs = training_inputs(recipe, entries, latents, text)
     recipe = with_steps(recipe, inputs)
@@ -183,6 +186,7 @@ def _plan_run(
         recipe=recipe,
         base=entries.model_folder,
         component_folders=entries.component_folders,
+        training_adapter=resolve_training_adapter(recipe),
         run=run_id(facts),
         inputs=inputs,
         empty_text=entries.text_spec(""),
@@ -334,6 +338,9 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Re
         "first_validation_loss": validation[0]["loss"] if validation else None,
         "last_validation_loss": validation[-1]["loss"] if validation else None,
         "hardest_samples": hardest_samples(layout),
+        "noise_below_half": share_below_half(
+            layout, len(job.plan()), num_timesteps=detect(job.base).num_timesteps
+        ),
         "last_learning_rate": metrics[-1]["learning_rate"] if metrics else None,
         "num_weights": finished["num_weights"],
         "device": finished["device"],

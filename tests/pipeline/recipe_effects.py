@@ -57,6 +57,7 @@ EFFECTS: dict[str, Effect] = {
     "cache_dir": _nothing({"cache_dir": "@folder@/other_cache"}),
     "output_dir": _nothing({"output_dir": "@folder@/other_output"}),
     "model.base": Effect({"model": {"base": "@other_base@"}}, latents=True, text=True, run=True),
+    "model.training_adapter": Effect({"model": {"training_adapter": "@lora_file@"}}, run=True),
     "model.components": Effect({"model": {"components": {"vae": "@other_base@"}}}, latents=True, run=True),
     "buckets.resolution": _latents("buckets", "resolution", 96),
     "buckets.resolutions": _latents("buckets", "resolutions", [64, 96]),

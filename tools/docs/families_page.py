@@ -15,9 +15,19 @@ from demo.tiny_models import TINY
 from pipeline.images.geometry import Size
 from pipeline.models import families
 from pipeline.models.families import Family, FamilySpec, detect
+from tools.docs.noise_levels import noise_table
+from tools.docs.unsupported_pipelines import unsupported_table
 
 PAGE = Path("docs/families.md")
-START, END = "<!-- families: begin -->", "<!-- families: end -->"
+
+FAMILIES = "families"
+"""Name of the markers around the tables of the families."""
+
+NOISE_LEVELS = "noise levels"
+"""Name of the markers around the table of noise levels."""
+
+UNSUPPORTED = "unsupported pipelines"
+"""Name of the markers around the table of pipelines without a family."""
 
 Row = tuple[str, Callable[[Family], str]]
 
@@ -27,11 +37,12 @@ def table(work: Path) -> str:
     return "\n".join(_section(name, work / str(number)) for number, name in enumerate(TINY))
 
 
-def with_table(page: str, table: str) -> str:
-    """Return the page with everything between its two markers replaced."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table}\n{END}{after}"
+def with_table(page: str, name: str, table: str) -> str:
+    """Return the page with everything between the two markers of this name replaced."""
+    start, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = page.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n\n{table}\n{end}{after}"
 
 
 def proof(family: Family) -> str:
@@ -137,8 +148,10 @@ ROWS: tuple[Row, ...] = (
 def main() -> None:
     """Write the tables into the page."""
     with TemporaryDirectory() as work:
-        tables = table(Path(work))
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+        families_table, levels_table = table(Path(work)), noise_table(Path(work))
+    page = with_table(PAGE.read_text(encoding="utf-8"), FAMILIES, families_table)
+    page = with_table(page, NOISE_LEVELS, levels_table)
+    PAGE.write_text(with_table(page, UNSUPPORTED, unsupported_table()), encoding="utf-8")
 
 
 if __name__ == "__main__":

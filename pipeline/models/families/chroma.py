@@ -1,7 +1,8 @@
 """Chroma1 base and HD: T5 alone, a transformer of the FLUX.1 kind without guidance, a VAE of 16 channels.
 
-The mask passes a caption's tokens and one padding token. diffusers 0.42 adds it to the attention scores,
-which raises these tokens without hiding the others, so entries contain all tokens and the mask.
+The mask passes a caption's tokens and one padding token. Entries contain all tokens and the mask as a float,
+as the pipeline returns it. Objective 2 hides the other tokens; objective 1 added the mask to the attention
+scores, as the pipeline of diffusers 0.42 does.
 """
 
 from __future__ import annotations
@@ -44,4 +45,5 @@ CHROMA = FamilySpec(
     lora=FLUX_KEYS,
     architecture="chroma",
     guidance_scale=5.0,
+    objective=2,
 )

@@ -24,6 +24,22 @@ Denoiser = Literal["unet", "transformer"]
 """Component of the diffusers pipeline that training adapts."""
 
 
+@dataclass(frozen=True)
+class Distillation:
+    """A base model that draws in few steps, and learns generic pictures unless it is trained with an adapter.
+
+    Attributes:
+        training_adapter: Published training adapter, as a value of `model.training_adapter`; "" without one.
+    """
+
+    training_adapter: str = ""
+
+
+def not_distilled(model: ModelFolder) -> Distillation | None:
+    """Return None."""
+    return None
+
+
 def no_options(model: ModelFolder) -> dict[str, Any]:
     """Return no settings of the pipeline's constructor."""
     return {}
@@ -51,6 +67,9 @@ class FamilySpec:
         denoiser_name: Component of the denoiser, and prefix of its keys in diffusers' LoRA files.
         drawing: Import path of the part that draws previews.
         pipeline_options: Settings of the pipeline's constructor that differ from its defaults.
+        objective: Version of the training objective. Raise it when the same recipe would train other weights;
+            runs of earlier versions then keep their ids, and new runs get other ones.
+        distillation: Reads from the configurations whether a base model is distilled.
     """
 
     name: str
@@ -67,6 +86,8 @@ class FamilySpec:
     drawing: str = "drawing:PipelineDrawing"
     pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = no_options
     no_negative_prompts: str | Callable[[ModelFolder], str] = ""
+    objective: int | Callable[[ModelFolder], int] = 1
+    distillation: Callable[[ModelFolder], Distillation | None] = not_distilled
 
     @property
     def trains_text_encoders(self) -> bool:
@@ -257,6 +278,22 @@ class Family:
     def timestep_facts(self) -> dict[str, Any]:
         """See `NoiseSpec.timestep_facts`."""
         return self.spec.noise.timestep_facts(self.model)
+
+    @property
+    def num_timesteps(self) -> int:
+        """Timestep at which a latent is all noise."""
+        return int(self.scheduler_config.get("num_train_timesteps", 1000))
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """How the base model was distilled; None if it was not."""
+        return self.spec.distillation(self.model)
+
+    @property
+    def objective(self) -> int:
+        """See `FamilySpec.objective`."""
+        version = self.spec.objective
+        return version(self.model) if callable(version) else version
 
     # LoRA files
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.models.diffusers_folder import ModelFolder
-from pipeline.models.families.family import FamilySpec
+from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX_KEYS
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec
@@ -36,6 +36,10 @@ class T5AndClipText(TextSpec):
         }
 
 
+def _distillation(model: ModelFolder) -> Distillation | None:
+    return None if has_guidance(model) else Distillation("ostris/FLUX.1-schnell-training-adapter")
+
+
 FLUX = FamilySpec(
     name="FLUX.1",
     pipeline_classes=("FluxPipeline",),
@@ -56,4 +60,5 @@ FLUX = FamilySpec(
     architecture=lambda model: f"flux-1-{'dev' if has_guidance(model) else 'schnell'}",
     guidance_scale=3.5,
     no_negative_prompts="its guidance is distilled",
+    distillation=_distillation,
 )

@@ -1,7 +1,7 @@
 """FLUX.2 dev: klein's transformer with a guidance scale, conditioned on a Mistral 3 with a system message.
 
 Of the language model's processor only the tokenizer is loaded: captions need no more, and the image processor
-would require torchvision.
+would require torchvision. Noise levels are those of FLUX.2 klein.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ FLUX2_DEV = FamilySpec(
         tokens=512,
         layers=3,
     ),
-    noise=FlowNoise("families.flux2:Flux2Process"),
+    noise=FlowNoise(),
     denoiser_call="families.flux2_dev:GuidedFlux2Call",
     lora=FLUX2_KEYS,
     architecture="flux-2-dev",
     guidance_scale=4.0,
+    objective=2,
     no_negative_prompts="its guidance is distilled",
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import ModelFolder
-from pipeline.models.families.family import FamilySpec
+from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.lora_keys import Layer, LoraKeys, underscored
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
@@ -90,6 +90,11 @@ class Krea2Keys(LoraKeys):
         return f"{blocks}.{match[2]}.{_ORIGINAL[match[3]]}"
 
 
+def _distillation(model: ModelFolder) -> Distillation | None:
+    adapter = "ostris/krea2_turbo_training_adapter/krea2_turbo_training_adapter_v1.safetensors"
+    return Distillation(adapter) if is_distilled(model) else None
+
+
 KREA2 = FamilySpec(
     name="Krea 2",
     pipeline_classes=("Krea2Pipeline",),
@@ -114,4 +119,5 @@ KREA2 = FamilySpec(
     architecture="krea-2",
     guidance_scale=4.5,
     pipeline_options=lambda model: {"text_encoder_select_layers": select_layers(model)},
+    distillation=_distillation,
 )

@@ -1,12 +1,40 @@
-"""Z-Image and Z-Image-Turbo: a Qwen3, a single-stream transformer, a VAE of 16 channels."""
+"""Z-Image and Z-Image-Turbo: a Qwen3, a single-stream transformer, a VAE of 16 channels.
+
+The schedule of Z-Image, with a shift of 6, is for drawing. Training uses the shift of FLUX.1, as section 4.3
+of https://arxiv.org/abs/2511.22699 describes; objective 1 used the schedule. Z-Image-Turbo is trained with
+its own schedule, a shift of 3.
+"""
 
 from __future__ import annotations
 
-from pipeline.models.families.family import FamilySpec
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.models.diffusers_folder import ModelFolder
+from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
-from pipeline.models.families.parts.noise import FlowNoise
+from pipeline.models.families.parts.noise import FLUX_SHIFT, FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import LatentSpec
+
+_TURBO_SHIFT = 3.0
+"""Shift in the schedule of Z-Image-Turbo, whose configurations are otherwise those of Z-Image."""
+
+
+def is_turbo(model: ModelFolder) -> bool:
+    """Return whether the model has the schedule of Z-Image-Turbo."""
+    schedule = model.config("scheduler")
+    return schedule.get("shift") == _TURBO_SHIFT and not schedule.get("use_dynamic_shifting")
+
+
+def _training_schedule(model: ModelFolder) -> Mapping[str, Any]:
+    return {} if is_turbo(model) else FLUX_SHIFT
+
+
+def _distillation(model: ModelFolder) -> Distillation | None:
+    adapter = "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
+    return Distillation(adapter) if is_turbo(model) else None
+
 
 Z_IMAGE = FamilySpec(
     name="Z-Image",
@@ -25,7 +53,7 @@ Z_IMAGE = FamilySpec(
     text=LanguageModelText(
         "qwen3 chat penultimate unpadded, 2", "families.z_image:ZImageConditioner", tokens=512
     ),
-    noise=FlowNoise(),
+    noise=FlowNoise(training_schedule=_training_schedule),
     denoiser_call="families.z_image:ZImageCall",
     lora=LoraKeys(
         [
@@ -36,4 +64,6 @@ Z_IMAGE = FamilySpec(
     ),
     architecture="z-image",
     guidance_scale=4.0,
+    objective=lambda model: 1 if is_turbo(model) else 2,
+    distillation=_distillation,
 )

@@ -57,7 +57,7 @@ class DenoiserCall(ABC):
     @property
     def num_timesteps(self) -> int:
         """Timestep at which the latent is all noise."""
-        return int(self.family.scheduler_config.get("num_train_timesteps", 1000))
+        return self.family.num_timesteps
 
     def load(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:
         """Return the network, frozen and in evaluation mode.

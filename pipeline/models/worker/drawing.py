@@ -98,7 +98,8 @@ class PipelineDrawing:
         Args:
             pipeline: Result of `load_pipeline`.
             text: Tensors of the caption's entry.
-            empty_text: Tensors of the empty caption's entry, for guidance.
+            empty_text: Tensors of the empty caption's entry, which caption dropout trains and guidance uses.
+                SDXL's pipeline would use zeros instead.
             settings: Size, steps, seed and guidance scale.
             negative_text: Tensors of a negative prompt's entry, which guidance uses instead.
         """
@@ -108,9 +109,6 @@ class PipelineDrawing:
             {name: _on_device(rows[index : index + 1], weight) for name, rows in stacked.items()}
             for index in (0, 1)
         )
-
-        if negative_text is None:
-            negative = self.text.without_negative_prompt(pipeline, negative)
 
         guidance_scale = settings.guidance_scale
         if guidance_scale is None:

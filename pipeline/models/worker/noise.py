@@ -6,11 +6,12 @@ Letters of shapes: B samples, C latent channels, h and w latent edges.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from pipeline.models.families import Family
+from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.worker.loading import component_class
 
 
@@ -82,6 +83,13 @@ class FlowProcess(NoiseProcess):
 
     A timestep is sigma times the schedule's number of timesteps, a float32 that need not be an integer.
     """
+
+    def load_scheduler(self) -> Any:
+        """See `NoiseProcess.load_scheduler`; the family may replace settings of the shift."""
+        scheduler = super().load_scheduler()
+        noise = cast("FlowNoise", self.family.spec.noise)
+        replaced = noise.training_schedule(self.family.model)
+        return type(scheduler).from_config(scheduler.config, **replaced) if replaced else scheduler
 
     def timesteps(self, scheduler: Any, levels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
         """See `NoiseProcess.timesteps`; sigma is the level after the schedule's shift."""

@@ -95,10 +95,6 @@ class TextConditioner(ABC):
         negative = {f"negative_{name}": value for name, value in self.prompt_tensors(negative_text).items()}
         return {**self.prompt_tensors(text), **negative}
 
-    def without_negative_prompt(self, pipeline: Any, empty_text: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the conditions that the pipeline uses as negative prompt if none is given."""
-        return empty_text
-
     def guidance_arguments(self, scale: float) -> dict[str, Any]:
         """Return the pipeline's arguments that set the guidance scale."""
         return {"guidance_scale": scale}
@@ -254,12 +250,6 @@ class PooledConditioner(TextConditioner):
 
     embeds_batches = True
     prompt_names = POOLED_PROMPT
-
-    def without_negative_prompt(self, pipeline: Any, empty_text: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `TextConditioner.without_negative_prompt`; some models use zeros."""
-        if pipeline.config.force_zeros_for_empty_prompt:
-            return {name: torch.zeros_like(tensor) for name, tensor in empty_text.items()}
-        return empty_text
 
 
 def own_tokens(embedding: Tensor, mask: Tensor) -> Tensor:

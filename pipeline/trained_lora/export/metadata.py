@@ -6,15 +6,19 @@ ModelSpec: https://github.com/Stability-AI/ModelSpec. The metadata contains noth
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY
+from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, Layout, LoraModule
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
     from pipeline.recipe import LoraSettings
     from pipeline.trained_lora.job import TrainingJob
+
+
+READERS_KEY = "latentline.readers"
+"""Key in a file's metadata that states which programs apply the file with another strength."""
 
 
 def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
@@ -73,6 +77,23 @@ def at_step(metadata: Mapping[str, str], step: int) -> dict[str, str]:
         record = {**json.loads(metadata[PROVENANCE_KEY]), "step": step}
         values[PROVENANCE_KEY] = json.dumps(record, sort_keys=True, ensure_ascii=False)
     return values
+
+
+def readers_note(layout: Layout, modules: Sequence[LoraModule]) -> dict[str, str]:
+    """Return metadata that names the programs that misread these modules in this layout; usually empty."""
+    if layout == "kohya" and any(module.magnitude for module in modules):
+        note = (
+            "ComfyUI divides DoRA magnitudes by other norms than kohya's tools, so it applies this file with "
+            "another strength. Load the file whose name ends in _comfyui."
+        )
+        return {READERS_KEY: note}
+    if layout == "diffusers" and any(module.alpha != module.rank for module in modules):
+        note = (
+            "The scale, alpha / rank, is in lora_adapter_metadata. Programs that do not read it, such as "
+            "ComfyUI, apply this file with a scale of 1. ComfyUI reads the file whose name ends in _comfyui."
+        )
+        return {READERS_KEY: note}
+    return {}
 
 
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:

@@ -40,6 +40,7 @@ from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
+from pipeline.trained_lora.worker.training_adapter import load_training_adapter
 from pipeline.trained_lora.worker.weight_groups import weight_groups
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Engine:
         text: Text encoders with their adapters; None unless they are trained.
         networks: The denoiser, and the text encoders that have adapters.
         weights: Trained weights of all networks.
+        training_adapter: Frozen LoRA that is active outside of `evaluation` only.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Engine:
         self.networks = adapted_networks(self.denoiser, self.text_networks)
         if lora.start_from is not None:
             warm_start(self.networks, describe_networks(family, self.networks), lora.start_from)
+        self.training_adapter = load_training_adapter(job, family, self.denoiser)
         enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
         self._set_training(True)
 
@@ -355,6 +358,7 @@ class Engine:
             self._set_training(True)
 
     def _set_training(self, training: bool) -> None:
+        self.training_adapter.active = training
         for network in self.networks.values():
             network.train(training)
 

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from pipeline.errors import LatentlineError, TrainingError, counted
+from pipeline.models.training_adapter import missing_adapter_warning
 from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
@@ -45,7 +46,7 @@ from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
 from pipeline.trained_lora.worker.startup import Startup
 from pipeline.trained_lora.worker.trackers import start_trackers
-from pipeline.trained_lora.worker.trial_step import largest_step, run_trial_step
+from pipeline.trained_lora.worker.trial_step import largest_step, require_adapter_effect, run_trial_step
 from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ class _TrainingRun:
         with out_of_memory_as(self._memory_error("in the trial step before training")):
             maker = MicroBatchMaker(job, self.family, self.engine.scheduler)
             run_trial_step(self.engine, largest_step(self.plan, job.inputs), maker.make)
+        require_adapter_effect(self.engine, self._probe_input(), job.training_adapter)
         if self.main:
             self.startup.begin(startup.PREFLIGHT)
             export = partial(self.exporter.export, self.engine.networks)
@@ -229,6 +231,8 @@ class _TrainingRun:
         if (reason := why_no_gpu()) is not None:
             self._warn(reason)
         if (warning := memory_warning(self.job.recipe.training)) is not None:
+            self._warn(warning)
+        if (warning := missing_adapter_warning(self.job.recipe, self.family)) is not None:
             self._warn(warning)
         if resumed_step:
             self.report.info(f"resuming from the checkpoint of step {resumed_step}")

@@ -1,4 +1,4 @@
-"""A trial step before training: it surfaces missing memory in the first minute, and leaves no trace."""
+"""Trials before training: they surface missing memory and a useless training adapter in the first minute."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.worker.training_adapter import refused_adapter
 
 if TYPE_CHECKING:
     from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
@@ -63,3 +67,24 @@ def run_trial_step(
     for weight in engine.weights:
         weight.grad = None  # a step that failed leaves its gradients
     engine.restore(before)
+
+
+def require_adapter_effect(engine: Engine, micro: MicroInput, training_adapter: Path | None) -> None:
+    """Raise TrainingError if the training adapter does not change the loss (FAILURES E05).
+
+    Without a training adapter, nothing is computed.
+
+    Args:
+        engine: Engine that has not trained yet.
+        micro: Any input.
+        training_adapter: File of the training adapter, or None.
+    """
+    if training_adapter is None:
+        return
+    micro = micro.to(engine.accelerator.device)
+    with engine.evaluation():
+        plain = engine.losses(micro, engine.denoiser)
+    with engine.evaluation(), engine.training_adapter.applied():
+        adapted = engine.losses(micro, engine.denoiser)
+    if torch.equal(plain, adapted):
+        raise refused_adapter(training_adapter, "it does not change the model's prediction")

@@ -46,6 +46,7 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("output_dir", "cache_dir: s3://bucket/cache\noutput_dir", "cache_dir"),
         ("owner/name", "/models/strange", "model.base"),
         ("owner/name", "owner/name, components: {vae: /models/vae}", "model.components.vae"),
+        ("owner/name", "owner/name, training_adapter: /tmp/a.safetensors", "model.training_adapter"),
         ("adamw}", "adamw, lora: {start_from: /tmp/a.safetensors}}", "training.lora.start_from"),
     ],
 )

@@ -23,6 +23,7 @@ REPORTS = {
         "resumed_from": 500,
         "first_loss": 0.25,
         "last_loss": 0.125,
+        "noise_below_half": 0.136,
     },
 }
 
@@ -45,7 +46,8 @@ def test_a_complete_run_shows_images_caches_gates_loss_and_output_folder() -> No
         "  gates     1 passed, 2 warnings",
         "  warning   raw_images, oddities: 2 wrong suffixes",
         "  warning   validated_dataset, captions_present: 1 lacks",
-        "  training  2,000 steps, loss 0.2500 (first) to 0.1250 (last); resumed from step 500",
+        "  training  2,000 steps, loss 0.2500 (first) to 0.1250 (last), 14% of noise levels below 0.5; "
+        "resumed from step 500",
         "  LoRA      /out/lora",
     ]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import polars as pl
 import pytest
 
+from demo.tiny_models import make_tiny_chroma
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import RecipeEntries, caption_variants
+from pipeline.models.families import FAMILIES
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.schema import all_keys
 from pipeline.storage.tables import SCHEMAS, frame
@@ -196,3 +198,24 @@ def test_a_new_run_is_announced_even_if_the_earlier_record_cannot_be_read(tmp_pa
     log_differences(tmp_path, "later", {}, log=lines.append)
     (line,) = lines
     assert line.startswith("run later is new; how it differs from earlier is unknown")
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # in diffusers' Chroma
+def test_the_version_of_an_objective_is_in_the_run_id_of_its_family_only(
+    tmp_path: Path, tiny_sd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_chroma(tmp_path / "chroma")
+    samples = Samples(tmp_path, tmp_path / "chroma", tiny_sd)
+    second = samples.ids({})
+    unversioned = [replace(spec, objective=1) for spec in FAMILIES]
+    assert [spec.name for spec in FAMILIES if spec.objective != 1] == [
+        "FLUX.2 klein",
+        "FLUX.2 dev",
+        "Z-Image",
+        "Chroma",
+        "Lumina Image 2",
+    ]
+    monkeypatch.setattr("pipeline.models.families.FAMILIES", unversioned)
+    first = samples.ids({})
+    assert first.run != second.run
+    assert (first.latents, first.text) == (second.latents, second.text)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.sample_losses import loss_trend, sample_statistics
+from pipeline.trained_lora.sample_losses import loss_trend, sample_statistics, share_below_half
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -71,3 +72,17 @@ def test_the_loss_trend_is_detected_despite_timestep_noise(
     assert trend["first"] - trend["last"] == pytest.approx(0.16, abs=2 * trend["error"])
     assert trend["error"] < 0.05
     assert loss_trend(RunLayout(layout.folder / "none"), 5) is None
+
+
+def test_the_share_of_low_noise_levels_counts_draws_below_half_of_the_schedule(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    layout.sample_losses.parent.mkdir()
+    lines = [
+        {"step": step, "samples": [0, 1], "timesteps": timesteps, "losses": [1.0, 1.0]}
+        for step, timesteps in enumerate([[499.9, 500.0], [0.0, 999.0], [1.0, 2.0]])
+    ]
+    layout.sample_losses.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert share_below_half(layout, 3, num_timesteps=1000) == pytest.approx(4 / 6)
+    assert share_below_half(layout, 2, num_timesteps=1000) == 0.5
+    assert share_below_half(layout, 3, num_timesteps=2) == pytest.approx(1 / 6)
+    assert share_below_half(RunLayout(tmp_path / "none"), 3, num_timesteps=1000) is None

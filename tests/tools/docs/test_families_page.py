@@ -8,7 +8,10 @@ from diffusers import PRXTransformer2DModel
 from demo.tiny_models import TINY
 from pipeline.models.families import FAMILIES, detect
 from pipeline.recipe import project_root
-from tools.docs.families_page import PAGE, proof, table, with_table
+from tools.docs.families_page import FAMILIES as FAMILIES_MARKER
+from tools.docs.families_page import NOISE_LEVELS, PAGE, UNSUPPORTED, proof, table, with_table
+from tools.docs.noise_levels import noise_table
+from tools.docs.unsupported_pipelines import unsupported_table
 
 # diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
 FAMILY_TESTS = Path(__file__).parents[2] / "pipeline" / "models" / "families"
@@ -21,7 +24,10 @@ pytestmark = [
 
 def test_the_page_is_generated_from_the_families(tmp_path: Path) -> None:
     page = (project_root() / PAGE).read_text(encoding="utf-8")
-    assert page == with_table(page, table(tmp_path)), "run python -m tools.docs.families_page"
+    expected = with_table(page, FAMILIES_MARKER, table(tmp_path))
+    expected = with_table(expected, NOISE_LEVELS, noise_table(tmp_path))
+    expected = with_table(expected, UNSUPPORTED, unsupported_table())
+    assert page == expected, "run python -m tools.docs.families_page"
 
 
 def test_every_family_has_a_tiny_model_and_a_test_of_the_complete_job(tmp_path: Path) -> None:

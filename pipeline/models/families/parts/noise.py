@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,21 @@ _SHIFT_KEYS = (
     "time_shift_type",
 )
 """Keys of a flow schedule's configuration that decide how noise levels become timesteps."""
+
+FLUX_SHIFT: Mapping[str, Any] = {
+    "use_dynamic_shifting": True,
+    "time_shift_type": "exponential",
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+}
+"""FLUX.1's shift, which grows with the image: e^0.5 at 256 px and e^1.15 at 1,024 px."""
+
+
+def as_published(model: ModelFolder) -> dict[str, Any]:
+    """Return no changes of the published schedule."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -89,18 +105,25 @@ class BetaNoise(NoiseSpec):
 
 @dataclass(frozen=True)
 class FlowNoise(NoiseSpec):
-    """Noise along a straight line, with timesteps shifted as the scheduler's configuration defines."""
+    """Noise along a straight line, with timesteps shifted as the scheduler's configuration defines.
+
+    Attributes:
+        training_schedule: Settings that replace those of the scheduler's configuration in training, because a
+            published schedule may be one for drawing, with many steps at high noise levels.
+    """
 
     process: str = "noise:FlowProcess"
     density: Density = "logit_normal"
+    training_schedule: Callable[[ModelFolder], Mapping[str, Any]] = as_published
 
     def prediction_type(self, model: ModelFolder) -> Prediction:
         """Return "flow"."""
         return "flow"
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
-        """Return the schedule's settings of the shift."""
-        return {name: model.config("scheduler").get(name) for name in _SHIFT_KEYS}
+        """Return the settings of the shift in training."""
+        schedule = {**model.config("scheduler"), **self.training_schedule(model)}
+        return {name: schedule.get(name) for name in _SHIFT_KEYS}
 
 
 @dataclass(frozen=True)

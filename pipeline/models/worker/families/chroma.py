@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +16,11 @@ from pipeline.models.worker.text import MASKED_PROMPT, TextConditioner
 
 
 class MaskedT5Conditioner(TextConditioner):
-    """T5's hidden states and the mask of the tokens that count."""
+    """T5's hidden states and the mask of the tokens that count.
+
+    The pipeline's mask is a float, which attention adds to its scores, so padding is seen nearly as well as
+    the caption. As a boolean, it hides padding: the result equals that of a caption without padding.
+    """
 
     prompt_names = MASKED_PROMPT
 
@@ -24,9 +29,13 @@ class MaskedT5Conditioner(TextConditioner):
         embedding, _, mask, *_ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding, "text_mask": mask}
 
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`; the mask is boolean."""
+        return super().prompt_tensors({**text, "text_mask": text["text_mask"].bool()})
+
 
 class ChromaCall(DenoiserCall):
-    """The transformer over packed latents, with an attention mask."""
+    """The transformer over packed latents, with a boolean attention mask."""
 
     def recompute_activations(self, denoiser: nn.Module) -> None:
         """Checkpoint each block here: diffusers 0.42 drops the mask where it recomputes single blocks."""
@@ -39,13 +48,14 @@ class ChromaCall(DenoiserCall):
     ) -> Tensor:
         """See `DenoiserCall.predict`."""
         text, image = conditions["text_embedding"], pack(self.pipeline, noisy)
-        image_mask = conditions["text_mask"].new_ones(image["hidden_states"].shape[:2])
+        text_mask = conditions["text_mask"].bool()
+        image_mask = text_mask.new_ones(image["hidden_states"].shape[:2])
         tokens = denoiser(
             **image,
             timestep=timesteps / self.num_timesteps,
             encoder_hidden_states=text,
             txt_ids=text_ids(text),
-            attention_mask=torch.cat([conditions["text_mask"], image_mask], dim=1),
+            attention_mask=torch.cat([text_mask, image_mask], dim=1),
             return_dict=False,
         )[0]
         return unpack(self.pipeline, tokens, noisy, self.family.vae_factor)

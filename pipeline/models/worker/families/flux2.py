@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor, nn
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.noise import FlowProcess
 from pipeline.models.worker.text import TextConditioner, chat_prompt
-
-_PIPELINE_STEPS = 50
-"""Default number of denoising steps of the pipelines, which their shift depends on."""
 
 
 class KleinConditioner(TextConditioner):
@@ -50,11 +45,3 @@ class Flux2Call(DenoiserCall):
             return_dict=False,
         )[0]
         return tokens.transpose(1, 2).reshape(noisy.shape)  # tokens are the latent's values, row by row
-
-
-class Flux2Process(FlowProcess):
-    """Flow matching with the shift that the pipelines compute."""
-
-    def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
-        """Return the pipelines' shift for their default number of steps."""
-        return compute_empirical_mu(self.num_tokens(latent_shape), _PIPELINE_STEPS)

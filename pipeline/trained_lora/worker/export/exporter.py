@@ -24,7 +24,7 @@ from pipeline.errors import TrainingError
 from pipeline.models.diffusers_folder import read_json
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, is_factor, layout_file
-from pipeline.trained_lora.export.metadata import at_step
+from pipeline.trained_lora.export.metadata import at_step, readers_note
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
     FROZEN_ADAPTER,
@@ -152,13 +152,13 @@ class Exporter:
         metadata = self._metadata if step is None else at_step(self._metadata, step)
 
         with attach_path(folder):
-            self._save_diffusers(folder, stored, metadata)
+            self._save_diffusers(folder, stored, metadata | readers_note("diffusers", stored.modules))
             for layout in ("kohya", "comfyui"):
                 tensors = layout_tensors(layout, stored.modules, stored.state, stored.norms)
                 save_file(
                     self._in_dtype(tensors),
                     folder / layout_file(layout, self._recipe_name),
-                    metadata=metadata,
+                    metadata=metadata | readers_note(layout, stored.modules),
                 )
         return self._verify(folder, trained)
 

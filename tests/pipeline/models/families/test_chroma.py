@@ -26,8 +26,16 @@ DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
 DOUBLE += tuple(layer.replace("img", "txt") for layer in DOUBLE)
 
 
+class CutPadding(ChromaPipeline):
+    """The pipeline without padding or mask: a caption has its own tokens and one padding token."""
+
+    def _get_t5_prompt_embeds(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        embedding, mask = super()._get_t5_prompt_embeds(*args, **kwargs)
+        return embedding[:, : int(mask.sum())], None
+
+
 class ChromaCase(Case):
-    pipeline_class = ChromaPipeline
+    pipeline_class = CutPadding
     targets = (
         r"transformer_blocks\.\d+\.(attn\.(to|add)_[qkv](_proj)?|attn\.to_out\.0|attn\.to_add_out"
         r"|ff(_context)?\.net\.(0\.proj|2))|single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out)"
@@ -37,24 +45,23 @@ class ChromaCase(Case):
         make_tiny_chroma(folder)
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        embedding, _, mask, *_ = pipe.encode_prompt(caption, do_classifier_free_guidance=False)
+        embedding, mask = ChromaPipeline._get_t5_prompt_embeds(pipe, caption)
         return {"text_embedding": embedding, "text_mask": mask}
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Predict each sample alone; tokens are 2x2 patches in row order, channels first."""
+        """Predict each sample alone, without padding; tokens are 2x2 patches by row, channels first."""
         height, width = noisy.shape[2:]
         ids = [[0.0, row, column] for row in range(height // 2) for column in range(width // 2)]
         predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             patches = torch.nn.functional.unfold(noisy[index : index + 1], 2, stride=2).transpose(1, 2)
-            mask = torch.cat([micro.conditions["text_mask"][index], torch.ones(len(ids))])
+            seen = text[: int(micro.conditions["text_mask"][index].sum())]
             tokens = pipe.transformer(
                 patches,
-                text[None],
+                seen[None],
                 micro.timesteps[index : index + 1] / 1000,
                 torch.tensor(ids),
-                torch.zeros(len(text), 3),
-                mask[None],
+                torch.zeros(len(seen), 3),
             ).sample
             predictions.append(torch.nn.functional.fold(tokens.transpose(1, 2), (height, width), 2, stride=2))
         return torch.cat(predictions)
@@ -89,8 +96,63 @@ def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path)
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=1))
-    pipe = ChromaPipeline.from_pretrained(tmp_path)
+    pipe = ChromaCase().pipeline(tmp_path)
     expected = draw_picture(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
     project = tomllib.loads((project_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert any(each.startswith("scipy") for each in project["dependencies"])  # optional in diffusers
+
+
+def test_E07_an_added_mask_gives_another_prediction_and_gradient_than_a_boolean_one(tmp_path: Path) -> None:
+    make_tiny_chroma(tmp_path)
+    family = load_family(tmp_path)
+    text = family.text.stack(
+        [family.text.encode_caption(family.text.load("float32", "cpu"), "a cat").tensors]
+    )
+    denoiser = family.denoiser.load("float32", "cpu").requires_grad_(True)
+    noisy = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(1))
+    patches = torch.nn.functional.unfold(noisy, 2, stride=2).transpose(1, 2)
+    ids = torch.tensor([[0.0, row, column] for row in range(4) for column in range(4)])
+
+    def call(embedding: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Call the transformer without the family's code."""
+        text_ids = torch.zeros(embedding.shape[1], 3)
+        time = torch.tensor([0.5])
+        tokens = denoiser(patches, embedding, time, ids, text_ids, mask).sample
+        return torch.nn.functional.fold(tokens.transpose(1, 2), (8, 8), 2, stride=2)
+
+    def gradient(prediction: torch.Tensor) -> torch.Tensor:
+        weight = denoiser.transformer_blocks[0].attn.to_q.weight
+        return torch.autograd.grad(prediction.square().sum(), weight, retain_graph=True)[0]
+
+    predicted = family.denoiser.predict(denoiser, noisy, torch.tensor([500.0]), text)
+    cut = call(text["text_embedding"][:, :4], None)
+    added = call(text["text_embedding"], torch.cat([text["text_mask"], torch.ones(1, len(ids))], dim=1))
+    torch.testing.assert_close(predicted, cut, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradient(predicted), gradient(cut), rtol=1e-4, atol=1e-6)
+    similarity = torch.nn.functional.cosine_similarity
+    assert (added - cut).norm() / cut.norm() > 1e-2
+    assert similarity(gradient(added).flatten(), gradient(cut).flatten(), dim=0) < 0.99
+
+
+def test_padding_changes_nothing_and_has_finite_gradients_in_half_precision(tmp_path: Path) -> None:
+    make_tiny_chroma(tmp_path)
+    family = load_family(tmp_path)
+    text = family.text.stack(
+        [family.text.encode_caption(family.text.load("float32", "cpu"), "a cat").tensors]
+    )
+    other = {**text, "text_embedding": text["text_embedding"].clone()}
+    other["text_embedding"][:, 4:] = 7.0
+    denoiser = family.denoiser.load("bfloat16", "cpu").requires_grad_(True)
+    noisy = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    first, second = (
+        family.denoiser.predict(
+            denoiser, noisy, torch.tensor([500.0]), {name: tensor.bfloat16() for name, tensor in each.items()}
+        )
+        for each in (text, other)
+    )
+    assert torch.equal(first, second)
+    second.square().sum().backward()
+    gradients = [weight.grad for weight in denoiser.parameters() if weight.grad is not None]
+    assert len(gradients) > 50
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import Flux2KleinPipeline
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
-from demo.tiny_models import make_tiny_flux2_klein
+from demo.tiny_models import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.models.worker.family import load_family
 from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.flux2_case import Flux2Case
@@ -32,15 +34,16 @@ def test_the_complete_job_of_klein_equals_diffusers_and_its_files_change_the_pic
     check_family(KleinCase())
 
 
-def test_the_shift_equals_the_pipelines(tmp_path: Path) -> None:
-    make_tiny_flux2_klein(tmp_path)
+@pytest.mark.parametrize("make", [make_tiny_flux2_klein, make_tiny_flux2_dev])
+def test_E08_training_uses_the_shift_of_the_schedule_and_not_that_of_50_steps(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path)
     family = load_family(tmp_path)
     scheduler = family.noise.load_scheduler()
     half = torch.tensor([0.5], dtype=torch.float64)
-    for edge in (16, 64, 80):  # 64: what the pipeline computes for 1024 px; 80: beyond its 4300 tokens
+    for edge, mu in ((16, 0.5), (64, 1.15)):  # 256 and 1024 px
         actual = family.noise.timesteps(scheduler, half, (32, edge, edge)).item()
-        tokens = edge * edge
-        slow, fast = 0.00016927 * tokens + 0.45666666, 8.73809524e-05 * tokens + 1.89833333
-        mu = slow if tokens > 4300 else slow + (fast - slow) * 150 / 190
-        expected = 1000 / (1 + torch.exp(torch.tensor(-mu)).item())
-        assert actual == pytest.approx(expected, abs=1e-2)
+        assert actual == pytest.approx(1000 / (1 + math.exp(-mu)), abs=1e-2)
+        drawn = 1000 / (1 + math.exp(-compute_empirical_mu(edge * edge, num_steps=50)))
+        assert drawn - actual > 100

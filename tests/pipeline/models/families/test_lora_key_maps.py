@@ -58,6 +58,7 @@ NAMES: dict[str, Names] = {
     "FLUX.2 dev": Names(flux, weights),
     "Qwen-Image": Names(weights, weights),
     "Z-Image": Names(weights, weights),
+    "Z-Image Turbo": Names(weights, weights),
     "Chroma": Names(flux, weights),
     "Lumina Image 2": Names(lumina2, None),
     "Sana": Names(weights, weights),

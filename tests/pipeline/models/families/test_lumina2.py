@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
 
@@ -51,6 +53,16 @@ class Lumina2Case(Case):
 
     def comfyui_keys(self, modules: set[str]) -> set[str]:
         return self.kohya_keys()
+
+
+def test_training_shifts_noise_levels_as_the_original_training_code(tmp_path: Path) -> None:
+    make_tiny_lumina2(tmp_path)
+    family = load_family(tmp_path)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    for edge_px, mu in ((256, 0.5), (1024, 1.15)):
+        shape = (16, edge_px // 8, edge_px // 8)
+        timestep = family.noise.timesteps(family.noise.load_scheduler(), half, shape).item()
+        assert timestep == pytest.approx(1000 / (1 + math.exp(-mu)), abs=1e-2)
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(

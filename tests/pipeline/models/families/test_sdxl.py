@@ -51,6 +51,7 @@ def draw_picture(pipeline: Any) -> np.ndarray[Any, Any]:
 
 class StableDiffusionXLCase(SizedUNetCase):
     pipeline_class = StableDiffusionXLPipeline
+    previewing: ClassVar[dict[str, Any]] = {"negative_prompt": ""}  # with none, the pipeline uses zeros
 
     def make(self, folder: Path) -> None:
         make_tiny_sdxl(folder)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +51,23 @@ def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     check_family: Callable[[Case], None],
 ) -> None:
     check_family(ZImageCase())
+
+
+@pytest.mark.parametrize(
+    ("turbo", "edge_px", "shift"),
+    [(False, 256, math.exp(0.5)), (False, 1024, math.exp(1.15)), (True, 256, 3.0), (True, 1024, 3.0)],
+)
+def test_training_shifts_noise_levels_as_the_report_says_and_turbos_as_its_schedule(
+    tmp_path: Path, turbo: bool, edge_px: int, shift: float
+) -> None:
+    make_tiny_z_image(tmp_path, turbo=turbo)
+    family = load_family(tmp_path)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    shape = (16, edge_px // 8, edge_px // 8)
+    timestep = family.noise.timesteps(family.noise.load_scheduler(), half, shape).item()
+    assert timestep == pytest.approx(1000 * shift / (1 + shift), abs=1e-2)
+    assert family.objective == (1 if turbo else 2)
+    assert family.timestep_facts()["use_dynamic_shifting"] is not turbo
 
 
 @pytest.mark.parametrize("words", [3, 600])

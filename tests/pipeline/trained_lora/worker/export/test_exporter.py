@@ -23,7 +23,7 @@ from pipeline.trained_lora.export.lora_files import (
     module_scale,
     read_lora_file,
 )
-from pipeline.trained_lora.export.metadata import header_metadata
+from pipeline.trained_lora.export.metadata import READERS_KEY, header_metadata
 from pipeline.trained_lora.worker.adapter import lora, to_lora
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export import exporter, layouts
@@ -94,6 +94,26 @@ def test_R06_each_file_has_the_trained_alpha(trained: Trained, tmp_path: Path) -
         read_lora_file(tmp_path / "pytorch_lora_weights.safetensors").metadata[ADAPTER_METADATA_KEY]
     )
     assert (adapter["unet.r"], adapter["unet.lora_alpha"]) == (4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "misread"),
+    [
+        ({"alpha": 4.0}, set()),
+        ({"alpha": 2.0}, {"diffusers"}),
+        ({"alpha": 4.0, "dora": True}, {"kohya"}),
+        ({"alpha": 2.0, "dora": True}, {"kohya", "diffusers"}),
+    ],
+)
+def test_E09_a_file_that_comfyui_applies_with_another_strength_says_so(
+    make_project: Callable[..., Project], tmp_path: Path, settings: dict[str, Any], misread: set[str]
+) -> None:
+    project = make_project()
+    lora = project.recipe.training.lora.model_copy(update=settings)
+    Trained(project.changed("misread", lora=lora)).export(tmp_path)
+    files = {layout: read_lora_file(tmp_path / layout_file(layout, "demo")) for layout in LAYOUTS}
+    assert {layout for layout, file in files.items() if READERS_KEY in file.metadata} == misread
+    assert all("ComfyUI" in files[layout].metadata[READERS_KEY] for layout in misread)
 
 
 def test_each_layout_has_the_keys_of_its_loader(trained: Trained, tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""The training adapter of a distilled base model: `model.training_adapter` in the recipe.
+
+The network is used only if the file is not on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import ModelError
+from pipeline.models.download import download_files
+from pipeline.models.hub import REQUEST_TIMEOUT_S, explain_download_errors, is_hub_id, require_access
+from pipeline.recipe import in_project
+from pipeline.reporting.reports import Log, discard
+
+if TYPE_CHECKING:
+    from pipeline.models.families import Family
+    from pipeline.recipe import Recipe
+
+ADAPTER_KEY = "model.training_adapter"
+
+_SUFFIX = ".safetensors"
+
+
+def resolve_training_adapter(recipe: Recipe, *, log: Log = discard) -> Path | None:
+    """Return the file of the recipe's training adapter, or None if it has none.
+
+    The value is a local file, relative to the project root, if one exists, and otherwise a Hub id, which may
+    be followed by the name of a file in the repository. `log` receives the progress of a download.
+
+    Raises:
+        ModelError: The file is missing, or cannot be downloaded.
+    """
+    value = recipe.model.training_adapter
+    if value is None:
+        return None
+    if (local := in_project(value)).is_file():
+        return local
+
+    where = f"{recipe.source}, {ADAPTER_KEY}"
+    name, file = _hub_file(value)
+    if not is_hub_id(name) or (file and not file.endswith(_SUFFIX)):
+        raise ModelError(
+            f"the training adapter {value} does not exist",
+            where=where,
+            fix=f"set {ADAPTER_KEY} to a {_SUFFIX} file, or to a Hub id such as owner/name/file{_SUFFIX}",
+        )
+    return _cached(name, file, where) or _downloaded(name, file, where, log)
+
+
+def missing_adapter_warning(recipe: Recipe, family: Family) -> str | None:
+    """Return the warning for a distilled base model without a training adapter, or None."""
+    distillation = family.distillation
+    if distillation is None or recipe.model.training_adapter is not None:
+        return None
+    advice = "train the model that it was distilled from, if that is published"
+    if distillation.training_adapter:
+        advice = f"set {ADAPTER_KEY}: {distillation.training_adapter}"
+    return (
+        f"{recipe.model.base} is a distilled {family.name}, and training breaks its distillation: "
+        f"pictures become generic. To prevent it, {advice}"
+    )
+
+
+def _hub_file(value: str) -> tuple[str, str]:
+    """Return the Hub id and the name of the file, which is empty if the value has none."""
+    parts = value.split("/")
+    return "/".join(parts[:2]), "/".join(parts[2:])
+
+
+def _cached(name: str, file: str, where: str) -> Path | None:
+    """Return the file in the newest snapshot on this machine, or None if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{_SUFFIX}")]
+    return folder / _chosen(names, file, name, where) if file in names or (names and not file) else None
+
+
+def _downloaded(name: str, file: str, where: str, log: Log) -> Path:
+    from huggingface_hub import HfApi
+
+    with explain_download_errors(name, where):
+        require_access(name, None)
+        siblings = HfApi().model_info(name, timeout=REQUEST_TIMEOUT_S).siblings or []
+        chosen = _chosen((sibling.rfilename for sibling in siblings), file, name, where)
+        return download_files(name, None, [chosen], log=log) / chosen
+
+
+def _chosen(names: Iterable[str], file: str, name: str, where: str) -> str:
+    """Return the LoRA file of a repository: `file`, or the only one.
+
+    Raises:
+        ModelError: The repository lacks the file, or has several and none is chosen.
+    """
+    files = sorted(each for each in names if each.endswith(_SUFFIX))
+    if file in files or (len(files) == 1 and not file):
+        return file or files[0]
+    what = f"lacks the file {file}" if file else f"has {len(files)} {_SUFFIX} files"
+    listed = f": {', '.join(f'{name}/{each}' for each in files)}" if files else ""
+    raise ModelError(
+        f"the training adapter's repository {name} {what}",
+        where=where,
+        fix=f"set {ADAPTER_KEY} to one of its files{listed}",
+    )

@@ -1,0 +1,137 @@
+"""The training adapter: a frozen LoRA of a distilled base model that only training steps see.
+
+A distilled model loses its distillation when it is trained. Published training adapters undo the distillation
+while training: the LoRA learns next to them, and works without them on the distilled model.
+
+The adapter is added to the outputs of the denoiser's layers instead of being merged into their weights. So it
+is independent of the trained adapter's kind, works with quantized weights, and previews see the exact base
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, linear
+
+from pipeline.errors import TrainingError
+from pipeline.models.training_adapter import ADAPTER_KEY
+from pipeline.models.worker.loading import pipeline_class
+from pipeline.trained_lora.worker.base_model import base_dtype
+from pipeline.trained_lora.worker.export.read_back import loaded_weights
+
+if TYPE_CHECKING:
+    from pipeline.models.worker.family import WorkerFamily
+    from pipeline.trained_lora.job import TrainingJob
+    from pipeline.trained_lora.worker.export.layouts import LoraWeights, ModuleWeights
+
+_OTHER_TENSORS = ("magnitude_vector", "dora_scale", "hada_w1_a", "lokr_w1", "lokr_w1_a")
+"""Endings of tensors of adapters that are not a plain LoRA."""
+
+_FIX = f"set {ADAPTER_KEY} to a LoRA of the denoiser, trained for this base model, that diffusers can load"
+
+
+class TrainingAdapter:
+    """A frozen LoRA that is added to the outputs of a denoiser's layers while it is active.
+
+    Attributes:
+        active: Whether the adapter has an effect.
+        num_modules: Number of layers with the adapter.
+    """
+
+    def __init__(self, denoiser: nn.Module, weights: LoraWeights, dtype: torch.dtype) -> None:
+        """Register a forward hook on each layer that the weights name; the adapter is not active yet.
+
+        Args:
+            denoiser: The denoiser, on its device and with the adapter that is trained.
+            weights: The frozen LoRA, by path of its layers.
+            dtype: Dtype in which the LoRA is computed.
+        """
+        self.active = False
+        self.num_modules = len(weights)
+        device = next(denoiser.parameters()).device
+        for name, weight in weights.items():
+            self._add_to(denoiser.get_submodule(name), weight, dtype=dtype, device=device)
+
+    def _add_to(
+        self, layer: nn.Module, weight: ModuleWeights, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        base: Any = cast("Any", layer).get_base_layer() if hasattr(layer, "get_base_layer") else layer
+        down, up = weight.down, weight.scale * weight.up
+        if isinstance(base, nn.Conv2d):
+            down = down.reshape(-1, base.in_channels, *base.kernel_size)
+            up = up[:, :, None, None]
+        down, up = (factor.to(device, dtype) for factor in (down, up))
+
+        def add(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            return output + product(inputs[0], base, down, up).to(output.dtype) if self.active else None
+
+        layer.register_forward_hook(add)
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """Make the adapter active within the context."""
+        before, self.active = self.active, True
+        try:
+            yield
+        finally:
+            self.active = before
+
+
+def product(inputs: Tensor, layer: Any, down: Tensor, up: Tensor) -> Tensor:
+    """Return up @ down @ inputs; a convolution's `down` has the stride, padding and dilation of its layer."""
+    inputs = inputs.to(down.dtype)
+    if isinstance(layer, nn.Conv2d):
+        padding = cast("Any", layer.padding)
+        return conv2d(conv2d(inputs, down, None, layer.stride, padding, layer.dilation), up)
+    return linear(linear(inputs, down), up)
+
+
+def load_training_adapter(job: TrainingJob, family: WorkerFamily, denoiser: nn.Module) -> TrainingAdapter:
+    """Return the recipe's training adapter on a denoiser; without one, an adapter of no layer.
+
+    diffusers reads the file, so every layout works that the family's pipeline can load.
+
+    Raises:
+        TrainingError: The file is not a LoRA of this denoiser.
+    """
+    dtype = getattr(torch, base_dtype(family, job.recipe))
+    if job.training_adapter is None:
+        return TrainingAdapter(denoiser, {}, dtype)
+
+    path = job.training_adapter
+    _require_plain_lora(path)
+    try:
+        weights = loaded_weights(
+            path, pipeline_class(family), {"": denoiser}, {}, denoiser_name=family.denoiser_name
+        )
+    except TrainingError as err:
+        raise refused_adapter(path, err.what) from err
+    if not weights:
+        raise refused_adapter(path, f"it has no layer of {family.name}'s {family.denoiser_name}")
+    return TrainingAdapter(denoiser, weights, dtype)
+
+
+def _require_plain_lora(path: Path) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            others = sorted(key for key in file.keys() if key.endswith(_OTHER_TENSORS))  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as err:
+        raise refused_adapter(path, f"it cannot be read: {err}") from err
+    if others:
+        raise refused_adapter(
+            path, f"it is not a plain LoRA, its first tensor of another kind is {others[0]}"
+        )
+
+
+def refused_adapter(path: Path, reason: str) -> TrainingError:
+    """Return the error for a training adapter that cannot be used."""
+    return TrainingError(
+        f"the training adapter cannot be used: {reason}", where=f"{ADAPTER_KEY}: {path}", fix=_FIX
+    )
