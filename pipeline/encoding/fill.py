@@ -36,8 +36,9 @@ Row: TypeAlias = Mapping[str, Any]
 WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
     "text": "pipeline.text_embeddings.worker",
+    "masks": "pipeline.vae_latents.masks",
 }
-"""Module that is launched for each kind."""
+"""Module that encodes each kind. Masks need no model, so theirs is not launched."""
 
 _MAX_NAMED = 10
 _ROWS_AT_A_TIME = 1024

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from pipeline.recipe.address_types import FolderAddress, FolderPath
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
-from pipeline.recipe.datasets import DatasetSettings, FolderAddress, FolderPath
+from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.gates import GATES
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import TrainingSettings

@@ -63,6 +63,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         "loss": {
             **training.loss.model_dump(),
             **_loss_weights(recipe),
+            **_masks(recipe),
             "prediction": entries.family.prediction_type(),
             "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
             "density": entries.family.density,
@@ -91,7 +92,10 @@ def _samples(inputs: TrainingInputs) -> Facts:
     table = inputs.table
     latents = table.select("variant_id", "bucket", "latents").iter_rows()
     text = table.select("variant_id", "texts").iter_rows()
+    masks = table.select("variant_id", "masks").drop_nulls() if "masks" in table.columns else table.clear()
+    masks_fact = {"masks": _digest((name, *keys) for name, keys in masks.iter_rows())} if len(masks) else {}
     return {
+        **masks_fact,
         "number": len(inputs),
         "latents": _digest((variant_id, bucket, *keys) for variant_id, bucket, keys in latents),
         "text": _digest((variant_id, *keys) for variant_id, keys in text),
@@ -114,6 +118,15 @@ def _adapter(lora: LoraSettings) -> Facts:
 def _loss_weights(recipe: Recipe) -> Facts:
     weights = {each.name: each.loss_weight for each in recipe.datasets if each.loss_weight != 1.0}
     return {"dataset_weights": weights} if weights else {}
+
+
+def _masks(recipe: Recipe) -> Facts:
+    masks = {
+        each.name: {"unmasked_weight": each.mask.unmasked_weight, "normalise": each.mask.normalise}
+        for each in recipe.datasets
+        if each.mask is not None
+    }
+    return {"masks": masks} if masks else {}
 
 
 def _mix(recipe: Recipe) -> Facts:

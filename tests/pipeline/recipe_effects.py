@@ -49,10 +49,16 @@ def _nothing(value: Values) -> Effect:
     return Effect(value)
 
 
+_MASKS: Values = {"datasets": {"mask": {"path": "@folder@/masks"}}}
+
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
     "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True),
     "datasets.loss_weight": Effect({"datasets": {"loss_weight": 0.5}}, run=True),
+    "datasets.mask.unmasked_weight": Effect(
+        {"datasets": {"mask": {"unmasked_weight": 0.5}}}, run=True, context=_MASKS
+    ),
+    "datasets.mask.normalise": Effect({"datasets": {"mask": {"normalise": False}}}, run=True, context=_MASKS),
     "datasets.validation_fraction": Effect({"datasets": {"validation_fraction": 0.5}}, run=True),
     "cache_dir": _nothing({"cache_dir": "@folder@/other_cache"}),
     "output_dir": _nothing({"output_dir": "@folder@/other_output"}),
@@ -197,6 +203,7 @@ EFFECTS: dict[str, Effect] = {
 DECIDES_ROWS = {
     *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|replace)$)", key)),
     *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
+    *(f"datasets.mask.{key}" for key in ("path", "from", "column", "suffix")),
     *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),
     *(f"checks.{key}" for key in ("max_image_pixels", "max_decode_bytes", "max_file_bytes")),
     "checks.near_duplicate_bits",

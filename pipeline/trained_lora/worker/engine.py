@@ -245,7 +245,7 @@ class Engine:
         noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         prediction = self._predict(model, noisy, micro)
         target = family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-        losses = sample_losses(prediction, target, self._settings.loss)
+        losses = sample_losses(prediction, target, self._settings.loss, micro.place_weights)
         if self._settings.loss.weighting == "none":
             return losses
         snr = family.noise.signal_to_noise(scheduler, micro.timesteps)
@@ -292,6 +292,7 @@ class Engine:
         """Return each sample's mean squared error (B,), float32, without training.
 
         The recipe's loss and weighting are not applied, so that runs with other settings can be compared.
+        Masks are, because a place that is not trained on says nothing about the result.
 
         Args:
             micro: Tensors on any device.
@@ -300,7 +301,8 @@ class Engine:
         micro = micro.to(self.accelerator.device)
         with self.evaluation():
             target = self._family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-            return sample_losses(self._predict_noisy(micro, scheduler), target, LossSettings())
+            prediction = self._predict_noisy(micro, scheduler)
+            return sample_losses(prediction, target, LossSettings(), micro.place_weights)
 
     def output_change(self, micro: MicroInput) -> float:
         """Return the norm of the adapter's effect on the output, relative to the output without it."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.cache.entry_format import LATENT, MEAN, STD
+from pipeline.cache.entry_format import LATENT, MASK, MEAN, STD
 from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
@@ -26,6 +26,7 @@ from pipeline.errors import StoreError
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
+from pipeline.trained_lora.worker.loss import mask_loss_weights
 from pipeline.trained_lora.worker.noise import NoiseSampler, noise_levels
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class MicroInput:
             tensors are absent if text encoders are trained.
         weights: Float32 (B,): 1, or 0 for a placeholder.
         loss_weights: Float32 (B,): `loss_weight` of each slot's dataset.
+        place_weights: Float32 (B, 1, h, w): weights of the loss by place; None if no slot has a mask.
         indices: Int64 (B,): the slots' indices in the step's global batch.
         captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
     """
@@ -66,6 +68,7 @@ class MicroInput:
     loss_weights: Tensor
     indices: Tensor
     captions: tuple[str, ...] = ()
+    place_weights: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroInput:
         """Copy the tensors to `device`; copies from pinned memory are asynchronous."""
@@ -89,6 +92,7 @@ class MicroInput:
             weights=convert(self.weights),
             loss_weights=convert(self.loss_weights),
             indices=convert(self.indices),
+            place_weights=None if self.place_weights is None else convert(self.place_weights),
         )
 
 
@@ -105,6 +109,7 @@ class MicroBatchMaker:
         self._timestep_settings = training.timesteps
         self._noise = NoiseSampler(training)
         self._loss_weights = {dataset.name: dataset.loss_weight for dataset in job.recipe.datasets}
+        self._masks = {dataset.name: dataset.mask for dataset in job.recipe.datasets}
         self._reads_text = training.lora.text_encoders is None
         self._family = family
         self._scheduler = scheduler
@@ -200,6 +205,7 @@ class MicroBatchMaker:
             loss_weights=torch.tensor([self._loss_weights[item.dataset] for item in inputs]),
             indices=torch.tensor([slot.index for slot in share]),
             captions=() if self._reads_text else tuple(captions),
+            place_weights=self._place_weights(pairs, latent),
         )
 
     def _latent(self, slot: Slot, item: TrainingInput, *, use_mean: bool = False) -> Tensor:
@@ -215,6 +221,18 @@ class MicroBatchMaker:
         random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
+
+    def _place_weights(self, pairs: list[tuple[Slot, TrainingInput]], latent: Tensor) -> Tensor | None:
+        """Return the weights of each slot's mask, ones for a slot without a mask; None if no slot has one."""
+        masks = [item.views[slot.view].mask for slot, item in pairs]
+        if not any(masks):
+            return None
+        weights = torch.ones_like(latent[:, :1])
+        for number, ((slot, item), spec) in enumerate(zip(pairs, masks, strict=True)):
+            settings = self._masks[item.dataset]
+            if spec is not None and settings is not None:
+                weights[number] = mask_loss_weights(self._read(spec, slot.variant_id)[MASK], settings)
+        return weights
 
     def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Any]:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,6 +18,7 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan
+from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
@@ -304,3 +306,35 @@ def test_R04_the_schedule_is_stepped_once_per_optimizer_step(
     job = make_project(lr_scheduler=schedule, warmup_steps=2, learning_rate=1e-3).job()
     used = list(_steps(job, engine_of(job)))
     assert used == pytest.approx([1e-3 * rate for rate in rates])
+
+
+def test_white_masks_train_the_same_weights_as_no_masks_bit_for_bit(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(datasets={"photos": {"mask": {"from": "alpha"}}})
+    job = project.job()
+    entries = [view.mask for item in job.inputs for view in item.views]
+    store = Store(project.recipe.cache_dir)
+    for spec in entries:
+        assert spec is not None
+        store.remove(spec)
+        store.write(spec, {"mask": np.ones(spec.tensors["mask"].shape, dtype=np.float16)}, {})
+    table = job.inputs.table.drop("masks", "mask_tensors")
+    weights = [adapter_after_a_step(each) for each in (job, replace(job, inputs=TrainingInputs(table)))]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_masks_change_what_is_trained(make_project: Callable[..., Project]) -> None:
+    job = make_project(datasets={"photos": {"mask": {"from": "alpha"}}}).job()
+    table = job.inputs.table.drop("masks", "mask_tensors")
+    masked, plain = (adapter_after_a_step(each) for each in (job, replace(job, inputs=TrainingInputs(table))))
+    assert any(not torch.equal(masked[name], plain[name]) for name in masked)
+
+
+def adapter_after_a_step(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """Return the adapter after one step."""
+    engine = engine_of(job)
+    batch = job.plan()[0]
+    engine.step(batch, iter(inputs_of(job, engine, batch)), stop=False)
+    return {name: weight.clone() for name, weight in adapter_state(engine.denoiser).items()}
