@@ -141,8 +141,9 @@ def caption_rule(settings: DatasetSettings) -> str | None:
     if settings.captions.from_ == "column":
         return None
     links = "any links" if settings.follow_links else "links inside"
-    # Captions that were read before `replace` existed stay valid.
-    captions = settings.captions.model_dump_json(exclude=None if settings.captions.replace else {"replace"})
+    # Captions that were read before these keys existed stay valid.
+    unset = {key for key in ("replace", "class_words") if not getattr(settings.captions, key)}
+    captions = settings.captions.model_dump_json(exclude=unset)
     rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{captions}"
     return hashlib.sha256(rule.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 

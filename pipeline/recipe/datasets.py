@@ -140,6 +140,12 @@ class CaptionSettings(Settings):
         min_length=1,
         description="Text in captions that the trigger word replaces, such as [trigger]. Requires `trigger`.",
     )
+    class_words: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Words that replace the trigger word in the captions of a dataset with `role: prior`, "
+        "such as dog for the trigger word sks dog. Requires `trigger`.",
+    )
     prefix: str = Field(
         default="", description="Text added verbatim before each caption, after the trigger word."
     )
@@ -163,6 +169,10 @@ class CaptionSettings(Settings):
             what = f"placeholder requires a trigger word that replaces it, got placeholder {self.placeholder}"
             fix = "set trigger, or remove placeholder"
             yield Violation("placeholder", what, fix, involves=("placeholder", "trigger"))
+        if self.class_words is not None and self.trigger is None:
+            what = f"class_words require a trigger word that they replace, got {self.class_words}"
+            fix = "set trigger, or remove class_words"
+            yield Violation("class_words", what, fix, involves=("class_words", "trigger"))
         has_json = any(suffix.lower() == JSON_SUFFIX for suffix in self.suffixes)
         if self.from_ == "sidecar" and self.json_key != JSON_KEY and not has_json:
             what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"
@@ -280,6 +290,11 @@ class DatasetSettings(Settings):
         "independent of dataset sizes. Set it for all datasets or for none. null means that size and "
         "`repeats` decide.",
     )
+    role: Literal["train", "prior"] = Field(
+        default="train",
+        description="train: images of what the LoRA learns. prior: images of the class that it belongs to, "
+        "such as other dogs, so that the model does not forget them; see `training.loss.prior`.",
+    )
     loss_weight: float = Field(
         default=1.0,
         gt=0.0,
@@ -342,6 +357,7 @@ class DatasetSettings(Settings):
             what = f"mask.path must not be the dataset's folder without mask.suffix, got {self.mask.path}"
             fix = "set mask.suffix to the end of the masks' names, or move the masks to a folder of their own"
             yield Violation("mask", what, fix, involves=("path", "mask"))
+        yield from self._prior_violations()
         if self.is_manifest:
             if self.exclude:
                 what = f"exclude requires a folder, got the manifest {self.path.name}"
@@ -361,3 +377,13 @@ class DatasetSettings(Settings):
                 what = f"{key} requires a manifest, got path {self.path.name or self.path}"
                 fix = f"set path to a manifest ({', '.join(MANIFEST_SUFFIXES)}), or remove this key"
                 yield Violation(key, what, fix, involves=("path", key.partition(".")[0]))
+
+    def _prior_violations(self) -> Iterator[Violation]:
+        captions, involves = self.captions, ("role", "captions")
+        if self.role == "prior" and captions.trigger is not None and captions.class_words is None:
+            what = f"captions.trigger requires class_words with role: prior, got trigger {captions.trigger}"
+            fix = "set captions.class_words to the words that replace the trigger word, or remove trigger"
+            yield Violation("captions.trigger", what, fix, involves)
+        if self.role != "prior" and captions.class_words is not None:
+            what = f"captions.class_words require role: prior, got role: {self.role}"
+            yield Violation("captions.class_words", what, "set role: prior, or remove class_words", involves)

@@ -251,6 +251,7 @@ class RecipeFile(Settings):
         yield from self._name_violations()
         yield from self._weight_violations()
         yield from self._focus_violations()
+        yield from self._prior_violations()
 
     def _name_violations(self) -> Iterator[Violation]:
         first_names: dict[str, str] = {}
@@ -277,6 +278,20 @@ class RecipeFile(Settings):
             what = f"either all datasets or none must have a weight, got {num_weights} of {len(weights)}"
             fix = "give each dataset a weight, or none"
             yield Violation(f"datasets[{weights.index(None)}]", what, fix, involves)
+
+    def _prior_violations(self) -> Iterator[Violation]:
+        roles, involves = [each.role for each in self.datasets], ("datasets", "training")
+        if "train" not in roles:
+            what = "at least one dataset must have role: train, got role: prior for all"
+            yield Violation("datasets[0].role", what, "remove role: prior from a dataset", involves)
+        if "prior" in roles:
+            return
+        loss = self.training.loss
+        for key in ("prior", "prior_weight"):
+            if getattr(loss, key) != type(loss).model_fields[key].default:
+                what = f"training.loss.{key} requires a dataset with role: prior"
+                fix = "set role: prior for the dataset of the class, or remove this key"
+                yield Violation(f"training.loss.{key}", what, fix, involves)
 
     def _focus_violations(self) -> Iterator[Violation]:
         crop, involves = self.buckets.crop, ("datasets", "buckets")

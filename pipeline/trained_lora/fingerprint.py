@@ -61,7 +61,8 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             **_mix(recipe),
         },
         "loss": {
-            **training.loss.model_dump(),
+            **training.loss.model_dump(exclude={"prior", "prior_weight"}),
+            **_prior(recipe),
             **_loss_weights(recipe),
             **_masks(recipe),
             "prediction": entries.family.prediction_type(),
@@ -118,6 +119,12 @@ def _adapter(lora: LoraSettings) -> Facts:
 def _loss_weights(recipe: Recipe) -> Facts:
     weights = {each.name: each.loss_weight for each in recipe.datasets if each.loss_weight != 1.0}
     return {"dataset_weights": weights} if weights else {}
+
+
+def _prior(recipe: Recipe) -> Facts:
+    names = [each.name for each in recipe.datasets if each.role == "prior"]
+    loss = recipe.training.loss
+    return {"prior": {"datasets": names, "target": loss.prior, "weight": loss.prior_weight}} if names else {}
 
 
 def _masks(recipe: Recipe) -> Facts:

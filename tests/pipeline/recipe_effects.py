@@ -51,9 +51,18 @@ def _nothing(value: Values) -> Effect:
 
 _MASKS: Values = {"datasets": {"mask": {"path": "@folder@/masks"}}}
 
+_PHOTOS: Values = {"name": "photos", "path": "@folder@/photos"}
+_CLASS: Values = {"name": "class", "path": "@folder@/class"}
+_PRIOR: Values = {"datasets": [_PHOTOS, {**_CLASS, "role": "prior"}]}
+
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
     "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True),
+    "datasets.role": Effect({"datasets": [_PHOTOS, _CLASS]}, run=True, context=_PRIOR),
+    "training.loss.prior": Effect({"training": {"loss": {"prior": "prediction"}}}, run=True, context=_PRIOR),
+    "training.loss.prior_weight": Effect(
+        {"training": {"loss": {"prior_weight": 0.5}}}, run=True, context=_PRIOR
+    ),
     "datasets.loss_weight": Effect({"datasets": {"loss_weight": 0.5}}, run=True),
     "datasets.mask.unmasked_weight": Effect(
         {"datasets": {"mask": {"unmasked_weight": 0.5}}}, run=True, context=_MASKS

@@ -50,7 +50,8 @@ What a trainer does with a folder differs, and the recipe does the same:
 
 These differences remain:
 
-- Regularisation images are an ordinary dataset; `weight` sets their share of the training samples.
+- Regularisation images become an ordinary dataset: add [`role: prior`](recipe_guide.md#prior-preservation).
+  `weight` sets their share of the training samples.
 - Masks are excluded, so that they are not trained on as pictures, and not taken over: add
   [`datasets[].mask`](recipe_guide.md#masks).
 - Settings that a recipe has once (resolution, mirroring, caption dropout) are taken over if all agree
@@ -71,6 +72,7 @@ datasets:
     captions: {from: fixed, text: sks dog}       # or {from: sidecar, suffix: .txt}
   - name: regularisation
     path: data/reg/1_dog
+    role: prior
     captions: {from: fixed, text: dog}
 ```
 
