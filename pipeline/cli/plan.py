@@ -134,7 +134,8 @@ def _show_expected(asset: str, expected: Expected) -> None:
     if expected.to_make:
         duration = "time unknown until the first entries are encoded on this machine"
         if expected.seconds is not None:
-            duration = f"about {seconds_text(expected.seconds)} plus the start of the encoder"
+            duration = f"about {seconds_text(expected.seconds)}"
+            duration += "" if expected.kind == "masks" else " plus the start of the encoder"
         line += f"   {bytes_text(expected.num_bytes)}, {duration}"
     echo(line)
 

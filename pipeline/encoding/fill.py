@@ -204,8 +204,11 @@ class _Fill:
         missing = changed.filter(pl.Series(is_missing, dtype=pl.Boolean))
 
         num_damaged = len(result.damaged)
+        entries = counted(len(rows), "entry", "entries")
+        if self._requests.kind == "masks":
+            entries = counted(len(rows), "mask entry", "mask entries")
         self._log(
-            f"{counted(len(rows), 'entry', 'entries')} needed: {len(rows) - len(missing):,} present, "
+            f"{entries} needed: {len(rows) - len(missing):,} present, "
             f"{len(missing) - num_damaged:,} missing, {num_damaged:,} damaged and encoded again"
         )
         self._log_damaged(missing.filter(pl.col("key").is_in(result.damaged)))

@@ -173,7 +173,7 @@ def decoded(
     *,
     limits: DecodeLimits | None = None,
     draft_px: int | None = None,
-    convert: Convert = colour.to_srgb,
+    convert: Convert | None = None,
 ) -> Generator[Image.Image]:
     """Decode the first frame completely, upright and as 8-bit sRGB (mode RGB).
 
@@ -185,7 +185,7 @@ def decoded(
         limits: Limits above which the image is refused; by default those of a recipe.
         draft_px: For thumbnails: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, if its edges stay at
             least this long.
-        convert: Returns something else than the image in sRGB; its errors must be an `ImageError`.
+        convert: Conversion of the decoded image; to sRGB by default. Its errors must be an `ImageError`.
 
     Raises:
         ImageError: The image cannot be decoded.
@@ -205,7 +205,7 @@ def decoded(
             # behind the pixels, where it is only visible now.
             is_late = image.format in {"TIFF", "PNG"}
             orientation = orientation_of(image) if is_late else orientation_before
-            rgb = _upright(convert(image, background), orientation)
+            rgb = _upright((convert or colour.to_srgb)(image, background), orientation)
             if rgb is not image:
                 image.close()
         yield rgb

@@ -75,7 +75,7 @@ def _matched(context: CheckContext) -> Outcome:
     if not number:
         return Outcome(True, "each mask belongs to an image")
     masks = counted(number, "mask belongs", "masks belong")
-    fix = "rename the masks like their images, or remove them; folders below datasets[].path count too"
+    fix = "rename the masks like their images, or remove them"
     rows = [{"mask": path} for path in paths]
     return Outcome(False, f"{masks} to no image, first {paths[0]}", fix, rows, {"unmatched_masks": number})
 
