@@ -127,8 +127,10 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
 
 
 def watched_addresses(recipe: Recipe) -> list[Address]:
-    """Return every folder and manifest in which a change of the datasets is visible."""
-    return list(dict.fromkeys(path for dataset in recipe.datasets for path in (dataset.root, dataset.path)))
+    """Return every folder and manifest in which a change of the datasets or their masks is visible."""
+    addresses = [path for dataset in recipe.datasets for path in (dataset.root, dataset.path)]
+    masks = [dataset.mask.path for dataset in recipe.datasets if dataset.mask is not None]
+    return list(dict.fromkeys([*addresses, *(path for path in masks if path is not None)]))
 
 
 def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:

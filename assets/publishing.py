@@ -21,8 +21,8 @@ from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report, StageResult, write_report
 
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
-"""Columns with file stats of sources and, with the prefix `entry_`, of cache entries. They may change while
-the content stays equal."""
+"""Columns with file stats of sources and, after `entry_` and `mask_entry_`, of cache entries. They may change
+while the content stays equal."""
 
 MAX_PICTURES_BYTES = 200_000
 """Maximum total size of an asset's pictures. Dagster's event log stores them with each materialization."""
@@ -37,6 +37,9 @@ MAX_PREVIEW_ROWS = 5
 _PREVIEW_CHARACTERS = 48
 _NOT_IN_PREVIEW = {"dataset", "path", "key", "more_captions", "duplicate_group", *VOLATILE_COLUMNS}
 """Columns that repeat parts of the sample id, or that only the program compares."""
+
+_HIDDEN_PREFIXES = ("entry_", "mask_")
+"""Prefixes of further columns that are not in the preview."""
 
 _MAX_TEXT_CHARACTERS = 60
 """Maximum length of a text that the UI shows without truncation; longer ones become Markdown."""
@@ -89,7 +92,11 @@ def content_version(table: Any, *, run: str = "") -> str:
     """
     from pipeline.storage.tables import content_digest
 
-    columns = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
+    columns = [
+        name
+        for name in table.columns
+        if name.removeprefix("mask_").removeprefix("entry_") not in VOLATILE_COLUMNS
+    ]
     return content_digest(table.select(columns), more=run)[:16]
 
 
@@ -178,7 +185,7 @@ def _preview(table: Any) -> list[dict[str, Any]]:
     names = [
         name
         for name in table.columns
-        if name not in _NOT_IN_PREVIEW and not name.endswith("hash") and not name.startswith("entry_")
+        if name not in _NOT_IN_PREVIEW and not name.endswith("hash") and not name.startswith(_HIDDEN_PREFIXES)
     ]
     rows: list[dict[str, Any]] = table.select(names).head(MAX_PREVIEW_ROWS).to_dicts()
     return [{name: _truncated(value) for name, value in row.items()} for row in rows]

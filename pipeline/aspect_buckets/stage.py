@@ -10,7 +10,7 @@ from pipeline.errors import counted
 from pipeline.images.geometry import placement_of
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage import tables as table_files
-from pipeline.storage.tables import SCHEMAS
+from pipeline.storage.tables import columns_in
 
 if TYPE_CHECKING:
     from pipeline.images.geometry import Placement
@@ -77,9 +77,10 @@ def _place(placement: Placement, samples: pl.DataFrame) -> pl.DataFrame:
         }
     ).with_columns(bucket=pl.format("{}x{}", "target_height", "target_width"))
 
-    inherited = samples.select(name for name in SCHEMAS[STAGE] if name in samples.columns)
+    columns = columns_in(STAGE, samples)
+    inherited = samples.select(name for name in columns if name in samples.columns)
     rows = inherited[placed.image].hstack(computed)
-    return rows.select(*(pl.col(name).cast(dtype) for name, dtype in SCHEMAS[STAGE].items()), "too_small")
+    return rows.select(*(pl.col(name).cast(dtype) for name, dtype in columns.items()), "too_small")
 
 
 def _rejected_row(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:

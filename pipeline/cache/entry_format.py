@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-Kind = Literal["latents", "text"]
+Kind = Literal["latents", "text", "masks"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 
@@ -38,6 +38,9 @@ LATENT = "latent"
 
 MEAN, STD = MOMENTS = ("mean", "std")
 """Names of the two tensors in an entry that holds the moments of the VAE's posterior."""
+
+MASK = "mask"
+"""Name of the (1, h, w) tensor in a mask's entry: weights from 0 to 1."""
 
 TEXT = "text_embedding"
 """Name of the (T, D) tensor in a caption's entry."""
@@ -82,7 +85,7 @@ class EntrySpec:
     """Specification of an entry, from which its path and size follow before it is read.
 
     Attributes:
-        kind: "latents" or "text"; the name of the folder.
+        kind: "latents", "text" or "masks"; the name of the folder.
         key: At least 8 lower-case hex digits.
         tensors: Specification of each tensor by name.
     """

@@ -1,7 +1,7 @@
 """Keys of cache entries: hashes of everything that decides an entry's bytes, and of nothing else.
 
-Values that are not fields of `LatentInputs` or `TextInputs` (names, paths, batch size, device, number of
-workers, order) cannot make an entry stale. A change to any field gives the entry another key.
+Values that are not fields of `LatentInputs`, `MaskInputs` or `TextInputs` (names, paths, batch size, device,
+number of workers, order) cannot make an entry stale. A change to any field gives the entry another key.
 """
 
 from __future__ import annotations
@@ -74,9 +74,39 @@ class TextInputs:
     dtype: str
 
 
+@dataclass(frozen=True)
+class MaskInputs:
+    """Everything that decides the bytes of a mask's entry.
+
+    Attributes:
+        mask_hash: SHA-256 of the mask file's bytes, or of the image's for its opacity.
+        source: "file" or "alpha".
+        resized_size: Size of the image after scaling, before the crop.
+        crop: Crop in resized pixels.
+        flip: Whether the image is mirrored left to right.
+        factor: Number of pixels per weight along an edge.
+        preprocessing_version: Version of the code that turns file bytes into pixels.
+        dtype: Dtype of the stored weights.
+    """
+
+    mask_hash: str
+    source: str
+    resized_size: Size
+    crop: Crop
+    flip: bool
+    factor: int
+    preprocessing_version: int
+    dtype: str
+
+
 def latent_key(inputs: LatentInputs) -> str:
     """Return the key of a latent: 64 hex digits."""
     return canonical_hash({"latents": vars(inputs)})
+
+
+def mask_key(inputs: MaskInputs) -> str:
+    """Return the key of a mask's entry: 64 hex digits."""
+    return canonical_hash({"masks": vars(inputs)})
 
 
 def text_key(inputs: TextInputs) -> str:

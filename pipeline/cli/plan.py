@@ -96,12 +96,19 @@ def _show(recipe: Recipe, result: Forecast) -> None:
         _show_gates(result)
         echo("If you fix or allow this, the job will do the following for the samples kept now:")
     _show_expected("vae_latents", result.latents)
+    if result.masks is not None:
+        _show_expected("masks", result.masks)
     _show_expected("text_embeddings", result.text)
 
 
 def _as_json(result: Forecast) -> dict[str, object]:
+    values = asdict(result)
+    if result.masks is None:
+        del values["masks"]
+    else:
+        values["masks_to_make"] = result.masks.to_make
     return {
-        **asdict(result),
+        **values,
         "closed": [gate._asdict() for gate in result.closed],
         "latents_to_make": result.latents.to_make,
         "text_to_make": result.text.to_make,
@@ -127,7 +134,8 @@ def _show_expected(asset: str, expected: Expected) -> None:
     if expected.to_make:
         duration = "time unknown until the first entries are encoded on this machine"
         if expected.seconds is not None:
-            duration = f"about {seconds_text(expected.seconds)} plus the start of the encoder"
+            duration = f"about {seconds_text(expected.seconds)}"
+            duration += "" if expected.kind == "masks" else " plus the start of the encoder"
         line += f"   {bytes_text(expected.num_bytes)}, {duration}"
     echo(line)
 

@@ -68,6 +68,10 @@ class Problems:
         }
         self._rows.setdefault(_check_of(store, spec, state.stat), []).append(row)
 
+    def rows(self, check: Problem) -> list[dict[str, Any]]:
+        """Return the problems of a check, one mapping per entry."""
+        return self._rows.get(check, [])
+
     def outcome(
         self, check: Problem, passed_summary: str, *, more: Sequence[Mapping[str, Any]] = ()
     ) -> Outcome:
@@ -78,7 +82,7 @@ class Problems:
             passed_summary: Summary if there are no problems.
             more: Further problems, which come first.
         """
-        rows = [*more, *self._rows.get(check, [])]
+        rows = [*more, *self.rows(check)]
         numbers = {"entries": self.num_entries, "problems": len(rows)}
         if not rows:
             return Outcome(True, passed_summary, numbers=numbers)

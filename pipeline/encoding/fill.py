@@ -36,8 +36,9 @@ Row: TypeAlias = Mapping[str, Any]
 WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
     "text": "pipeline.text_embeddings.worker",
+    "masks": "pipeline.vae_latents.masks",
 }
-"""Module that is launched for each kind."""
+"""Module that encodes each kind. Masks need no model, so theirs is not launched."""
 
 _MAX_NAMED = 10
 _ROWS_AT_A_TIME = 1024
@@ -203,8 +204,11 @@ class _Fill:
         missing = changed.filter(pl.Series(is_missing, dtype=pl.Boolean))
 
         num_damaged = len(result.damaged)
+        entries = counted(len(rows), "entry", "entries")
+        if self._requests.kind == "masks":
+            entries = counted(len(rows), "mask entry", "mask entries")
         self._log(
-            f"{counted(len(rows), 'entry', 'entries')} needed: {len(rows) - len(missing):,} present, "
+            f"{entries} needed: {len(rows) - len(missing):,} present, "
             f"{len(missing) - num_damaged:,} missing, {num_damaged:,} damaged and encoded again"
         )
         self._log_damaged(missing.filter(pl.col("key").is_in(result.damaged)))

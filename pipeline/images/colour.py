@@ -57,6 +57,14 @@ def is_srgb(image: Image.Image) -> bool:
     return image.mode == "RGB" and "transparency" not in image.info and not changes_colours(image)
 
 
+def opacity(image: Image.Image) -> Image.Image | None:
+    """Return the image's opacity in mode L, 255 for opaque; None if it stores none, as a JPEG."""
+    if not image.has_transparency_data and image.mode not in {"RGBa", "La"}:
+        return None
+    _, alpha = _split_alpha(image)
+    return Image.new("L", image.size, 255) if alpha is None else alpha
+
+
 def _strip_to_srgb(image: Image.Image, background: Background, levels: _Levels) -> Image.Image:
     profile = image.info.get("icc_profile")
     colours, alpha = _split_alpha(image)

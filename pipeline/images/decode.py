@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,9 @@ DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 
 File: TypeAlias = Path | SourceFile
 """An image file, local or remote."""
+
+Convert: TypeAlias = Callable[[Image.Image, Background], Image.Image]
+"""Function that converts a decoded image; the second argument is the colour behind transparent pixels."""
 
 # This module checks the limit itself, before decoding and with the file's name. Pillow's own check would warn
 # or raise during decoding, depending on the process's warning filters.
@@ -170,6 +173,7 @@ def decoded(
     *,
     limits: DecodeLimits | None = None,
     draft_px: int | None = None,
+    convert: Convert | None = None,
 ) -> Generator[Image.Image]:
     """Decode the first frame completely, upright and as 8-bit sRGB (mode RGB).
 
@@ -181,6 +185,7 @@ def decoded(
         limits: Limits above which the image is refused; by default those of a recipe.
         draft_px: For thumbnails: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, if its edges stay at
             least this long.
+        convert: Conversion of the decoded image; to sRGB by default. Its errors must be an `ImageError`.
 
     Raises:
         ImageError: The image cannot be decoded.
@@ -200,7 +205,7 @@ def decoded(
             # behind the pixels, where it is only visible now.
             is_late = image.format in {"TIFF", "PNG"}
             orientation = orientation_of(image) if is_late else orientation_before
-            rgb = _upright(colour.to_srgb(image, background), orientation)
+            rgb = _upright((convert or colour.to_srgb)(image, background), orientation)
             if rgb is not image:
                 image.close()
         yield rgb

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.cache.mask_requests import mask_sources, mask_spec
 from pipeline.cache.requests import RecipeEntries, caption_variants
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import LatentlineError, TableError, counted
@@ -28,7 +29,7 @@ class StageFacts:
     """What one stage recorded of a sample.
 
     Attributes:
-        stage: Asset, "rejected", or a cache entry: "latents entry...", "text entry...".
+        stage: Asset, "rejected", or a cache entry: "latents entry...", "mask entry..." or "text entry...".
         facts: Name to value, in the order in which they are shown.
     """
 
@@ -125,7 +126,10 @@ def _entry_specs(
     buckets = sample_rows["aspect_buckets"]
     for row in entries.latent_requests(buckets).iter_rows(named=True):
         name = f"latents entry of {row['bucket']}" if len(buckets) > 1 else "latents entry"
-        yield f"{name}, mirrored" if row["flipped"] else name, entries.latent_spec(row)
+        mirrored = ", mirrored" if row["flipped"] else ""
+        yield name + mirrored, entries.latent_spec(row)
+        if row.get("mask_hash") is not None and row["dataset"] in mask_sources(entries.recipe):
+            yield name.replace("latents", "mask") + mirrored, mask_spec(entries, row)
     for row in caption_variants(sample_rows["validated_dataset"]).iter_rows(named=True):
         name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
         yield name, entries.text_spec(row["caption"])

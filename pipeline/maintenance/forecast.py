@@ -15,7 +15,15 @@ import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import TARGET, RecipeEntries, caption_variants, is_unchanged, with_recorded
+from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_spec
+from pipeline.cache.requests import (
+    STATS,
+    TARGET,
+    RecipeEntries,
+    caption_variants,
+    is_unchanged,
+    with_recorded,
+)
 from pipeline.cache.store import EntrySpec, Kind
 from pipeline.cache.users import recorded_speed
 from pipeline.checks.findings import CheckContext
@@ -27,7 +35,7 @@ from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
 from pipeline.reporting.progress import phase, progress
 from pipeline.reporting.reports import Log
-from pipeline.storage.tables import Tables
+from pipeline.storage.tables import Tables, selected
 from pipeline.text_embeddings.stage import needed_captions
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.validated_dataset import checks as validated_dataset
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
 
 NEW, CHANGED, GEOMETRY = "new image", "image changed", "geometry changed"
 NEW_CAPTION, CAPTION_CHANGED = "new caption", "caption changed"
+NEW_MASK, MASK_CHANGED = "new mask", "mask changed"
 DAMAGED, MISSING, MODEL_UNKNOWN = "entry damaged", "entry missing", "model or settings changed"
 
 _GEOMETRY_COLUMNS = ("resized_height", "resized_width", "crop_top", "crop_left", *TARGET)
@@ -115,6 +124,7 @@ class Forecast:
             nothing else was examined.
         latents: Work on latents.
         text: Work on text embeddings.
+        masks: Work on masks; None for a recipe without masks.
     """
 
     samples: int
@@ -123,6 +133,7 @@ class Forecast:
     closed: Sequence[ClosedGate]
     latents: Expected
     text: Expected
+    masks: Expected | None = None
 
 
 def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
@@ -160,6 +171,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         closed=closed_gates(recipe, results),
         latents=_expect_latents(entries, entries.latent_requests(buckets.table), known_latents),
         text=_expect_text(entries, valid.table, known_text),
+        masks=_expect_masks(entries, entries.latent_requests(buckets.table), known_latents),
     )
 
 
@@ -185,8 +197,7 @@ class _ForecastTables(Tables):
         self._results = results
 
     def read(self, asset: str, columns: Iterable[str] | None = None) -> pl.DataFrame:
-        table = self._results[asset].table
-        return table if columns is None else table.select(columns)
+        return selected(asset, self._results[asset].table, columns)
 
     def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
         stages = self._results if stage is None else [stage]
@@ -218,6 +229,41 @@ def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.Da
         num_pixels += row["target_height"] * row["target_width"]
     _estimate_seconds(entries, expected, cost=num_pixels)
     return expected
+
+
+def _expect_masks(
+    entries: RecipeEntries, requests: pl.DataFrame, known: pl.DataFrame | None
+) -> Expected | None:
+    """Return the work on masks, as `_expect_latents` for latents; None for a recipe without masks."""
+    if not mask_sources(entries.recipe):
+        return None
+    requests = requests.with_columns(mask_keys(entries, requests).alias("key")).drop_nulls("key")
+    earlier_rows: dict[tuple[Any, ...], Row] = {}
+    recorded = None
+    if known is not None and "mask_key" in known.columns:
+        earlier_rows = {(row["sample_id"], row["bucket"], row["flipped"]): row for row in known.to_dicts()}
+        recorded = known.select(key="mask_key", **{name: f"mask_{name}" for name in STATS}).drop_nulls()
+
+    expected = Expected("masks")
+    num_bytes = [mask_spec(entries, row).file_bytes for row in requests.iter_rows(named=True)]
+    requests = requests.with_columns(pl.Series("num_bytes", num_bytes, dtype=pl.Int64))
+    requests = requests.unique("key", keep="first", maintain_order=True)
+    for row, spec, status in _unusable(
+        entries, expected, requests, recorded, spec_of=lambda row: mask_spec(entries, row)
+    ):
+        earlier = earlier_rows.get((row["sample_id"], row["bucket"], row["flipped"]))
+        reason = DAMAGED if status == "wrong" else _mask_reason(row, earlier)
+        expected.add(reason, row["sample_id"], spec.file_bytes)
+    _estimate_seconds(entries, expected, cost=expected.to_make)
+    return expected
+
+
+def _mask_reason(row: Row, earlier: Row | None) -> str:
+    if earlier is None or earlier["mask_hash"] is None:
+        return NEW_MASK
+    if earlier["mask_hash"] != row["mask_hash"]:
+        return MASK_CHANGED
+    return MISSING if earlier["mask_key"] == row["key"] else GEOMETRY
 
 
 def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:

@@ -167,8 +167,14 @@ def _keys_in_tables(output_dir: Path) -> set[str]:
     for asset in ("vae_latents", "text_embeddings"):
         path = tables.path(asset)
         if path.is_file():
-            keys |= _read_keys(path, lambda table: set(pl.read_parquet(table, columns=["key"])["key"]))
+            keys |= _read_keys(path, _keys_in_table)
     return keys
+
+
+def _keys_in_table(path: Path) -> set[str]:
+    names = {"key", "mask_key"} & set(pl.read_parquet_schema(path))
+    table = pl.read_parquet(path, columns=sorted(names))
+    return {key for name in names for key in table[name].drop_nulls()}
 
 
 def _keys_in_runs(output_dir: Path) -> set[str]:

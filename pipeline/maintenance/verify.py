@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.cache.mask_requests import has_mask, mask_spec
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.processes.launch import LocalLaunch
@@ -56,9 +57,13 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
     """
     entries = RecipeEntries(recipe, log=log)
     needed: dict[str, NeededEntry] = {}
-    for row in tables.read("vae_latents").iter_rows(named=True):
+    latents = tables.read("vae_latents")
+    for row in latents.iter_rows(named=True):
         spec = entries.latent_spec(row)
         needed.setdefault(spec.key, NeededEntry(row["sample_id"], spec))
+    for row in latents.filter(has_mask(recipe, latents)).iter_rows(named=True):
+        spec = mask_spec(entries, row)
+        needed.setdefault(spec.key, NeededEntry(f"the mask of {row['sample_id']}", spec))
 
     text = tables.read("text_embeddings")
     lengths = dict(text.select("caption", "text_length").iter_rows())
@@ -110,7 +115,7 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
-    if "latents" in kinds:
+    if kinds & {"latents", "masks"}:
         result = cache_latents(recipe, tables.read("aspect_buckets"), tables, launch=launch, log=log)
         tables.write("vae_latents", result.table)
         tables.write_rejected("vae_latents", result.rejected)

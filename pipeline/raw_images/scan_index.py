@@ -1,4 +1,4 @@
-"""Remember what earlier runs learned: decode results, captions and rejected files.
+"""Remember what earlier runs learned: decode results, captions, masks and rejected files.
 
 The indexes are Parquet files below `output_dir/tables/known`, replaced atomically. A missing, damaged or
 older one counts as empty: then every file is read again. A file is trusted while its stat is unchanged.
@@ -64,6 +64,16 @@ REJECTED_FILES: dict[str, Any] = {
 """Columns of refused.parquet, one row per file that the scan rejected: the rejection, the file's stat, the
 time of reading, the decoder and its pixel limit. All but the rejection may be null."""
 
+MASKS: dict[str, Any] = {
+    **dict.fromkeys(("root", "source", "path"), pl.String),
+    **dict.fromkeys((*STAT, "read_ns"), pl.Int64),
+    "hash": pl.String,
+    **dict.fromkeys(("height", "width"), pl.Int32),
+    "mean": pl.Float64,
+}
+"""Columns of masks.parquet, one row per usable mask: its folder, `images.mask.MaskSource` and path, the
+file's stat when it was listed, the time of reading, the hash of its bytes, its size and its mean weight."""
+
 SIDECAR = "sidecar:"
 """Prefix of `caption_from` for a sidecar file; its path follows."""
 
@@ -79,6 +89,7 @@ class ScanIndex:
     Attributes:
         decoded: Table with the columns `DECODED`.
         captions: Table with the columns `CAPTIONS`.
+        masks: Table with the columns `MASKS`.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -86,13 +97,16 @@ class ScanIndex:
         self._folder = _index_folder(tables)
         self.decoded = _read(self._folder / "pixels.parquet", DECODED)
         self.captions = _read(self._folder / "captions.parquet", CAPTIONS)
+        self.masks = _read(self._folder / "masks.parquet", MASKS)
 
-    def write(self, decoded: pl.DataFrame, captions: pl.DataFrame) -> None:
+    def write(self, decoded: pl.DataFrame, captions: pl.DataFrame, masks: pl.DataFrame) -> None:
         """Replace the indexes that have changed."""
         if not decoded.equals(self.decoded):
             write_atomically(self._folder / "pixels.parquet", partial(write_rows, decoded))
         if not captions.equals(self.captions):
             write_atomically(self._folder / "captions.parquet", partial(write_rows, captions))
+        if not masks.equals(self.masks):
+            write_atomically(self._folder / "masks.parquet", partial(write_rows, masks))
 
 
 def read_rejected_files(tables: Tables) -> pl.DataFrame:
@@ -127,8 +141,9 @@ def caption_rule(settings: DatasetSettings) -> str | None:
     if settings.captions.from_ == "column":
         return None
     links = "any links" if settings.follow_links else "links inside"
-    # Captions that were read before `replace` existed stay valid.
-    captions = settings.captions.model_dump_json(exclude=None if settings.captions.replace else {"replace"})
+    # Captions that were read before these keys existed stay valid.
+    unset = {key for key in ("replace", "class_words") if not getattr(settings.captions, key)}
+    captions = settings.captions.model_dump_json(exclude=unset)
     rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{captions}"
     return hashlib.sha256(rule.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Open the sources of a recipe's datasets with the limits of the recipe."""
+"""Open the sources of a recipe's datasets and masks with the limits of the recipe."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pipeline.storage.sources import source_at
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
+    from pipeline.storage.addresses import Address
 
 
 def source_of(settings: DatasetSettings, *, max_file_bytes: int) -> LocalSource | RemoteSource:
@@ -29,3 +30,23 @@ def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
     """
     limit = recipe.checks.max_file_bytes
     return {settings.name: source_of(settings, max_file_bytes=limit) for settings in recipe.datasets}
+
+
+def mask_root(settings: DatasetSettings) -> Address:
+    """Return the folder that the paths of a dataset's masks are relative to."""
+    assert settings.mask is not None
+    return settings.root if settings.mask.path is None else settings.mask.path
+
+
+def mask_sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
+    """Return the source of the masks of each dataset that has masks, by the dataset's name.
+
+    Raises:
+        DatasetError: A URL cannot be opened.
+    """
+    limit = recipe.checks.max_file_bytes
+    return {
+        settings.name: source_at(mask_root(settings), max_file_bytes=limit)
+        for settings in recipe.datasets
+        if settings.mask is not None
+    }

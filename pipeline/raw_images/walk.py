@@ -95,8 +95,8 @@ def walk_dataset(
         else:
             walk_remote(source, caption_suffixes, result=walk)
 
-    if settings.exclude:
-        _remove_excluded(walk, excluded_by(settings.exclude))
+    if settings.excluded:
+        _remove_excluded(walk, excluded_by(settings.excluded))
 
     images, name_problems = _with_sample_ids(settings.name, walk.images)
     problems = walk.problems + name_problems

@@ -21,6 +21,7 @@ from pipeline.recipe.load import (
     recipes_dir,
 )
 from pipeline.recipe.lora import LoraSettings, RankSettings, TextEncoderSettings
+from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
 from pipeline.recipe.previews import PreviewPrompt
@@ -50,6 +51,7 @@ __all__ = [
     "LatentSettings",
     "LoraSettings",
     "LossSettings",
+    "MaskSettings",
     "ModelSettings",
     "NoiseSettings",
     "PreviewPrompt",

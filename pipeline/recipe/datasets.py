@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from pipeline.recipe.address_types import FolderAddress, RecipeAddress
+from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.validators import (
     MANIFEST_SUFFIXES,
-    check_address,
     check_encoding,
     check_exclude,
     check_fallback,
-    check_folder,
-    check_not_manifest,
     check_suffixes,
 )
-from pipeline.storage.addresses import Address, Url, is_url
+from pipeline.storage.addresses import Address
 
-
-def _address(value: object, as_path: ValidatorFunctionWrapHandler) -> Address:
-    return Url(value) if isinstance(value, str) and is_url(value) else as_path(value)
-
-
-# The schema is that of a path, so that a value of the wrong type is reported once. A union of Path and Url
-# would report it once per member.
-_PATH_OR_URL = [WrapValidator(_address), BeforeValidator(check_address), PlainSerializer(str)]
-if TYPE_CHECKING:
-    RecipeAddress = Address
-    FolderAddress = Address
-else:
-    RecipeAddress = Annotated[Path, *_PATH_OR_URL]
-    FolderAddress = Annotated[Path, *_PATH_OR_URL, BeforeValidator(check_not_manifest)]
-FolderPath = Annotated[Path, BeforeValidator(check_folder)]
 Encoding = Annotated[str, AfterValidator(check_encoding)]
 Suffixes = Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], BeforeValidator(check_suffixes)]
 Fallback = Annotated[str | None, AfterValidator(check_fallback)]
@@ -163,6 +140,12 @@ class CaptionSettings(Settings):
         min_length=1,
         description="Text in captions that the trigger word replaces, such as [trigger]. Requires `trigger`.",
     )
+    class_words: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Words that replace the trigger word in the captions of a dataset with `role: prior`, "
+        "such as dog for the trigger word sks dog. Requires `trigger`.",
+    )
     prefix: str = Field(
         default="", description="Text added verbatim before each caption, after the trigger word."
     )
@@ -186,6 +169,10 @@ class CaptionSettings(Settings):
             what = f"placeholder requires a trigger word that replaces it, got placeholder {self.placeholder}"
             fix = "set trigger, or remove placeholder"
             yield Violation("placeholder", what, fix, involves=("placeholder", "trigger"))
+        if self.class_words is not None and self.trigger is None:
+            what = f"class_words require a trigger word that they replace, got {self.class_words}"
+            fix = "set trigger, or remove class_words"
+            yield Violation("class_words", what, fix, involves=("class_words", "trigger"))
         has_json = any(suffix.lower() == JSON_SUFFIX for suffix in self.suffixes)
         if self.from_ == "sidecar" and self.json_key != JSON_KEY and not has_json:
             what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"
@@ -274,6 +261,10 @@ class DatasetSettings(Settings):
         default_factory=lambda: CaptionSettings.model_validate({}),
         description="Source and processing of the captions.",
     )
+    mask: MaskSettings | None = Field(
+        default=None,
+        description="Masks that weight the loss by place. null means that each place counts the same.",
+    )
     filters: FilterSettings = Field(
         default_factory=FilterSettings, description="Filters on size, aspect ratio and manifest columns."
     )
@@ -298,6 +289,11 @@ class DatasetSettings(Settings):
         description="Share of training samples from this dataset, relative to the weights of the others and "
         "independent of dataset sizes. Set it for all datasets or for none. null means that size and "
         "`repeats` decide.",
+    )
+    role: Literal["train", "prior"] = Field(
+        default="train",
+        description="train: images of what the LoRA learns. prior: images of the class that it belongs to, "
+        "such as other dogs, so that the model does not forget them; see `training.loss.prior`.",
     )
     loss_weight: float = Field(
         default=1.0,
@@ -345,8 +341,23 @@ class DatasetSettings(Settings):
         """Key that decides `root`."""
         return "path" if self.images is None else "images"
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Patterns of files and folders that are not images of the dataset: `exclude` and its masks."""
+        if self.mask is None or self.mask.path is None or self.is_manifest:
+            return self.exclude
+        if self.mask.path == self.path:
+            return (*self.exclude, f"*{self.mask.suffix}.*")
+        root, masks = (PurePosixPath(str(each)) for each in (self.path, self.mask.path))
+        return (*self.exclude, f"/{masks.relative_to(root)}") if masks.is_relative_to(root) else self.exclude
+
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
+        if self.mask is not None and self.mask.path == self.path and not self.mask.suffix:
+            what = f"mask.path must not be the dataset's folder without mask.suffix, got {self.mask.path}"
+            fix = "set mask.suffix to the end of the masks' names, or move the masks to a folder of their own"
+            yield Violation("mask", what, fix, involves=("path", "mask"))
+        yield from self._prior_violations()
         if self.is_manifest:
             if self.exclude:
                 what = f"exclude requires a folder, got the manifest {self.path.name}"
@@ -359,9 +370,20 @@ class DatasetSettings(Settings):
             "path_column": self.path_column != DatasetSettings.model_fields["path_column"].default,
             "focus_columns": self.focus_columns is not None,
             "images": self.images is not None,
+            "mask.column": self.mask is not None and self.mask.column is not None,
         }
         for key, is_used in used.items():
             if is_used:
                 what = f"{key} requires a manifest, got path {self.path.name or self.path}"
                 fix = f"set path to a manifest ({', '.join(MANIFEST_SUFFIXES)}), or remove this key"
                 yield Violation(key, what, fix, involves=("path", key.partition(".")[0]))
+
+    def _prior_violations(self) -> Iterator[Violation]:
+        captions, involves = self.captions, ("role", "captions")
+        if self.role == "prior" and captions.trigger is not None and captions.class_words is None:
+            what = f"captions.trigger requires class_words with role: prior, got trigger {captions.trigger}"
+            fix = "set captions.class_words to the words that replace the trigger word, or remove trigger"
+            yield Violation("captions.trigger", what, fix, involves)
+        if self.role != "prior" and captions.class_words is not None:
+            what = f"captions.class_words require role: prior, got role: {self.role}"
+            yield Violation("captions.class_words", what, "set role: prior, or remove class_words", involves)

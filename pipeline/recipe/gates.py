@@ -129,6 +129,22 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "No two images share a caption file.",
             "Give each image its own caption file; if x.jpg and x.png share one, rename one of them.",
         ),
+        _gate(
+            "masks_present",
+            "Each image of a dataset with masks has exactly one mask.",
+            "Draw the missing masks, or move images without a mask to a dataset without masks. The message "
+            "names the expected file.",
+        ),
+        _gate(
+            "masks_usable",
+            "Each mask can be decoded, is grey, has the size of its image and is not black.",
+            "Export the masks again in the size of their images, as displayed, in black, grey and white.",
+        ),
+        _gate(
+            "masks_matched",
+            "Each mask belongs to an image.",
+            "Rename the masks like their images, or remove them.",
+        ),
         _FRACTION,
         _CONSERVATION,
         _gate(
@@ -145,6 +161,11 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "validation_apart",
             "No training image is a near duplicate of an image in the holdout.",
             "Report a bug in Latentline, and attach the table; the holdout never separates near duplicates.",
+        ),
+        _warning(
+            "masks_white",
+            "Masks that are white everywhere, and so have no effect.",
+            "Draw these masks, or ignore the warning.",
         ),
         _warning(
             "captions_agree",
@@ -209,6 +230,11 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _ENTRY_BYTES,
         _ENTRY_VALUES,
         _FRACTION,
+        _warning(
+            "masks_cropped",
+            "Masks that lose more than half of their weight to the crop.",
+            "Inspect these images. buckets.crop: focus and more bucket sizes keep more of a mask.",
+        ),
     ),
     "text_embeddings": (
         _strict_gate(

@@ -1,4 +1,4 @@
-"""Path isolation of a recipe: its datasets, `start_from`, cache_dir and output_dir."""
+"""Path isolation of a recipe: its datasets and masks, `start_from`, cache_dir and output_dir."""
 
 from __future__ import annotations
 
@@ -61,10 +61,16 @@ def require_separate_folder(recipe: Recipe, key: str, folder: Path) -> None:
 
 
 def _inputs(recipe: Recipe) -> list[NamedPath]:
-    return [
+    datasets = [
         NamedPath(f"dataset {dataset.name}", f"datasets[{index}].{dataset.root_key}", dataset.root)
         for index, dataset in enumerate(recipe.datasets)
     ]
+    masks = [
+        NamedPath(f"masks of {dataset.name}", f"datasets[{index}].mask.path", dataset.mask.path)
+        for index, dataset in enumerate(recipe.datasets)
+        if dataset.mask is not None and dataset.mask.path is not None
+    ]
+    return datasets + masks
 
 
 def _outputs(recipe: Recipe) -> list[NamedPath]:

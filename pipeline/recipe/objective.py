@@ -39,6 +39,19 @@ class LossSettings(Settings):
         gt=0.0,
         description="Signal-to-noise ratio at which min_snr and soft_min_snr limit the weight.",
     )
+    prior: Literal["images", "prediction"] = Field(
+        default="images",
+        description="Target of datasets with `role: prior`. images: their own, as in DreamBooth. prediction: "
+        "the prediction of the base model without the adapter for the same noisy latent, so that training "
+        "keeps what the base model draws for these captions. A batch with such an image takes one more "
+        "forward pass.",
+    )
+    prior_weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Factor of the loss of images from datasets with `role: prior`, times their "
+        "`datasets[].loss_weight`.",
+    )
 
 
 class TimestepSettings(Settings):

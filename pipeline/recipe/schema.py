@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from pipeline.recipe.address_types import FolderAddress, FolderPath
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
-from pipeline.recipe.datasets import DatasetSettings, FolderAddress, FolderPath
+from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.gates import GATES
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import TrainingSettings
@@ -258,6 +259,7 @@ class RecipeFile(Settings):
         yield from self._name_violations()
         yield from self._weight_violations()
         yield from self._focus_violations()
+        yield from self._prior_violations()
 
     def _name_violations(self) -> Iterator[Violation]:
         first_names: dict[str, str] = {}
@@ -284,6 +286,20 @@ class RecipeFile(Settings):
             what = f"either all datasets or none must have a weight, got {num_weights} of {len(weights)}"
             fix = "give each dataset a weight, or none"
             yield Violation(f"datasets[{weights.index(None)}]", what, fix, involves)
+
+    def _prior_violations(self) -> Iterator[Violation]:
+        roles, involves = [each.role for each in self.datasets], ("datasets", "training")
+        if "train" not in roles:
+            what = "at least one dataset must have role: train, got role: prior for all"
+            yield Violation("datasets[0].role", what, "remove role: prior from a dataset", involves)
+        if "prior" in roles:
+            return
+        loss = self.training.loss
+        for key in ("prior", "prior_weight"):
+            if getattr(loss, key) != type(loss).model_fields[key].default:
+                what = f"training.loss.{key} requires a dataset with role: prior"
+                fix = "set role: prior for the dataset of the class, or remove this key"
+                yield Violation(f"training.loss.{key}", what, fix, involves)
 
     def _focus_violations(self) -> Iterator[Violation]:
         crop, involves = self.buckets.crop, ("datasets", "buckets")

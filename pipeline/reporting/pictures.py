@@ -67,6 +67,8 @@ class SheetImage:
         box: Region to show, (left, upper, right, lower) in pixels; the rest is darkened. None for all.
         name: File name, written below the thumbnail.
         caption: Caption, written below the name.
+        change: Function that changes the decoded image before it is reduced. An `ImageError` of it gives the
+            grey frame.
     """
 
     path: File | None
@@ -74,6 +76,7 @@ class SheetImage:
     box: tuple[float, float, float, float] | None = None
     name: str = ""
     caption: str = ""
+    change: Callable[[Image.Image], Image.Image] | None = None
 
     def lines(self) -> list[str]:
         """Return the lines of text below the thumbnail."""
@@ -177,7 +180,7 @@ def _drawn(item: SheetImage, image: Image.Image, *, edge_px: int) -> Image.Image
 
     # The decoded image may be smaller than the original, whose pixels the box refers to.
     size_wh, scale = _fitted_size(item.size or (image.height, image.width), edge_px)
-    small = image.resize(size_wh)
+    small = (image if item.change is None else item.change(image)).resize(size_wh)
     if item.box is None:
         return small
     left, upper, right, lower = (round(edge * scale) for edge in item.box)

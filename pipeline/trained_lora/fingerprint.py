@@ -68,8 +68,10 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             **_mix(recipe),
         },
         "loss": {
-            **training.loss.model_dump(),
+            **training.loss.model_dump(exclude={"prior", "prior_weight"}),
+            **_prior(recipe),
             **_loss_weights(recipe),
+            **_masks(recipe),
             "prediction": entries.family.prediction_type(),
             "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
             "density": entries.family.density,
@@ -99,7 +101,10 @@ def _samples(inputs: TrainingInputs) -> Facts:
     table = inputs.table
     latents = table.select("variant_id", "bucket", "latents").iter_rows()
     text = table.select("variant_id", "texts").iter_rows()
+    masks = table.select("variant_id", "masks").drop_nulls() if "masks" in table.columns else table.clear()
+    masks_fact = {"masks": _digest((name, *keys) for name, keys in masks.iter_rows())} if len(masks) else {}
     return {
+        **masks_fact,
         "number": len(inputs),
         "latents": _digest((variant_id, bucket, *keys) for variant_id, bucket, keys in latents),
         "text": _digest((variant_id, *keys) for variant_id, keys in text),
@@ -132,6 +137,21 @@ def _training_adapter(recipe: Recipe) -> Facts:
 def _objective(family: Family) -> Facts:
     """Return the version of the family's objective; ids of runs with the first one do not contain it."""
     return {} if family.objective == 1 else {"objective": family.objective}
+
+
+def _prior(recipe: Recipe) -> Facts:
+    names = [each.name for each in recipe.datasets if each.role == "prior"]
+    loss = recipe.training.loss
+    return {"prior": {"datasets": names, "target": loss.prior, "weight": loss.prior_weight}} if names else {}
+
+
+def _masks(recipe: Recipe) -> Facts:
+    masks = {
+        each.name: {"unmasked_weight": each.mask.unmasked_weight, "normalise": each.mask.normalise}
+        for each in recipe.datasets
+        if each.mask is not None
+    }
+    return {"masks": masks} if masks else {}
 
 
 def _mix(recipe: Recipe) -> Facts:

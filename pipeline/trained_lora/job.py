@@ -212,4 +212,6 @@ def _without_secrets(recipe: Recipe) -> dict[str, Any]:
     for dataset in values["datasets"]:
         addresses = {key: dataset[key] for key in ("path", "images") if dataset[key] is not None}
         dataset |= {key: without_secrets(address) for key, address in addresses.items()}
+        if (mask := dataset["mask"]) is not None and mask["path"] is not None:
+            mask["path"] = without_secrets(mask["path"])
     return values

@@ -80,6 +80,8 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
         dataset["path"] = _shareable_path(dataset["path"])
         if dataset["images"] is not None:
             dataset["images"] = _shareable_path(dataset["images"])
+        if (mask := dataset["mask"]) is not None and mask["path"] is not None:
+            mask["path"] = _shareable_path(mask["path"])
     model = values["model"]
     model["base"] = _shareable_path(model["base"])
     if model["training_adapter"] is not None:

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 import polars as pl
 
+from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_tensors
 from pipeline.cache.requests import TARGET
 from pipeline.cache.store import EntrySpec, TensorSpec
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.storage.needed_columns import NEEDED
+from pipeline.storage.tables import selected
 from pipeline.validated_dataset.holdout import held_out
 
 if TYPE_CHECKING:
@@ -43,10 +45,14 @@ class CaptionVariant:
 
 @dataclass(frozen=True, slots=True)
 class LatentView:
-    """One latent of a sample and its crop's (top, left) in the resized image, mirrored if the latent is."""
+    """One latent of a sample, its mask, and its crop's (top, left) in the resized image.
+
+    Mask and crop are mirrored if the latent is.
+    """
 
     entry: EntrySpec
     crop_top_left: tuple[int, int]
+    mask: EntrySpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,9 @@ COLUMNS: dict[str, Any] = {
 `text_tensors` (one per caption) and `latent_tensors` (the same for all views) are written by `tensors_json`.
 """
 
+MASK_COLUMNS: dict[str, Any] = {"masks": pl.List(pl.String), "mask_tensors": pl.String}
+"""Further columns of recipes with masks: entry keys, one per view, and their tensors; null without masks."""
+
 _STORED_NAMES = {"variant_id": "sample_id", "sample_id": "image_id"}
 """Names in `inputs.parquet` that differ from those of `COLUMNS`; run folders of earlier versions use them."""
 
@@ -111,7 +120,7 @@ class TrainingInputs(Sequence[TrainingInput]):
     """The training inputs of a run, sorted by variant_id.
 
     Attributes:
-        table: One row per input, with the columns of `COLUMNS`.
+        table: One row per input, with the columns of `COLUMNS` and, if a dataset has masks, `MASK_COLUMNS`.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
@@ -188,7 +197,8 @@ def training_inputs(
 
     views = _views_by_bucket(recipe, entries, latents)
     joined = views.join(captions, on="sample_id", how="left")
-    return TrainingInputs(joined.select(COLUMNS.keys()).sort("variant_id"))
+    columns = {**COLUMNS, **MASK_COLUMNS} if mask_sources(recipe) else COLUMNS
+    return TrainingInputs(joined.select(columns.keys()).sort("variant_id"))
 
 
 def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Series) -> None:
@@ -221,7 +231,8 @@ def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFr
 
 def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
     """Return one row per training input with all of `COLUMNS` but the captions."""
-    rows = latents.select(NEEDED["trained_lora"]["vae_latents"]).sort("sample_id", "bucket", "flipped")
+    rows = selected("vae_latents", latents, NEEDED["trained_lora"]["vae_latents"])
+    rows = rows.sort("sample_id", "bucket", "flipped")
     fractions = {dataset.name: dataset.validation_fraction for dataset in recipe.datasets}
     repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
 
@@ -230,6 +241,7 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
     rows = rows.with_columns(
         entries.latent_keys(rows).alias("latents"),
         held_out(rows, fractions).alias("held_out"),
+        mask_keys(entries, rows).alias("masks"),
         crops_top="crop_top",
         crops_left=pl.when("flipped").then(mirrored_left).otherwise("crop_left"),
         repeats=pl.col("dataset").replace_strict(repeats, return_dtype=pl.Int32),
@@ -239,7 +251,10 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
 
     of_all_views = ("dataset", "repeats", "latent_tensors", "height", "width", *TARGET, "held_out")
     inputs = rows.group_by("sample_id", "bucket", maintain_order=True).agg(
-        "latents", "crops_top", "crops_left", pl.col(of_all_views).first()
+        "latents", "crops_top", "crops_left", "masks", pl.col(*of_all_views, "mask_tensors").first()
+    )
+    inputs = inputs.with_columns(
+        pl.when(pl.col("masks").list.drop_nulls().list.len() > 0).then(pl.col(MASK_COLUMNS.keys()))
     )
     with_bucket = pl.format("{} ({})", "sample_id", "bucket")
     has_several_buckets = pl.len().over("sample_id") > 1
@@ -249,10 +264,14 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
 
 
 def _latent_tensors(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per distinct target size with the `latent_tensors` of its entries."""
+    """Return one row per distinct target size with the `latent_tensors` and `mask_tensors` of its entries."""
     sizes = rows.select(TARGET).unique()
-    tensors = [tensors_json(entries.latent_tensors(Size(*size))) for size in sizes.iter_rows()]
-    return sizes.with_columns(pl.Series("latent_tensors", tensors, dtype=pl.String))
+    latents = [tensors_json(entries.latent_tensors(Size(*size))) for size in sizes.iter_rows()]
+    masks = [tensors_json(mask_tensors(entries, Size(*size))) for size in sizes.iter_rows()]
+    return sizes.with_columns(
+        pl.Series("latent_tensors", latents, dtype=pl.String),
+        pl.Series("mask_tensors", masks, dtype=pl.String),
+    )
 
 
 def write_inputs(inputs: TrainingInputs, file: Any) -> None:
@@ -268,8 +287,9 @@ def read_inputs(path: Path) -> TrainingInputs:
 
 def read_entry_keys(path: Path) -> set[str]:
     """Return the keys of all cache entries that the inputs in a file of `write_inputs` refer to."""
-    keys = pl.read_parquet(path, columns=["latents", "texts"])
-    return set(keys["latents"].explode()) | set(keys["texts"].explode())
+    names = {"latents", "texts", "masks"} & set(pl.read_parquet_schema(path))
+    keys = pl.read_parquet(path, columns=sorted(names))
+    return {key for name in names for key in keys[name].explode().drop_nulls()}
 
 
 def tensors_json(tensors: Mapping[str, TensorSpec]) -> str:
@@ -296,6 +316,9 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
     latent_tensors = _tensors(row["latent_tensors"])
     latent_entries = [EntrySpec("latents", key, latent_tensors) for key in row["latents"]]
     crops = zip(row["crops_top"], row["crops_left"], strict=True)
+    masks: list[EntrySpec | None] = [None] * len(latent_entries)
+    if row.get("masks") is not None:
+        masks = [EntrySpec("masks", key, _tensors(row["mask_tensors"])) for key in row["masks"]]
 
     return TrainingInput(
         variant_id=row["variant_id"],
@@ -304,7 +327,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         bucket=row["bucket"],
         repeats=row["repeats"],
         variants=tuple(map(CaptionVariant, row["captions"], text_entries)),
-        views=tuple(map(LatentView, latent_entries, crops)),
+        views=tuple(map(LatentView, latent_entries, crops, masks)),
         original_size_hw=(row["height"], row["width"]),
         target_size_hw=(row["target_height"], row["target_width"]),
         held_out=row["held_out"],

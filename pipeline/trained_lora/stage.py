@@ -206,9 +206,11 @@ def preview_prompts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInpu
     if training.sample_prompts:
         return recipe_prompts(entries, training.sample_prompts)
 
-    captions = inputs.table["captions"].list.first()
-    numbers = captions.is_first_distinct().arg_true()[:NUM_DEFAULT_PROMPTS]
-    chosen = [inputs[number] for number in numbers]
+    trained = [dataset.name for dataset in recipe.datasets if dataset.role == "train"]
+    captions = inputs.table.with_row_index("number").filter(pl.col("dataset").is_in(trained))
+    captions = captions.select("number", caption=pl.col("captions").list.first())
+    first_uses = captions.unique("caption", keep="first", maintain_order=True)["number"]
+    chosen = [inputs[number] for number in first_uses[:NUM_DEFAULT_PROMPTS]]
     return tuple(
         Prompt(item.variants[0].caption, item.variants[0].entry, item.target_size_hw) for item in chosen
     )

@@ -24,6 +24,12 @@ from pipeline.encoding.checks import AT_ONCE, REPAIR, Problems
 from pipeline.errors import counted, verb
 from pipeline.images.geometry import Placement, placement_of
 from pipeline.storage.tables.schemas import has_defect
+from pipeline.vae_latents.mask_checks import (
+    MASK_TABLE_COLUMNS,
+    cropped_masks,
+    mask_entry_problems,
+    missing_masks,
+)
 
 STAGE = "vae_latents"
 
@@ -34,10 +40,10 @@ _GEOMETRY = (
     *("crop_top", "crop_left", "target_height", "target_width"),
 )
 
-_BUCKET_COLUMNS = ("sample_id", "bucket", "content_hash", *_GEOMETRY)
-"""Columns of aspect_buckets that identify a latent and decide its key."""
+_BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, "mask_hash")
+"""Columns of aspect_buckets that identify a latent and decide the keys of it and of its mask."""
 
-_COLUMNS = (*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key", *STAT_COLUMNS)
+_COLUMNS = (*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key", *STAT_COLUMNS, *MASK_TABLE_COLUMNS)
 """Columns of vae_latents that the checks use."""
 
 
@@ -59,6 +65,8 @@ def run(context: CheckContext) -> list[Finding]:
     entry_rows = own.join(sizes, on=TARGET, how="left", maintain_order="left")
     problems = Problems(entries.store, "latents", entry_rows, entries.latent_spec)
 
+    mask_problems = mask_entry_problems(entries, table)
+
     buckets = context.tables.read("aspect_buckets", _BUCKET_COLUMNS)
     rejected = context.tables.read_rejected(STAGE)
     expected = entries.with_mirrored(buckets.join(rejected, on="sample_id", how="anti")).sort(_NAMES)
@@ -69,16 +77,31 @@ def run(context: CheckContext) -> list[Finding]:
         "completeness": problems.outcome(
             "completeness",
             f"each of {num_samples} has its entry or was rejected",
-            more=list(_table_differences(entries, table, expected_keys, expected)),
+            more=[
+                *_table_differences(entries, table, expected_keys, expected),
+                *missing_masks(entries, table, expected),
+                *mask_problems.rows("completeness"),
+            ],
         ),
         "shape_uniformity": problems.outcome(
             "shape_uniformity",
             f"{count} with the geometry's shapes, one per bucket",
-            more=[*_wrong_shapes(context, entries, table), *_mixed_buckets(table)],
+            more=[
+                *_wrong_shapes(context, entries, table),
+                *_mixed_buckets(table),
+                *mask_problems.rows("shape_uniformity"),
+            ],
         ),
-        "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the expected size"),
-        "finite_values": problems.outcome("finite_values", f"{count} with valid content"),
+        "file_size_outliers": problems.outcome(
+            "file_size_outliers",
+            f"{count} of exactly the expected size",
+            more=mask_problems.rows("file_size_outliers"),
+        ),
+        "finite_values": problems.outcome(
+            "finite_values", f"{count} with valid content", more=mask_problems.rows("finite_values")
+        ),
         "rejected_fraction": _rejected_fraction(context, table["sample_id"].n_unique()),
+        "masks_cropped": cropped_masks(context.recipe, table),
     }
     return findings(context, STAGE, outcomes)
 
@@ -87,7 +110,8 @@ def _table_differences(
     entries: RecipeEntries, table: pl.DataFrame, expected_keys: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Yield samples that are missing, superfluous, or have the entry of something else."""
-    if table.select(expected.columns).equals(expected) and table["key"].equals(expected_keys):
+    names = [name for name in expected.columns if name != "mask_hash"]
+    if table.select(names).equals(expected.select(names)) and table["key"].equals(expected_keys):
         return
 
     expected_rows = expected.select(*_NAMES, expected_key=entries.latent_keys(expected))

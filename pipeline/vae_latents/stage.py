@@ -14,12 +14,13 @@ import polars as pl
 from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
-from pipeline.encoding.jobs import Job, PictureJobs
+from pipeline.encoding.jobs import Failure, Job, PictureJobs
 from pipeline.images.geometry import Geometry, Size
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
-from pipeline.storage.tables import REJECTED, SCHEMAS, frame, row_names, validated
+from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, validated
 from pipeline.vae_latents import report as pictures
+from pipeline.vae_latents.masks import cache_masks, mask_counters
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -64,6 +65,7 @@ def cache_latents(
 
     # One row per (sample, bucket, mirrored); several rows may share an entry.
     requests = entries.latent_requests(buckets)
+    requests, masks = cache_masks(entries, requests, tables, log=log, watch=watch)
     previous = tables.read_previous(ASSET, ("key", *STAT_COLUMNS))
     entry_rows = _entry_rows(requests, previous)
     picture_rows = pictures.sample_of(entry_rows, pictures.NUM_DECODED)
@@ -78,15 +80,19 @@ def cache_latents(
     )
 
     # A failed entry rejects every sample that needs it.
-    failed = requests.filter(pl.col("key").is_in(list(result.failed)))
+    failures = result.failed | ({} if masks is None else masks.failed)
+    entry_keys = [name for name in ("key", "mask_key") if name in requests.columns]
+    failed = requests.filter(pl.any_horizontal(pl.col(entry_keys).is_in(list(failures))))
     failed = failed.unique("sample_id", keep="first", maintain_order=True)
     kept = requests.join(failed, on="sample_id", how="anti", maintain_order="left")
-    table = kept.join(result.entries, on="key", maintain_order="left").select(*SCHEMAS[ASSET])
+    table = kept.join(result.entries, on="key", maintain_order="left")
+    table = table.select(*columns_in(ASSET, table))
     table = validated(ASSET, table, "result of vae_latents").sort(row_names(ASSET))
-    rejected = frame("rejected", [_rejected_row(row, result) for row in failed.iter_rows(named=True)])
+    rejected = frame("rejected", [_rejected_row(row, failures) for row in failed.iter_rows(named=True)])
 
     report = {
         **_counters(result, table, removed=_num_removed(previous, table)),
+        **({} if masks is None else mask_counters(masks, table)),
         "in": buckets["sample_id"].n_unique(),
         "rejected": len(rejected),
         **watch.numbers(),
@@ -166,6 +172,7 @@ def _counters(result: FillResult, table: pl.DataFrame, removed: int) -> dict[str
     return {**result.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
 
 
-def _rejected_row(row: Row, result: FillResult) -> dict[str, Any]:
-    values = {**row, "stage": ASSET, **asdict(result.failed[row["key"]])}
+def _rejected_row(row: Row, failures: Mapping[str, Failure]) -> dict[str, Any]:
+    failure = failures[row["key"] if row["key"] in failures else row["mask_key"]]
+    values = {**row, "stage": ASSET, **asdict(failure)}
     return {name: values[name] for name in REJECTED}

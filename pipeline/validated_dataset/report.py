@@ -2,6 +2,7 @@
 
     reports/validated_dataset/kept.jpg        kept images with captions, sampled evenly over the dataset
     reports/validated_dataset/rejected.jpg    rejected images, one strip per reason; unreadable ones are grey
+    reports/validated_dataset/masks.jpg       kept images with masks; the part that does not count is red
     reports/validated_dataset/spread.png      histograms of size, aspect ratio and caption length
     reports/validated_dataset/replaced.csv    captions that `captions.replace` changes, before and after
     reports/validated_dataset/tags.csv        parts of captions between commas, and how many samples have them
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.raw_images.sources import sources_of
+from pipeline.cache.mask_requests import mask_sources
+from pipeline.images.mask import show_mask
+from pipeline.raw_images.sources import mask_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes, write_text
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
 
 FOLDER = "validated_dataset"
 KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
-REPLACED_FILE, TAGS_FILE = "replaced.csv", "tags.csv"
+REPLACED_FILE, TAGS_FILE, MASKS_FILE = "replaced.csv", "tags.csv", "masks.jpg"
 _DIGEST_FILE = "made_for.txt"
 
 NUM_STRIPS = 6
@@ -69,19 +73,26 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, REPLACED_FILE, TAGS_FILE):
+    for name in (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, REPLACED_FILE, TAGS_FILE, MASKS_FILE):
         (folder / name).unlink(missing_ok=True)
     sources = sources_of(recipe)
     if len(table):
         write_bytes(folder / KEPT_FILE, contact_sheet(_kept_strips(table, sources), log=log))
         write_bytes(folder / SPREAD_FILE, _histograms(table))
         write_text(folder / TAGS_FILE, tag_counts(table).write_csv())
+    if len(masked := masked_samples(table)):
+        write_bytes(folder / MASKS_FILE, contact_sheet(_masked_strips(recipe, masked, sources), log=log))
     if any(each.captions.replace for each in recipe.datasets):
         write_text(folder / REPLACED_FILE, replacement_preview(recipe, table).write_csv())
     if len(rejected):
         write_bytes(folder / REJECTED_FILE, contact_sheet(_rejected_strips(rejected, sources), log=log))
     write_text(digest_file, digest)
     return folder
+
+
+def masked_samples(table: pl.DataFrame) -> pl.DataFrame:
+    """Return the samples with a mask."""
+    return table.drop_nulls("mask_hash") if "mask_hash" in table.columns else table.clear()
 
 
 def tag_counts(table: pl.DataFrame) -> pl.DataFrame:
@@ -97,7 +108,8 @@ def tag_counts(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
-    kept = table.select("sample_id", "content_hash", "caption")
+    masks = [name for name in ("mask_hash",) if name in table.columns]
+    kept = table.select("sample_id", "content_hash", "caption", *masks)
     rules = [(each.name, each.captions.replace) for each in recipe.datasets if each.captions.replace]
     more = f"{_REPORT_FORMAT}, {rules}" if rules else _REPORT_FORMAT
     return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)
@@ -118,10 +130,31 @@ def _kept_strips(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[She
         )
         for dataset, path, height, width, caption in samples.select(columns).rows()
     ]
-    rows: list[Sequence[SheetImage]] = [
-        shown[start : start + NUM_PER_STRIP] for start in range(0, len(shown), NUM_PER_STRIP)
+    return _in_strips(shown, f"{len(table):,} kept")
+
+
+def _masked_strips(recipe: Recipe, masked: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
+    samples = _evenly_sampled(masked, NUM_KEPT_STRIPS * NUM_PER_STRIP)
+    of_masks, kinds = mask_sources_of(recipe), mask_sources(recipe)
+    shown = [
+        SheetImage(
+            sources[row["dataset"]].file(row["path"]),
+            (row["height"], row["width"]),
+            name=posixpath.basename(row["path"]),
+            caption=f"mean weight {row['mask_mean']:.2f}",
+            change=partial(
+                show_mask, mask=of_masks[row["dataset"]].file(row["mask_path"]), source=kinds[row["dataset"]]
+            ),
+        )
+        for row in samples.iter_rows(named=True)
     ]
-    return [SheetRow("" if index else f"{len(table):,} kept", row) for index, row in enumerate(rows)]
+    return _in_strips(shown, f"{len(masked):,} masks; red does not count")
+
+
+def _in_strips(shown: Sequence[SheetImage], label: str) -> list[SheetRow]:
+    """Return rows of `NUM_PER_STRIP` images; the first one has the label."""
+    starts = range(0, len(shown), NUM_PER_STRIP)
+    return [SheetRow("" if start else label, shown[start : start + NUM_PER_STRIP]) for start in starts]
 
 
 def _rejected_strips(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:

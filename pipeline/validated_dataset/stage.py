@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,13 @@ from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS, MAX_NAMED
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.source import Source, threads_for
-from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, validated
+from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, columns_in, validated
 from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
 from pipeline.validated_dataset.funnel import funnel_rows, funnel_text
+from pipeline.validated_dataset.masks import with_masks
 from pipeline.validated_dataset.variants import variants
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def validate(
 ) -> StageResult:
     """Keep the images of raw_images that are unchanged since the scan, decode completely and have a caption.
 
-    A sample is rejected for one reason, the first of: its file, its pixels, its caption.
+    A sample is rejected for one reason, the first of: its file, its pixels, its caption, its mask.
 
     `raw` needs only its columns in `NEEDED`. With `remember`, decode results and captions are stored for the
     next run, and the funnel is logged.
@@ -166,18 +167,23 @@ def validate(
     others = with_rule.join(unchanged, on="sample_id", how="anti", maintain_order="left")
     fresh, unusable = _read_samples(others, decoded, captions, log)
 
+    readable = pl.concat([unchanged, fresh]).sort("sample_id")
+    masks = with_masks(recipe, readable, raw, index.masks, log=log)
+    samples = masks.samples
+
     # Similar images are searched last, because only kept samples may connect them.
-    samples = pl.concat([unchanged, fresh]).sort("sample_id")
     distinct, copies = _without_copies(recipe, samples)
     features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits, log=log)
-    table = distinct.join(features, on="content_hash", maintain_order="left").select(*SCHEMAS[STAGE])
-    rejected = pl.concat([filtered, unusable, copies]).sort("sample_id")
+    table = distinct.join(features, on="content_hash", maintain_order="left")
+    table = table.select(*columns_in(STAGE, table))
+    rejected = pl.concat([filtered, unusable, masks.rejected, copies]).sort("sample_id")
     funnel = _funnel(recipe, tables, len(table), rejected)
 
     # A plan does not store its scan, so its funnel would mix the numbers of two scans.
     if remember:
         checked = decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash")
-        index.write(checked, samples.filter(pl.col("rule") != "").select(*CAPTIONS))
+        captions_read = readable.filter(pl.col("rule") != "").select(*CAPTIONS)
+        index.write(checked, captions_read, masks.index)
         log(funnel_text(funnel))
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
@@ -185,7 +191,12 @@ def validate(
     return StageResult(
         validated(STAGE, table, "valid samples"),
         validated("rejected", rejected, "invalid samples"),
-        {**_report(raw, table, rejected), **_conflicts(distinct), **counts, **stopwatch.numbers()},
+        {
+            **_report(raw, table, rejected),
+            **_conflicts(distinct, masks.unmatched),
+            **counts,
+            **stopwatch.numbers(),
+        },
     )
 
 
@@ -282,6 +293,7 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
     """Return the samples without copies of the same dataset, bytes and captions; and the rejected copies."""
     deduplicated = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
     same = ["dataset", "content_hash", "caption", "more_captions"]
+    same += [name for name in ("mask_hash",) if name in samples.columns]
     with_first = samples.with_columns(first=pl.col("sample_id").first().over(same))
     copies = with_first.filter(
         pl.col("dataset").is_in(deduplicated) & (pl.col("sample_id") != pl.col("first"))
@@ -332,20 +344,24 @@ def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> R
     }
 
 
-def _conflicts(samples: pl.DataFrame) -> Report:
-    """Return the part of the report about samples with different texts in two caption files.
+def _conflicts(samples: pl.DataFrame, unmatched_masks: Sequence[str]) -> Report:
+    """Return the part of the report about samples with different texts in two files, and masks without image.
 
-    The count is complete; at most `MAX_NAMED` samples are named.
+    The counts are complete; at most `MAX_NAMED` of each are named.
     """
     conflicts = samples.filter(pl.col("differing_captions").list.len() > 0)
     used = pl.col("caption_from").str.strip_prefix(SIDECAR)
     named = conflicts.select(
         "sample_id", used=used, not_used=pl.col("differing_captions").list.join(" | ")
     ).head(MAX_NAMED)
-    return {
+    report: Report = {
         "caption_conflicts": len(conflicts),
         "named": {"caption_conflicts": named.rows(named=True)},
     }
+    if unmatched_masks:
+        report["unmatched_masks"] = len(unmatched_masks)
+        report["named"]["unmatched_masks"] = list(unmatched_masks[:MAX_NAMED])
+    return report
 
 
 def _funnel(recipe: Recipe, tables: Tables, num_kept: int, rejected: pl.DataFrame) -> list[Row]:

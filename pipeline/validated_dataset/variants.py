@@ -34,13 +34,22 @@ def _variants_of(settings: CaptionSettings, text: str) -> list[str]:
 
 
 def _with_trigger(settings: CaptionSettings, text: str) -> str:
-    """Return the text with the trigger word: in place of the placeholder, or in front of it."""
+    """Return the text with the trigger word, in place of the placeholder or in front, or with class words."""
     trigger = settings.trigger
+    if trigger is not None and settings.class_words is not None:
+        return _with_class_words(settings.class_words, trigger, settings.placeholder, text)
     if trigger is not None and settings.placeholder is not None:
         text = text.replace(settings.placeholder, trigger)
     if trigger is None or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}"
+
+
+def _with_class_words(class_words: str, trigger: str, placeholder: str | None, text: str) -> str:
+    """Return the text with the class words in place of the trigger word and of the placeholder."""
+    if placeholder is not None:
+        text = text.replace(placeholder, class_words)
+    return re.sub(rf"(?<!\w){re.escape(trigger)}(?!\w)", lambda _: class_words, text)
 
 
 def _shuffled(text: str, settings: ShuffleSettings, number: int) -> str:

@@ -162,14 +162,22 @@ def test_O07_a_run_of_another_recipe_is_not_active(tmp_path: Path, instance: Dag
     assert find_active_run(instance, recipe(tmp_path)) is None
 
 
-@pytest.mark.parametrize("changed", ["list.csv", "images/a.png", "images/a.txt"])
-def test_O04_the_sensor_watches_a_manifest_and_its_folder_of_images(tmp_path: Path, changed: str) -> None:
+@pytest.mark.parametrize("changed", ["list.csv", "images/a.png", "images/a.txt", "masks/a.png"])
+def test_O04_the_sensor_watches_a_manifest_and_its_folders_of_images_and_masks(
+    tmp_path: Path, changed: str
+) -> None:
     (tmp_path / "images").mkdir()
-    for name in ("list.csv", "images/a.png", "images/a.txt"):
+    (tmp_path / "masks").mkdir()
+    for name in ("list.csv", "images/a.png", "images/a.txt", "masks/a.png"):
         (tmp_path / name).write_text("before")
     values = recipe(tmp_path).model_dump(mode="json", exclude={"name", "source"})
     values["datasets"] = [
-        {"name": "photos", "path": str(tmp_path / "list.csv"), "images": str(tmp_path / "images")}
+        {
+            "name": "photos",
+            "path": str(tmp_path / "list.csv"),
+            "images": str(tmp_path / "images"),
+            "mask": {"path": str(tmp_path / "masks")},
+        }
     ]
     watched = watched_addresses(recipe_from_mapping("flowers", values))
     before = scan_fingerprint(watched)

@@ -69,7 +69,7 @@ class Job:
         return recipe_of(self.recipe.output_dir.parent, self.recipe.model.base, **sections)
 
 
-def recipe_of(root: Path, base: str | Path, **sections: dict[str, Any]) -> Recipe:
+def recipe_of(root: Path, base: str | Path, **sections: Any) -> Recipe:
     fields = {
         "datasets": [{"name": "photos", "path": str(root / "photos")}],
         "cache_dir": str(root / "cache"),

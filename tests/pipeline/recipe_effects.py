@@ -49,10 +49,25 @@ def _nothing(value: Values) -> Effect:
     return Effect(value)
 
 
+_MASKS: Values = {"datasets": {"mask": {"path": "@folder@/masks"}}}
+
+_PHOTOS: Values = {"name": "photos", "path": "@folder@/photos"}
+_CLASS: Values = {"name": "class", "path": "@folder@/class"}
+_PRIOR: Values = {"datasets": [_PHOTOS, {**_CLASS, "role": "prior"}]}
+
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
     "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True),
+    "datasets.role": Effect({"datasets": [_PHOTOS, _CLASS]}, run=True, context=_PRIOR),
+    "training.loss.prior": Effect({"training": {"loss": {"prior": "prediction"}}}, run=True, context=_PRIOR),
+    "training.loss.prior_weight": Effect(
+        {"training": {"loss": {"prior_weight": 0.5}}}, run=True, context=_PRIOR
+    ),
     "datasets.loss_weight": Effect({"datasets": {"loss_weight": 0.5}}, run=True),
+    "datasets.mask.unmasked_weight": Effect(
+        {"datasets": {"mask": {"unmasked_weight": 0.5}}}, run=True, context=_MASKS
+    ),
+    "datasets.mask.normalise": Effect({"datasets": {"mask": {"normalise": False}}}, run=True, context=_MASKS),
     "datasets.validation_fraction": Effect({"datasets": {"validation_fraction": 0.5}}, run=True),
     "cache_dir": _nothing({"cache_dir": "@folder@/other_cache"}),
     "output_dir": _nothing({"output_dir": "@folder@/other_output"}),
@@ -198,6 +213,7 @@ EFFECTS: dict[str, Effect] = {
 DECIDES_ROWS = {
     *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|replace)$)", key)),
     *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
+    *(f"datasets.mask.{key}" for key in ("path", "from", "column", "suffix")),
     *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),
     *(f"checks.{key}" for key in ("max_image_pixels", "max_decode_bytes", "max_file_bytes")),
     "checks.near_duplicate_bits",

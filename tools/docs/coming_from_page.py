@@ -50,8 +50,10 @@ What a trainer does with a folder differs, and the recipe does the same:
 
 These differences remain:
 
-- Regularisation images are an ordinary dataset; `weight` sets their share of the training samples.
-- Masks are not supported. Their files are excluded, so that they are not trained on as pictures.
+- Regularisation images become an ordinary dataset: add [`role: prior`](recipe_guide.md#prior-preservation).
+  `weight` sets their share of the training samples.
+- Masks are excluded, so that they are not trained on as pictures, and not taken over: add
+  [`datasets[].mask`](recipe_guide.md#masks).
 - Settings that a recipe has once (resolution, mirroring, caption dropout) are taken over if all agree
   on them. The same images at several resolutions become one dataset with `buckets.resolutions`.
 - Tags are shuffled before training, `variants` orders of each caption. Prefix and postfix keep their place.
@@ -70,6 +72,7 @@ datasets:
     captions: {from: fixed, text: sks dog}       # or {from: sidecar, suffix: .txt}
   - name: regularisation
     path: data/reg/1_dog
+    role: prior
     captions: {from: fixed, text: dog}
 ```
 
@@ -89,7 +92,10 @@ are the `captions.fallback` of the others. Cache files of sd-scripts next to the
 | one caption for all images | `captions: {from: fixed, text: ...}` |
 | captions with `[trigger]` for the trigger word | `captions: {trigger: sks, placeholder: "[trigger]"}` |
 | a column of a `.parquet`, `.jsonl` or `.csv` file | `captions: {from: column, columns: [text]}` |
-| masks or control images, next to the images or in a sub-folder | `exclude: [masks, "*-mask.png"]` |
+| masks in a folder, with the names of the images | `mask: {path: data/masks}` |
+| masks next to the images, such as `rose-masklabel.png` | `mask: {path: data/flowers, suffix: -masklabel}` |
+| transparent images, whose opacity is the mask | `mask: {from: alpha}` |
+| control images, next to the images or in a sub-folder | `exclude: [controls, "*-condlabel.png"]` |
 
 A `.parquet`, `.jsonl` or `.csv` file is the dataset's `path`; `path_column: file_name` names its column of
 image paths.

@@ -17,7 +17,7 @@ import polars as pl
 
 from pipeline.errors import RUN_RECIPE, TableError
 from pipeline.storage.atomic import write_atomically
-from pipeline.storage.tables.schemas import ASSETS, empty, row_names, validated
+from pipeline.storage.tables.schemas import ASSETS, empty, row_names, selected, validated
 
 _ROWS_AT_ONCE = 8_192
 """Number of rows encoded in memory at a time; about a third of a kilobyte each."""
@@ -42,7 +42,7 @@ class Tables:
 
         Args:
             asset: Name of the asset, or "rejected".
-            columns: Columns to return, in this order; all by default.
+            columns: Columns to return, in this order; all by default. Those of masks may be missing.
 
         Raises:
             TableError: The table is missing, unreadable, or violates its schema.
@@ -54,8 +54,7 @@ class Tables:
                 where=str(path),
                 fix=f"materialize {asset} first: {RUN_RECIPE} <recipe> --cache-only",
             )
-        table = _read(asset, path, stage=asset)
-        return table if columns is None else table.select(columns)
+        return selected(asset, _read(asset, path, stage=asset), columns)
 
     def read_previous(self, asset: str, columns: Sequence[str] | None = None) -> pl.DataFrame | None:
         """Read the table of an earlier run; None if there is no valid one.

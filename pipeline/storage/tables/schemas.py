@@ -9,10 +9,13 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | vae_latents | sample, bucket and mirroring |
 | text_embeddings | sample and caption variant |
 | rejected | sample and the stage that rejected it |
+
+The tables of recipes with masks have more columns at their end, `MASK_COLUMNS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandera.errors
@@ -57,6 +60,10 @@ def _float64(description: str) -> pa.Column:
 
 def _boolean(description: str) -> pa.Column:
     return pa.Column(pl.Boolean, description=description)
+
+
+def _optional(dtype: type[pl.DataType], description: str) -> pa.Column:
+    return pa.Column(dtype, nullable=True, required=False, description=description)
 
 
 _SAMPLE: _PanderaColumns = {
@@ -159,6 +166,26 @@ _ASSET_COLUMNS: dict[str, _PanderaColumns] = {
     },
 }
 
+_MASK: _PanderaColumns = {
+    "mask_path": _optional(pl.String, "Path of the mask file, or of the image if its opacity is the mask."),
+    "mask_hash": _optional(pl.String, "SHA-256 of that file's bytes."),
+    "mask_mean": _optional(pl.Float64, "Mean weight of the mask before the crop, 0 to 1."),
+}
+_MASK_COLUMNS: dict[str, _PanderaColumns] = {
+    "validated_dataset": _MASK,
+    "aspect_buckets": _MASK,
+    "vae_latents": {
+        **_MASK,
+        "mask_key": _optional(pl.String, "Key of the mask's cache entry."),
+        "mask_ppm": _optional(pl.Int32, "Mean weight of the mask within the crop, in millionths."),
+        **{
+            f"mask_{name}": _optional(pl.Int64, f"As {name}, for the mask's entry.")
+            for name in ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode")
+        },
+    },
+}
+"""Columns at the end of a table whose recipe has masks; null for samples of datasets without masks."""
+
 _REJECTED_COLUMNS: _PanderaColumns = {
     **_SAMPLE,
     "stage": _text("Stage that rejected the sample."),
@@ -194,12 +221,15 @@ def _polars_types(columns: _PanderaColumns) -> Columns:
 
 
 _PANDERA_SCHEMAS = {
-    asset: _schema(asset, columns)
+    asset: _schema(asset, {**columns, **_MASK_COLUMNS.get(asset, {})})
     for asset, columns in (*_ASSET_COLUMNS.items(), ("rejected", _REJECTED_COLUMNS))
 }
 
 SCHEMAS: dict[str, Columns] = {asset: _polars_types(columns) for asset, columns in _ASSET_COLUMNS.items()}
 """Column types of each asset's table."""
+
+MASK_COLUMNS: dict[str, Columns] = {asset: _polars_types(columns) for asset, columns in _MASK_COLUMNS.items()}
+"""Types of the columns that follow in the tables of recipes with masks, by asset."""
 
 REJECTED: Columns = _polars_types(_REJECTED_COLUMNS)
 """Column types of the table of rejected samples."""
@@ -211,6 +241,20 @@ ASSETS = tuple(SCHEMAS)
 def pandera_schema(asset: str) -> pa.DataFrameSchema:
     """Return the schema of `asset` (or "rejected"): ordered columns, types, nulls and unique rows."""
     return _PANDERA_SCHEMAS[asset]
+
+
+def columns_in(asset: str, table: pl.DataFrame) -> Columns:
+    """Return the columns of `asset`, with those of masks that `table` has."""
+    masks = MASK_COLUMNS.get(asset, {}).items()
+    return {**SCHEMAS[asset], **{name: kind for name, kind in masks if name in table.columns}}
+
+
+def selected(asset: str, table: pl.DataFrame, columns: Iterable[str] | None) -> pl.DataFrame:
+    """Return these columns of a table of `asset`, or all; columns of masks may be missing from the table."""
+    if columns is None:
+        return table
+    optional = MASK_COLUMNS.get(asset, {})
+    return table.select(name for name in columns if name in table.columns or name not in optional)
 
 
 def has_defect() -> pl.Expr:

@@ -20,6 +20,7 @@ from pipeline.processes.worker.devices import allow_tf32, own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker import startup
+from pipeline.trained_lora.worker.adapter.disabled import adapters_disabled
 from pipeline.trained_lora.worker.adapter.lora import (
     adapted_networks,
     adapter_state,
@@ -27,7 +28,7 @@ from pipeline.trained_lora.worker.adapter.lora import (
     collect,
     load_networks_state,
 )
-from pipeline.trained_lora.worker.adapter.svd_init import at_initial_weights, init_from_base_weights
+from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
 from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile, load_base
 from pipeline.trained_lora.worker.checkpoint import TrainingState
@@ -246,9 +247,12 @@ class Engine:
         """
         family, scheduler = self._family, self.scheduler
         noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
-        prediction = self._predict(model, noisy, micro)
         target = family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-        losses = sample_losses(prediction, target, self._settings.loss)
+        if micro.is_prior is not None:
+            kept = self._base_prediction(noisy, micro).to(target.dtype)
+            target = torch.where(micro.is_prior[:, None, None, None], kept, target)
+        prediction = self._predict(model, noisy, micro)
+        losses = sample_losses(prediction, target, self._settings.loss, micro.place_weights)
         if self._settings.loss.weighting == "none":
             return losses
         snr = family.noise.signal_to_noise(scheduler, micro.timesteps)
@@ -258,6 +262,11 @@ class Engine:
         if self.text is None:
             return self._family.denoiser.predict(model, noisy, micro.timesteps, micro.conditions)
         return model(noisy, micro.timesteps, micro.conditions, micro.captions)
+
+    def _base_prediction(self, noisy: Tensor, micro: MicroInput) -> Tensor:
+        """Return the base model's answer without adapters, for all samples and without a graph."""
+        with self._adapters_disabled(), torch.no_grad(), self.accelerator.autocast():
+            return self._predict(self._joint_model, noisy, micro)
 
     def _update(self, batch: StepPlan, grad_norm: float) -> None:
         """Step optimizer, average and schedule; raise `TrainingError` if the gradient is not finite."""
@@ -295,6 +304,7 @@ class Engine:
         """Return each sample's mean squared error (B,), float32, without training.
 
         The recipe's loss and weighting are not applied, so that runs with other settings can be compared.
+        Masks are, because a place that is not trained on says nothing about the result.
 
         Args:
             micro: Tensors on any device.
@@ -303,7 +313,8 @@ class Engine:
         micro = micro.to(self.accelerator.device)
         with self.evaluation():
             target = self._family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-            return sample_losses(self._predict_noisy(micro, scheduler), target, LossSettings())
+            prediction = self._predict_noisy(micro, scheduler)
+            return sample_losses(prediction, target, LossSettings(), micro.place_weights)
 
     def output_change(self, micro: MicroInput) -> float:
         """Return the norm of the adapter's effect on the output, relative to the output without it."""
@@ -319,24 +330,10 @@ class Engine:
         noisy = self._family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         return self._predict(self._joint_model, noisy, micro)
 
-    @contextmanager
-    def _adapters_disabled(self) -> Generator[None]:
-        """Remove the effect of all adapters within the context.
-
-        A denoiser adapter initialised from the base weights is reset to its initial weights instead of being
-        disabled. The frozen adapter then cancels it with the same arithmetic as at the start of training, so
-        that rounding does not count as change.
-        """
-        reset_denoiser = self._settings.lora.starts_from_base_weights
-        disabled: list[Any] = list((self.text_networks if reset_denoiser else self.networks).values())
-        with at_initial_weights(self.denoiser) if reset_denoiser else nullcontext():
-            for network in disabled:
-                network.disable_adapters()
-            try:
-                yield
-            finally:
-                for network in disabled:
-                    network.enable_adapters()
+    def _adapters_disabled(self) -> AbstractContextManager[None]:
+        """Return a context without the effect of all adapters."""
+        reset = self._settings.lora.starts_from_base_weights
+        return adapters_disabled(self.denoiser, self.text_networks, reset_denoiser=reset)
 
     def embed_caption(self, caption: str) -> Mapping[str, Tensor] | None:
         """Return the trained text encoders' tensors for a caption, named and shaped as `Family.text_shapes`.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.cache.entry_format import LATENT, MEAN, STD
+from pipeline.cache.entry_format import LATENT, MASK, MEAN, STD
 from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
@@ -26,10 +26,12 @@ from pipeline.errors import StoreError
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
+from pipeline.trained_lora.worker.loss import mask_loss_weights
 from pipeline.trained_lora.worker.noise import NoiseSampler, noise_levels
 
 if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
+    from pipeline.recipe import Recipe
     from pipeline.trained_lora.samples import TrainingInput
 
 PREFETCH = 4
@@ -52,6 +54,8 @@ class MicroInput:
             tensors are absent if text encoders are trained.
         weights: Float32 (B,): 1, or 0 for a placeholder.
         loss_weights: Float32 (B,): `loss_weight` of each slot's dataset.
+        is_prior: Boolean (B,): whether a slot's target is the base model's prediction; None if no slot's is.
+        place_weights: Float32 (B, 1, h, w): weights of the loss by place; None if no slot has a mask.
         indices: Int64 (B,): the slots' indices in the step's global batch.
         captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
     """
@@ -66,6 +70,8 @@ class MicroInput:
     loss_weights: Tensor
     indices: Tensor
     captions: tuple[str, ...] = ()
+    is_prior: Tensor | None = None
+    place_weights: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroInput:
         """Copy the tensors to `device`; copies from pinned memory are asynchronous."""
@@ -89,6 +95,8 @@ class MicroInput:
             weights=convert(self.weights),
             loss_weights=convert(self.loss_weights),
             indices=convert(self.indices),
+            is_prior=None if self.is_prior is None else convert(self.is_prior),
+            place_weights=None if self.place_weights is None else convert(self.place_weights),
         )
 
 
@@ -104,7 +112,13 @@ class MicroBatchMaker:
         self._seed = training.seed
         self._timestep_settings = training.timesteps
         self._noise = NoiseSampler(training)
-        self._loss_weights = {dataset.name: dataset.loss_weight for dataset in job.recipe.datasets}
+        self._loss_weights = loss_weights(job.recipe)
+        self._keeps_prediction = {
+            dataset.name
+            for dataset in job.recipe.datasets
+            if dataset.role == "prior" and training.loss.prior == "prediction"
+        }
+        self._masks = {dataset.name: dataset.mask for dataset in job.recipe.datasets}
         self._reads_text = training.lora.text_encoders is None
         self._family = family
         self._scheduler = scheduler
@@ -200,6 +214,8 @@ class MicroBatchMaker:
             loss_weights=torch.tensor([self._loss_weights[item.dataset] for item in inputs]),
             indices=torch.tensor([slot.index for slot in share]),
             captions=() if self._reads_text else tuple(captions),
+            is_prior=self._is_prior(inputs),
+            place_weights=self._place_weights(pairs, latent),
         )
 
     def _latent(self, slot: Slot, item: TrainingInput, *, use_mean: bool = False) -> Tensor:
@@ -216,6 +232,22 @@ class MicroBatchMaker:
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
+    def _is_prior(self, inputs: list[TrainingInput]) -> Tensor | None:
+        is_prior = [item.dataset in self._keeps_prediction for item in inputs]
+        return torch.tensor(is_prior) if any(is_prior) else None
+
+    def _place_weights(self, pairs: list[tuple[Slot, TrainingInput]], latent: Tensor) -> Tensor | None:
+        """Return the weights of each slot's mask, ones for a slot without a mask; None if no slot has one."""
+        masks = [item.views[slot.view].mask for slot, item in pairs]
+        if not any(masks):
+            return None
+        weights = torch.ones_like(latent[:, :1])
+        for number, ((slot, item), spec) in enumerate(zip(pairs, masks, strict=True)):
+            settings = self._masks[item.dataset]
+            if spec is not None and settings is not None:
+                weights[number] = mask_loss_weights(self._read(spec, slot.variant_id)[MASK], settings)
+        return weights
+
     def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Any]:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""
         texts = [
@@ -229,6 +261,15 @@ class MicroBatchMaker:
 
     def _read(self, spec: EntrySpec, variant_id: str) -> dict[str, Tensor]:
         return read_entry(self._store, spec, f"sample {variant_id}")
+
+
+def loss_weights(recipe: Recipe) -> dict[str, float]:
+    """Return the factor of the loss of each dataset's images."""
+    prior_weight = recipe.training.loss.prior_weight
+    return {
+        dataset.name: dataset.loss_weight * (prior_weight if dataset.role == "prior" else 1.0)
+        for dataset in recipe.datasets
+    }
 
 
 def _latent_shape(latent: Tensor) -> tuple[int, int, int]:

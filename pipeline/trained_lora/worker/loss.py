@@ -16,7 +16,7 @@ from pipeline.errors import TrainingError
 
 if TYPE_CHECKING:
     from pipeline.models.families import Prediction
-    from pipeline.recipe import LossSettings
+    from pipeline.recipe import LossSettings, MaskSettings
 
 MAX_SNR = 1000.0
 """Largest SNR of the `debiased` weighting, so that nearly clean timesteps keep some weight."""
@@ -25,8 +25,10 @@ MAX_NAMED_SAMPLES = 20
 """Maximum number of samples listed in an error."""
 
 
-def sample_losses(prediction: Tensor, target: Tensor, settings: LossSettings) -> Tensor:
-    """Return the unweighted error of each sample.
+def sample_losses(
+    prediction: Tensor, target: Tensor, settings: LossSettings, place_weights: Tensor | None = None
+) -> Tensor:
+    """Return the error of each sample, not yet weighted by noise level.
 
     The error is mean squared error, or PyTorch's `huber_loss` (Huber 1964) or `smooth_l1_loss`
     (https://arxiv.org/abs/1504.08083), which is Huber's divided by delta.
@@ -35,6 +37,7 @@ def sample_losses(prediction: Tensor, target: Tensor, settings: LossSettings) ->
         prediction: (B, C, H, W), any float dtype.
         target: (B, C, H, W), any float dtype.
         settings: Settings with `kind` and `delta`.
+        place_weights: Float32 (B, 1, H, W), weights of the error by place; None for ones.
 
     Returns:
         Float32 (B,): the mean over C, H and W, computed in float32.
@@ -46,7 +49,23 @@ def sample_losses(prediction: Tensor, target: Tensor, settings: LossSettings) ->
         errors = smooth_l1_loss(prediction, target, reduction="none", beta=settings.delta)
     else:
         errors = mse_loss(prediction, target, reduction="none")
+    if place_weights is not None:
+        errors = errors * place_weights
     return errors.flatten(start_dim=1).mean(dim=1)
+
+
+def mask_loss_weights(mask: Tensor, settings: MaskSettings) -> Tensor:
+    """Return the weights of the loss by place for a mask.
+
+    A weight is the mask's value, but at least `unmasked_weight`. With `normalise`, weights are divided by
+    their mean, so that the loss is the weighted mean of the errors, sum(w e) / sum(w).
+
+    Args:
+        mask: Float32 (1, H, W) from 0 to 1.
+        settings: Settings of the dataset's masks.
+    """
+    weights = mask.clamp(min=settings.unmasked_weight)
+    return weights / weights.mean() if settings.normalise else weights
 
 
 def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> Tensor:

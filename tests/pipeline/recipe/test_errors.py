@@ -24,6 +24,9 @@ def mistakes_of(**values: Any) -> list[Mistake]:
     return find_mistakes({**SMALLEST, **values})
 
 
+PHOTOS = {"name": "photos", "path": "data/photos"}
+CLASS = {"name": "class", "path": "data/class", "role": "prior"}
+
 CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"cache_dirr": "x"}, "cache_dirr", "unknown key cache_dirr", "did you mean cache_dir?"),
     ({"resolution": 512}, "resolution", "unknown key resolution", "write it as buckets.resolution"),
@@ -268,6 +271,78 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "datasets[0].captions.placeholder",
         "placeholder requires a trigger word",
         "set trigger",
+    ),
+    (
+        dataset(mask={}),
+        "datasets[0].mask",
+        "must have one of path, from and column, got none",
+        "mask: {path: data/masks}",
+    ),
+    (
+        dataset(mask={"path": "data/masks", "from": "alpha"}),
+        "datasets[0].mask",
+        "must have one of path, from and column, got path and from",
+        "mask: {from: alpha}",
+    ),
+    (
+        dataset(mask={"from": "alpha", "suffix": "-mask"}),
+        "datasets[0].mask.suffix",
+        "suffix requires path, got from: alpha",
+        "remove suffix",
+    ),
+    (
+        dataset(mask={"path": "data/photos"}),
+        "datasets[0].mask",
+        "must not be the dataset's folder without mask.suffix",
+        "set mask.suffix",
+    ),
+    (
+        dataset(mask={"column": "mask"}),
+        "datasets[0].mask.column",
+        "mask.column requires a manifest, got path photos",
+        ".parquet",
+    ),
+    (
+        dataset(mask={"from": "alpha", "unmasked_weight": 1.0}),
+        "datasets[0].mask.unmasked_weight",
+        "must be at least 0 and less than 1, got 1.0",
+        "less than 1",
+    ),
+    (
+        {"datasets": [PHOTOS, {**CLASS, "captions": {"class_words": "dog"}}]},
+        "datasets[1].captions.class_words",
+        "class_words require a trigger word",
+        "set trigger",
+    ),
+    (
+        dataset(captions={"class_words": "dog", "trigger": "sks dog"}),
+        "datasets[0].captions.class_words",
+        "require role: prior, got role: train",
+        "set role: prior",
+    ),
+    (
+        dataset(captions={"trigger": "sks dog"}, role="prior"),
+        "datasets[0].captions.trigger",
+        "requires class_words with role: prior",
+        "set captions.class_words",
+    ),
+    (
+        dataset(role="prior"),
+        "datasets[0].role",
+        "at least one dataset must have role: train",
+        "remove role: prior",
+    ),
+    (
+        {"training": {"loss": {"prior": "prediction"}}},
+        "training.loss.prior",
+        "requires a dataset with role: prior",
+        "set role: prior",
+    ),
+    (
+        {"training": {"loss": {"prior_weight": 0.5}}},
+        "training.loss.prior_weight",
+        "requires a dataset with role: prior",
+        "set role: prior",
     ),
     (
         dataset(exclude=["../masks"]),

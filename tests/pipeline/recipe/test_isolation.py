@@ -94,6 +94,16 @@ def test_L01_the_output_folder_is_compared_with_every_dataset(home: Path):
     ]
 
 
+def test_the_masks_are_compared_with_cache_and_output(home: Path):
+    plain = recipe_of(home / "data", home / "cache", home / "out")
+    values = plain.model_dump(mode="json", include={"datasets", "cache_dir", "output_dir", "model"})
+    values["datasets"][0]["mask"] = {"path": str(home / "out" / "masks")}
+    masked = recipe_from_mapping("x", values)
+    assert relations(masked) == [("output_dir", "contains", "masks of photos0")]
+    values["datasets"][0]["mask"] = {"path": str(home / "data" / "sub")}
+    assert relations(recipe_from_mapping("x", values)) == []
+
+
 def test_two_datasets_may_contain_one_another(home: Path):
     assert (
         relations(recipe_of(home / "data", home / "cache", home / "out", home / "data/sub", home / "data"))

@@ -42,6 +42,7 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("data/photos", "https://host/photos", "datasets[0].path"),
         ("data/photos", "zip://p::data/a.zip", "datasets[0].path"),
         ("path: data/photos", "path: data/list.csv, images: /etc", "datasets[0].images"),
+        ("path: data/photos", "path: data/photos, mask: {path: /etc}", "datasets[0].mask.path"),
         ("outputs/small", "/tmp/small", "output_dir"),
         ("output_dir", "cache_dir: s3://bucket/cache\noutput_dir", "cache_dir"),
         ("owner/name", "/models/strange", "model.base"),

@@ -15,11 +15,12 @@ import torch
 from accelerate.state import AcceleratorState
 
 from demo.tiny_models import make_tiny
+from pipeline.cache.mask_requests import mask_spec
 from pipeline.cache.requests import RecipeEntries, stat_columns
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.storage.tables import SCHEMAS, Tables, frame
+from pipeline.storage.tables import SCHEMAS, Tables, columns_in, frame
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.stage import preview_prompts
@@ -138,6 +139,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
     entries = RecipeEntries(recipe)
     latents: list[dict[str, Any]] = []
     text: list[dict[str, Any]] = []
+    masks: list[dict[str, Any]] = []
     for caption in ("", *recipe.training.preview_captions):
         put(entries, entries.text_spec(caption))
     for bucket, number in sizes.items():
@@ -154,12 +156,22 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
                 "flipped": False,
             }
             latents.append(as_row("vae_latents", {**row, **shape, **put(entries, spec)}))
+            if recipe.datasets[index % len(recipe.datasets)].mask is not None:
+                masks.append(
+                    {**{name: row[name] for name in ("sample_id", "bucket")}, **put_mask(entries, row)}
+                )
             caption = f"photograph {index} of {bucket}"
             spec = entries.text_spec(caption)
             length = next(iter(spec.tensors.values())).shape[0]
             counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": length}
             text.append({**ids, "caption": caption, **counts, **put(entries, spec)})
-    return frame("vae_latents", latents), frame("text_embeddings", text)
+    table = frame("vae_latents", latents)
+    if masks:
+        table = table.join(pl.DataFrame(masks), on=["sample_id", "bucket"], how="left", maintain_order="left")
+        table = table.select(
+            pl.col(name).cast(kind) for name, kind in columns_in("vae_latents", table).items()
+        )
+    return table, frame("text_embeddings", text)
 
 
 def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
@@ -185,6 +197,23 @@ def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
         "target_height": height,
         "target_width": width,
     }
+
+
+def put_mask(entries: RecipeEntries, row: dict[str, Any]) -> dict[str, Any]:
+    """Write a mask entry that is white in a random part, and return the table columns that describe it."""
+    row = {**row, "mask_path": row["path"], "mask_hash": row["content_hash"][::-1], "flipped": False}
+    spec = mask_spec(entries, row)
+    weights = np.random.default_rng(int(spec.key[:8], 16)).random(spec.tensors["mask"].shape)
+    entries.store.write(spec, {"mask": np.round(weights).astype(np.float16)}, {"made_by": "a test"})
+    stat = entries.store.check(spec).stat
+    assert stat is not None
+    columns = {f"mask_{name}": value for name, value in stat_columns(stat).items()}
+    names = ("mask_path", "mask_hash")
+    return (
+        {name: row[name] for name in names}
+        | {"mask_mean": 0.5, "mask_key": spec.key, "mask_ppm": 500_000}
+        | columns
+    )
 
 
 def put(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:

@@ -177,6 +177,17 @@ def test_a_first_run_logs_no_differences(tmp_path: Any) -> None:
     log_differences(tmp_path, "run", {}, log=pytest.fail)
 
 
+def test_the_masks_of_samples_decide_the_run_id_and_not_the_keys_of_latents(samples: Samples) -> None:
+    values = {"datasets": {"mask": {"path": "@folder@/masks"}}}
+    hashes = pl.col("content_hash").str.reverse()
+    masked = samples.validated.with_columns(mask_path=pl.col("path"), mask_hash=hashes, mask_mean=pl.lit(0.5))
+    redrawn = _with_first(masked, "mask_hash", "e" * 64)
+    ids = [samples.ids(values, table) for table in (masked, redrawn)]
+    assert ids[0].run != ids[1].run
+    assert ids[0].latents == ids[1].latents == samples.unchanged.latents
+    assert samples.ids({}, masked) == samples.unchanged
+
+
 def test_the_run_id_holds_resolved_values_instead_of_auto_and_int8(samples: Samples) -> None:
     stated = samples.ids({"accelerate": {"mixed_precision": "no"}})
     assert samples.ids({"accelerate": {"mixed_precision": "auto"}}) == samples.unchanged == stated

@@ -85,8 +85,9 @@ def test_the_record_is_complete_and_contains_no_absolute_paths(
 def test_paths_inside_the_project_are_relative_and_others_are_reduced_to_their_name(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    project = make_project()
+    project = make_project(datasets={"photos": {"mask": {"path": str(tmp_path / "masks")}}})
     assert shareable(project.recipe)["datasets"][0]["path"] == "photos"
+    assert shareable(project.recipe)["datasets"][0]["mask"]["path"] == "masks"
     monkeypatch.setattr(module, "project_root", lambda: tmp_path.parent)
     assert shareable(project.recipe)["datasets"][0]["path"] == f"{tmp_path.name}/photos"
 

@@ -15,6 +15,7 @@ from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.storage.needed_columns import NEEDED
+from pipeline.storage.tables import selected
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.samples import TrainingInputs, tensors_json, training_inputs
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
@@ -75,7 +76,9 @@ def test_inputs_need_only_the_listed_columns_and_ignore_row_order_and_chunks(
     project = make_project(datasets={"photos": {"validation_fraction": 0.5}})
     entries, expected = RecipeEntries(project.recipe), project.job().inputs
     latents, text = (
-        pl.concat([rows[5:], rows[:2], rows[2:5]], rechunk=False).select(NEEDED["trained_lora"][name])
+        selected(
+            name, pl.concat([rows[5:], rows[:2], rows[2:5]], rechunk=False), NEEDED["trained_lora"][name]
+        )
         for name, rows in (("vae_latents", project.latents), ("text_embeddings", project.text))
     )
     assert training_inputs(project.recipe, entries, latents, text) == expected

@@ -44,6 +44,20 @@ def test_the_trigger_word_replaces_a_placeholder(caption: str, expected: str) ->
     assert variants_of([caption], trigger="sks", placeholder="[trigger]") == (expected,)
 
 
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("a photo of sks dog on grass", "a photo of dog on grass"),
+        ("[trigger], asleep", "dog, asleep"),
+        ("asks dogs", "asks dogs"),
+        ("a poodle", "a poodle"),
+    ],
+)
+def test_class_words_replace_the_trigger_word_which_is_not_added(caption: str, expected: str) -> None:
+    settings = {"trigger": "sks dog", "placeholder": "[trigger]", "class_words": "dog"}
+    assert variants_of([caption], **settings) == (expected,)
+
+
 @pytest.mark.parametrize("caption", ["asks for more", "sksy", "SKS"])
 def test_a_trigger_inside_another_word_does_not_count(caption: str) -> None:
     assert variants_of([caption], trigger="sks") == (f"sks, {caption}",)

@@ -83,6 +83,22 @@ def test_a_subset_of_columns_is_read_only_from_a_valid_table(tmp_path: Path, nam
         tables.read("aspect_buckets", names)
 
 
+def test_columns_of_masks_are_optional_in_tables_and_when_they_are_read(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    blank = {name: "a" if kind == pl.String else 1 for name, kind in SCHEMAS["aspect_buckets"].items()}
+    plain = frame("aspect_buckets", [{**blank, "crop_loss": 0.0, "scale": 1.0}])
+    columns = ["sample_id", "mask_hash"]
+    tables.write("aspect_buckets", plain)
+    assert tables.read("aspect_buckets", columns).columns == ["sample_id"]
+    masked = plain.with_columns(
+        mask_path=pl.lit("m.png"), mask_hash=pl.lit("b"), mask_mean=pl.lit(None, pl.Float64)
+    )
+    tables.write("aspect_buckets", masked)
+    assert tables.read("aspect_buckets", columns).rows() == [("a", "b")]
+    with pytest.raises(TableError):
+        tables.write("aspect_buckets", plain.with_columns(mask_colour=pl.lit("red")))
+
+
 def test_the_error_about_a_missing_table_names_its_path_and_the_job_that_creates_it(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="table of vae_latents does not exist") as excinfo:
         Tables(tmp_path).read("vae_latents")

@@ -17,7 +17,13 @@ from pipeline.errors import StoreError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import StepPlan
-from pipeline.trained_lora.samples import TrainingInputs, tensors_json
+from pipeline.trained_lora.samples import (
+    TrainingInputs,
+    read_entry_keys,
+    read_inputs,
+    tensors_json,
+    write_inputs,
+)
 from pipeline.trained_lora.worker.loader import PREFETCH, MicroBatchMaker, micro_inputs, prefetch
 from pipeline.trained_lora.worker.loop import StopRequest, train
 
@@ -121,3 +127,58 @@ def test_L12_only_a_few_micro_batches_are_prepared_ahead(
         assert len(started) <= taken + PREFETCH + 1
     ahead.close()
     assert not any(thread.name.startswith("latentline-loader") for thread in threading.enumerate())
+
+
+MASKED = {"masked": {"mask": {"from": "alpha", "unmasked_weight": 0.25}}, "plain": {}}
+
+
+def test_slots_get_the_weights_of_their_masks_and_others_get_ones(
+    make_project: Callable[..., Project],
+) -> None:
+    job = make_project(datasets=MASKED).job()
+    maker = maker_of(job)
+    settings = {dataset.name: dataset.mask for dataset in job.recipe.datasets}
+    num_masked = num_plain = 0
+    for step in range(3):
+        for (share,) in job.plan()[step].micro_batches:
+            micro = maker.make(step, share)
+            fixed = maker.make_fixed(share, [0.5] * len(share))
+            items = [job.inputs.named(slot.variant_id) for slot in share]
+            if all(item.dataset == "plain" for item in items):
+                assert micro.place_weights is None
+                continue
+            assert micro.place_weights is not None
+            assert micro.place_weights.shape == micro.latent[:, :1].shape
+            assert fixed.place_weights is not None
+            assert torch.equal(fixed.place_weights, micro.place_weights)
+            for slot, item, weights in zip(share, items, micro.place_weights, strict=True):
+                spec, mask_settings = item.views[slot.view].mask, settings[item.dataset]
+                if spec is None or mask_settings is None:
+                    assert item.dataset == "plain"
+                    assert torch.equal(weights, torch.ones_like(weights))
+                    num_plain += 1
+                    continue
+                stored = read_torch(Store(job.recipe.cache_dir), spec)["mask"].float()
+                expected = stored.clamp(min=0.25) / stored.clamp(min=0.25).mean()
+                assert torch.equal(weights, expected)
+                assert float(weights.mean()) == pytest.approx(1.0, abs=1e-6)
+                num_masked += 1
+    assert min(num_masked, num_plain) > 0
+
+
+def test_masks_survive_the_file_of_inputs(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    job = make_project(datasets=MASKED).job()
+    write_inputs(job.inputs, tmp_path / "inputs.parquet")
+    assert read_inputs(tmp_path / "inputs.parquet") == job.inputs
+    keys = {view.mask.key for item in job.inputs for view in item.views if view.mask is not None}
+    assert keys
+    assert keys <= read_entry_keys(tmp_path / "inputs.parquet")
+
+
+def test_a_mask_of_another_shape_is_an_error(make_project: Callable[..., Project]) -> None:
+    job = make_project(datasets={"masked": MASKED["masked"]}).job()
+    wrong = tensors_json({"mask": TensorSpec("float16", (1, 3, 3))})
+    table = job.inputs.table.with_columns(mask_tensors=pl.lit(wrong))
+    maker = maker_of(replace(job, inputs=TrainingInputs(table)))
+    with pytest.raises(StoreError, match="mask"):
+        maker.make(0, job.plan()[0].micro_batches[0][0])

@@ -138,6 +138,18 @@ def test_R01_runs_interrupted_once_or_twice_equal_the_uninterrupted_run_bit_for_
         cut_and_compare(project, outcome(uninterrupted), cuts)
 
 
+def test_R01_an_interrupted_run_with_prior_prediction_and_masks_equals_the_uninterrupted_run_bit_for_bit(
+    make_project: Callable[..., Project], recorded: Recorded
+) -> None:
+    datasets = {"photos": {"mask": {"from": "alpha"}}, "class": {"role": "prior"}}
+    settings: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 4, "loss": {"prior": "prediction"}}
+    project = make_project(datasets=datasets, **settings)
+    uninterrupted = project.changed("uninterrupted").job()
+    assert run_until(uninterrupted)[0]
+    assert recorded
+    cut_and_compare(project, outcome(uninterrupted), (1, 6))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_R01_runs_interrupted_at_any_one_or_two_steps_equal_the_uninterrupted_run_bit_for_bit(

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
-from pipeline.recipe import LossSettings
-from pipeline.trained_lora.worker.loss import sample_losses, share_of_mean, snr_weights
+from pipeline.images.geometry import Size
+from pipeline.images.mask import mask_weights
+from pipeline.recipe import LossSettings, MaskSettings
+from pipeline.trained_lora.worker.loss import mask_loss_weights, sample_losses, share_of_mean, snr_weights
 
 
 def test_each_sample_s_loss_is_its_mean_in_float32() -> None:
@@ -77,3 +82,94 @@ def test_an_error_has_the_same_weight_for_every_prediction_type() -> None:
 
 def test_without_a_weighting_all_weights_are_one() -> None:
     assert snr_weights(SNR, LossSettings(), "epsilon").tolist() == [1.0] * 6
+
+
+def masked_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a prediction and a target (3, 4, 8, 12), and masks (3, 1, 8, 12) with black, grey and white."""
+    random = torch.Generator().manual_seed(seed)
+    prediction, target = (torch.randn(3, 4, 8, 12, generator=random) for _ in range(2))
+    masks = torch.rand(3, 1, 8, 12, generator=random)
+    masks[masks < 0.4] = 0.0
+    masks[masks > 0.8] = 1.0
+    return prediction, target, masks
+
+
+def weights_of(masks: torch.Tensor, settings: MaskSettings) -> torch.Tensor:
+    return torch.stack([mask_loss_weights(mask, settings) for mask in masks])
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber", "smooth_l1"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_mask_of_ones_equals_no_mask_bit_for_bit(kind: str, normalise: bool) -> None:
+    settings = LossSettings.model_validate({"kind": kind})
+    prediction, target, masks = masked_batch()
+    weights = weights_of(torch.ones_like(masks), mask_settings(normalise=normalise))
+    with_mask, without = prediction.clone().requires_grad_(), prediction.clone().requires_grad_()
+    masked = sample_losses(with_mask, target, settings, weights)
+    plain = sample_losses(without, target, settings)
+    assert torch.equal(masked, plain)
+    masked.sum().backward()
+    plain.sum().backward()
+    assert with_mask.grad is not None
+    assert without.grad is not None
+    assert torch.equal(with_mask.grad, without.grad)
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber", "smooth_l1"])
+def test_the_gradient_of_the_answer_is_zero_exactly_where_the_weight_is_zero(kind: str) -> None:
+    prediction, target, masks = masked_batch()
+    prediction.requires_grad_()
+    weights = weights_of(masks, mask_settings())
+    sample_losses(prediction, target, LossSettings.model_validate({"kind": kind}), weights).sum().backward()
+    assert prediction.grad is not None
+    assert torch.equal(prediction.grad != 0, (masks > 0).expand_as(prediction))
+
+
+@pytest.mark.parametrize("unmasked_weight", [0.0, 0.25])
+def test_a_normalised_masked_loss_is_the_weighted_mean_of_the_errors(unmasked_weight: float) -> None:
+    prediction, target, masks = masked_batch()
+    weights = weights_of(masks, mask_settings(unmasked_weight=unmasked_weight))
+    losses = sample_losses(prediction, target, LossSettings(), weights)
+    for sample in range(3):
+        total = weight_sum = 0.0
+        for channel, row, column in itertools.product(range(4), range(8), range(12)):
+            weight = max(float(masks[sample, 0, row, column]), unmasked_weight)
+            error = float(prediction[sample, channel, row, column] - target[sample, channel, row, column])
+            total += weight * error**2
+            weight_sum += weight
+        assert float(losses[sample]) == pytest.approx(total / weight_sum, rel=1e-5)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("unmasked_weight", [0.0, 0.1])
+def test_masked_losses_are_those_of_onetrainer(normalise: bool, unmasked_weight: float) -> None:
+    prediction, target, masks = masked_batch()
+    settings = mask_settings(unmasked_weight=unmasked_weight, normalise=normalise)
+    ours = sample_losses(prediction, target, LossSettings(), weights_of(masks, settings))
+
+    # OneTrainer, modules/util/loss/masked_loss.py: errors times the mask clamped to [unmasked_weight, 1], and
+    # with "normalize masked area loss" divided by the clamped mask's mean.
+    clamped = torch.clamp(masks, unmasked_weight, 1)
+    theirs = (prediction - target) ** 2 * clamped
+    if normalise:
+        theirs = theirs / clamped.mean(dim=(1, 2, 3), keepdim=True)
+    torch.testing.assert_close(ours, theirs.mean(dim=(1, 2, 3)), rtol=1e-6, atol=0)
+
+
+def test_masked_losses_without_normalisation_are_those_of_sd_scripts() -> None:
+    prediction, target, _ = masked_batch()
+    pixels = torch.randint(0, 256, (3, 64, 96), generator=torch.Generator().manual_seed(1))
+    stored = [mask_weights(mask.numpy().astype(np.uint8), Size(8, 12)) for mask in pixels]
+    masks = torch.from_numpy(np.stack(stored)).float()
+    ours = sample_losses(
+        prediction, target, LossSettings(), weights_of(masks, mask_settings(normalise=False))
+    )
+
+    # sd-scripts, library/custom_train_functions.py: the mask interpolated with mode "area" times the errors.
+    areas = torch.nn.functional.interpolate(pixels[:, None] / 255, size=(8, 12), mode="area")
+    theirs = ((prediction - target) ** 2 * areas).mean(dim=(1, 2, 3))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)
+
+
+def mask_settings(**values: object) -> MaskSettings:
+    return MaskSettings.model_validate({"from": "alpha", **values})

@@ -98,8 +98,22 @@ def test_R01_R12_a_stopped_and_then_killed_process_ends_with_the_weights_of_an_u
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"datasets": {"photos": {"validation_fraction": 0.2}}},
+        pytest.param(
+            {
+                "datasets": {"photos": {"validation_fraction": 0.2}, "class": {"role": "prior"}},
+                "loss": {"prior": "prediction"},
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plain", "with prior prediction"],
+)
 def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one_process(
-    make_project: Callable[..., Project],
+    make_project: Callable[..., Project], more: dict[str, Any]
 ) -> None:
     project = make_project(
         batch_size=4,
@@ -107,8 +121,8 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
         warmup_steps=1,
         learning_rate=1e-3,
         sizes={"64x64": 5, "32x96": 5},
-        datasets={"photos": {"validation_fraction": 0.2}},
         validate_every=2,
+        **more,
     )
     alone = project.changed("alone").job()
     pair = project.changed("pair", num_processes=2, batch_size=2).job()

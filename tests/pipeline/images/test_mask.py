@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.images.decode import DecodeLimits, hash_bytes
+from pipeline.images.formats import ImageError
+from pipeline.images.geometry import Geometry, Placement, Size, ladder
+from pipeline.images.mask import fit_mask, load_mask, mask_weights, read_mask, show_mask
+
+NUM_GEOMETRIES = 1_000
+FACTOR = 8
+PLACEMENTS = [Placement((ladder(64, 16, 3.0),), crop=crop) for crop in ("centre", "top", "random", "focus")]
+
+
+def random_geometry(rng: np.random.Generator) -> Geometry:
+    """Return the geometry of an image of random size, with a random kind of crop."""
+    height, width = (int(edge) for edge in rng.integers(33, 260, 2))
+    placement = PLACEMENTS[int(rng.integers(len(PLACEMENTS)))]
+    focus = ([rng.random()], [rng.random()])
+    return placement.assign_many([height], [width], [str(rng.integers(10**6))], focus).columns.one(0)
+
+
+def smooth_image(rng: np.random.Generator, size: Size) -> Image.Image:
+    """Return a coloured picture of gradients and blobs that stays away from black and white."""
+    coarse = rng.integers(40, 216, (5, 5, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((size.width, size.height), Image.Resampling.BILINEAR)
+
+
+def luminance(pixels: np.ndarray) -> np.ndarray:
+    return np.asarray(Image.fromarray(pixels).convert("L")).astype(int)
+
+
+def test_a_mask_of_the_luminance_stays_the_luminance_over_random_geometries() -> None:
+    rng = np.random.default_rng(1)
+    largest = 0
+    for _ in range(NUM_GEOMETRIES):
+        geometry = random_geometry(rng)
+        image = smooth_image(rng, geometry.original_size)
+        target = geometry.target_size
+        resized = image.resize(
+            (target.width, target.height), Image.Resampling.BICUBIC, box=geometry.source_box
+        )
+        mask = fit_mask(image.convert("L"), geometry, flipped=False)
+        largest = max(largest, int(np.abs(luminance(np.array(resized)) - mask).max()))
+    assert largest <= 2
+
+
+def test_mirroring_and_cropping_commute_exactly_with_averaging_over_random_geometries() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(NUM_GEOMETRIES):
+        geometry = random_geometry(rng)
+        original, target = geometry.original_size, geometry.target_size
+        size = Size(target.height // FACTOR, target.width // FACTOR)
+        mask = Image.fromarray(rng.integers(0, 256, original, dtype=np.uint8))
+        values = fit_mask(mask, geometry, flipped=False)
+        mirrored = fit_mask(mask, geometry, flipped=True)
+        weights = mask_weights(values, size)
+        np.testing.assert_array_equal(mask_weights(mirrored, size), weights[..., ::-1])
+
+        rows, columns = (int(rng.integers(1, edge + 1)) for edge in size)
+        part = mask_weights(values[: rows * FACTOR, : columns * FACTOR], Size(rows, columns))
+        np.testing.assert_array_equal(part, weights[:, :rows, :columns])
+
+
+def test_weights_are_the_means_of_the_pixels_of_each_latent_value() -> None:
+    values = np.random.default_rng(3).integers(0, 256, (32, 48), dtype=np.uint8)
+    weights = mask_weights(values, Size(4, 6))
+    assert weights.shape == (1, 4, 6)
+    for row in range(4):
+        for column in range(6):
+            area = values[row * 8 : row * 8 + 8, column * 8 : column * 8 + 8]
+            assert weights[0, row, column] == np.float16(area.mean() / 255)
+    assert (mask_weights(np.full((32, 48), 255, np.uint8), Size(4, 6)) == 1).all()
+
+
+def png(image: Image.Image, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
+
+
+def half_white(mode: str = "L") -> Image.Image:
+    mask = Image.new("L", (20, 10), 0)
+    mask.paste(255, (0, 0, 10, 10))
+    return mask.convert(mode)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "P", "I;16", "CMYK"])
+def test_grey_masks_of_every_mode_have_the_same_values(mode: str) -> None:
+    if mode == "I;16":
+        mask = Image.fromarray(np.asarray(half_white()).astype(np.uint16) * 257)
+    else:
+        mask = half_white(mode)
+    file = io.BytesIO()
+    mask.save(file, "TIFF" if mode == "CMYK" else "PNG")
+    file.seek(0)
+    content = read_mask(file, "file", limits=DecodeLimits())
+    assert content.size == Size(10, 20)
+    assert content.mean == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_mask_is_turned_by_its_exif_orientation() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = read_mask(io.BytesIO(png(half_white(), exif=exif)), "file", limits=DecodeLimits())
+    assert content.size == Size(20, 10)
+
+
+@pytest.mark.parametrize(
+    ("image", "source", "reason"),
+    [
+        (Image.new("L", (9, 9), 0), "file", "mask_black"),
+        (Image.new("L", (9, 9), 1), "file", "mask_black"),
+        (Image.new("RGB", (9, 9), (200, 0, 0)), "file", "mask_not_grey"),
+        (Image.new("LA", (9, 9), (255, 90)), "file", "mask_transparent"),
+        (Image.new("RGB", (9, 9), (9, 9, 9)), "alpha", "mask_alpha_missing"),
+        (Image.new("RGBA", (9, 9), (9, 9, 9, 0)), "alpha", "mask_black"),
+    ],
+)
+def test_a_mask_that_would_train_nothing_or_something_else_is_an_error(
+    image: Image.Image, source: str, reason: str
+) -> None:
+    with pytest.raises(ImageError) as caught:
+        read_mask(io.BytesIO(png(image)), source, limits=DecodeLimits())  # pyright: ignore[reportArgumentType]
+    assert caught.value.reason == reason
+
+
+def test_the_opacity_of_an_image_is_its_mask(tmp_path: Path) -> None:
+    pixels = np.full((32, 32, 4), 90, dtype=np.uint8)
+    pixels[:, :16, 3], pixels[:, 16:, 3] = 255, 51
+    path = tmp_path / "cut out.png"
+    Image.fromarray(pixels).save(path)
+    geometry = Placement((ladder(32, 32, 1.0),)).assign(Size(32, 32))
+    assert geometry is not None
+    options = {"content_hash": hash_bytes(path.read_bytes())}
+    values = load_mask(path, geometry, "alpha", flipped=False, **options)
+    np.testing.assert_array_equal(values, pixels[..., 3])
+    mirrored = load_mask(path, geometry, "alpha", flipped=True, **options)
+    np.testing.assert_array_equal(mirrored, pixels[:, ::-1, 3])
+
+
+def test_a_changed_mask_file_is_not_read_as_the_recorded_one(tmp_path: Path) -> None:
+    path = tmp_path / "mask.png"
+    path.write_bytes(png(Image.new("L", (32, 32), 255)))
+    geometry = Placement((ladder(32, 32, 1.0),)).assign(Size(32, 32))
+    assert geometry is not None
+    with pytest.raises(ImageError, match="changed"):
+        load_mask(path, geometry, "file", flipped=False, content_hash="0" * 64)
+
+
+def test_the_picture_of_a_mask_keeps_the_white_part_and_darkens_the_black_part(tmp_path: Path) -> None:
+    path = tmp_path / "mask.png"
+    path.write_bytes(png(half_white()))
+    image = Image.new("RGB", (10, 5), (100, 150, 200))
+    shown = show_mask(image, mask=path, source="file")
+    assert shown.size == image.size
+    assert shown.getpixel((1, 2)) == (100, 150, 200)
+    red, green, blue = np.asarray(shown)[2, 8]
+    assert red > green
+    assert max(green, blue) < 60

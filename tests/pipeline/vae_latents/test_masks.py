@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from PIL import Image
+
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.mask_requests import mask_inputs, mask_spec
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.users import read_users
+from pipeline.checks.findings import CheckContext
+from pipeline.images.geometry import Geometry
+from pipeline.maintenance.explain import explain
+from pipeline.maintenance.forecast import forecast
+from pipeline.maintenance.gc import survey
+from pipeline.maintenance.verify import needed_entries, repair, verify
+from pipeline.raw_images.stage import scan
+from pipeline.recipe import Recipe
+from pipeline.reporting.reports import write_report
+from pipeline.vae_latents import checks
+from pipeline.vae_latents.stage import cache_latents
+from pipeline.validated_dataset.stage import validate
+from tests.conftest import InProcessLaunch
+from tests.pipeline.cached_job import Job, recipe_of
+
+
+class MaskedJob(Job):
+    """A job up to vae_latents; `result` is that of its last run."""
+
+    def run(self) -> None:
+        quiet: dict[str, Any] = {"log": lambda _: None}
+        raw = self.keep("raw_images", scan(self.recipe, self.tables, **quiet)).table
+        validated = self.keep("validated_dataset", validate(self.recipe, raw, self.tables, **quiet))
+        buckets = self.keep("aspect_buckets", assign_buckets(self.recipe, validated.table, **quiet))
+        self.result = cache_latents(self.recipe, buckets.table, self.tables, launch=self.launch, **quiet)
+        self.keep("vae_latents", self.result)
+        write_report(self.recipe.output_dir, "vae_latents", self.result.report)
+
+    def failures(self, recipe: Recipe | None = None) -> dict[str, Any]:
+        found = checks.run(CheckContext(recipe or self.recipe, self.tables))
+        return {finding.name: finding for finding in found if not finding.passed}
+
+    def counters(self) -> dict[str, int]:
+        names = ("encoded", "masks_encoded", "masks_reused", "masks_failed")
+        return {name: self.result.report[name] for name in names}
+
+
+@pytest.fixture
+def masked(tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InProcessLaunch) -> MaskedJob:
+    """A finished cache job of five photographs with masks of gradients, mirrored too."""
+    for path in photos.glob("*.png"):
+        with Image.open(path) as image:
+            gradient = Image.linear_gradient("L").rotate(90).resize(image.size)
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        gradient.save(tmp_path / "masks" / path.name)
+    dataset = {"name": "photos", "path": str(photos), "mask": {"path": str(tmp_path / "masks")}}
+    job = MaskedJob(
+        recipe_of(tmp_path, tiny_sd, datasets=[dataset], latents={"flip": True}), in_process_launch
+    )
+    job.run()
+    return job
+
+
+def test_entries_hold_the_area_means_of_the_mask_in_the_crop_of_the_image(masked: MaskedJob) -> None:
+    assert masked.counters() == {"encoded": 10, "masks_encoded": 10, "masks_reused": 0, "masks_failed": 0}
+    entries = RecipeEntries(masked.recipe)
+    weights: dict[tuple[str, bool], np.ndarray] = {}
+    for row in masked.result.table.iter_rows(named=True):
+        spec = mask_spec(entries, row)
+        assert spec.key == row["mask_key"]
+        assert mask_inputs(entries, row).factor == 8
+        stored = entries.store.read(spec)["mask"]
+        assert stored.shape == (1, row["latent_height"], row["latent_width"])
+
+        geometry = Geometry.from_row(row)
+        target = geometry.target_size
+        with Image.open(masked.recipe.output_dir.parent / "masks" / row["path"]) as mask:
+            resized = mask.resize(
+                (target.width, target.height), Image.Resampling.BICUBIC, box=geometry.source_box
+            )
+        pixels = np.asarray(resized)[:, ::-1] if row["flipped"] else np.asarray(resized)
+        blocks = pixels.reshape(target.height // 8, 8, target.width // 8, 8)
+        np.testing.assert_allclose(stored[0], blocks.mean(axis=(1, 3)) / 255, atol=5e-4)
+        assert row["mask_ppm"] == round(float(pixels.mean()) / 255 * 1e6)
+        weights[row["sample_id"], row["flipped"]] = stored
+    for sample, _ in weights:
+        np.testing.assert_array_equal(weights[sample, True], weights[sample, False][..., ::-1])
+    assert masked.failures() == {}
+
+
+def test_redrawing_a_mask_encodes_that_mask_alone(masked: MaskedJob) -> None:
+    masked.launch.modules.clear()
+    path = masked.recipe.output_dir.parent / "masks" / "cat.png"
+    with Image.open(path) as mask:
+        mask.point(lambda level: 255 - level).save(path)
+    before = forecast(masked.recipe, masked.tables, log=lambda _: None)
+    assert before.masks is not None
+    assert before.masks.reasons == {"mask changed": ["photos/cat.png", "photos/cat.png"]}
+    assert (before.masks.there, before.latents.to_make) == (8, 0)
+
+    old = masked.result.table
+    masked.run()
+    assert masked.counters() == {"encoded": 0, "masks_encoded": 2, "masks_reused": 8, "masks_failed": 0}
+    assert masked.launch.modules == []
+    changed = masked.result.table.filter(pl.col("mask_key") != old["mask_key"])
+    assert set(changed["sample_id"]) == {"photos/cat.png"}
+    assert masked.result.table["key"].to_list() == old["key"].to_list()
+
+
+def test_keys_of_latents_are_those_of_a_recipe_without_masks(masked: MaskedJob, tiny_sd: Path) -> None:
+    keys = masked.result.table["key"].to_list()
+    plain = MaskedJob(
+        recipe_of(masked.recipe.output_dir.parent, tiny_sd, latents={"flip": True}), masked.launch
+    )
+    assert set(masked.failures(plain.recipe)) == set()
+    plain.run()
+    assert plain.result.report["encoded"] == 0
+    assert plain.result.table["key"].to_list() == keys
+    assert [name for name in (*plain.result.table.columns, *plain.result.report) if "mask" in name] == []
+    (user,) = read_users(masked.recipe.cache_dir)
+    assert user.keys == frozenset(keys)
+
+
+def test_a_lost_or_damaged_mask_entry_is_found_and_encoded_again(masked: MaskedJob) -> None:
+    entries = RecipeEntries(masked.recipe)
+    rows = masked.result.table.filter(~pl.col("flipped")).to_dicts()
+    paths = [entries.store.path(mask_spec(entries, row)) for row in rows[:2]]
+    paths[0].unlink()
+    paths[1].write_bytes(paths[1].read_bytes()[:-2])
+    failures = masked.failures()
+    assert set(failures) == {"completeness", "file_size_outliers"}
+    assert all(finding.closes for finding in failures.values())
+
+    masked.cache()  # needed_entries reads text_embeddings too, and this run encodes the lost masks again
+    assert masked.failures() == {}
+    paths[0].unlink()
+    bad = verify(masked.recipe, needed_entries(masked.recipe, masked.tables), log=lambda _: None)
+    assert [Path(each.path) for each in bad] == [paths[0]]
+    repair(masked.recipe, masked.tables, bad, log=lambda _: None)
+    assert masked.failures() == {}
+
+
+def test_gc_needs_the_masks_and_explain_shows_them(masked: MaskedJob) -> None:
+    found = survey(masked.recipe.cache_dir, grace_s=-1.0)
+    assert (found.entries, found.orphans, found.foreign) == (20, {}, [])
+    names = [each.stage for each in explain(masked.recipe, masked.tables, "photos/cat.png")]
+    assert {"mask entry", "mask entry, mirrored"} <= set(names)
+
+
+def test_the_checks_refuse_latents_from_before_the_recipe_had_masks(masked: MaskedJob, tiny_sd: Path) -> None:
+    plain = MaskedJob(
+        recipe_of(masked.recipe.output_dir.parent, tiny_sd, latents={"flip": True}), masked.launch
+    )
+    plain.run()
+    assert masked.failures()["completeness"].closes
+
+
+def test_a_mask_that_the_crop_removes_is_rejected_and_one_that_it_shortens_is_named(
+    masked: MaskedJob, tiny_sd: Path
+) -> None:
+    folder = masked.recipe.output_dir.parent
+    for name, width_px in (("cat", 2), ("coffee", 60)):
+        with Image.open(folder / "photos" / f"{name}.png") as image:
+            mask = Image.new("L", image.size)
+        mask.paste(255, (0, 0, width_px, mask.height))
+        mask.save(folder / "masks" / f"{name}.png")
+    datasets = [each.model_dump(mode="json", exclude_none=True) for each in masked.recipe.datasets]
+    buckets = {"sizes": ["64x64"]}
+    square = MaskedJob(recipe_of(folder, tiny_sd, datasets=datasets, buckets=buckets), masked.launch)
+    square.run()
+    rejected = dict(square.result.rejected.select("sample_id", "reason").rows())
+    assert rejected == {"photos/cat.png": "mask_cropped_away"}
+    finding = square.failures()["masks_cropped"]
+    assert not finding.closes
+    kept = {row["sample_id"]: row["kept"] for row in finding.rows}
+    cropped_px = (330 - 240) / 2
+    assert kept["photos/coffee.png"] == pytest.approx((60 - cropped_px) / 60, abs=0.02)
+    assert "photos/camera.png" not in kept, "a square image loses nothing"
