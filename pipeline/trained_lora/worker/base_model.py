@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.worker.compiled import allow_recompilation
 from pipeline.trained_lora.worker.nf4 import unpacked_layers
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module,
         if recipe.training.gradient_checkpointing:
             family.denoiser.recompute_activations(denoiser)
         if recipe.training.compile:
+            allow_recompilation()
             cast("Any", denoiser).compile_repeated_blocks()
     except ValueError as err:
         key = "compile" if recipe.training.compile else "gradient_checkpointing"
