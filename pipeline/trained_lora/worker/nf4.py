@@ -25,7 +25,7 @@ def layers_outside_blocks(denoiser: nn.Module) -> list[str]:
 
     These are embedders, modulations that all blocks share, and the output layer: few weights that every
     sample depends on. A layer at the top with the name of a layer of the blocks, such as FLUX.1's `proj_out`,
-    is not included, because diffusers would leave out both.
+    is not included, because diffusers would exclude both.
     """
     lists = [module for module in denoiser.modules() if isinstance(module, nn.ModuleList)]
     repeated = {id(module) for blocks in lists for module in blocks.modules()}
