@@ -6,6 +6,7 @@ python -m bench growth                        how time and memory grow with the 
 python -m bench --full                        the sizes that docs/benchmarks.md quotes
 python -m bench --compare bench/results/X.json    compare with an earlier run; exit status 1 if slower
 python -m bench --gpu                         the figures that need a GPU, into bench/results/gpu.json
+python -m bench --gpu --folder /data/bench    the same, and keep the models for the next call
 python -m bench --gpu --tiny "SDXL LoRA"      the same code with tiny models, on the CPU without a GPU
 """
 
@@ -42,7 +43,9 @@ def main() -> int:
         from bench.gpu.session import measure_all
 
         out = options.out or (_timed_file() if options.tiny else RESULTS / "gpu.json")
-        return measure_all(options.names, tiny=options.tiny, rounds=options.rounds, out=out)
+        return measure_all(
+            options.names, tiny=options.tiny, rounds=options.rounds, out=out, folder=options.folder
+        )
     chosen = [figure for figure in all_figures() if _is_wanted(figure, options.names)]
     stages = growth.chosen_stages(options.names)
     if not chosen and not stages:
@@ -110,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compare", type=Path, help="JSON file of an earlier run")
     parser.add_argument("--gpu", action="store_true", help="measure only the figures that need a GPU")
     parser.add_argument("--tiny", action="store_true", help="with --gpu: use tiny models to test the code")
+    parser.add_argument("--folder", type=Path, help="with --gpu: folder whose models later calls use again")
     return parser.parse_args()
 
 

@@ -29,7 +29,8 @@ the JSON files in `bench/results`.
 `python -m bench --gpu` measures the figures that need a GPU. It needs CUDA, one GPU with at least 80 GB,
 about 20 minutes and 50 GB below `TMPDIR`. Stable Diffusion XL and FLUX.1 run at full size with random
 weights created from their published configurations, so nothing is downloaded. To run only some experiments,
-pass the beginning of their names, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`. Results of one
+pass the beginning of their names, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`. `--folder` keeps
+models and caches, so that the next call does not create them again. Results of one
 commit and GPU are collected in `bench/results/gpu.json`, from which `python -m bench.page` adds them to
 this page. `bitsandbytes` and `torchao` (`pip install -e '.[gpu]'`) add quantized weights and the
 8-bit optimizer. `--tiny` runs the same code with tiny models and works on a CPU.

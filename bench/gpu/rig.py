@@ -19,7 +19,7 @@ from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents.stage import cache_latents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import polars as pl
 
@@ -66,7 +66,7 @@ class Bench:
     """Working folder and device of experiments. Models and photographs are created on first use.
 
     Attributes:
-        folder: Folder for all files, about 50 GB at full size.
+        folder: Folder for all files, about 50 GB at full size. Models and caches in it are used again.
         device: "cuda" or "cpu".
         scale: Sizes of the experiments.
     """
@@ -78,19 +78,23 @@ class Bench:
     @property
     def photos(self) -> Path:
         """Folder of the dataset."""
-        folder = self.folder / "photos"
-        if not folder.exists():
-            photographs(folder, self.scale.images, max_px=4_000_000)
-        return folder
+        return self._written(
+            "photos", lambda folder: photographs(folder, self.scale.images, max_px=4_000_000)
+        )
 
     def base(self, model: BaseModel) -> Path:
         """Return the folder of the model, which is written on first use."""
-        folder = self.folder / model.name
+        if self.scale.full:
+            return self._written(model.name, lambda folder: model.write(folder, self.device))
+        return self._written(model.name, model.tiny)
+
+    def _written(self, name: str, write: Callable[[Path], object]) -> Path:
+        """Return a folder of this name, complete even if an earlier call was interrupted."""
+        folder = self.folder / name
         if not folder.exists():
-            if self.scale.full:
-                model.write(folder, self.device)
-            else:
-                model.tiny(folder)
+            partial = self.fresh_folder("partial") / name
+            write(partial)
+            partial.rename(folder)
         return folder
 
     def rig(self, model: BaseModel, place: str, **training: Any) -> Rig:

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ EXPERIMENTS: list[Experiment] = [*encoding.EXPERIMENTS, *training.EXPERIMENTS, *
 """All experiments. Complete jobs come last because they take longest and show the least detail."""
 
 
-def measure_all(names: list[str], *, tiny: bool, rounds: int, out: Path) -> int:
+def measure_all(names: list[str], *, tiny: bool, rounds: int, out: Path, folder: Path | None = None) -> int:
     """Measure experiments and store their results in one file.
 
     Args:
@@ -26,6 +27,8 @@ def measure_all(names: list[str], *, tiny: bool, rounds: int, out: Path) -> int:
         tiny: Use tiny models, on any device, to test the code.
         rounds: Maximum number of rounds per side, within the budget of each experiment.
         out: JSON file. Results are added to an existing run of the same commit and GPU.
+        folder: Folder for models, photographs and caches, which later calls use again; None for a temporary
+            one.
 
     Returns:
         The exit status: 1 if an experiment failed.
@@ -41,8 +44,12 @@ def measure_all(names: list[str], *, tiny: bool, rounds: int, out: Path) -> int:
             f"no experiment name starts with any of {names}; available: {[each.name for each in EXPERIMENTS]}"
         )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # All models are created locally.
-    with tempfile.TemporaryDirectory(prefix="latentline-bench-") as folder:
-        bench = Bench(Path(folder), device, TINY if tiny else FULL)
+    scale = TINY if tiny else FULL
+    # Tiny models must not replace those of full size.
+    kept = None if folder is None else folder / ("full" if scale.full else "tiny")
+    with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="latentline-bench-") as work:
+        bench = Bench(Path(work), device, scale)
+        bench.folder.mkdir(parents=True, exist_ok=True)
         return 1 if measured_into(out, chosen, bench, rounds=rounds) else 0
 
 

@@ -127,6 +127,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Settings that reduce memory or time, measured one at a time."""
 
+PACKING = ("int8", "nf4")
+"""Kinds of packed weights that are compared with bf16 on FLUX.1, all with gradient checkpointing."""
+
+_SECONDS_AND_MEMORY = (Part("", "seconds", "steps"), Part("memory", "bytes", "peak", "bytes"))
+
 EXPERIMENTS = [
     *(
         Experiment(
@@ -145,10 +150,23 @@ EXPERIMENTS = [
             f"SDXL LoRA step, {name}",
             f"our steps with {', '.join(f'{key}: {value}' for key, value in change.items())}",
             "our steps without it",
-            (Part("", "seconds", "steps"), Part("memory", "bytes", "peak", "bytes")),
+            _SECONDS_AND_MEMORY,
             45.0,
             _opening(_against_itself, model=MODELS[0], training=change),
         )
         for name, change in CHANGES.items()
+    ),
+    *(
+        Experiment(
+            f"FLUX.1 LoRA step, checkpointed, {kind}",
+            f"our steps with quantize: {kind} and gradient checkpointing",
+            "our steps with bf16 weights and gradient checkpointing",
+            _SECONDS_AND_MEMORY,
+            60.0,
+            _opening(
+                _against_itself, model=MODELS[1], training={"quantize": kind, "gradient_checkpointing": True}
+            ),
+        )
+        for kind in PACKING
     ),
 ]

@@ -196,12 +196,13 @@ class TrainingSettings(Settings):
 
     @property
     def packing(self) -> str:
-        """`quantize` with one name for each kind: int8 is torchao's, which is called int8_torchao in run ids.
+        """`quantize` as run ids name it: one name for each kind, and a new one if its values change.
 
-        The int8 layers of bitsandbytes keep every input until the backward pass, so gradient checkpointing
-        saves nothing with them.
+        int8 is torchao's: the int8 layers of bitsandbytes keep every input until the backward pass, so
+        gradient checkpointing saves nothing with them. Before it was called nf4_double, nf4 packed all
+        layers, with scales of 32 bits.
         """
-        return "int8_torchao" if self.quantize == "int8" else self.quantize
+        return {"int8": "int8_torchao", "nf4": "nf4_double"}.get(self.quantize, self.quantize)
 
     @property
     def preview_captions(self) -> list[str]:

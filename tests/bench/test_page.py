@@ -53,5 +53,8 @@ def test_a_run_on_a_gpu_shows_its_notes_and_unmeasured_experiments(tmp_path: Pat
     text = page.page_text(tmp_path)
     assert "contains no run on a GPU yet" not in text
     assert "NVIDIA H200" in text
+    machine = run["machine"]
+    assert f"Python {machine['python']}, " in text
+    assert f"torch {machine['packages']['torch']}" in text
     assert "- SDXL VAE: chosen 4; images_per_s (4: 42)\n" in text
     assert "- SDXL LoRA step, nf4: not measured, TrainingError: nf4 needs bitsandbytes" in text

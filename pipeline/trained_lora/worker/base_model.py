@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.worker.compiled import allow_recompilation
+from pipeline.trained_lora.worker.nf4 import unpacked_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +44,8 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
         TrainingError: The quantisation needs a missing package or GPU, or applies to no weight.
     """
     dtype, kind = base_dtype(family, recipe), recipe.training.quantize
-    denoiser = family.denoiser.load(dtype, device, quantization=quantization(kind, dtype, device))
+    config = quantization(kind, dtype, device, unpacked=unpacked_layers(family) if kind == "nf4" else ())
+    denoiser = family.denoiser.load(dtype, device, quantization=config)
     if kind != "none" and not any(map(_is_quantized, denoiser.parameters())):
         raise TrainingError(
             f"{kind} quantised no weight of {type(denoiser).__name__}",
@@ -72,10 +76,14 @@ def _is_quantized(weight: nn.Parameter) -> bool:
     return weight.dtype in (torch.int8, torch.uint8) or hasattr(weight, "__tensor_flatten__")
 
 
-def quantization(kind: str, dtype: str, device: str) -> Any:
+def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] = ()) -> Any:
     """Return diffusers' quantisation config for a value of `training.quantize`; None for "none".
 
-    `dtype` is that of matrix products with unpacked weights.
+    Args:
+        kind: Value of `training.quantize`.
+        dtype: Dtype of matrix products with unpacked weights.
+        device: Device of the training.
+        unpacked: Names of layers that nf4 leaves as they are.
 
     Raises:
         TrainingError: The quantisation needs a missing package or GPU.
@@ -105,7 +113,11 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
         ) from err
 
     return diffusers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, dtype)
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,  # the scales of the blocks take 8 bits instead of 32
+        bnb_4bit_compute_dtype=getattr(torch, dtype),
+        llm_int8_skip_modules=list(unpacked),  # diffusers uses it for 4 bits too
     )
 
 
@@ -136,6 +148,7 @@ def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module,
         if recipe.training.gradient_checkpointing:
             family.denoiser.recompute_activations(denoiser)
         if recipe.training.compile:
+            allow_recompilation()
             cast("Any", denoiser).compile_repeated_blocks()
     except ValueError as err:
         key = "compile" if recipe.training.compile else "gradient_checkpointing"

@@ -41,7 +41,11 @@ class AveragedWeights:
         """Average `weights`, which `optimizer` trains: the optimizer itself, not accelerate's wrapper."""
         self._weights = list(weights)
         self._averaging_optimizer: Any = optimizer if averages_weights(settings) else None
-        self._ema = None if settings.ema_decay is None else EMAModel(self._weights, decay=settings.ema_decay)
+        self._ema: EMAModel | None = None
+        if settings.ema_decay is not None:
+            # One kernel for many weights. On a CPU nothing is gained, and the last bits would change.
+            foreach = self._weights[0].device.type != "cpu"
+            self._ema = EMAModel(self._weights, decay=settings.ema_decay, foreach=foreach)
 
     def update(self) -> None:
         """Include the current weights; call it after each optimizer step."""

@@ -36,6 +36,7 @@ from pipeline.trained_lora.worker.checkpoint import (
     remove_leftovers,
     save_checkpoint,
 )
+from pipeline.trained_lora.worker.compiled import fallbacks_reported
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
@@ -165,6 +166,7 @@ class _TrainingRun:
         start = self._resume()
         self.started_at_s = time.time()
         with ExitStack() as stack:
+            stack.enter_context(fallbacks_reported(self._warn))
             inputs = stack.enter_context(closing(self._inputs(start)))
             if self.main:
                 accelerator = self.engine.accelerator

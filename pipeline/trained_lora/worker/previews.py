@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.cache.remote_store import store_at
 from pipeline.images.geometry import Size
 from pipeline.models.worker.drawing import PictureSettings
-from pipeline.processes.worker.devices import free_memory
+from pipeline.processes.worker.devices import free_memory, is_out_of_memory
 from pipeline.storage.atomic import write_atomically
 from pipeline.trained_lora.previews import PROMPT_KEY, preview_file
 from pipeline.trained_lora.run_folder import RunLayout
@@ -39,7 +39,8 @@ def draw_previews(
 ) -> list[Path]:
     """Draw each of the run's prompts into `samples/step-<step>-<number>.png`.
 
-    The file's text chunks state the prompt and its settings that differ from the defaults.
+    The file's text chunks state the prompt and its settings that differ from the defaults. If memory runs
+    out, the VAE decodes the remaining pictures in tiles and in bfloat16.
     A preview depends only on the adapter, the prompt with its settings and the recipe's seed, so that steps
     can be compared.
 
@@ -50,11 +51,33 @@ def draw_previews(
     """
     files: list[Path] = []
     try:
+        if not _draw_all(job, family, engine, step, files, dtype="float32"):
+            free_memory()
+            _draw_all(job, family, engine, step, files, dtype="bfloat16")
+    except Exception as err:  # training continues whatever the failure
+        warn(f"a preview of step {step} could not be drawn: {type(err).__name__}: {err}")
+    finally:
+        free_memory()  # the pipeline is part of a reference cycle and would keep the VAE on the GPU
+    return files
+
+
+def _draw_all(
+    job: TrainingJob, family: WorkerFamily, engine: Engine, step: int, files: list[Path], *, dtype: str
+) -> bool:
+    """Draw the prompts that `files` lacks, and append their files.
+
+    The first attempt uses float32, because SDXL's VAE overflows in float16. If memory runs out, it returns
+    False. The second one, with bfloat16, decodes in tiles and raises the error.
+    """
+    is_last = dtype != "float32"
+    try:
         with engine.evaluation():
-            # float32, because SDXL's VAE overflows in float16.
             device = str(engine.accelerator.device)
-            pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
-            for number, prompt in enumerate(job.prompts):
+            pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype=dtype, device=device)
+            if is_last:
+                pipeline.vae.enable_tiling()
+            for number in range(len(files), len(job.prompts)):
+                prompt = job.prompts[number]
                 with scaled_adapters(engine.networks, prompt.lora_scale):
                     picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
                 path = preview_file(RunLayout(job.folder).samples, step, number)
@@ -63,11 +86,11 @@ def draw_previews(
                     text_chunks.add_itxt(key, text)
                 write_atomically(path, partial(picture.save, format="PNG", pnginfo=text_chunks))
                 files.append(path)
-    except Exception as err:  # training continues whatever the failure
-        warn(f"a preview of step {step} could not be drawn: {type(err).__name__}: {err}")
-    finally:
-        free_memory()  # the pipeline is part of a reference cycle and would keep the VAE on the GPU
-    return files
+    except (RuntimeError, MemoryError) as err:
+        if is_last or not is_out_of_memory(err):
+            raise
+        return False
+    return True
 
 
 def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:

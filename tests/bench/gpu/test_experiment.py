@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.gpu import session
 from bench.gpu.experiment import Experiment, Pair, Part, Reading, run, usual_parts
 from bench.gpu.models import MODELS
 from bench.gpu.rig import TINY, Bench
@@ -116,6 +118,39 @@ def test_a_failure_is_reported_and_other_results_are_stored(tmp_path: Path) -> N
     save(stored, out)
     assert measured_into(out, [failing], bench_in(tmp_path), rounds=1) == failed
     assert set(load(out)["figures"]) == {"it", "it: loader"}, "results of the same commit are merged"
+
+
+def test_models_in_a_given_folder_are_written_once_and_only_when_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+
+    def interrupted_once(folder: Path) -> None:
+        written.append(folder)
+        folder.mkdir()
+        if len(written) == 1:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def opened(bench: Bench) -> Iterator[Pair]:
+        bench.base(replace(MODELS[0], tiny=interrupted_once))
+        with experiment_of([]).open(bench) as pair:
+            yield pair
+
+    monkeypatch.setattr(session, "EXPERIMENTS", [replace(experiment_of([]), open=opened)])
+    out, kept = tmp_path / "run.json", tmp_path / "kept"
+    with pytest.raises(KeyboardInterrupt):
+        session.measure_all([], tiny=True, rounds=1, out=out, folder=kept)
+    for _ in range(2):
+        assert session.measure_all([], tiny=True, rounds=1, out=out, folder=kept) == 0
+    assert len(written) == 2
+    assert (kept / "tiny" / MODELS[0].name).is_dir()
+
+
+def test_flux_is_measured_with_packed_weights_under_gradient_checkpointing() -> None:
+    parts = {each.name: {part.key for part in each.parts} for each in EXPERIMENTS if "FLUX" in each.name}
+    for kind in ("int8", "nf4"):
+        assert parts[f"FLUX.1 LoRA step, checkpointed, {kind}"] == {"seconds", "bytes"}
 
 
 def test_figure_names_of_experiments_are_unique() -> None:

@@ -15,7 +15,7 @@ from demo.tiny_models import make_tiny_chroma
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import RecipeEntries, caption_variants
 from pipeline.models.families import FAMILIES
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import Recipe, TrainingSettings, recipe_from_mapping
 from pipeline.recipe.schema import all_keys
 from pipeline.storage.tables import SCHEMAS, frame
 from pipeline.trained_lora.fingerprint import describe_difference, log_differences, run_facts, run_id
@@ -195,6 +195,11 @@ def test_the_run_id_holds_resolved_values_instead_of_auto_and_int8(samples: Samp
     int8 = samples.ids({"training": {"quantize": "int8"}})
     assert int8 == samples.ids({"training": {"quantize": "int8_torchao"}})
     assert int8.run != samples.unchanged.run
+
+
+def test_nf4_has_another_name_in_run_ids_than_before_its_scales_were_quantized() -> None:
+    names = {kind: TrainingSettings.model_validate({"quantize": kind}).packing for kind in ("nf4", "none")}
+    assert names == {"nf4": "nf4_double", "none": "none"}
 
 
 @pytest.mark.parametrize("kind", ["folder", "damaged"])

@@ -17,6 +17,7 @@ from pipeline.maintenance.memory.worker.skeletons import num_bytes, skeleton, te
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.loss import sample_losses
+from pipeline.trained_lora.worker.nf4 import layers_outside_blocks
 from pipeline.trained_lora.worker.optimizers import make_optimizer
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import Recipe, TrainingSettings
 
-_NF4_BYTES = 0.5 + 4 / 64
-"""Bytes per weight: 4 bits, and a float32 scale per block of 64 weights."""
+_NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""Bytes per weight: 4 bits, a scale of 8 bits per block of 64 weights, and a float32 per 256 scales."""
 
 _GRADIENT_BYTES = 4
 """Bytes per trained weight for its gradient; adapters are float32."""
@@ -116,7 +117,7 @@ class TrainingForecast:
         """Return the memory of a training with these settings."""
         denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
         base = [weight for weight in tensors_of(denoiser) if not weight.requires_grad]
-        packed = _packable(denoiser) if variant.packing else {}
+        packed = _packable(denoiser, variant.quantize) if variant.packing else {}
         packed_bytes = sum(_packed_bytes(weight, variant.quantize) for weight in packed.values())
         largest = max(map(_unpacked_bytes, packed.values()), default=0)
         plain_bytes = num_bytes(weight for weight in base if id(weight) not in packed)
@@ -166,7 +167,7 @@ class TrainingForecast:
         packing = variant.packing
         packed: dict[int, Packing] = {}
         if packing is not None:
-            packed = dict.fromkeys(_packable(denoiser), packing)
+            packed = dict.fromkeys(_packable(denoiser, variant.quantize), packing)
         autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
 
         # The gradients of trained weights are counted with these weights.
@@ -209,10 +210,14 @@ class TrainingForecast:
         return conditions
 
 
-def _packable(denoiser: nn.Module) -> dict[int, Tensor]:
-    """Return the base weights of linear layers by id."""
-    linear = (module for module in denoiser.modules() if isinstance(module, nn.Linear))
-    return {id(module.weight): module.weight for module in linear if not module.weight.requires_grad}
+def _packable(denoiser: nn.Module, kind: str) -> dict[int, Tensor]:
+    """Return the base weights of the linear layers that a kind of packing packs, by id."""
+    unpacked = set(layers_outside_blocks(denoiser)) if kind == "nf4" else set[str]()
+    return {
+        id(module.weight): module.weight
+        for name, module in denoiser.named_modules()
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad and name not in unpacked
+    }
 
 
 def _unpacked_bytes(weight: Tensor) -> int:

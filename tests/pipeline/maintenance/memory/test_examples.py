@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.configurations import PUBLISHED
-from pipeline.maintenance.memory.job import MemoryJob
+from pipeline.maintenance.memory.forecast import forecast_folder
+from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob
 from pipeline.maintenance.memory.worker.stages import forecast_stages
-from pipeline.recipe import load_recipe
+from pipeline.recipe import Recipe, load_recipe
 
 GIB = 2**30
 EXAMPLES = Path(__file__).resolve().parents[4] / "configs" / "examples"
@@ -24,10 +25,25 @@ NAMES = [
 ]
 
 
+UNSUPPORTED = {"flowers_ernie_image", "flowers_hidream", "flowers_ideogram4"}
+"""Examples of models that cannot be forecast; they state no GPU."""
+
+
 def test_an_example_of_every_published_model_is_compared() -> None:
     assert len(NAMES) == len(PUBLISHED)
+    compared = {each.values[0] if hasattr(each, "values") else each for each in NAMES}
+    assert compared | UNSUPPORTED == {path.stem for path in EXAMPLES.glob("*.yaml")}
 
 
+def forecast(recipe: Recipe, folder: Path, card_bytes: int) -> MemoryForecast:
+    if "Kolors" in recipe.model.base:
+        # The code of its text encoder runs on the meta device only in a process that compiles nothing.
+        return forecast_folder(recipe, folder, {}, card_bytes=card_bytes)
+    return forecast_stages(MemoryJob(recipe, folder, {}, card_bytes))
+
+
+# diffusers' Chroma imports a class from a deprecated path.
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_fits_the_card_that_it_states(name: str, tmp_path: Path) -> None:
     path = EXAMPLES / f"{name}.yaml"
@@ -36,7 +52,7 @@ def test_an_example_fits_the_card_that_it_states(name: str, tmp_path: Path) -> N
 
     recipe = load_recipe(path)
     folder = BY_BASE[recipe.model.base].write(tmp_path / "model")
-    memory = forecast_stages(MemoryJob(recipe, folder, {}, int(promise[1]) * GIB))
+    memory = forecast(recipe, folder, int(promise[1]) * GIB)
     assert memory.usable_bytes is not None
     # Latents are encoded in smaller batches if memory runs out; the other stages cannot adapt.
     needed = {stage.stage: stage.device_bytes for stage in memory.stages if stage.stage != "encode latents"}

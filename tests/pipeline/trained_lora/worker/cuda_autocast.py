@@ -1,8 +1,8 @@
 """CUDA's autocast with bfloat16, imitated on the CPU as far as dtypes are concerned.
 
 CPU autocast leaves norms in bfloat16, so it cannot show what CUDA's does. Each rule cites its line in the
-header `ATen/autocast_mode.h` of the pinned torch, which `test_base_model.py` checks. Its twin marked `gpu`
-compares the rule with a real GPU.
+header `ATen/autocast_mode.h` of the pinned torch, which `test_base_model.py` checks. Its twin in
+`tests/gpu` compares the rule with a real GPU.
 """
 
 from __future__ import annotations
@@ -61,6 +61,25 @@ class ImitatedCudaAutocast(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         cast_args = [_cast(each, dtype) for each in args]
         return func(*cast_args, **{name: _cast(each, dtype) for name, each in (kwargs or {}).items()})
+
+
+def calls(device: str) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return one call of each imitated operation, with inputs of the dtype that it does not compute in."""
+    full = torch.randn(1, 4, 8, 8, device=device)
+    half = full.bfloat16()
+    return {
+        "conv2d": lambda: functional.conv2d(full, full),
+        "matmul": lambda: full @ full,
+        "linear": lambda: functional.linear(full, full[0, 0]),
+        "bmm": lambda: torch.bmm(full[0], full[0]),
+        "scaled_dot_product_attention": lambda: functional.scaled_dot_product_attention(full, full, full),
+        "rsqrt": half.rsqrt,
+        "pow, Tensor_Scalar": lambda: half.pow(2),
+        "layer_norm": lambda: functional.layer_norm(half, (8,)),
+        "rms_norm": lambda: functional.rms_norm(half, (8,)),
+        "group_norm": lambda: functional.group_norm(half, 2),
+        "softmax, int": lambda: half.softmax(-1),
+    }
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -35,6 +35,7 @@ from tests.pipeline.trained_lora.worker.cuda_autocast import (
     HEADER,
     LOWER_PRECISION,
     ImitatedCudaAutocast,
+    calls,
 )
 from tests.pipeline.trained_lora.worker.test_loop import outcome
 
@@ -251,39 +252,10 @@ def test_each_imitated_rule_cites_its_line_of_torchs_header(rules: dict[str, tup
     )
 
 
-def calls(device: str) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return one call of each imitated operation, with inputs of the dtype that it does not compute in."""
-    full = torch.randn(1, 4, 8, 8, device=device)
-    half = full.bfloat16()
-    functional = nn.functional
-    return {
-        "conv2d": lambda: functional.conv2d(full, full),
-        "matmul": lambda: full @ full,
-        "linear": lambda: functional.linear(full, full[0, 0]),
-        "bmm": lambda: torch.bmm(full[0], full[0]),
-        "scaled_dot_product_attention": lambda: functional.scaled_dot_product_attention(full, full, full),
-        "rsqrt": half.rsqrt,
-        "pow, Tensor_Scalar": lambda: half.pow(2),
-        "layer_norm": lambda: functional.layer_norm(half, (8,)),
-        "rms_norm": lambda: functional.rms_norm(half, (8,)),
-        "group_norm": lambda: functional.group_norm(half, 2),
-        "softmax, int": lambda: half.softmax(-1),
-    }
-
-
 @pytest.mark.parametrize("name", [*LOWER_PRECISION, *FLOAT32])
 def test_an_imitated_operation_returns_the_dtype_of_its_list(name: str) -> None:
     with ImitatedCudaAutocast():
         dtype = calls("cpu")[name]().dtype
-    assert dtype == (torch.bfloat16 if name in LOWER_PRECISION else torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", [*LOWER_PRECISION, *FLOAT32])
-def test_an_operation_under_cudas_autocast_returns_the_dtype_of_its_list(name: str) -> None:
-    with torch.autocast("cuda", torch.bfloat16):
-        dtype = calls("cuda")[name]().dtype
     assert dtype == (torch.bfloat16 if name in LOWER_PRECISION else torch.float32)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora.worker.ema import AveragedWeights
@@ -43,6 +44,29 @@ def test_the_moving_average_follows_its_formula() -> None:
     with averaging.applied():
         torch.testing.assert_close(weights[0].data, shadow)
     assert torch.equal(weights[0].data, history[-1])
+
+
+class Names(TorchFunctionMode):
+    """Record the names of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_average_of_many_weights_is_updated_at_once_except_on_a_cpu(device: str) -> None:
+    """The meta device stands in for a GPU."""
+    weights = [torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(3)]
+    settings = TrainingSettings(ema_decay=0.5)
+    averaging = AveragedWeights(weights, torch.optim.SGD(weights), settings)
+    with Names() as recorded:
+        averaging.update()
+    assert ("_foreach_sub_" in recorded.names) == (device == "meta")
 
 
 @pytest.mark.parametrize("values", [{"ema_decay": 0.9}, {"optimizer": "schedule_free"}], ids=str)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from peft import LoraConfig
 
@@ -23,6 +22,7 @@ from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -200,17 +200,6 @@ def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def in_fp16(job: TrainingJob) -> Engine:
-    """Return an engine with fp16's loss scaling, which accelerate does not allow on a CPU."""
-    engine = engine_of(job)
-    accelerator = engine.accelerator
-    accelerator.scaler = torch.amp.GradScaler("cpu")
-    engine._optimizer = AcceleratedOptimizer(engine._optimizer.optimizer, scaler=accelerator.scaler)
-    accelerator._optimizers[:] = [engine._optimizer]
-    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
-    return engine
-
-
 def one_step(engine: Engine, job: TrainingJob, step: int) -> StepOutcome:
     batch = job.plan()[step]
     return engine.step(batch, iter(inputs_of(job, engine, batch)), stop=False)
@@ -222,7 +211,7 @@ def test_R05_a_step_skipped_by_loss_scaling_is_not_averaged_and_the_rate_stays_a
 ) -> None:
     settings: dict[str, Any] = {"steps": 4, "ema_decay": 0.5, "lr_scheduler": "linear"}
     job = make_project(gradient_accumulation=1, **settings).job()
-    engine = in_fp16(job)
+    engine = with_loss_scaling(engine_of(job))
     out_of_memory_error = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
     outcomes = [one_step(engine, job, step) for step in (0, 1)]
     out_of_memory_error.remove()
@@ -238,7 +227,7 @@ def test_R05_a_run_whose_steps_are_all_skipped_stops_with_an_error(
     make_project: Callable[..., Project],
 ) -> None:
     job = make_project(steps=40, gradient_accumulation=1, batch_size=1).job()
-    engine = in_fp16(job)
+    engine = with_loss_scaling(engine_of(job))
     one_step(engine, job, 0)
     before = adapter_state(engine.denoiser)
     engine.weights[0].register_hook(lambda gradient: gradient + math.inf)

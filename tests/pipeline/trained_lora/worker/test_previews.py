@@ -60,6 +60,37 @@ def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Proje
     assert engine.denoiser.training
 
 
+def test_previews_are_decoded_in_tiles_and_bfloat16_after_memory_ran_out(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_project(sample_every=2).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    load, attempts = family.vae.load, list[tuple[str, Any]]()
+
+    def without_memory_for_float32(dtype: str, device: str) -> Any:
+        """Load a VAE whose float32 kind has memory for one picture only."""
+        vae = load(dtype, device)
+        decoded: list[None] = []
+
+        def count(*_: Any) -> None:
+            decoded.append(None)
+            if dtype == "float32" and len(decoded) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        vae.decoder.register_forward_pre_hook(count)
+        attempts.append((dtype, vae))
+        return vae
+
+    monkeypatch.setattr(family.vae, "load", without_memory_for_float32)
+    warnings: list[str] = []
+    files = draw_previews(job, family, engine, step=2, warn=warnings.append)
+    assert warnings == []
+    assert [path.name for path in files] == ["step-00000002-00.png", "step-00000002-01.png"]
+    assert [(dtype, vae.use_tiling) for dtype, vae in attempts] == [("float32", False), ("bfloat16", True)]
+    assert all(np.asarray(Image.open(path)).std() > 0 for path in files)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_vae_is_loaded_once_for_all_previews_and_then_released(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, *, fails: bool

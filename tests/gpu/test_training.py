@@ -1,0 +1,181 @@
+"""Training on a GPU: quantized weights, 8-bit optimizer, fp16, compiled blocks, resume, two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gpu.rig import Rig, Silent
+from pipeline.models.worker.family import load_family
+from pipeline.processes.launch import LocalLaunch
+from pipeline.recipe import TrainingSettings
+from pipeline.trained_lora.export.lora_files import read_lora_file
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.worker.ema import AveragedWeights
+from pipeline.trained_lora.worker.engine import Engine, StepOutcome
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.loop import StopRequest, train
+from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+class StopAfter(Silent):
+    """A reporter that requests a stop when some steps are done."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.stop = steps, StopRequest()
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
+        self.stop.requested = done >= self.steps
+
+
+def engine_of(job: TrainingJob) -> Engine:
+    return Engine(job, load_family(job.base))
+
+
+def outcomes(job: TrainingJob, engine: Engine) -> Iterator[StepOutcome]:
+    """Train each step of the plan in turn."""
+    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
+    for step, batch in job.plan().iterate():
+        inputs = [(batch, maker.make(step, micro[0])) for micro in batch.micro_batches]
+        yield engine.step(batch, iter(inputs), stop=False)
+
+
+def with_precision(job: TrainingJob, precision: str) -> TrainingJob:
+    accelerate = job.recipe.accelerate.model_copy(update={"mixed_precision": precision})
+    return replace(job, recipe=job.recipe.model_copy(update={"accelerate": accelerate}))
+
+
+def weights_of(job: TrainingJob) -> dict[str, Tensor]:
+    file = read_lora_file(RunLayout(job.folder).exported / LORA_FILE)
+    return {name: torch.from_numpy(tensor) for name, tensor in file.tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8_torchao", "nf4"])
+def test_quantized_weights_take_less_memory_and_give_almost_the_same_losses(
+    device: str, rig: Rig, kind: str
+) -> None:
+    if kind == "nf4" and device == "cpu":
+        pytest.skip("diffusers packs nf4 on a GPU only")
+    losses: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
+    for quantize in ("none", kind):
+        job = rig.training_job(quantize=quantize, gradient_checkpointing=True)
+        engine = engine_of(job)
+        sizes[quantize] = sum(map(_size, engine.denoiser.parameters()))
+        losses[quantize] = [outcome.loss for outcome in outcomes(job, engine)]
+    assert losses[kind] != losses["none"]
+    assert losses[kind] == pytest.approx(losses["none"], rel=0.15)
+    assert sizes[kind] < 0.8 * sizes["none"]
+
+
+def _size(weight: Tensor) -> int:
+    packed: Any = getattr(weight, "__tensor_flatten__", None)
+    parts = [getattr(weight, name) for name in packed()[0]] if packed else [weight]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_the_8_bit_adamw_follows_the_one_of_32_bits(rig: Rig) -> None:
+    losses = {}
+    for optimizer in ("adamw", "adamw8bit"):
+        job = rig.training_job(optimizer=optimizer)
+        losses[optimizer] = [outcome.loss for outcome in outcomes(job, engine_of(job))]
+    assert losses["adamw8bit"] == pytest.approx(losses["adamw"], rel=0.05)
+
+
+def test_fp16_skips_a_step_whose_gradient_overflows_and_trains_on(device: str, rig: Rig) -> None:
+    job = rig.training_job()
+    if device == "cpu":
+        engine = with_loss_scaling(engine_of(with_precision(job, "no")))
+    else:
+        engine = engine_of(with_precision(job, "fp16"))
+    scaler = engine.accelerator.scaler
+    assert scaler is not None
+
+    before = [weight.detach().clone() for weight in engine.weights]
+    overflow = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+    steps = outcomes(job, engine)
+    assert math.isinf(next(steps).grad_norm)
+    assert all(torch.equal(weight, old) for weight, old in zip(engine.weights, before, strict=True))
+    scale = scaler.get_scale()
+
+    overflow.remove()
+    later = list(steps)
+    assert all(math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm) for outcome in later)
+    assert scaler.get_scale() == scale
+    assert not all(torch.equal(weight, old) for weight, old in zip(engine.weights, before, strict=True))
+
+
+def test_compiled_blocks_give_almost_the_same_losses(device: str, rig: Rig) -> None:
+    losses = {}
+    for is_compiled in (False, True):
+        job = rig.training_job(compile=is_compiled)
+        engine = engine_of(job)
+        if is_compiled and device == "cpu":
+            denoiser: Any = engine.denoiser
+            denoiser.compile_repeated_blocks(backend="eager")  # the default needs a C++ compiler
+        losses[is_compiled] = [outcome.loss for outcome in outcomes(job, engine)]
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    device: str, rig: Rig, quantize: str
+) -> None:
+    whole, cut = (
+        replace(rig.training_job(quantize=quantize), run=f"{number}{quantize}".ljust(16, "0"))
+        for number in (1, 2)
+    )
+    assert train(whole, Silent(), StopRequest())
+    report = StopAfter(2)
+    assert not train(cut, report, report.stop)
+    assert train(cut, Silent(), StopRequest())
+
+    expected, actual = weights_of(whole), weights_of(cut)
+    assert set(actual) == set(expected)
+    tolerance = 0.0 if device == "cpu" else 1e-3  # some kernels of CUDA add in any order
+    for name, weight in expected.items():
+        torch.testing.assert_close(actual[name], weight, rtol=0.0, atol=tolerance * float(weight.abs().max()))
+
+
+def test_two_processes_train_together(device: str, make_rig: Callable[[str], Rig], tmp_path: Path) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    job = make_rig("FLUX.1").training_job(batch_size=2)
+    accelerate = job.recipe.accelerate.model_copy(update={"num_processes": 2})
+    recipe = job.recipe.model_copy(update={"accelerate": accelerate, "output_dir": tmp_path / "out"})
+    job = replace(job, recipe=recipe)
+    LocalLaunch(accelerate)("pipeline.trained_lora.worker", job.write())
+    result = json.loads((job.folder / "result.json").read_text(encoding="utf-8"))
+    assert result["steps"] == len(job.plan())
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights_of(job).values())
+
+
+def test_the_moving_average_is_that_of_the_cpu(device: str) -> None:
+    values = [torch.randn(16, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    averages: dict[str, list[Tensor]] = {}
+    for place in ("cpu", device):
+        weights = [torch.nn.Parameter(torch.zeros(16, 4, device=place)) for _ in range(2)]
+        average = AveragedWeights(weights, torch.optim.SGD(weights), TrainingSettings(ema_decay=0.5))
+        for value in values:
+            with torch.no_grad():
+                for weight in weights:
+                    weight.copy_(value)
+            average.update()
+        with average.applied():
+            averages[place] = [weight.detach().cpu().clone() for weight in weights]
+    torch.testing.assert_close(averages[device], averages["cpu"])

@@ -1,0 +1,54 @@
+"""docs/hardware.md shows what the forecast gives now."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.configurations import HIDREAM, PUBLISHED
+from pipeline.recipe import project_root
+from tools.docs.hardware_page import PAGE, disk_line, fit_line, memory_line, memory_of
+
+BOUNDED = ("Stable Diffusion 1.5", "FLUX.2 klein base 4B")
+"""Models whose forecast takes some seconds."""
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return (project_root() / PAGE).read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_the_memory_of_a_model_is_up_to_date(name: str, lines: list[str], tmp_path: Path) -> None:
+    memory = memory_of(next(each for each in PUBLISHED if each.name == name), tmp_path)
+    assert fit_line(name, memory) in lines, "run python -m tools.docs.hardware_page"
+    assert memory_line(name, memory) in lines, "run python -m tools.docs.hardware_page"
+
+
+def test_the_disk_space_of_all_models_is_up_to_date(lines: list[str], tmp_path: Path) -> None:
+    for number, published in enumerate((*PUBLISHED, HIDREAM)):
+        folder = tmp_path / str(number)
+        assert disk_line(published, folder) in lines, "run python -m tools.docs.hardware_page"
+
+
+def test_every_forecast_model_is_in_all_three_tables(lines: list[str]) -> None:
+    counts = {each.name: sum(line.startswith(f"| {each.name} |") for line in lines) for each in PUBLISHED}
+    assert counts == dict.fromkeys(counts, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_complete_page_is_up_to_date() -> None:
+    """In a process that compiles nothing, which the text encoder of Kolors needs on the meta device."""
+    code = (
+        "from tools.docs.hardware_page import PAGE, complete_page\n"
+        "page = PAGE.read_text(encoding='utf-8')\n"
+        "raise SystemExit(complete_page(page) != page)\n"
+    )
+    environment = {**os.environ, "PYTORCH_JIT": "0", "PYTHONPATH": str(project_root())}
+    status = subprocess.run([sys.executable, "-c", code], cwd=project_root(), env=environment, check=False)
+    assert status.returncode == 0, "run python -m tools.docs.hardware_page"

@@ -1,0 +1,171 @@
+"""Generate the tables in docs/hardware.md: `python -m tools.docs.hardware_page`, some minutes.
+
+Memory is that of `latentline plan`, for the configurations of published models in `bench.gpu`. The size of
+cache entries follows from their shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.gpu.configurations import HIDREAM, PUBLISHED, Published
+from pipeline.images.geometry import Size
+from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.recipe import recipe_from_mapping
+
+PAGE = Path("docs/hardware.md")
+MARKERS = "<!-- {name}: {edge} -->"
+
+GIB = 2**30
+CARDS_GB = (12, 16, 24, 48, 80)
+
+RESOLUTIONS = {"Stable Diffusion 1.5": 512, "Stable Diffusion 2.1": 768}
+"""Resolutions of models that were trained on smaller images than 1024 px."""
+
+SETTINGS = ("bf16", "checkpointing", "int8", "nf4")
+"""Settings of a training, each with less memory than the one before; the last two include checkpointing."""
+
+CAPTION_TOKENS = 100
+"""Length of captions in the table of disk space, for models whose entries are as long as the caption."""
+
+ITEM_BYTES = 2
+"""Bytes per value in entries of float16 or bfloat16."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory on one GPU.
+
+    Attributes:
+        resolution: Edge of the images.
+        training: Bytes of a training, by setting.
+        latents: Bytes while latents are encoded, before batches shrink.
+        text: Bytes while captions are encoded.
+    """
+
+    resolution: int
+    training: dict[str, int]
+    latents: int
+    text: int
+
+
+def memory_of(published: Published, folder: Path) -> Memory:
+    """Return the forecast for a model; `folder` receives its configuration files."""
+    from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_bytes
+    from pipeline.maintenance.memory.worker.training import TrainingForecast
+
+    family = load_family(published.write(folder / "model"))
+    resolution = RESOLUTIONS.get(published.name, 1024)
+    size = Size(resolution, resolution)
+    values = {
+        "datasets": [{"name": "images", "path": str(folder / "images")}],
+        "output_dir": str(folder / "out"),
+        "model": {"base": str(family.folder)},
+        "training": {"gradient_checkpointing": True, "batch_size": 1, "lora": {"rank": 16, "alpha": 16.0}},
+        "accelerate": {"mixed_precision": "bf16"},
+    }
+    forecast = TrainingForecast(family, recipe_from_mapping("hardware", values), size)
+    checkpointing = forecast.variant
+    variants = {
+        "bf16": replace(checkpointing, checkpointing=False),
+        "checkpointing": checkpointing,
+        "int8": replace(checkpointing, quantize="int8"),
+        "nf4": replace(checkpointing, quantize="nf4"),
+    }
+    return Memory(
+        resolution=resolution,
+        training={name: forecast.memory(variants[name]).device for name in SETTINGS},
+        latents=latents_bytes(family, size, family.vae_compute_dtype("auto"))[1],
+        text=text_bytes(family, family.text_compute_dtypes("auto"))[1],
+    )
+
+
+def fit_line(name: str, memory: Memory) -> str:
+    """Return a model's line in the table of cards: the first setting that fits each card."""
+    return _line([name, f"{memory.resolution}", *(_setting_for(gigabytes, memory) for gigabytes in CARDS_GB)])
+
+
+def _setting_for(gigabytes: int, memory: Memory) -> str:
+    from pipeline.maintenance.memory.worker.stages import RESERVED_BYTES
+
+    usable_bytes = gigabytes * GIB - RESERVED_BYTES
+    setting = next((name for name in SETTINGS if memory.training[name] <= usable_bytes), None)
+    if setting is None:
+        return "-"
+    return setting if memory.text <= usable_bytes else f"{setting} *"
+
+
+def memory_line(name: str, memory: Memory) -> str:
+    """Return a model's line in the table of memory."""
+    sizes = [*(memory.training[setting] for setting in SETTINGS), memory.latents, memory.text]
+    return _line([name, *(f"{size / GIB:.1f}" for size in sizes)])
+
+
+def disk_line(published: Published, folder: Path) -> str:
+    """Return a model's line in the table of disk space; `folder` receives its configuration files."""
+    family = load_family(published.write(folder / "model"))
+    resolution = RESOLUTIONS.get(published.name, 1024)
+    latent_bytes = ITEM_BYTES * math.prod(family.latent_shape(Size(resolution, resolution)))
+    caption_bytes, note = _caption_bytes(family)
+    sizes = [f"{1000 * size / 1e9:.2f} GB" for size in (latent_bytes, caption_bytes)]
+    return _line([published.name, *sizes, note])
+
+
+def _caption_bytes(family: WorkerFamily) -> tuple[int, str]:
+    """Return the size of a caption's tensors, and a note on their length."""
+    shapes = dict(family.text_shapes())
+    longest, *rest = shapes["text_embedding"]
+    if family.text_padding == "stored":
+        total = sum(map(math.prod, shapes.values()))
+        return ITEM_BYTES * total, f"{ITEM_BYTES * total / 1e6:.1f} MB each"
+    shapes["text_embedding"] = (min(longest, CAPTION_TOKENS), *rest)
+    per_token = ITEM_BYTES * math.prod(rest)
+    return ITEM_BYTES * sum(map(math.prod, shapes.values())), f"{per_token / 1e3:.1f} kB per token"
+
+
+def with_table(page: str, name: str, lines: Iterable[str]) -> str:
+    """Return the page with the rows of one table replaced."""
+    start, end = (MARKERS.format(name=name, edge=edge) for edge in ("begin", "end"))
+    before, _, rest = page.partition(start)
+    head, _, after = rest.partition(end)
+    heading = head.strip().splitlines()[:2]
+    return before + "\n".join([start, "", *heading, *lines, "", end]) + after
+
+
+def complete_page(page: str, models: Sequence[Published] = PUBLISHED) -> str:
+    """Return the page with all tables computed again."""
+    fits: list[str] = []
+    sizes: list[str] = []
+    disk: list[str] = []
+    for published in (*models, HIDREAM):
+        with TemporaryDirectory() as folder:
+            disk.append(disk_line(published, Path(folder)))
+        if published is HIDREAM:
+            continue
+        with TemporaryDirectory() as folder:
+            memory = memory_of(published, Path(folder))
+        fits.append(fit_line(published.name, memory))
+        sizes.append(memory_line(published.name, memory))
+    for name, lines in {"cards": fits, "memory": sizes, "disk": disk}.items():
+        page = with_table(page, name, lines)
+    return page
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Write the tables into the page."""
+    PAGE.write_text(complete_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    # The text encoder of Kolors compiles functions that do not accept the meta device.
+    os.environ["PYTORCH_JIT"] = "0"
+    main()
