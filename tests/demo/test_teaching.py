@@ -1,7 +1,7 @@
 """Adapters, optimizers and losses teach the demo's base model a shape that it does not know.
 
 The score counts new pictures with the right shape, colour and background, see demo/score.py. `make demo`
-trains one cell of the table, the bounded suite another one, and the slow tests all of them.
+trains one cell of the table, the bounded suite two more, and the slow tests all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from demo.experiments import changed_demo, shuffle_captions, teach
-from demo.learned import MIN_AFTER, Learned
+from demo.learned import MAX_LOST, Learned
 from pipeline.recipe import load_recipe
 
 Teach: TypeAlias = Callable[..., Learned]
@@ -30,10 +30,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "adafactor": {"optimizer": "adafactor", "learning_rate": 1e-2},
-    "prodigy": {"optimizer": "prodigy", "learning_rate": 1.0},
-    "lion": {"optimizer": "lion", "learning_rate": 3e-4},
-    "schedule_free": {"optimizer": "schedule_free", "lr_scheduler": "constant"},
+    "adafactor": {"optimizer": "adafactor", "learning_rate": 2e-3},
+    "lion": {"optimizer": "lion", "learning_rate": 5e-4},
 }
 """Changes of `training`."""
 
@@ -45,7 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Changes of the recipe."""
 
-IN_CI = {("lokr", "prodigy")}
+IN_CI = [("lokr", "adamw"), ("lora", "lion")]
+
+MIN_CONCEPT = 0.3
+"""Minimum score of the concept. It is 0 for the base model, and for a LoRA trained with shuffled captions."""
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +70,8 @@ def lesson(tmp_path: Path, cache: Path) -> Teach:
 
 
 def has_learned(learned: Learned) -> bool:
-    return not learned.missed_targets()
+    lost = learned.known_before - learned.known_after
+    return learned.concept_before == 0 and learned.concept_after >= MIN_CONCEPT and lost <= MAX_LOST
 
 
 def cell(adapter: str, optimizer: str) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def test_each_setting_teaches_the_concept(lesson: Teach, name: str) -> None:
 @pytest.mark.slow
 def test_a_lora_of_shuffled_captions_does_not_teach_the_concept(lesson: Teach) -> None:
     learned = lesson(shuffled=True)
-    assert learned.concept_after < MIN_AFTER, learned.summary()
+    assert learned.concept_after <= MIN_CONCEPT / 3, learned.summary()
 
 
 @pytest.mark.slow
