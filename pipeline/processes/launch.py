@@ -175,12 +175,14 @@ class LocalLaunch:
                 process.wait()
                 raise
 
-            if status in _INTERRUPTED_STATUSES:
+            if status == 0:
+                return
+            output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            if status in _INTERRUPTED_STATUSES or output[-1:] == ["KeyboardInterrupt"]:
                 # A terminal sends Ctrl-C to both processes, and this one may notice the other's end first.
+                # During its start or end, Python's exit status is 1 and only the traceback names the cause.
                 raise KeyboardInterrupt
-            if status != 0:
-                output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
-                raise launch_error(module, status, output=output, error_file=error_file)
+            raise launch_error(module, status, output=output, error_file=error_file)
 
 
 def _wait(

@@ -44,6 +44,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
         "captions_agree": {},
         "look_alikes": {"copies_left_out": 0, "groups": 0, "images_in_groups": 0, "near_duplicate_bits": 4},
         "one_colour": {"one_colour": 0},
+        **dict.fromkeys(["masks_present", "masks_usable", "masks_matched", "masks_white"], {}),
     },
     "aspect_buckets": {
         "conservation": CONSERVATION,
@@ -56,6 +57,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
     "vae_latents": {
         **dict.fromkeys(["completeness", "shape_uniformity", "file_size_outliers", "finite_values"], LATENTS),
         "rejected_fraction": {"rejected": 0, "rejected_here": 0, "of": 5, "limit": 0.05, "fraction": 0.0},
+        "masks_cropped": {},
     },
     "text_embeddings": {
         **dict.fromkeys(
