@@ -131,6 +131,16 @@ def test_a_process_that_ctrl_c_ended_interrupts_its_parent_too(order: Path) -> N
         LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
 
 
+def test_a_process_that_ctrl_c_ended_during_its_start_interrupts_its_parent_too(
+    tmp_path: Path, order: Path
+) -> None:
+    code = "import sys, traceback\ntry:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt:\n"
+    code += "    traceback.print_exc()\n    sys.exit(1)\n"
+    (tmp_path / "slow_entry.py").write_text(code, encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        LocalLaunch(AccelerateSettings())("slow_entry", order)
+
+
 REPORTING_ENTRY = """
 import sys, time
 from pathlib import Path
