@@ -44,7 +44,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
         "captions_agree": {},
         "look_alikes": {"copies_left_out": 0, "groups": 0, "images_in_groups": 0, "near_duplicate_bits": 4},
         "one_colour": {"one_colour": 0},
-        **dict.fromkeys(["masks_present", "masks_usable", "masks_matched", "masks_white"], {}),
+        **{name: {} for name in ("masks_present", "masks_usable", "masks_matched", "masks_white")},
     },
     "aspect_buckets": {
         "conservation": CONSERVATION,
