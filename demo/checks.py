@@ -63,6 +63,9 @@ def sheet_folder(recipe: Recipe) -> Path:
 
 def measure_lora(recipe: Recipe) -> Learned:
     """Return the scores without and with the LoRA that the recipe's last run published."""
+    from pipeline.models.worker.loading import keep_quiet
+
+    keep_quiet()
     output = sheet_folder(recipe)
     output.mkdir(exist_ok=True)
     return measure(load_pipeline(in_project(recipe.model.base)), recipe.output_dir / "lora", output)

@@ -133,7 +133,10 @@ def test_after_the_demo_the_ui_shows_assets_thumbnails_before_after_and_the_loss
         browser.wait_for("dataset_page")
         browser.open(f"file://{metadata_path(browser, 'index[.]html')}")
         browser.wait_for(f"{NUM_PICTURES} images kept")
-        thumbnails = browser.run("return [...document.images].map(image => image.naturalWidth)")
+        browser.run("for (const image of document.images) image.loading = 'eager'")
+        widths = "return [...document.images].map(image => image.naturalWidth)"
+        until(lambda: all(browser.run(widths)), "all thumbnails", seconds=60, log=log)
+        thumbnails = browser.run(widths)
         assert len(thumbnails) == NUM_PICTURES
         assert all(width > 50 for width in thumbnails)
         captions = [file.read_text("utf-8").strip() for file in (folder / "pictures").rglob("*.txt")]
@@ -186,7 +189,7 @@ def test_during_a_training_the_ui_shows_a_live_observation_before_it_ends(folder
 
 
 def test_the_ui_shows_the_graph_a_contact_sheet_and_a_closed_gate(folder: Path) -> None:
-    overrides = {"steps": 10, "rank": 2}
+    overrides = {"steps": 30, "rank": 2}
     config = {"ops": {"demo__trained_lora": {"config": overrides}}}
     with serving(folder, tensorboard_port=free_port()) as ui, browsing(folder) as browser:
         assert finished(ui, launch(ui, "demo_train", config), folder) == "SUCCESS"
