@@ -18,6 +18,7 @@ from typing import NoReturn
 import click
 
 from pipeline.errors import LatentlineError
+from pipeline.processes.tree import ProcessTree
 from pipeline.recipe.load import load_recipe, project_root, recipes_dir
 from pipeline.reporting import tensorboard
 
@@ -25,7 +26,10 @@ LINK_INTERVAL_S = 10.0
 """Seconds between two updates of the links."""
 
 END_WAIT_S = 30.0
-"""Seconds that Dagster's UI has for its end, in which it stops its daemon and code server."""
+"""Seconds that Dagster's UI has for its end, in which it stops its daemon and code servers."""
+
+STOP_WAIT_S = 5.0
+"""Seconds that processes have which are left after that, before they are killed."""
 
 
 @click.command()
@@ -117,12 +121,13 @@ def tensorboard_problem(log: Path) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a signalled process, and kill it after `END_WAIT_S`."""
-    try:
+    """Wait at most `END_WAIT_S` for a signalled process, and stop what is left of it and its descendants."""
+    tree = ProcessTree(process.pid)
+    tree.members()
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=END_WAIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    tree.stop(grace_s=STOP_WAIT_S)
+    process.wait()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from pipeline.processes.tree import ProcessTree
 from pipeline.reporting import tensorboard
 from tests.e2e.daemon import make_home
-from tools.ui import link_runs, start_tensorboard, tensorboard_problem
+from tools.ui import end, link_runs, start_tensorboard, tensorboard_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,6 +157,31 @@ def test_both_interfaces_answer_and_end_together(flowers: Path, stop: str) -> No
         until(lambda: not any(member.is_running() for member in members), seconds=60)
     finally:
         tree.stop(grace_s=0)
+
+
+def test_no_descendant_of_a_process_that_does_not_end_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.ui.END_WAIT_S", 0.2)
+    monkeypatch.setattr("tools.ui.STOP_WAIT_S", 0.2)
+    file = tmp_path / "child"
+    code = "import pathlib, signal, subprocess, sys, time\n"
+    code += "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+    code += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    code += "pathlib.Path(sys.argv[1]).write_text(str(child.pid))\ntime.sleep(600)\n"
+    process = subprocess.Popen([sys.executable, "-c", code, str(file)])
+    until(lambda: file.exists() and file.read_text())
+
+    end(process)
+    assert process.returncode is not None
+    assert not is_alive(int(file.read_text()))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_the_project_instance_opens_the_ui_without_the_subscription_dialog(tmp_path: Path) -> None:
