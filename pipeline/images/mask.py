@@ -72,6 +72,12 @@ def read_mask(content: BinaryIO, source: MaskSource, *, limits: DecodeLimits) ->
     return MaskContent(size, float(values.mean(dtype=np.float64)) / _WHITE)
 
 
+def mask_error(err: ImageError, mask: object) -> ImageError:
+    """Return the error of a mask's file as one of its image, with the mask's name and a reason `mask_*`."""
+    reason = err.reason if err.reason.startswith("mask_") else f"mask_{err.reason}"
+    return ImageError(reason, f"the mask {mask}: {err.detail}", fix=err.fix)
+
+
 def load_mask(
     file: File, geometry: Geometry, source: MaskSource, *, flipped: bool, content_hash: str
 ) -> npt.NDArray[np.uint8]:

@@ -18,7 +18,7 @@ from pipeline.versions import TRAINING_VERSION
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
     from pipeline.models.families import Family
-    from pipeline.recipe import LoraSettings, Recipe
+    from pipeline.recipe import LoraSettings, Recipe, TrainingSettings
     from pipeline.trained_lora.samples import TrainingInputs
 
 Facts = dict[str, Any]
@@ -42,10 +42,6 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         ModelError: The training adapter is missing, or cannot be downloaded.
     """
     training = recipe.training
-    schedule: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
-    if training.lr_scheduler != "constant":
-        schedule |= {"steps": training.num_steps, "cycles": training.lr_cycles, "power": training.lr_power}
-        schedule |= {"decay_steps": training.decay_steps}
     dropout = recipe.text.caption_dropout
     start = training.lora.start_from
 
@@ -67,16 +63,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "underfilled": recipe.buckets.underfilled,
             **_mix(recipe),
         },
-        "loss": {
-            **training.loss.model_dump(exclude={"prior", "prior_weight"}),
-            **_prior(recipe),
-            **_loss_weights(recipe),
-            **_masks(recipe),
-            "prediction": entries.family.prediction_type(),
-            "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
-            "density": entries.family.density,
-            **_objective(entries.family),
-        },
+        "loss": _loss(recipe, entries.family),
         "noise": training.noise.model_dump(),
         "optimizer": {
             "kind": training.optimizer,
@@ -85,7 +72,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "max_grad_norm": training.max_grad_norm,
             "ema_decay": training.ema_decay,
         },
-        "schedule": schedule,
+        "schedule": _schedule(training),
         "lora": {
             **_adapter(training.lora),
             "start_from": None if start is None else _start_hash(start),
@@ -101,14 +88,43 @@ def _samples(inputs: TrainingInputs) -> Facts:
     table = inputs.table
     latents = table.select("variant_id", "bucket", "latents").iter_rows()
     text = table.select("variant_id", "texts").iter_rows()
-    masks = table.select("variant_id", "masks").drop_nulls() if "masks" in table.columns else table.clear()
-    masks_fact = {"masks": _digest((name, *keys) for name, keys in masks.iter_rows())} if len(masks) else {}
-    return {
-        **masks_fact,
+    facts: Facts = {
         "number": len(inputs),
         "latents": _digest((variant_id, bucket, *keys) for variant_id, bucket, keys in latents),
         "text": _digest((variant_id, *keys) for variant_id, keys in text),
         "repeats": _digest(table.select("variant_id", "repeats").iter_rows()),
+    }
+    if "masks" in table.columns:
+        masks = table.select("variant_id", "masks").drop_nulls()
+        if not masks.is_empty():
+            facts["masks"] = _digest((variant_id, *keys) for variant_id, keys in masks.iter_rows())
+    return facts
+
+
+def _schedule(training: TrainingSettings) -> Facts:
+    facts: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
+    if training.lr_scheduler != "constant":
+        facts |= {"steps": training.num_steps, "cycles": training.lr_cycles, "power": training.lr_power}
+        facts |= {"decay_steps": training.decay_steps}
+    return facts
+
+
+def _loss(recipe: Recipe, family: Family) -> Facts:
+    """Return what decides the loss of a batch.
+
+    Runs of earlier versions keep their ids, because settings which those lacked are included only if they
+    are used.
+    """
+    training = recipe.training
+    return {
+        **training.loss.model_dump(exclude={"prior", "prior_weight"}),
+        **_prior(recipe),
+        **_loss_weights(recipe),
+        **_masks(recipe),
+        "prediction": family.prediction_type(),
+        "timesteps": {**training.timesteps.model_dump(), **family.timestep_facts()},
+        "density": family.density,
+        **_objective(family),
     }
 
 

@@ -135,10 +135,7 @@ def train_lora(
             watch.startup_s = finished["startup_s"]
         else:
             log(f"run {job.run} is finished and unchanged: nothing is launched")
-        if finished.get("epochs") != epochs:
-            finished["epochs"] = epochs
-            mark_finished(layout, finished)
-
+        _record_epochs(layout, finished, epochs)
         published_step = _publish(job, finished, launched=launched, log=log)
         if not (layout.report / LOSSES_FILE).is_file():
             write_run_report(job, layout)
@@ -147,6 +144,13 @@ def train_lora(
     report = _report(job, finished, launched=launched)
     report |= {"published_step": published_step, "overrides": changes, **watch.numbers()}
     return StageResult(table, empty("rejected"), report)
+
+
+def _record_epochs(layout: RunLayout, finished: dict[str, Any], epochs: float | None) -> None:
+    """Record the recipe's number of epochs, which may have changed since the run ended."""
+    if finished.get("epochs") != epochs:
+        finished["epochs"] = epochs
+        mark_finished(layout, finished)
 
 
 def require_open_gates(recipe: Recipe) -> None:

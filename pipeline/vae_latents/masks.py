@@ -19,7 +19,7 @@ from pipeline.encoding.jobs import Encoded, Failure, Job, Outcome, ResultsWriter
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry, Size
-from pipeline.images.mask import load_mask, mask_weights
+from pipeline.images.mask import load_mask, mask_error, mask_weights
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.sources import mask_root
 from pipeline.storage.addresses import address
@@ -185,8 +185,8 @@ def _outcome(job: Job, file: Any) -> Outcome:
             file, geometry, work["source"], flipped=work["flipped"], content_hash=work["mask_hash"]
         )
     except ImageError as err:
-        reason = err.reason if err.reason.startswith("mask_") else f"mask_{err.reason}"
-        return Failure(reason, f"the mask {file}: {err.detail}", err.fix)
+        named = mask_error(err, file)
+        return Failure(named.reason, named.detail, named.fix)
 
     mean_ppm = round(float(values.mean()) / 255 * PPM)
     if not mean_ppm:

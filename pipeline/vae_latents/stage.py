@@ -79,12 +79,8 @@ def cache_latents(
         watch=watch,
     )
 
-    # A failed entry rejects every sample that needs it.
     failures = result.failed | ({} if masks is None else masks.failed)
-    entry_keys = [name for name in ("key", "mask_key") if name in requests.columns]
-    failed = requests.filter(pl.any_horizontal(pl.col(entry_keys).is_in(list(failures))))
-    failed = failed.unique("sample_id", keep="first", maintain_order=True)
-    kept = requests.join(failed, on="sample_id", how="anti", maintain_order="left")
+    kept, failed = _without_failed(requests, failures)
     table = kept.join(result.entries, on="key", maintain_order="left")
     table = table.select(*columns_in(ASSET, table))
     table = validated(ASSET, table, "result of vae_latents").sort(row_names(ASSET))
@@ -101,6 +97,17 @@ def cache_latents(
         **pictures.statistics(entries, table, folder),
     }
     return StageResult(table, rejected, report)
+
+
+def _without_failed(requests: pl.DataFrame, failures: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the rows of samples whose entries are all present, and one row of each other sample.
+
+    A failed entry rejects every sample that needs it.
+    """
+    keys = [name for name in ("key", "mask_key") if name in requests.columns]
+    failed = requests.filter(pl.any_horizontal(pl.col(keys).is_in(list(failures))))
+    failed = failed.unique("sample_id", keep="first", maintain_order=True)
+    return requests.join(failed, on="sample_id", how="anti", maintain_order="left"), failed
 
 
 def _entry_rows(requests: pl.DataFrame, previous: pl.DataFrame | None) -> pl.DataFrame:

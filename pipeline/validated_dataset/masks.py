@@ -22,7 +22,7 @@ from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
-from pipeline.images.mask import MaskSource, read_mask
+from pipeline.images.mask import MaskSource, mask_error, read_mask
 from pipeline.raw_images.folder import FoundFile, Problem, WalkResult, sidecar_path, walk_local, walk_remote
 from pipeline.raw_images.manifest import mask_column_by_path, walk_manifest
 from pipeline.raw_images.parallel import in_threads
@@ -289,8 +289,7 @@ def _usable(row: Row, mask: _MaskFile | ImageError, facts: Mapping[_MaskFile, Ro
         raise mask
     fact = facts[mask]
     if isinstance(fact, ImageError):
-        reason = fact.reason if fact.reason.startswith("mask_") else f"mask_{fact.reason}"
-        raise ImageError(reason, f"the mask {mask.path}: {fact.detail}", fix=fact.fix)
+        raise mask_error(fact, mask.path)
 
     image, size = Size(row["height"], row["width"]), Size(fact["height"], fact["width"])
     if size == image:

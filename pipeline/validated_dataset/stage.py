@@ -160,14 +160,9 @@ def validate(
     log(f"{counted(len(chosen), 'image')} to check; earlier runs decoded {counted(len(known), 'content')}")
     decoded = decode_contents(recipe, sources, chosen, known, log=log)
 
-    # Samples with an unchanged file and caption are taken from the index; only the others are read.
     captions = _CaptionReader.create(recipe, sources, manifests)
     with_rule = _with_caption_rule(recipe, captions.with_sidecars(chosen))
-    unchanged = _unchanged_samples(sources, with_rule, decoded, index.captions, log=log)
-    others = with_rule.join(unchanged, on="sample_id", how="anti", maintain_order="left")
-    fresh, unusable = _read_samples(others, decoded, captions, log)
-
-    readable = pl.concat([unchanged, fresh]).sort("sample_id")
+    readable, unusable = _with_captions(with_rule, decoded, captions, index.captions, log=log)
     masks = with_masks(recipe, readable, raw, index.masks, log=log)
     samples = masks.samples
 
@@ -245,6 +240,19 @@ def _unchanged_samples(
     # Samples with a focus point depend on a manifest, so they have no rule and are not among these.
     samples = samples.with_columns(focus_x=pl.lit(0.5), focus_y=pl.lit(0.5), decoder=pl.lit(DECODER))
     return samples.select(*_SAMPLE_COLUMNS)
+
+
+def _with_captions(
+    rows: pl.DataFrame, decoded: DecodeResults, captions: _CaptionReader, known: pl.DataFrame, *, log: Log
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return samples whose image and caption can be used (`_SAMPLE_COLUMNS`), and the rejected rows.
+
+    Samples with an unchanged file and caption are taken from `known`; only the others are read.
+    """
+    unchanged = _unchanged_samples(captions.sources, rows, decoded, known, log=log)
+    others = rows.join(unchanged, on="sample_id", how="anti", maintain_order="left")
+    fresh, rejected = _read_samples(others, decoded, captions, log)
+    return pl.concat([unchanged, fresh]).sort("sample_id"), rejected
 
 
 def _read_samples(
