@@ -18,7 +18,6 @@ from pipeline.raw_images.folder import sidecar_path
 from pipeline.recipe import CaptionSettings
 from pipeline.storage.local_source import LocalSource
 from pipeline.validated_dataset.captions import Caption, canonical, caption_of, differing_files
-from pipeline.validated_dataset.variants import variants
 
 
 def settings(**values: object) -> CaptionSettings:
@@ -353,46 +352,6 @@ def test_C08_captions_are_the_same_under_another_locale(folder: Any, utf8: str |
     reasons = folder.tables.read_rejected("validated_dataset").select("path", "reason", "detail")
     assert reasons.equals(expected.rejected.select("path", "reason", "detail"))
     assert reasons["reason"].to_list() == ["caption_undecodable"]
-
-
-@pytest.mark.parametrize(
-    ("rule", "caption", "expected"),
-    [
-        ({"find": "1girl", "with": "a woman"}, "1girl, hat, 1girl", "a woman, hat, a woman"),
-        ({"find": "cat", "with": "dog"}, "a cat in a category, Cat", "a dog in a category, Cat"),
-        ({"find": "cat", "with": "dog", "ignore_case": True}, "a Cat, CATS", "a dog, CATS"),
-        ({"find": "cat", "with": "dog", "whole_words": False}, "cats", "dogs"),
-        ({"find": "_", "with": " ", "whole_words": False}, "red_rose, old_vase", "red rose, old vase"),
-        ({"find": "a.b", "with": "x"}, "a.b, acb", "x, acb"),
-        ({"find": "a", "with": "\\1 \\g<0>"}, "a b", "\\1 \\g<0> b"),
-        ({"find": "blurry"}, "rose, blurry, vase", "rose, vase"),
-        ({"find": "blurry"}, "blurry, rose", "rose"),
-        ({"find": "blurry"}, "rose, blurry", "rose"),
-        ({"find": "blurry"}, "a blurry rose", "a rose"),
-        ({"find": "not there", "with": "x"}, "a rose", "a rose"),
-    ],
-)
-def test_texts_are_replaced_in_captions(
-    tmp_path: Path, rule: dict[str, object], caption: str, expected: str
-) -> None:
-    assert read(tmp_path, caption.encode(), replace=(rule,)) == expected
-
-
-def test_rules_apply_in_their_order_to_each_caption_and_before_the_trigger(tmp_path: Path) -> None:
-    rules = ({"find": "1girl", "with": "woman"}, {"find": "woman", "with": "sks"})
-    (tmp_path / "a.txt").write_text("1girl\nhat", encoding="utf-8")
-    with_rules = settings(replace=rules, lines="each", trigger="sks")
-    texts = caption_of(with_rules, LocalSource(tmp_path), "a.png").texts
-    assert texts == ("sks", "hat")
-    assert variants(with_rules, texts) == ("sks", "sks, hat")
-
-
-def test_a_caption_of_which_nothing_is_left_is_empty(tmp_path: Path) -> None:
-    assert rejected(tmp_path, b"blurry", replace=({"find": "blurry"},)).reason == "caption_empty"
-    caption = caption_of(
-        settings(replace=({"find": "blurry"},), fallback="a rose"), LocalSource(tmp_path), "a.png"
-    )
-    assert caption == Caption(("a rose",), "fallback")
 
 
 class RemoteLikeSource(LocalSource):

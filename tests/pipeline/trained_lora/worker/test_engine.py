@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -15,37 +14,20 @@ from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
-from pipeline.recipe import LossSettings
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.plan.steps import StepPlan
-from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
-from pipeline.trained_lora.worker.engine import Engine, StepOutcome
+from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from tests.pipeline.trained_lora.worker.engine_steps import (
+    engine_of,
+    gradients,
+    inputs_of,
+    one_step,
+)
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
 
 if TYPE_CHECKING:
     from conftest import Project
-
-
-def engine_of(job: TrainingJob) -> Engine:
-    return Engine(job, load_family(job.base))
-
-
-def inputs_of(job: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
-    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
-    return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
-
-
-def gradients(job: TrainingJob, step: int) -> dict[str, torch.Tensor]:
-    """Return the gradients of one step, before the optimizer uses them."""
-    engine = engine_of(job)
-    batch = job.plan()[step]
-    for _, micro in inputs_of(job, engine, batch):
-        engine._backward(micro, batch.num_samples, last=True)
-    named = engine.denoiser.named_parameters()
-    return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
-
 
 CHANGED_NOISE = {"offset": 0.3, "input_perturbation": 0.5}
 """Settings with which the noise of the target differs from that of the input."""
@@ -200,11 +182,6 @@ def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def one_step(engine: Engine, job: TrainingJob, step: int) -> StepOutcome:
-    batch = job.plan()[step]
-    return engine.step(batch, iter(inputs_of(job, engine, batch)), stop=False)
-
-
 @pytest.mark.usefixtures("any_precision")
 def test_R05_a_step_skipped_by_loss_scaling_is_not_averaged_and_the_rate_stays_as_planned(
     make_project: Callable[..., Project],
@@ -296,120 +273,3 @@ def test_R04_the_schedule_is_stepped_once_per_optimizer_step(
     job = make_project(lr_scheduler=schedule, warmup_steps=2, learning_rate=1e-3).job()
     used = list(_steps(job, engine_of(job)))
     assert used == pytest.approx([1e-3 * rate for rate in rates])
-
-
-def test_white_masks_train_the_same_weights_as_no_masks_bit_for_bit(
-    make_project: Callable[..., Project],
-) -> None:
-    project = make_project(datasets={"photos": {"mask": {"from": "alpha"}}})
-    job = project.job()
-    entries = [view.mask for item in job.inputs for view in item.views]
-    store = Store(project.recipe.cache_dir)
-    for spec in entries:
-        assert spec is not None
-        store.remove(spec)
-        store.write(spec, {"mask": np.ones(spec.tensors["mask"].shape, dtype=np.float16)}, {})
-    table = job.inputs.table.drop("masks", "mask_tensors")
-    weights = [adapter_after_a_step(each) for each in (job, replace(job, inputs=TrainingInputs(table)))]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_masks_change_what_is_trained(make_project: Callable[..., Project]) -> None:
-    job = make_project(datasets={"photos": {"mask": {"from": "alpha"}}}).job()
-    table = job.inputs.table.drop("masks", "mask_tensors")
-    masked, plain = (adapter_after_a_step(each) for each in (job, replace(job, inputs=TrainingInputs(table))))
-    assert any(not torch.equal(masked[name], plain[name]) for name in masked)
-
-
-def adapter_after_a_step(job: TrainingJob) -> dict[str, torch.Tensor]:
-    """Return the adapter after one step."""
-    engine = engine_of(job)
-    batch = job.plan()[0]
-    engine.step(batch, iter(inputs_of(job, engine, batch)), stop=False)
-    return {name: weight.clone() for name, weight in adapter_state(engine.denoiser).items()}
-
-
-PRIOR = {"photos": {}, "class": {"role": "prior"}}
-"""A dataset of the subject, and one of its class."""
-
-
-def losses_of(engine: Engine, job: TrainingJob, step: int) -> dict[str, float]:
-    """Return the loss of each sample of a step by its variant id, without training."""
-    losses: dict[str, float] = {}
-    for _, micro in inputs_of(job, engine, job.plan()[step]):
-        with torch.no_grad():
-            values = engine.losses(micro, engine.denoiser)
-        losses |= dict(zip(micro.variant_ids, values.tolist(), strict=True))
-    return losses
-
-
-@pytest.mark.parametrize("init", ["kaiming", "pissa"])
-def test_the_loss_of_the_prior_prediction_is_zero_at_step_0(
-    make_project: Callable[..., Project], init: str
-) -> None:
-    lora = {"rank": 4, "alpha": 2.0, "init": init}
-    job = make_project(datasets=PRIOR, loss={"prior": "prediction"}, lora=lora).job()
-    engine = engine_of(job)
-    losses = {name: loss for step in range(3) for name, loss in losses_of(engine, job, step).items()}
-    assert {name.split("/")[0] for name in losses} == set(PRIOR)
-    assert all((loss == 0.0) == name.startswith("class/") for name, loss in losses.items())
-
-
-def test_the_prior_prediction_is_that_of_the_base_model_computed_by_hand(
-    make_project: Callable[..., Project],
-) -> None:
-    settings: dict[str, Any] = {"loss": {"prior": "prediction"}, "gradient_accumulation": 1}
-    job = make_project(datasets=PRIOR, batch_size=4, sizes={"64x64": 8}, **settings).job()
-    engine = engine_of(job)
-    for step in range(2):
-        one_step(engine, job, step)
-    unet = UNet2DConditionModel.from_pretrained(job.base / "unet")
-    scheduler = DDPMScheduler.from_pretrained(job.base / "scheduler")
-
-    ((_, micro),) = inputs_of(job, engine, job.plan()[2])
-    assert micro.is_prior is not None
-    assert 0 < int(micro.is_prior.sum()) < len(micro.is_prior)
-    noisy = scheduler.add_noise(micro.latent, micro.input_noise, micro.timesteps)
-    text = micro.conditions["text_embedding"]
-    with torch.no_grad():
-        losses = engine.losses(micro, engine.denoiser)
-        adapted = engine.denoiser(noisy, micro.timesteps, text).sample
-        base = unet(noisy, micro.timesteps, text).sample
-    for number, is_prior in enumerate(micro.is_prior):
-        target = base[number] if is_prior else micro.noise[number]
-        expected = ((adapted[number] - target) ** 2).mean()
-        torch.testing.assert_close(losses[number], expected, rtol=1e-4, atol=1e-9)
-        assert losses[number] > 0
-
-
-def test_prior_images_have_their_own_target_by_default(make_project: Callable[..., Project]) -> None:
-    project = make_project(datasets=PRIOR)
-    plain = project.recipe.model_copy(
-        update={
-            "datasets": tuple(each.model_copy(update={"role": "train"}) for each in project.recipe.datasets)
-        }
-    )
-    job = project.job()
-    engine = engine_of(job)
-    as_train = replace(job, recipe=plain)
-    assert losses_of(engine, job, 0) == losses_of(engine, as_train, 0)
-
-
-def test_the_prior_weight_multiplies_the_gradient_of_prior_images(
-    make_project: Callable[..., Project],
-) -> None:
-    single: dict[str, Any] = {
-        "datasets": {"class": {"role": "prior"}, "photos": {}},
-        "gradient_accumulation": 1,
-    }
-    project = make_project(sizes={"64x64": 2}, batch_size=1, **single)
-    job = project.job()
-    number = next(
-        step.step for step in job.plan() if next(iter(step.slots())).variant_id.startswith("class/")
-    )
-    halved = project.changed("halved", loss=LossSettings(prior_weight=0.5)).job()
-    full, half = gradients(job, number), gradients(halved, number)
-    assert any(gradient.abs().sum() > 0 for gradient in full.values())
-    for name, gradient in full.items():
-        torch.testing.assert_close(half[name], gradient / 2)

@@ -1,0 +1,137 @@
+"""Settings of other trainers are taken over where their meaning is the same, and reported otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.maintenance.foreign_projects import as_dict, directories, images, taken_over
+from tests.trainer_projects import PROJECTS
+
+
+def test_datasets_with_different_resolutions_are_reported(configs: Path, tmp_path: Path) -> None:
+    images(tmp_path / "a", 3, ".txt")
+    images(tmp_path / "b", 3, ".txt")
+    (tmp_path / "dataset.toml").write_text(directories("a", "b", resolutions="[512];[768]"))
+    recipe, output = taken_over(configs, tmp_path / "dataset.toml")
+    assert [each.name for each in recipe.datasets] == ["a", "b"]
+    assert recipe.buckets.resolution == 1024
+    assert "buckets.resolution [512], [768]: a recipe has one value for all datasets" in output
+    assert "resolutions [512]" not in output
+
+
+def test_the_same_images_at_two_resolutions_become_one_dataset(configs: Path, tmp_path: Path) -> None:
+    images(tmp_path / "a", 3, ".txt")
+    text = directories("a", "a", resolutions="[512];[768]", num_repeats="2;2")
+    (tmp_path / "dataset.toml").write_text(text)
+    recipe, output = taken_over(configs, tmp_path / "dataset.toml")
+    assert [(each.name, each.repeats) for each in recipe.datasets] == [("a", 2)]
+    assert (recipe.buckets.resolutions, recipe.buckets.per_image) == ((512, 768), "each")
+    assert "dataset 1, dataset 2: 3 images" in output
+
+
+def test_a_resolution_that_is_no_multiple_of_the_step_is_rounded_and_reported(
+    configs: Path, tmp_path: Path
+) -> None:
+    images(tmp_path / "a", 3, ".txt")
+    (tmp_path / "dataset.toml").write_text(directories("a", resolutions="[500]"))
+    recipe, output = taken_over(configs, tmp_path / "dataset.toml")
+    assert recipe.buckets.resolution == 512
+    assert "buckets.resolution: 512 instead of 500, because it must be a multiple of 64" in output
+
+
+@pytest.mark.parametrize(
+    ("trainer", "ignored"),
+    [
+        ("sd_scripts", {"Kaetzchen_grau": ("*/*",)}),
+        ("onetrainer", {"Kaetzchen": ("*/*", "*-masklabel.png")}),
+        ("ai_toolkit", {"Kaetzchen_grau": ("_controls",)}),
+        ("simpletuner", {}),
+        ("diffusion_pipe", {"Kaetzchen_grau": ("*/*",)}),
+    ],
+)
+def test_masks_controls_and_unread_sub_folders_are_excluded_and_reported(
+    configs: Path, tmp_path: Path, trainer: str, ignored: dict[str, tuple[str, ...]]
+) -> None:
+    recipe, output = taken_over(configs, PROJECTS[trainer](tmp_path))
+    excluded = {dataset.name: dataset.exclude for dataset in recipe.datasets if dataset.exclude}
+    assert excluded == ignored
+    for patterns in ignored.values():
+        assert f"exclude: {', '.join(patterns)}" in output
+
+
+@pytest.mark.parametrize("trainer", ["onetrainer", "simpletuner"])
+def test_each_line_of_a_caption_file_is_a_caption_where_the_trainer_reads_it_so(
+    configs: Path, tmp_path: Path, trainer: str
+) -> None:
+    recipe, output = taken_over(configs, PROJECTS[trainer](tmp_path))
+    assert [dataset.captions.lines for dataset in recipe.datasets] == ["each", "one", "one"]
+    assert "lines: each, because" in output
+
+
+def test_a_job_of_ai_toolkit_gives_no_trigger_word_to_regularisation_images(
+    configs: Path, tmp_path: Path
+) -> None:
+    recipe, output = taken_over(configs, PROJECTS["ai_toolkit"](tmp_path))
+    triggers = [(each.captions.trigger, each.captions.placeholder) for each in recipe.datasets]
+    assert triggers == [("k4tz", "[trigger]"), ("k4tz", "[trigger]"), (None, None)]
+    assert recipe.training.preview_captions == ["k4tz, green eyes"]
+    assert "other settings of the model and the training" in output
+
+
+def test_settings_of_captions_that_work_together_in_simpletuner(configs: Path, tmp_path: Path) -> None:
+    recipe, output = taken_over(configs, PROJECTS["simpletuner"](tmp_path))
+    assert [each.captions.prefix for each in recipe.datasets] == ["", "Küche ", ""]
+    assert recipe.datasets[2].captions.text == "ein Foto"
+    assert recipe.datasets[2].limit == 100
+    assert "kätzchen-64, kätzchen-96: 4 images" in output
+
+    images(tmp_path / "tags", 2, ".txt")
+    backend = {
+        "id": "tags",
+        "type": "local",
+        "instance_data_dir": str(tmp_path / "tags"),
+        "caption_strategy": "textfile",
+        "caption_shuffle": {"enable": True, "count": 3, "split_on": "period", "position_start": 2},
+    }
+    (tmp_path / "tags.json").write_text(json.dumps([backend]))
+    (configs / "roses.yaml").unlink()
+    recipe, output = taken_over(configs, tmp_path / "tags.json")
+    assert as_dict(recipe)["captions"]["shuffle"] == {"variants": 4, "separator": ".", "keep": 2}
+    assert "not recognised" not in output
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ("shuffle_caption = true", {"variants": 4, "keep": 0}),
+        ("shuffle_caption = true\nkeep_tokens = 3", {"variants": 4, "keep": 3}),
+        ("shuffle_caption = false\nkeep_tokens = 3", None),
+    ],
+)
+def test_tags_are_kept_at_the_start_as_by_sd_scripts(
+    configs: Path, tmp_path: Path, settings: str, wanted: dict[str, int] | None
+) -> None:
+    images(tmp_path / "a", 2, ".txt")
+    (tmp_path / "x.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\n{settings}\n")
+    recipe, output = taken_over(configs, tmp_path / "x.toml")
+    assert as_dict(recipe)["captions"].get("shuffle") == wanted
+    assert ("keep_tokens 3" in output) == (wanted is not None and "keep_tokens" in settings)
+
+
+def test_a_setting_that_no_rule_knows_is_reported(configs: Path, tmp_path: Path) -> None:
+    images(tmp_path / "a", 2, ".txt")
+    (tmp_path / "dataset.toml").write_text(directories("a", resolutions="[512]", sparkle="3"))
+    _, output = taken_over(configs, tmp_path / "dataset.toml")
+    assert "sparkle 3: this setting is not recognised" in output
+
+
+def test_settings_that_are_off_in_the_file_and_always_on_here_are_reported(
+    configs: Path, tmp_path: Path
+) -> None:
+    images(tmp_path / "a", 2, ".txt")
+    (tmp_path / "dataset.toml").write_text(directories("a", resolutions="[512]"))
+    _, output = taken_over(configs, tmp_path / "dataset.toml")
+    assert "enable_ar_bucket false: images are always sorted into buckets" in output
