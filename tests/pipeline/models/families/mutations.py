@@ -10,7 +10,9 @@ import multiprocessing
 import shutil
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -48,8 +50,6 @@ TORCH_SIDE = {
 Embeddings that a pipeline gets are flipped, because a factor is lost where they are normalised. Counts
 that a pipeline gets are one less.
 """
-
-_FORK_SERVER = multiprocessing.get_context("forkserver")
 
 _PRELOADED = [
     "accelerate",
@@ -171,17 +171,30 @@ def failing(sources: Path, files: Iterable[str], *, first_only: bool = False) ->
     if first_only:
         arguments.append("-x")
 
-    _FORK_SERVER.set_forkserver_preload(_PRELOADED)
-    process = _FORK_SERVER.Process(target=run_tests, args=(sources, arguments))
-    process.start()
-    process.join()
+    exit_status = _runner().submit(_run_in_fork, sources, arguments).result()
     output = (sources / OUTPUT_FILE).read_text(encoding="utf-8")
     assert report.is_file(), output[-2000:]
-    assert process.exitcode in (0, 1), output[-2000:]
+    assert exit_status in (0, 1), output[-2000:]
 
     cases = ElementTree.parse(report).getroot().iter("testcase")
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     return {f"{case.get('classname', '').rsplit('.', 1)[-1]}.py" for case in failed}
+
+
+@cache
+def _runner() -> ProcessPoolExecutor:
+    """Return a process with a fork server of its own; that of this process may have preloaded the project."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _run_in_fork(sources: Path, arguments: list[str]) -> int | None:
+    """Run the copy's tests in a new process that inherits `_PRELOADED`, and return its exit status."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_PRELOADED)
+    process = server.Process(target=run_tests, args=(sources, arguments))
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def _path(spec: FamilySpec, part: str) -> str:
