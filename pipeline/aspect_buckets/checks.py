@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
 from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
 from pipeline.checks.outliers import outliers
 from pipeline.checks.rejections import check_conservation, no_samples_left
@@ -53,6 +54,7 @@ def run(context: CheckContext) -> list[Finding]:
         "batches_possible": _batches_possible(context, table),
         "underfilled": _underfilled(context.recipe, table),
         "crop_loss": _crop_loss(context.recipe, table),
+        "slider_pairs": _slider_pairs(context.recipe, table),
     }
     return findings(context, STAGE, outcomes)
 
@@ -202,4 +204,22 @@ def _crop_loss(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     summary += f" more than {limit:.0%} to the crop, the first: {first['sample_id']} "
     summary += f"({first['size']} to {first['bucket']}, {first['crop_loss']:.0%})"
     fix = "raise buckets.max_aspect_ratio, add sizes of these shapes, or crop the images yourself"
+    return Outcome(False, summary, fix, rows, numbers)
+
+
+def _slider_pairs(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    """Warn about images of a slider without an image of the opposite."""
+    scales = slider_scales(recipe)
+    if not scales:
+        return Outcome(True, "no dataset has a slider")
+    sides = with_pairs(table, scales).filter(pl.col("slider").is_not_null())
+    alone = sides.filter(pl.col("pair").is_null()).sort("sample_id", "bucket")
+    numbers = {"pairs": sides["pair"].drop_nulls().n_unique(), "alone": len(alone)}
+    if alone.is_empty():
+        return Outcome(True, f"{counted(numbers['pairs'], 'pair')} of images", numbers=numbers)
+
+    rows = alone.select("sample_id", "bucket", "slider").rows(named=True)
+    summary = f"{counted(len(alone), 'image')} of {counted(len(sides), 'image')} without a partner in the "
+    summary += f"opposite dataset, the first: {rows[0]['sample_id']} (bucket {rows[0]['bucket']})"
+    fix = "give both images of a pair the same name and the same size in pixels, or ignore the warning"
     return Outcome(False, summary, fix, rows, numbers)

@@ -295,6 +295,14 @@ class DatasetSettings(Settings):
         description="train: images of what the LoRA learns. prior: images of the class that it belongs to, "
         "such as other dogs, so that the model does not forget them; see `training.loss.prior`.",
     )
+    slider: Literal[1, -1] | None = Field(
+        default=None,
+        description="Scale of the LoRA while it trains on these images, for a LoRA whose scale works as a "
+        "slider: 1 for images that positive scales should draw, such as smiling faces, and -1 for their "
+        "opposite, such as serious faces. A recipe needs datasets of both. An image with 1 and an image with "
+        "-1 are a pair if they have the same path in their datasets, apart from the suffix; they share "
+        "noise, noise level, mirroring and caption dropout. null means an ordinary dataset.",
+    )
     loss_weight: float = Field(
         default=1.0,
         gt=0.0,
@@ -380,6 +388,9 @@ class DatasetSettings(Settings):
 
     def _prior_violations(self) -> Iterator[Violation]:
         captions, involves = self.captions, ("role", "captions")
+        if self.role == "prior" and self.slider is not None:
+            what = f"slider requires role: train, got role: prior with slider: {self.slider}"
+            yield Violation("slider", what, "remove slider or role", involves=("role", "slider"))
         if self.role == "prior" and captions.trigger is not None and captions.class_words is None:
             what = f"captions.trigger requires class_words with role: prior, got trigger {captions.trigger}"
             fix = "set captions.class_words to the words that replace the trigger word, or remove trigger"

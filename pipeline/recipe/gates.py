@@ -215,6 +215,13 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Inspect worst_crops.jpg in the asset's metadata. More sizes or a larger max_aspect_ratio crop "
             "less; filters can reject such images.",
         ),
+        _warning(
+            "slider_pairs",
+            "Images of a slider without a partner: no image of the opposite dataset has the same path and "
+            "bucket.",
+            "Give both images of a pair the same name and size. Images without a partner are trained on "
+            "with their own noise, which makes the slider less exact.",
+        ),
     ),
     "vae_latents": (
         _strict_gate(

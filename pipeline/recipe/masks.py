@@ -48,6 +48,13 @@ class MaskSettings(Settings):
         description="Smallest weight of a place. 0 ignores what black covers; 0.1 also learns a little of "
         "the surroundings.",
     )
+    prior_weight: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Weight of a second loss where the mask is dark: the distance from the prediction of the "
+        "base model without the adapter, which keeps surroundings as the model would draw them. 0 leaves it "
+        "out. A batch with such an image takes one more forward pass.",
+    )
     normalise: bool = Field(
         default=True,
         description="Divide the weights of an image by their mean, so that an image with a small mask counts "

@@ -57,10 +57,11 @@ class PreviewPrompt(Settings):
     seed: int | None = Field(
         default=None, ge=0, lt=2**63, description="Seed of the first noise; null uses `training.seed`."
     )
-    lora_scale: float = Field(
-        default=1.0,
+    lora_scale: float | None = Field(
+        default=None,
         description="Factor of the LoRA's effect in this preview; 0 draws the base model, and a negative "
-        "number the opposite of what was learned. Training does not change.",
+        "number the opposite of what was learned. Training does not change. null means 1, and in a recipe "
+        "with `datasets[].slider` three pictures: at -1, 0 and 1.",
     )
 
     def violations(self) -> Iterator[Violation]:

@@ -260,6 +260,7 @@ class RecipeFile(Settings):
         yield from self._weight_violations()
         yield from self._focus_violations()
         yield from self._prior_violations()
+        yield from self._slider_violations()
 
     def _name_violations(self) -> Iterator[Violation]:
         first_names: dict[str, str] = {}
@@ -300,6 +301,17 @@ class RecipeFile(Settings):
                 what = f"training.loss.{key} requires a dataset with role: prior"
                 fix = "set role: prior for the dataset of the class, or remove this key"
                 yield Violation(f"training.loss.{key}", what, fix, involves)
+
+    def _slider_violations(self) -> Iterator[Violation]:
+        scales, involves = [each.slider for each in self.datasets], ("datasets", "training")
+        for scale in (1, -1):
+            if scale in scales and -scale not in scales:
+                what = f"slider: {scale} requires a dataset with slider: {-scale}, got none"
+                fix = f"set slider: {-scale} for the dataset of the opposite, or remove slider"
+                yield Violation(f"datasets[{scales.index(scale)}].slider", what, fix, involves)
+        if self.training.lora.dora and any(scales):
+            what = "training.lora.dora must be false with datasets[].slider, because DoRA has no opposite"
+            yield Violation("training.lora.dora", what, "remove dora, or slider from the datasets", involves)
 
     def _focus_violations(self) -> Iterator[Violation]:
         crop, involves = self.buckets.crop, ("datasets", "buckets")

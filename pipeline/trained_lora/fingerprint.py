@@ -98,6 +98,8 @@ def _samples(inputs: TrainingInputs) -> Facts:
         masks = table.select("variant_id", "masks").drop_nulls()
         if not masks.is_empty():
             facts["masks"] = _digest((variant_id, *keys) for variant_id, keys in masks.iter_rows())
+    if "slider" in table.columns:
+        facts["sliders"] = _digest(table.select("variant_id", "slider", "pair").iter_rows())
     return facts
 
 
@@ -163,7 +165,12 @@ def _prior(recipe: Recipe) -> Facts:
 
 def _masks(recipe: Recipe) -> Facts:
     masks = {
-        each.name: {"unmasked_weight": each.mask.unmasked_weight, "normalise": each.mask.normalise}
+        each.name: {
+            "unmasked_weight": each.mask.unmasked_weight,
+            "normalise": each.mask.normalise,
+            # This key is newer than the first runs with masks, whose ids do not contain it.
+            **({"prior_weight": each.mask.prior_weight} if each.mask.prior_weight else {}),
+        }
         for each in recipe.datasets
         if each.mask is not None
     }

@@ -34,6 +34,7 @@ from pipeline.trained_lora.prompts import (
 )
 from pipeline.trained_lora.run_folder import run_folder
 from pipeline.trained_lora.samples import (
+    SLIDER_COLUMNS,
     TrainingInputs,
     read_inputs,
     write_inputs,
@@ -147,8 +148,10 @@ def read_recipe_and_prompts(path: Path) -> tuple[Recipe, tuple[Prompt, ...]]:
 
 def plan_samples(inputs: TrainingInputs) -> PlanSamples:
     """Return the columns of the trained inputs that decide the plan."""
-    columns = inputs.trained.table.select(
+    table = inputs.trained.table
+    columns = table.select(
         "variant_id",
+        *sorted(SLIDER_COLUMNS.keys() & table.columns),
         "bucket",
         "repeats",
         "dataset",

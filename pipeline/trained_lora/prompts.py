@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pipeline.aspect_buckets.slider_pairs import slider_scales
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
@@ -15,7 +16,10 @@ from pipeline.trained_lora.samples import tensors_from_json, tensors_json
 
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
-    from pipeline.recipe import PreviewPrompt
+    from pipeline.recipe import PreviewPrompt, Recipe
+
+SLIDER_SCALES = (-1.0, 0.0, 1.0)
+"""Scales of a slider's previews: its opposite, the base model, and what it was trained on."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,10 @@ def square_prompts(entries: RecipeEntries, captions: Iterable[str]) -> tuple[Pro
 
 
 def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) -> tuple[Prompt, ...]:
-    """Return the preview prompts of a recipe; those without a size are drawn as in `square_prompts`."""
+    """Return the preview prompts of a recipe; those without a size are drawn as in `square_prompts`.
+
+    In a recipe with sliders, prompts without a scale are drawn at each of `SLIDER_SCALES`.
+    """
     default_size = _squarest_bucket(entries)
     prompts: list[Prompt] = []
     for preview in previews:
@@ -104,10 +111,19 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
             steps=preview.steps,
             guidance_scale=preview.guidance_scale,
             seed=preview.seed,
-            lora_scale=preview.lora_scale,
         )
-        prompts.append(prompt)
+        if preview.lora_scale is not None:
+            prompts.append(replace(prompt, lora_scale=preview.lora_scale))
+        else:
+            prompts += at_slider_scales(entries.recipe, prompt)
     return tuple(prompts)
+
+
+def at_slider_scales(recipe: Recipe, prompt: Prompt) -> list[Prompt]:
+    """Return the prompt at each of `SLIDER_SCALES`, or alone if the recipe has no sliders."""
+    if not slider_scales(recipe):
+        return [prompt]
+    return [replace(prompt, lora_scale=scale) for scale in SLIDER_SCALES]
 
 
 def _squarest_bucket(entries: RecipeEntries) -> Size:

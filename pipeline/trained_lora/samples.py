@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import polars as pl
 
+from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
 from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_tensors
 from pipeline.cache.requests import TARGET
 from pipeline.cache.store import EntrySpec, TensorSpec
@@ -70,6 +71,8 @@ class TrainingInput:
         original_size_hw: Size of the image after EXIF orientation.
         target_size_hw: Size of the bucket.
         held_out: Whether the input is reserved for validation loss and never trained on.
+        lora_scale: Factor of the LoRA's effect while it trains on the input.
+        pair: Name of the pair of a slider that the input belongs to; None if it has no partner.
     """
 
     variant_id: str
@@ -82,6 +85,8 @@ class TrainingInput:
     original_size_hw: tuple[int, int]
     target_size_hw: tuple[int, int]
     held_out: bool = False
+    lora_scale: int = 1
+    pair: str | None = None
 
 
 COLUMNS: dict[str, Any] = {
@@ -112,6 +117,12 @@ COLUMNS: dict[str, Any] = {
 MASK_COLUMNS: dict[str, Any] = {"masks": pl.List(pl.String), "mask_tensors": pl.String}
 """Further columns of recipes with masks: entry keys, one per view, and their tensors; null without masks."""
 
+SLIDER_COLUMNS: dict[str, Any] = {"slider": pl.Int8, "pair": pl.String}
+"""Further columns of recipes with sliders, see `slider_pairs.with_pairs`.
+
+Two images are a pair only if both are trained on, or both held out.
+"""
+
 _STORED_NAMES = {"variant_id": "sample_id", "sample_id": "image_id"}
 """Names in `inputs.parquet` that differ from those of `COLUMNS`; run folders of earlier versions use them."""
 
@@ -120,7 +131,8 @@ class TrainingInputs(Sequence[TrainingInput]):
     """The training inputs of a run, sorted by variant_id.
 
     Attributes:
-        table: One row per input, with the columns of `COLUMNS` and, if a dataset has masks, `MASK_COLUMNS`.
+        table: One row per input, with the columns of `COLUMNS`. Recipes with masks add `MASK_COLUMNS`, those
+            with sliders `SLIDER_COLUMNS`.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
@@ -172,6 +184,13 @@ class TrainingInputs(Sequence[TrainingInput]):
         return self[self.number_of(variant_id)]
 
     @property
+    def lora_scales(self) -> pl.Series:
+        """`lora_scale` of each input."""
+        if "slider" not in self.table.columns:
+            return pl.repeat(1, len(self), eager=True)
+        return self.table["slider"].fill_null(1)
+
+    @property
     def trained(self) -> TrainingInputs:
         """The inputs that are trained on. The run id fixes them and their order, and so their indices."""
         return TrainingInputs(self.table.filter(~pl.col("held_out")))
@@ -198,6 +217,9 @@ def training_inputs(
     views = _views_by_bucket(recipe, entries, latents)
     joined = views.join(captions, on="sample_id", how="left")
     columns = {**COLUMNS, **MASK_COLUMNS} if mask_sources(recipe) else COLUMNS
+    if scales := slider_scales(recipe):
+        joined = with_pairs(joined, scales, "held_out")
+        columns = {**columns, **SLIDER_COLUMNS}
     return TrainingInputs(joined.select(columns.keys()).sort("variant_id"))
 
 
@@ -331,4 +353,6 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         original_size_hw=(row["height"], row["width"]),
         target_size_hw=(row["target_height"], row["target_width"]),
         held_out=row["held_out"],
+        lora_scale=row.get("slider") or 1,
+        pair=row.get("pair"),
     )

@@ -51,7 +51,7 @@ from pipeline.trained_lora.export.publish import (
 )
 from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
 from pipeline.trained_lora.job import TrainingJob, with_steps
-from pipeline.trained_lora.prompts import Prompt, recipe_prompts
+from pipeline.trained_lora.prompts import Prompt, at_slider_scales, recipe_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
@@ -216,7 +216,11 @@ def preview_prompts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInpu
     first_uses = captions.unique("caption", keep="first", maintain_order=True)["number"]
     chosen = [inputs[number] for number in first_uses[:NUM_DEFAULT_PROMPTS]]
     return tuple(
-        Prompt(item.variants[0].caption, item.variants[0].entry, item.target_size_hw) for item in chosen
+        scaled
+        for item in chosen
+        for scaled in at_slider_scales(
+            recipe, Prompt(item.variants[0].caption, item.variants[0].entry, item.target_size_hw)
+        )
     )
 
 

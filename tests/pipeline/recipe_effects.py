@@ -54,6 +54,7 @@ _MASKS: Values = {"datasets": {"mask": {"path": "@folder@/masks"}}}
 _PHOTOS: Values = {"name": "photos", "path": "@folder@/photos"}
 _CLASS: Values = {"name": "class", "path": "@folder@/class"}
 _PRIOR: Values = {"datasets": [_PHOTOS, {**_CLASS, "role": "prior"}]}
+_SLIDER: Values = {"datasets": [{**_PHOTOS, "slider": 1}, {**_CLASS, "slider": -1}]}
 
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
@@ -63,9 +64,13 @@ EFFECTS: dict[str, Effect] = {
     "training.loss.prior_weight": Effect(
         {"training": {"loss": {"prior_weight": 0.5}}}, run=True, context=_PRIOR
     ),
+    "datasets.slider": Effect({"datasets": [_PHOTOS, _CLASS]}, run=True, context=_SLIDER),
     "datasets.loss_weight": Effect({"datasets": {"loss_weight": 0.5}}, run=True),
     "datasets.mask.unmasked_weight": Effect(
         {"datasets": {"mask": {"unmasked_weight": 0.5}}}, run=True, context=_MASKS
+    ),
+    "datasets.mask.prior_weight": Effect(
+        {"datasets": {"mask": {"prior_weight": 0.5}}}, run=True, context=_MASKS
     ),
     "datasets.mask.normalise": Effect({"datasets": {"mask": {"normalise": False}}}, run=True, context=_MASKS),
     "datasets.validation_fraction": Effect({"datasets": {"validation_fraction": 0.5}}, run=True),

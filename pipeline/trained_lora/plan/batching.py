@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pipeline.trained_lora.plan.mixing import Draws, Mix
 from pipeline.trained_lora.plan.random_streams import hash_bits
-from pipeline.trained_lora.plan.samples import Ints
+from pipeline.trained_lora.plan.samples import Ints, turn_name
 
 Underfilled = Literal["partial", "repeat", "drop"]
 """Treatment of draws that do not fill a bucket's last micro-batch.
@@ -90,7 +90,8 @@ class Epochs:
     def _turns(self, bucket: str, epoch: int, draws: Draws, starts: Sequence[int]) -> npt.NDArray[Any]:
         """Return the turn of each of a bucket's micro-batches, which start at these draws."""
         if draws.due is None:
-            turns = (hash_bits(64, self.seed, "turn", bucket, epoch, number) for number in range(len(starts)))
+            name = turn_name(bucket)
+            turns = (hash_bits(64, self.seed, "turn", name, epoch, number) for number in range(len(starts)))
             return np.fromiter(turns, dtype=np.uint64, count=len(starts))
         due = [draws.due[start:stop].tolist() for start, stop in pairwise([*starts, len(draws)])]
         return np.array([sum(each) / len(each) for each in due])

@@ -128,9 +128,10 @@ class Mix:
         """
         repeats = self._samples.repeats[members]
         numbers = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        names = self._samples.random_names_at(members)
         hashes = (
-            hash_bits(64, self._seed, purpose, variant_id, turn, occurrence)
-            for variant_id, times in zip(self._samples.ids_at(members), repeats.tolist(), strict=True)
+            hash_bits(64, self._seed, purpose, name, turn, occurrence)
+            for name, times in zip(names, repeats.tolist(), strict=True)
             for occurrence in range(times)
         )
         order = np.argsort(np.fromiter(hashes, dtype=np.uint64, count=len(numbers)), kind="stable")

@@ -15,7 +15,11 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PlanSample:
-    """One training input. Only inputs of the same `bucket` share a micro-batch; counts are at least 1."""
+    """One training input; counts are at least 1.
+
+    Only inputs of the same `bucket` and `slider` share a micro-batch. `slider` is 1 or -1, or None for an
+    input that is not part of a slider. Inputs of the same `pair` get the same random choices.
+    """
 
     variant_id: str
     bucket: str
@@ -23,6 +27,8 @@ class PlanSample:
     variants: int = 1
     views: int = 1
     dataset: str = ""
+    slider: int | None = None
+    pair: str | None = None
 
 
 _COLUMNS = {
@@ -32,7 +38,20 @@ _COLUMNS = {
     "variants": pl.Int32,
     "views": pl.Int32,
     "dataset": pl.String,
+    "slider": pl.Int8,
+    "pair": pl.String,
 }
+
+_SLIDER, _OPPOSITE = " slider", " (opposite)"
+"""Endings of the names of a bucket's groups: `_SLIDER` for 1, and both for -1."""
+
+
+def turn_name(group: str) -> str:
+    """Return the name that decides the turns of a group's micro-batches.
+
+    It is the same for both sides of a slider, so that their micro-batches alternate.
+    """
+    return group.removesuffix(_OPPOSITE)
 
 
 class Groups:
@@ -60,18 +79,28 @@ class PlanSamples(Sequence[PlanSample]):
         repeats: Repeats of each sample.
         variants: Number of captions of each sample.
         views: Number of latents of each sample.
-        buckets: Partition of the samples by bucket.
+        buckets: Partition of the samples by bucket, and within it by `slider`.
         datasets: Partition of the samples by dataset.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
-        """Take a table with one column per attribute of `PlanSample`, in any row order."""
+        """Take a table with one column per attribute of `PlanSample`, in any row order.
+
+        `slider` and `pair` may be missing.
+        """
+        if "slider" not in table.columns:
+            table = table.with_columns(slider=None, pair=None)
         table = table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()).sort("variant_id")
         self._ids = table["variant_id"]
+        self._sliders = table["slider"]
+        self._pairs = table["pair"]
+        self._random_names = table.select(pl.coalesce("pair", "variant_id")).to_series()
         self.repeats: Ints = table["repeats"].to_numpy()
         self.variants: Ints = table["variants"].to_numpy()
         self.views: Ints = table["views"].to_numpy()
-        self.buckets = Groups(table["bucket"])
+        side = pl.col("slider").replace_strict({1: _SLIDER, -1: _SLIDER + _OPPOSITE}, default="")
+        self._buckets = table["bucket"]
+        self.buckets = Groups(table.select(pl.col("bucket") + side).to_series())
         self.datasets = Groups(table["dataset"])
 
     @classmethod
@@ -93,16 +122,22 @@ class PlanSamples(Sequence[PlanSample]):
             return [self[each] for each in range(*place.indices(len(self)))]
         return PlanSample(
             variant_id=self._ids[place],
-            bucket=self.buckets.names[self.buckets.codes[place]],
+            bucket=self._buckets[place],
             repeats=int(self.repeats[place]),
             variants=int(self.variants[place]),
             views=int(self.views[place]),
             dataset=self.datasets.names[self.datasets.codes[place]],
+            slider=self._sliders[place],
+            pair=self._pairs[place],
         )
 
     def ids_at(self, places: Ints) -> Iterator[str]:
         """Iterate over the variant_ids at these indices, in their order."""
         return iter(self._ids.gather(places))
+
+    def random_names_at(self, places: Ints) -> Iterator[str]:
+        """Iterate over the names that random choices depend on: the pair's, or else the variant_id."""
+        return iter(self._random_names.gather(places))
 
     def duplicates(self) -> list[str]:
         """Return each variant_id that occurs more than once."""

@@ -7,7 +7,8 @@ Terms, from the inside out:
 
     slot          one sample at an index of a step's global batch; seeds the noise
     share         the slots of one rank in one micro-step, at most `batch_size`
-    micro-batch   the shares of all ranks: one forward and backward on each rank; one bucket
+    micro-batch   the shares of all ranks: one forward and backward on each rank; one bucket, and one side
+                  of a slider
     step          up to `gradient_accumulation` micro-batches, then the optimizer
     epoch         each sample `repeats` times, or a mix by weights (see `mixing`); steps never span two epochs
 """
@@ -257,8 +258,9 @@ class TrainingPlan(Sequence[StepPlan]):
         sample = self.samples[place]
 
         def drawn(purpose: str) -> int:
-            """Return 64 bits that depend only on seed, purpose, sample, epoch and repeat."""
-            return hash_bits(64, self.settings.seed, purpose, sample.variant_id, epoch, occurrence)
+            """Return 64 bits that depend only on seed, purpose, sample or pair, epoch and repeat."""
+            name = sample.pair or sample.variant_id
+            return hash_bits(64, self.settings.seed, purpose, name, epoch, occurrence)
 
         return Slot(
             variant_id=sample.variant_id,

@@ -27,6 +27,7 @@ from pipeline.trained_lora.worker.adapter.lora import (
     add_lora,
     collect,
     load_networks_state,
+    scaled_adapters,
 )
 from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
@@ -227,7 +228,9 @@ class Engine:
 
         Ranks exchange gradients in the last micro-batch only.
         """
-        with nullcontext() if last else self.accelerator.no_sync(self._model):
+        # Gradient checkpointing runs the forward pass again in the backward pass, with the same scale.
+        scaled = self._adapters_scaled(micro)
+        with scaled, nullcontext() if last else self.accelerator.no_sync(self._model):
             losses = self.losses(micro, self._model)
             share = share_of_mean(
                 losses,
@@ -248,11 +251,16 @@ class Engine:
         family, scheduler = self._family, self.scheduler
         noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         target = family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-        if micro.is_prior is not None:
+        kept = None
+        if micro.is_prior is not None or micro.prior_place_weights is not None:
             kept = self._base_prediction(noisy, micro).to(target.dtype)
+        if kept is not None and micro.is_prior is not None:
             target = torch.where(micro.is_prior[:, None, None, None], kept, target)
+
         prediction = self._predict(model, noisy, micro)
         losses = sample_losses(prediction, target, self._settings.loss, micro.place_weights)
+        if kept is not None and micro.prior_place_weights is not None:
+            losses = losses + sample_losses(prediction, kept, self._settings.loss, micro.prior_place_weights)
         if self._settings.loss.weighting == "none":
             return losses
         snr = family.noise.signal_to_noise(scheduler, micro.timesteps)
@@ -311,7 +319,7 @@ class Engine:
             scheduler: Noise scheduler.
         """
         micro = micro.to(self.accelerator.device)
-        with self.evaluation():
+        with self._adapters_scaled(micro), self.evaluation():
             target = self._family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
             prediction = self._predict_noisy(micro, scheduler)
             return sample_losses(prediction, target, LossSettings(), micro.place_weights)
@@ -329,6 +337,10 @@ class Engine:
     def _predict_noisy(self, micro: MicroInput, scheduler: Any) -> Tensor:
         noisy = self._family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         return self._predict(self._joint_model, noisy, micro)
+
+    def _adapters_scaled(self, micro: MicroInput) -> AbstractContextManager[None]:
+        """Return a context in which the adapters have the scale of the micro-batch."""
+        return nullcontext() if micro.lora_scale == 1 else scaled_adapters(self.networks, micro.lora_scale)
 
     def _adapters_disabled(self) -> AbstractContextManager[None]:
         """Return a context without the effect of all adapters."""

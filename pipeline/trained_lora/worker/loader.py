@@ -26,8 +26,8 @@ from pipeline.errors import StoreError
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
-from pipeline.trained_lora.worker.loss import mask_loss_weights
-from pipeline.trained_lora.worker.noise import NoiseSampler, noise_levels
+from pipeline.trained_lora.worker.loss import mask_loss_weights, mask_prior_weights
+from pipeline.trained_lora.worker.noise import NoiseSampler, Place, noise_levels
 
 if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
@@ -56,6 +56,9 @@ class MicroInput:
         loss_weights: Float32 (B,): `loss_weight` of each slot's dataset.
         is_prior: Boolean (B,): whether a slot's target is the base model's prediction; None if no slot's is.
         place_weights: Float32 (B, 1, h, w): weights of the loss by place; None if no slot has a mask.
+        prior_place_weights: Float32 (B, 1, h, w): weights by place of the distance from the base model's
+            prediction; None if no slot has any.
+        lora_scale: Factor of the LoRA's effect on the slots; -1 for the opposite side of a slider.
         indices: Int64 (B,): the slots' indices in the step's global batch.
         captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
     """
@@ -72,6 +75,8 @@ class MicroInput:
     captions: tuple[str, ...] = ()
     is_prior: Tensor | None = None
     place_weights: Tensor | None = None
+    prior_place_weights: Tensor | None = None
+    lora_scale: int = 1
 
     def to(self, device: torch.device) -> MicroInput:
         """Copy the tensors to `device`; copies from pinned memory are asynchronous."""
@@ -97,6 +102,9 @@ class MicroInput:
             indices=convert(self.indices),
             is_prior=None if self.is_prior is None else convert(self.is_prior),
             place_weights=None if self.place_weights is None else convert(self.place_weights),
+            prior_place_weights=(
+                None if self.prior_place_weights is None else convert(self.prior_place_weights)
+            ),
         )
 
 
@@ -131,8 +139,9 @@ class MicroBatchMaker:
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
         """Return the tensors of one rank's share of one micro-batch.
 
-        A slot's noise and timestep depend only on (seed, step, slot index), and a sample of the VAE's
-        posterior only on (seed, variant, epoch, occurrence).
+        A slot's noise and timestep depend only on (seed, step, slot index), those of a slider's pair only on
+        (seed, pair, epoch, occurrence), and a sample of the VAE's posterior only on (seed, variant, epoch,
+        occurrence).
 
         Raises:
             StoreError: A cache entry is missing or damaged, or its shape differs from the table; the error
@@ -142,8 +151,12 @@ class MicroBatchMaker:
         latent = torch.stack([self._latent(slot, item) for slot, item in zip(share, inputs, strict=True)])
         shape = _latent_shape(latent)
 
-        noise = [self._noise.sample(step, slot.index, shape) for slot in share]
-        uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
+        places: list[Place] = [
+            (step, slot.index) if item.pair is None else (item.pair, slot.epoch, slot.occurrence)
+            for slot, item in zip(share, inputs, strict=True)
+        ]
+        noise = [self._noise.sample(place, shape) for place in places]
+        uniform = [stream(self._seed, "timestep", *place).random() for place in places]
         levels = noise_levels(
             torch.tensor(uniform, dtype=torch.float64), self._timestep_settings, self._family.density
         )
@@ -195,6 +208,7 @@ class MicroBatchMaker:
         levels: Tensor,
     ) -> MicroInput:
         """Return the slots' latents and noise with their timesteps, conditions, weights and captions."""
+        assert len({item.lora_scale for item in inputs}) == 1, "a micro-batch has one scale of the LoRA"
         pairs = list(zip(share, inputs, strict=True))
         conditions = self._text(share, inputs) if self._reads_text else {}
         conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in inputs])
@@ -202,6 +216,7 @@ class MicroBatchMaker:
         conditions["crop_top_left"] = torch.tensor(crops)
         conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in inputs])
 
+        place_weights, prior_place_weights = self._place_weights(pairs, latent)
         captions = ("" if slot.drop_caption else item.variants[slot.variant].caption for slot, item in pairs)
         return MicroInput(
             variant_ids=tuple(slot.variant_id for slot in share),
@@ -215,7 +230,9 @@ class MicroBatchMaker:
             indices=torch.tensor([slot.index for slot in share]),
             captions=() if self._reads_text else tuple(captions),
             is_prior=self._is_prior(inputs),
-            place_weights=self._place_weights(pairs, latent),
+            place_weights=place_weights,
+            prior_place_weights=prior_place_weights,
+            lora_scale=inputs[0].lora_scale,
         )
 
     def _latent(self, slot: Slot, item: TrainingInput, *, use_mean: bool = False) -> Tensor:
@@ -236,17 +253,24 @@ class MicroBatchMaker:
         is_prior = [item.dataset in self._keeps_prediction for item in inputs]
         return torch.tensor(is_prior) if any(is_prior) else None
 
-    def _place_weights(self, pairs: list[tuple[Slot, TrainingInput]], latent: Tensor) -> Tensor | None:
-        """Return the weights of each slot's mask, ones for a slot without a mask; None if no slot has one."""
+    def _place_weights(
+        self, pairs: list[tuple[Slot, TrainingInput]], latent: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return `place_weights` and `prior_place_weights` of `MicroInput`.
+
+        Without a mask, a slot has ones and zeros.
+        """
         masks = [item.views[slot.view].mask for slot, item in pairs]
         if not any(masks):
-            return None
-        weights = torch.ones_like(latent[:, :1])
+            return None, None
+        weights, prior_weights = torch.ones_like(latent[:, :1]), torch.zeros_like(latent[:, :1])
         for number, ((slot, item), spec) in enumerate(zip(pairs, masks, strict=True)):
             settings = self._masks[item.dataset]
             if spec is not None and settings is not None:
-                weights[number] = mask_loss_weights(self._read(spec, slot.variant_id)[MASK], settings)
-        return weights
+                mask = self._read(spec, slot.variant_id)[MASK]
+                weights[number] = mask_loss_weights(mask, settings)
+                prior_weights[number] = mask_prior_weights(mask, settings)
+        return weights, prior_weights if bool(prior_weights.any()) else None
 
     def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Any]:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""

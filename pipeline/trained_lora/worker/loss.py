@@ -68,6 +68,22 @@ def mask_loss_weights(mask: Tensor, settings: MaskSettings) -> Tensor:
     return weights / weights.mean() if settings.normalise else weights
 
 
+def mask_prior_weights(mask: Tensor, settings: MaskSettings) -> Tensor:
+    """Return the weights by place of the distance from the base model's prediction.
+
+    They are `prior_weight` times one minus the weight of the place, or zeros for a white mask. With
+    `normalise`, the latter is divided by its mean.
+
+    Args:
+        mask: Float32 (1, H, W) from 0 to 1.
+        settings: Settings of the dataset's masks.
+    """
+    outside = 1.0 - mask.clamp(min=settings.unmasked_weight)
+    if settings.normalise and bool(outside.any()):
+        outside = outside / outside.mean()
+    return settings.prior_weight * outside
+
+
 def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> Tensor:
     """Return each sample's weight for its noise level.
 

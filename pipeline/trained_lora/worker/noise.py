@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = npt.NDArray[np.float32]
 
+Place: TypeAlias = tuple[int | str, ...]
+"""What a slot's noise depends on, besides the seed: its step and index, or its pair, epoch and occurrence."""
+
 
 @dataclass(frozen=True)
 class SlotNoise:
@@ -39,7 +42,7 @@ class SlotNoise:
 
 
 class NoiseSampler:
-    """Samples noise that depends only on (seed, step, slot); safe to use from several threads.
+    """Samples noise that depends only on the seed and a place in the run; safe to use from several threads.
 
     target = normal + offset * normal, the second with one value per channel
                                               (https://www.crosslabs.org/blog/diffusion-with-offset-noise)
@@ -51,19 +54,19 @@ class NoiseSampler:
         self._seed = settings.seed
         self._settings = settings.noise
 
-    def sample(self, step: int, slot: int, shape: tuple[int, int, int]) -> SlotNoise:
-        """Return the noise of `slot` in the global batch of `step`, for a latent of `shape` (C, h, w)."""
-        target = self._normal("noise", step, slot, shape)
+    def sample(self, place: Place, shape: tuple[int, int, int]) -> SlotNoise:
+        """Return the noise at `place` for a latent of `shape` (C, h, w)."""
+        target = self._normal("noise", place, shape)
         if self._settings.offset > 0.0:
-            channels = self._normal("noise offset", step, slot, (shape[0], 1, 1))
+            channels = self._normal("noise offset", place, (shape[0], 1, 1))
             target = _add_scaled(target, self._settings.offset, channels)
         if self._settings.input_perturbation == 0.0:
             return SlotNoise(target, target)
-        perturbation = self._normal("input perturbation", step, slot, shape)
+        perturbation = self._normal("input perturbation", place, shape)
         return SlotNoise(target, _add_scaled(target, self._settings.input_perturbation, perturbation))
 
-    def _normal(self, purpose: str, step: int, slot: int, shape: tuple[int, ...]) -> Array:
-        return stream(self._seed, purpose, step, slot).standard_normal(shape, dtype=np.float32)
+    def _normal(self, purpose: str, place: Place, shape: tuple[int, ...]) -> Array:
+        return stream(self._seed, purpose, *place).standard_normal(shape, dtype=np.float32)
 
 
 def _add_scaled(noise: Array, scale: float, other: Array) -> Array:

@@ -49,16 +49,17 @@ class Validation:
         self._maker = MicroBatchMaker(job, family, self._scheduler)
         self._variant_ids: list[str] = samples.table["variant_id"].to_list()
 
-        # A cell is one (variant, level) pair; cell i is level i % 5 of variant i // 5. A batch has one
-        # bucket.
+        # A cell is one (variant, level) pair; cell i is level i % 5 of variant i // 5. A batch has one bucket
+        # and one scale of the LoRA.
         num_levels = len(NOISE_LEVELS)
-        cells_by_bucket: defaultdict[str, list[int]] = defaultdict(list)
-        for index, bucket in enumerate(samples.table["bucket"]):
-            cells_by_bucket[bucket] += range(index * num_levels, (index + 1) * num_levels)
+        groups = zip(samples.table["bucket"], samples.lora_scales, strict=True)
+        cells_by_group: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for index, group in enumerate(groups):
+            cells_by_group[group] += range(index * num_levels, (index + 1) * num_levels)
         size = job.recipe.training.batch_size
         self._batches = [
             cells[start : start + size]
-            for _, cells in sorted(cells_by_bucket.items())
+            for _, cells in sorted(cells_by_group.items())
             for start in range(0, len(cells), size)
         ]
 

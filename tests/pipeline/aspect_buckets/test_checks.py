@@ -12,7 +12,9 @@ import pytest
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.checks.findings import CheckContext, Finding
+from pipeline.raw_images.stage import scan
 from pipeline.validated_dataset.holdout import held_out
+from pipeline.validated_dataset.stage import validate
 
 
 def findings_of(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str, Finding]:
@@ -150,3 +152,46 @@ def test_rejected_images_are_conserved_and_have_a_reason(folder: Any, tiny_sd: P
     assert "24x24 pixels would be enlarged 2.67 times to fill bucket 64x64 (height x width)" in row["detail"]
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 2
     assert all(finding.passed for finding in aspect_buckets.run(CheckContext(recipe, folder.tables)))
+
+
+def slider_finding(folder: Any, base: Path) -> Finding:
+    """Return the finding on pairs of a recipe in which the folders `day` and `night` are a slider."""
+    (settings,) = folder.recipe.datasets
+    datasets = tuple(
+        settings.model_copy(update={"name": name, "path": folder.root / name, "slider": scale})
+        for name, scale in (("day", 1), ("night", -1))
+    )
+    model = folder.recipe.model.model_copy(update={"base": str(base)})
+    recipe = folder.recipe.model_copy(update={"datasets": datasets, "model": model})
+    raw = scan(recipe, folder.tables, log=str)
+    folder.tables.write("raw_images", raw.table)
+    samples = validate(recipe, raw.table, folder.tables, log=str)
+    folder.tables.write("validated_dataset", samples.table)
+    buckets = assign_buckets(recipe, samples.table, log=str)
+    folder.tables.write("aspect_buckets", buckets.table)
+    findings = aspect_buckets.run(CheckContext(recipe, folder.tables))
+    return next(finding for finding in findings if finding.name == "slider_pairs")
+
+
+def test_images_of_a_slider_without_a_partner_are_listed(folder: Any, tiny_sd: Path) -> None:
+    for number, side in enumerate(("day", "night")):
+        folder.add(f"{side}/a.png", folder.picture(number))
+        folder.add(f"{side}/b.png", folder.picture(10 + number, *((24, 40), (40, 24))[number]))
+    folder.add("night/c.png", folder.picture(20))
+    finding = slider_finding(folder, tiny_sd)
+    assert not finding.passed
+    assert not finding.closes
+    assert finding.numbers == {"num_rows": 3, "pairs": 1, "alone": 3}
+    assert [row["sample_id"] for row in finding.rows] == ["day/b.png", "night/b.png", "night/c.png"]
+    assert "the first: day/b.png (bucket " in finding.summary
+    assert "the same name and the same size" in finding.fix
+
+    (folder.root / "night" / "c.png").unlink()
+    folder.add("night/b.png", folder.picture(30))
+    finding = slider_finding(folder, tiny_sd)
+    assert finding.passed
+    assert finding.summary == "2 pairs of images"
+
+
+def test_without_sliders_there_are_no_pairs(shapes: Any, tiny_sd: Path) -> None:
+    assert findings_of(shapes, tiny_sd)["slider_pairs"].passed

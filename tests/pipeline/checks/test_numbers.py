@@ -53,6 +53,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
         "batches_possible": BATCHES,
         "underfilled": BATCHES,
         "crop_loss": {"limit": 0.25, "worst": 0.2},
+        "slider_pairs": {},
     },
     "vae_latents": {
         **dict.fromkeys(["completeness", "shape_uniformity", "file_size_outliers", "finite_values"], LATENTS),

@@ -9,6 +9,34 @@ PHOTOS = {"name": "photos", "path": "data/photos"}
 CLASS = {"name": "class", "path": "data/class", "role": "prior"}
 
 CASES: list[Case] = [
+    (
+        {"datasets": [PHOTOS, {**CLASS, "slider": -1, "role": "train"}]},
+        "datasets[1].slider",
+        "slider: -1 requires a dataset with slider: 1, got none",
+        "set slider: 1 for the dataset of the opposite",
+    ),
+    (dataset(slider=0.5), "datasets[0].slider", "must be 1 or -1, got 0.5", "1 or -1"),
+    (
+        {
+            "datasets": [{**PHOTOS, "slider": 1}, {**CLASS, "slider": -1, "role": "train"}],
+            "training": {"lora": {"dora": True}},
+        },
+        "training.lora.dora",
+        "training.lora.dora must be false with datasets[].slider",
+        "remove dora",
+    ),
+    (
+        {
+            "datasets": [
+                {**PHOTOS, "slider": 1},
+                {**PHOTOS, "name": "b", "slider": -1},
+                {**CLASS, "slider": 1},
+            ]
+        },
+        "datasets[2].slider",
+        "slider requires role: train, got role: prior with slider: 1",
+        "remove slider or role",
+    ),
     (dataset(caption={}), "datasets[0].caption", "unknown key caption", "did you mean captions?"),
     (
         dataset(captions={"from_": "fixed"}),

@@ -18,7 +18,7 @@ def prompts(*values: Any) -> tuple[PreviewPrompt, ...]:
 def test_a_text_is_a_section_with_only_a_prompt() -> None:
     text, section = prompts("a rose", {"prompt": "a rose"})
     assert text == section == PreviewPrompt(prompt="a rose")
-    assert (text.steps, text.lora_scale, text.seed, text.guidance_scale) == (20, 1.0, None, None)
+    assert (text.steps, text.lora_scale, text.seed, text.guidance_scale) == (20, None, None, None)
 
 
 def test_a_recipe_of_an_earlier_run_whose_prompts_are_texts_can_be_read() -> None:

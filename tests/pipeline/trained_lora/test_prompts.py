@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.trained_lora.prompts import Prompt, prompts_from_json, prompts_to_json
+from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -62,3 +63,25 @@ def test_prompts_survive_json_and_those_of_earlier_versions_have_default_setting
     assert prompts_from_json(values) == prompts
     earlier = [{key: values[1][key] for key in ("caption", "text", "size_hw")}]
     assert prompts_from_json(earlier) == prompts[1:]
+
+
+def test_prompts_of_a_slider_without_a_scale_are_drawn_at_its_ends_and_in_the_middle(
+    make_project: Callable[..., Project],
+) -> None:
+    settings = {"sample_every": 2, "sample_prompts": [OWN, "a cat"]}
+    own, *plain = slider_project(make_project, **settings).job().prompts
+    assert own.lora_scale == 0.5
+    assert [(each.caption, each.lora_scale) for each in plain] == [
+        ("a cat", -1.0),
+        ("a cat", 0.0),
+        ("a cat", 1.0),
+    ]
+    assert [each.heading for each in plain] == ["a cat (lora scale: -1)", "a cat (lora scale: 0)", "a cat"]
+
+
+def test_captions_of_a_slider_are_drawn_at_its_ends_and_in_the_middle(
+    make_project: Callable[..., Project],
+) -> None:
+    prompts = slider_project(make_project, sample_every=2).job().prompts
+    assert [each.lora_scale for each in prompts[:3]] == [-1.0, 0.0, 1.0]
+    assert len({each.caption for each in prompts[:3]}) == 1

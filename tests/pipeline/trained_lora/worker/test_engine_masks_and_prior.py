@@ -60,6 +60,38 @@ def test_masks_change_what_is_trained(make_project: Callable[..., Project]) -> N
     assert any(not torch.equal(masked[name], plain[name]) for name in masked)
 
 
+def test_the_prior_loss_outside_a_mask_is_zero_at_step_0_and_then_that_computed_by_hand(
+    make_project: Callable[..., Project],
+) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation": 1, "sizes": {"64x64": 8}}
+    masks = {"from": "alpha", "unmasked_weight": 0.1}
+    job = make_project(datasets={"photos": {"mask": {**masks, "prior_weight": 0.5}}}, **settings).job()
+    (dataset,) = job.recipe.datasets
+    assert dataset.mask is not None
+    without = dataset.model_copy(update={"mask": dataset.mask.model_copy(update={"prior_weight": 0.0})})
+    plain = replace(job, recipe=job.recipe.model_copy(update={"datasets": (without,)}))
+
+    engine = engine_of(job)
+    assert losses_of(engine, job, 0) == losses_of(engine, plain, 0)
+    for step in range(2):
+        one_step(engine, job, step)
+    ((_, micro),) = inputs_of(job, engine, job.plan()[2])
+    assert micro.prior_place_weights is not None
+    unet = UNet2DConditionModel.from_pretrained(job.base / "unet")
+    scheduler = DDPMScheduler.from_pretrained(job.base / "scheduler")
+    noisy = scheduler.add_noise(micro.latent, micro.input_noise, micro.timesteps)
+    text = micro.conditions["text_embedding"]
+    with torch.no_grad():
+        adapted = engine.denoiser(noisy, micro.timesteps, text).sample
+        base = unet(noisy, micro.timesteps, text).sample
+    expected = (micro.prior_place_weights * (adapted - base) ** 2).mean(dim=(1, 2, 3))
+    assert bool((expected > 0).all())
+    added = [
+        losses_of(engine, job, 2)[name] - losses_of(engine, plain, 2)[name] for name in micro.variant_ids
+    ]
+    torch.testing.assert_close(torch.tensor(added), expected, rtol=1e-3, atol=1e-7)
+
+
 PRIOR = {"photos": {}, "class": {"role": "prior"}}
 """A dataset of the subject, and one of its class."""
 

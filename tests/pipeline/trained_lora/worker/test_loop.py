@@ -27,6 +27,7 @@ from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkp
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
 from pipeline.trained_lora.worker.loop import stop_on_signals, train
 from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until, steps_kept
+from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -144,6 +145,16 @@ def test_R01_an_interrupted_run_with_prior_prediction_and_masks_equals_the_unint
     datasets = {"photos": {"mask": {"from": "alpha"}}, "class": {"role": "prior"}}
     settings: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 4, "loss": {"prior": "prediction"}}
     project = make_project(datasets=datasets, **settings)
+    uninterrupted = project.changed("uninterrupted").job()
+    assert run_until(uninterrupted)[0]
+    assert recorded
+    cut_and_compare(project, outcome(uninterrupted), (1, 6))
+
+
+def test_R01_an_interrupted_run_of_a_slider_equals_the_uninterrupted_run_bit_for_bit(
+    make_project: Callable[..., Project], recorded: Recorded
+) -> None:
+    project = slider_project(make_project, sizes={"64x64": 4, "32x96": 4}, steps=STEPS, checkpoint_every=4)
     uninterrupted = project.changed("uninterrupted").job()
     assert run_until(uninterrupted)[0]
     assert recorded

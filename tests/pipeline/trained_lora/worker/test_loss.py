@@ -9,7 +9,13 @@ import torch
 from pipeline.images.geometry import Size
 from pipeline.images.mask import mask_weights
 from pipeline.recipe import LossSettings, MaskSettings
-from pipeline.trained_lora.worker.loss import mask_loss_weights, sample_losses, share_of_mean, snr_weights
+from pipeline.trained_lora.worker.loss import (
+    mask_loss_weights,
+    mask_prior_weights,
+    sample_losses,
+    share_of_mean,
+    snr_weights,
+)
 
 
 def test_each_sample_s_loss_is_its_mean_in_float32() -> None:
@@ -173,3 +179,28 @@ def test_masked_losses_without_normalisation_are_those_of_sd_scripts() -> None:
 
 def mask_settings(**values: object) -> MaskSettings:
     return MaskSettings.model_validate({"from": "alpha", **values})
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("unmasked_weight", [0.0, 0.25])
+def test_the_prior_loss_outside_a_mask_is_that_of_onetrainer(
+    *, normalise: bool, unmasked_weight: float
+) -> None:
+    prediction, prior, masks = masked_batch()
+    settings = mask_settings(normalise=normalise, unmasked_weight=unmasked_weight, prior_weight=0.3)
+    weights = torch.stack([mask_prior_weights(mask, settings) for mask in masks])
+    losses = sample_losses(prediction, prior, LossSettings(), weights)
+    for sample in range(3):
+        total = weight_sum = 0.0
+        for channel, row, column in itertools.product(range(4), range(8), range(12)):
+            weight = 1 - max(float(masks[sample, 0, row, column]), unmasked_weight)
+            error = float(prediction[sample, channel, row, column] - prior[sample, channel, row, column])
+            total += weight * error**2
+            weight_sum += weight
+        divisor = weight_sum if normalise else 4 * 8 * 12
+        assert float(losses[sample]) == pytest.approx(0.3 * total / divisor, rel=1e-5)
+
+
+def test_a_white_mask_has_no_prior_loss() -> None:
+    weights = mask_prior_weights(torch.ones(1, 8, 12), mask_settings(prior_weight=1.0))
+    assert torch.equal(weights, torch.zeros(1, 8, 12))

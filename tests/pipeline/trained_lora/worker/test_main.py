@@ -23,6 +23,7 @@ from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loop import StopRequest, train
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS
+from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -137,6 +138,19 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
     rates = [read_metrics(RunLayout(job.folder).metrics, 6)[-1]["learning_rate"] for job in (alone, pair)]
     assert rates[0] == rates[1]
     _require_the_same_validation(alone, pair)
+
+
+@pytest.mark.timeout(240)
+def test_R03_two_processes_train_a_slider_like_one_process(make_project: Callable[..., Project]) -> None:
+    sizes = {"64x64": 6, "32x96": 4}
+    project = slider_project(make_project, sizes=sizes, batch_size=4, learning_rate=1e-3, steps=4)
+    alone = project.changed("alone").job()
+    pair = project.changed("pair", num_processes=2, batch_size=2).job()
+    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
+    expected, actual = in_this_process(alone), outcome(pair)
+    assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(actual[1][name], weight, rtol=1e-2, atol=1e-5)
 
 
 @pytest.mark.slow

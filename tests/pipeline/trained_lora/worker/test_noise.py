@@ -15,7 +15,7 @@ SHAPE = (4, 16, 24)
 
 
 def draw(step: int = 3, slot: int = 1, *, seed: int = 7, **noise: Any) -> SlotNoise:
-    return NoiseSampler(TrainingSettings(seed=seed, noise=NoiseSettings(**noise))).sample(step, slot, SHAPE)
+    return NoiseSampler(TrainingSettings(seed=seed, noise=NoiseSettings(**noise))).sample((step, slot), SHAPE)
 
 
 def test_noise_depends_only_on_seed_step_and_slot() -> None:
