@@ -294,8 +294,8 @@ def _write_companions(
     if sheet.is_file():
         write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())
 
-    prompts = [prompt.caption for prompt in job.prompts]
-    card = model_card(job.provenance, steps=result["steps"], prompts=prompts, has_sheet=sheet.is_file())
+    headings = [prompt.heading for prompt in job.prompts]
+    card = model_card(job.provenance, steps=result["steps"], headings=headings, has_sheet=sheet.is_file())
     write_text(layout.exported / CARD_FILE, card)
 
     record = {name: result[name] for name in ("run", "steps", "device", "files")}

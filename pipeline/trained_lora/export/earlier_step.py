@@ -126,8 +126,8 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
     folder, sheet = layout.folder / _COMPANIONS_FOLDER, layout.exported / SHEET_FILE
     write_atomically(folder / SAMPLES_FILE, _samples_at(layout, job, step).write_parquet)
 
-    prompts = [prompt.caption for prompt in job.prompts]
-    card = model_card(job.provenance, steps=step, prompts=prompts, has_sheet=sheet.is_file())
+    headings = [prompt.heading for prompt in job.prompts]
+    card = model_card(job.provenance, steps=step, headings=headings, has_sheet=sheet.is_file())
     write_text(folder / CARD_FILE, card)
 
     files = [

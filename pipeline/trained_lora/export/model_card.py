@@ -10,10 +10,10 @@ from pipeline.escaping import markdown_code, printable
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
 
 
-def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str], has_sheet: bool) -> str:
+def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str], has_sheet: bool) -> str:
     """Return the card as Markdown, with the front matter that the Hugging Face Hub reads.
 
-    With `has_sheet`, it shows `SHEET_FILE`, whose columns are the prompts.
+    With `has_sheet`, it shows `SHEET_FILE`, whose columns have these headings: prompts with their settings.
     """
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 
@@ -39,7 +39,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str],
         "",
         f"Use `{name}_kohya.safetensors` with kohya's tools and `{name}_comfyui.safetensors` with ComfyUI.",
         "",
-        *(_previews(prompts) if has_sheet else []),
+        *(_previews(headings) if has_sheet else []),
         "| | |",
         "|---|---|",
         *(f"| {label} | {value} |" for label, value in _training_rows(record, steps)),
@@ -63,6 +63,7 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
         *((f"its {role}", _table_code(path)) for role, path in model.get("components", {}).items()),
         ("images", f"{record['samples']['number']} in training"),
         ("steps", f"{steps_text}, {batch}"),
+        *_slider_rows(recipe),
         ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
         ("optimizer", f"{training['optimizer']}, {training['learning_rate']}, {training['lr_scheduler']}"),
         ("resolution", str(recipe["buckets"]["resolution"])),
@@ -70,11 +71,20 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
     ]
 
 
+def _slider_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what the LoRA draws at scale 1 and at scale -1 if it is a slider: the names of the datasets."""
+    sides = {
+        scale: [each["name"] for each in recipe["datasets"] if each.get("slider") == scale]
+        for scale in (1, -1)
+    }
+    return [(f"at scale {scale}", ", ".join(names)) for scale, names in sides.items() if names]
+
+
 def _table_code(text: str) -> str:
     """Return `text` as inline code for a cell of a table, in which a bar would end the cell."""
     return markdown_code(text).replace("|", "\\|")
 
 
-def _previews(prompts: Sequence[str]) -> list[str]:
-    numbered = [f"{number}. {markdown_code(prompt)}" for number, prompt in enumerate(prompts, start=1)]
+def _previews(headings: Sequence[str]) -> list[str]:
+    numbered = [f"{number}. {markdown_code(heading)}" for number, heading in enumerate(headings, start=1)]
     return [f"![previews during training]({SHEET_FILE})", "", "Prompts of the columns:", "", *numbered, ""]
