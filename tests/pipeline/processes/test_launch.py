@@ -218,8 +218,20 @@ def test_a_status_is_described_in_words(status: int, words: str) -> None:
     assert describe_status(status) == words
 
 
-def test_a_killed_process_suggests_that_memory_ran_out(tmp_path: Path) -> None:
-    assert "memory" in launch_error("m", -9, output=[], error_file=tmp_path / "none").fix
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (-9, "memory ran out"),
+        (137, "memory ran out"),
+        (-15, "start the job again, and it resumes"),
+        (143, "start the job again, and it resumes"),
+        (-2, "start the job again, and it resumes"),
+        (130, "start the job again, and it resumes"),
+        (1, "correct the cause"),
+    ],
+)
+def test_the_advice_depends_on_how_a_process_ended(tmp_path: Path, status: int, advice: str) -> None:
+    assert advice in launch_error("m", status, output=[], error_file=tmp_path / "none").fix
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch supports expandable segments on Linux")
