@@ -363,7 +363,7 @@ class DatasetSettings(Settings):
         """See `Settings.violations`."""
         if self.mask is not None and self.mask.path == self.path and not self.mask.suffix:
             what = f"mask.path must not be the dataset's folder without mask.suffix, got {self.mask.path}"
-            fix = "set mask.suffix to the end of the masks' names, or move the masks to a folder of their own"
+            fix = "set mask.suffix to the end of the masks' names, or move the masks to another folder"
             yield Violation("mask", what, fix, involves=("path", "mask"))
         yield from self._prior_violations()
         if self.is_manifest:

@@ -52,7 +52,7 @@ class PreviewPrompt(Settings):
         default=None,
         ge=0.0,
         description="Guidance scale; null uses the one listed for the base model's family. Most pipelines "
-        "turn guidance off at 1 and below, and then the negative prompt has no effect.",
+        "turn guidance off at 1 and below, and then ignore the negative prompt.",
     )
     seed: int | None = Field(
         default=None, ge=0, lt=2**63, description="Seed of the first noise; null uses `training.seed`."

@@ -310,7 +310,7 @@ class RecipeFile(Settings):
                 fix = f"set slider: {-scale} for the dataset of the opposite, or remove slider"
                 yield Violation(f"datasets[{scales.index(scale)}].slider", what, fix, involves)
         if self.training.lora.dora and any(scales):
-            what = "training.lora.dora must be false with datasets[].slider, because DoRA has no opposite"
+            what = "training.lora.dora must be false with datasets[].slider: a DoRA cannot be reversed"
             yield Violation("training.lora.dora", what, "remove dora, or slider from the datasets", involves)
 
     def _focus_violations(self) -> Iterator[Violation]:

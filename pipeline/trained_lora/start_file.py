@@ -174,7 +174,7 @@ def _require_matrices(shapes: Mapping[str, tuple[int, ...]], where: str) -> None
     """Raise TrainingError if a down matrix has fewer than two dimensions."""
     for key, shape in shapes.items():
         if len(shape) < 2:
-            what = f"the LoRA to start from has the shape {list(shape)} for {key}, which is no matrix"
+            what = f"the LoRA to start from has the shape {list(shape)} for {key}, which is not a matrix"
             raise TrainingError(
                 what, where=where, fix=f"set {START_KEY} to a file that a trainer has written"
             )

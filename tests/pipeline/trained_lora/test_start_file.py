@@ -164,7 +164,8 @@ def test_a_down_matrix_without_two_dimensions_is_an_error(path: Path, shape: tup
     key = f"{DIFFUSERS}.lora_A.weight"
     save_file({**module(DIFFUSERS), key: np.ones(shape, np.float32)}, path)
     error = error_of(starting_from(path))
-    assert error.what == f"the LoRA to start from has the shape {list(shape)} for {key}, which is no matrix"
+    expected = f"the LoRA to start from has the shape {list(shape)} for {key}, which is not a matrix"
+    assert error.what == expected
 
 
 def test_a_missing_file_suggests_the_closest_name(path: Path) -> None:
