@@ -300,8 +300,9 @@ class DatasetSettings(Settings):
         description="Scale of the LoRA while it trains on these images, for a LoRA whose scale works as a "
         "slider: 1 for images that positive scales should draw, such as smiling faces, and -1 for their "
         "opposite, such as serious faces. A recipe needs datasets of both. An image with 1 and an image with "
-        "-1 are a pair if they have the same path in their datasets, apart from the suffix; they share "
-        "noise, noise level, mirroring and caption dropout. null means an ordinary dataset.",
+        "-1 are a pair if they are in the same bucket and have the same path in their datasets, apart from "
+        "the suffix; they share noise, noise level, mirroring and caption dropout. null means an ordinary "
+        "dataset.",
     )
     loss_weight: float = Field(
         default=1.0,

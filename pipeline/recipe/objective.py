@@ -41,10 +41,10 @@ class LossSettings(Settings):
     )
     prior: Literal["images", "prediction"] = Field(
         default="images",
-        description="Target of datasets with `role: prior`. images: their own, as in DreamBooth. prediction: "
-        "the prediction of the base model without the adapter for the same noisy latent, so that training "
-        "keeps what the base model draws for these captions. A batch with such an image takes one more "
-        "forward pass.",
+        description="Target of datasets with `role: prior`. images: the usual one, from their pixels, as in "
+        "DreamBooth. prediction: the base model's prediction without the LoRA for the same noisy latent, so "
+        "that training keeps what the base model draws for these captions. A batch with such an image takes "
+        "one more forward pass.",
     )
     prior_weight: float = Field(
         default=1.0,
@@ -85,7 +85,8 @@ class TimestepSettings(Settings):
         default=None,
         gt=0.0,
         description="Shift of noise levels for flow matching; values above 1 shift towards more noise. null "
-        "uses the base model's schedule, which for some models depends on the image size.",
+        "uses the shift of the base model's family, see docs/families.md; for some it depends on the image "
+        "size.",
     )
 
     def violations(self) -> Iterator[Violation]:

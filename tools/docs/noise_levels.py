@@ -47,7 +47,7 @@ def noise_table(work: Path) -> str:
             lines.append(f"| {kind} | {_percent(share(folder))} | {' | '.join(peers)} |")
 
     versions = "; ".join(f"{peer} {source}" for peer, source in sources.items())
-    return "\n".join([*lines, "", f"Settings: {versions}.", ""])
+    return "\n".join([*lines, "", f"Sources: {versions}.", ""])
 
 
 def share(base: Path) -> float:
