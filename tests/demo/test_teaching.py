@@ -30,10 +30,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "adafactor": {"optimizer": "adafactor", "learning_rate": 2e-3},
+    "adafactor": {"optimizer": "adafactor", "learning_rate": 0.2},
     "lion": {"optimizer": "lion", "learning_rate": 5e-4},
 }
-"""Changes of `training`."""
+"""Changes of `training`. Adafactor's rate is relative to a weight's size, and most weights start at 0."""
+
+PISSA_RATES = {"adafactor": 0.02, "lion": 1e-4}
+"""Learning rates of PiSSA, whose weights are not 0 at the start."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "min_snr": {"training": {"loss": {"weighting": "min_snr"}}},
@@ -76,7 +79,10 @@ def has_learned(learned: Learned) -> bool:
 
 def cell(adapter: str, optimizer: str) -> dict[str, Any]:
     """Return the changes of `training` for a cell of the table."""
-    return {**OPTIMIZERS[optimizer], "lora": ADAPTERS[adapter]}
+    changes = {**OPTIMIZERS[optimizer], "lora": ADAPTERS[adapter]}
+    if adapter == "pissa" and optimizer in PISSA_RATES:
+        changes["learning_rate"] = PISSA_RATES[optimizer]
+    return changes
 
 
 @pytest.mark.parametrize(("adapter", "optimizer"), IN_CI)
