@@ -219,9 +219,11 @@ def qwen2_5_vl(*, width: int = 32, layers: int = 2) -> Any:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def qwen3_vl(*, width: int = 32, layers: int = 3, marks: Sequence[str] = QWEN_MARKS) -> Any:
-    """Return a `Qwen3VLModel` for `write_qwen_tokenizer`'s tokens, with its vision encoder."""
-    from transformers import Qwen3VLConfig, Qwen3VLModel
+def qwen3_vl(
+    kind: str = "Qwen3VLModel", *, width: int = 32, layers: int = 3, marks: Sequence[str] = QWEN_MARKS
+) -> Any:
+    """Return a Qwen3-VL for `write_qwen_tokenizer`'s tokens, with its vision encoder."""
+    import transformers
 
     ids = vocabulary(marks)[0]
     sections = [width // 8, width // 16, width // 16]
@@ -252,5 +254,5 @@ def qwen3_vl(*, width: int = 32, layers: int = 3, marks: Sequence[str] = QWEN_MA
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
     }
-    config: Any = Qwen3VLConfig(text_config=text, vision_config=vision, **special)
-    return Qwen3VLModel(config)
+    config: Any = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **special)
+    return getattr(transformers, kind)(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
-from pipeline.models.diffusers_folder import tokenizer_files, weight_files
+from pipeline.models.diffusers_folder import is_tokenizer, tokenizer_files, weight_files
 from pipeline.models.download import download_files
 from pipeline.models.hub import (
     component_files,
@@ -76,7 +76,7 @@ def _resolve(role: str, name: str, where: str, log: Log) -> Path:
 
 def _require_complete(role: str, folder: Path) -> None:
     """Raise ModelError unless the folder contains every file that `role` needs."""
-    if role.startswith("tokenizer"):
+    if is_tokenizer(role):
         tokenizer_files(folder)
         return
     weight_files(folder)
@@ -112,7 +112,7 @@ def _download(role: str, hub_id: str, revision: str | None, where: str, log: Log
         names = HfApi().list_repo_files(hub_id, revision=revision)
         subfolder = role if any(name.startswith(f"{role}/") for name in names) else ""
         needed = component_files(names, subfolder)
-        if role.startswith("tokenizer"):
+        if is_tokenizer(role):
             # A tokenizer may share its folder with a model, whose weights it does not need.
             needed = [name for name in needed if ".safetensors" not in name and ".bin" not in name]
         folder = download_files(hub_id, revision, needed, log=log) / subfolder

@@ -37,6 +37,11 @@ _TOKENIZER_CONTENTS = ("tokenizer.json", "vocab.json", "merges.txt", "spiece.mod
 _CHAT_TEMPLATE = "chat_template.jinja"
 
 
+def is_tokenizer(role: str) -> bool:
+    """Return whether a component is a tokenizer, or a processor, of which only the tokenizer is used."""
+    return role.startswith(("tokenizer", "processor"))
+
+
 class ModelFolder:
     """The components and configuration files of a base model in a local diffusers folder.
 
@@ -60,7 +65,7 @@ class ModelFolder:
         name = "config.json"
         if role == "scheduler":
             name = "scheduler_config.json"
-        elif role.startswith("tokenizer"):
+        elif is_tokenizer(role):
             name = "tokenizer_config.json"
         return self.component(role) / name
 

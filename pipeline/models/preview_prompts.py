@@ -13,7 +13,7 @@ from pipeline.recipe.load import placed
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
-    from pipeline.recipe import Recipe
+    from pipeline.recipe import PreviewPrompt, Recipe
 
 
 def require_preview_prompts(recipe: Recipe, family: Family | None = None) -> None:
@@ -52,6 +52,16 @@ def _mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
         if reason and prompt.negative_prompt is not None:
             what = f"previews of {model} cannot have a negative_prompt, because {reason}"
             yield Mistake((*path, "negative_prompt"), what, "remove negative_prompt")
+        elif _has_no_effect(prompt, family):
+            what = f"negative_prompt has no effect, because {model} is drawn without guidance"
+            fix = "add a guidance_scale above 1 to this prompt, or remove negative_prompt"
+            yield Mistake((*path, "negative_prompt"), what, fix)
+
+
+def _has_no_effect(prompt: PreviewPrompt, family: Family) -> bool:
+    """Return whether a prompt has a negative prompt that its pictures do not depend on."""
+    is_guided = prompt.guidance_scale is not None or family.guidance_scale > 1
+    return prompt.negative_prompt is not None and not is_guided
 
 
 def _is_too_large(size: Size, family: Family) -> bool:

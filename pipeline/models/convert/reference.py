@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pipeline.errors import ModelError
-from pipeline.models.diffusers_folder import tokenizer_files, weight_files
+from pipeline.models.diffusers_folder import is_tokenizer, tokenizer_files, weight_files
 from pipeline.models.families import Family, detect
 from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.models.resolve import indexed_snapshot
@@ -94,7 +94,7 @@ def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
     for role in present_roles(family):
         folder = family.component_folder(role)
         needs_weights = weights_of is None or role in weights_of
-        if role.startswith("tokenizer"):
+        if is_tokenizer(role):
             if needs_weights:
                 tokenizer_files(folder)
             continue

@@ -26,6 +26,7 @@ from pipeline.models.families.parts.lora_keys import Layer
 from pipeline.models.families.parts.noise import BetaPrediction, Density, Prediction
 from pipeline.models.families.parts.text import Shapes
 from pipeline.models.families.qwen_image import QWEN_IMAGE
+from pipeline.models.families.qwen_image21 import QWEN_IMAGE21
 from pipeline.models.families.sana import SANA
 from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.families.sd3 import STABLE_DIFFUSION_3
@@ -40,6 +41,7 @@ FAMILIES: tuple[FamilySpec, ...] = (
     FLUX2_KLEIN,
     FLUX2_DEV,
     QWEN_IMAGE,
+    QWEN_IMAGE21,
     Z_IMAGE,
     CHROMA,
     LUMINA2,

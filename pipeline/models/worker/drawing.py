@@ -73,6 +73,7 @@ class PipelineDrawing:
         components[self.family.denoiser_name] = (
             denoiser if denoiser is not None else self.denoiser.load(dtype, device)
         )
+        components |= self.further_components()
         options = self.family.spec.pipeline_options(self.family.model)
         pipeline = kind.from_pretrained(
             self.family.folder, **{**components, **options}, local_files_only=True
@@ -80,6 +81,10 @@ class PipelineDrawing:
         pipeline.set_progress_bar_config(disable=True)
         _decode_without_autocast(components["vae"])
         return pipeline
+
+    def further_components(self) -> dict[str, Any]:
+        """Return components that the pipeline's constructor requires; most pipelines require no others."""
+        return {}
 
     def allow_size(self, pipeline: Any, size: Size) -> None:
         """Make the pipeline accept exactly this size; most pipelines do anyway."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from pipeline.models.diffusers_folder import is_tokenizer
 from pipeline.models.families import Family
 from pipeline.models.worker.loading import (
     component_class,
@@ -110,14 +111,17 @@ class TextConditioner(ABC):
         dtypes = self.family.text_compute_dtypes(dtype)
         components = empty_components(kind)
         for role in self.family.text_roles():
-            if role.startswith("tokenizer"):
-                folder = self.family.component_folder(role)
-                components[role] = component_class(self.family, role).from_pretrained(
-                    folder, local_files_only=True
-                )
-            else:
-                components[role] = load_text_encoder(self.family, role, dtypes[role], device)
+            components[role] = (
+                self.load_tokenizer(role)
+                if is_tokenizer(role)
+                else load_text_encoder(self.family, role, dtypes[role], device)
+            )
         return kind(**{**components, **self.family.spec.pipeline_options(self.family.model)})
+
+    def load_tokenizer(self, role: str) -> Any:
+        """Return the tokenizer, or the processor, that the pipeline's constructor takes as `role`."""
+        folder = self.family.component_folder(role)
+        return component_class(self.family, role).from_pretrained(folder, local_files_only=True)
 
     def network(self, encoders: Any, role: str) -> nn.Module:
         """Return one text encoder of `encoders`, by its component."""

@@ -13,6 +13,7 @@ from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, Layout, Lora
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
+    from pipeline.models.families.parts.lora_keys import LoraKeys
     from pipeline.recipe import LoraSettings
     from pipeline.trained_lora.job import TrainingJob
 
@@ -79,7 +80,7 @@ def at_step(metadata: Mapping[str, str], step: int) -> dict[str, str]:
     return values
 
 
-def readers_note(layout: Layout, modules: Sequence[LoraModule]) -> dict[str, str]:
+def readers_note(layout: Layout, modules: Sequence[LoraModule], keys: LoraKeys) -> dict[str, str]:
     """Return metadata that names the programs that misread these modules in this layout; usually empty."""
     if layout == "kohya" and any(module.magnitude for module in modules):
         note = (
@@ -87,6 +88,8 @@ def readers_note(layout: Layout, modules: Sequence[LoraModule]) -> dict[str, str
             "another strength. Load the file whose name ends in _comfyui."
         )
         return {READERS_KEY: note}
+    if layout == "kohya" and keys.kohya_note:
+        return {READERS_KEY: keys.kohya_note}
     if layout == "diffusers" and any(module.alpha != module.rank for module in modules):
         note = (
             "The scale, alpha / rank, is in lora_adapter_metadata. Programs that do not read it, such as "

@@ -13,6 +13,7 @@ from demo.tiny_models import (
     make_tiny_flux2_klein,
     make_tiny_ideogram4,
     make_tiny_lumina2,
+    make_tiny_qwen_image21,
     make_tiny_sana,
     make_tiny_sd3,
 )
@@ -83,6 +84,17 @@ def test_only_distilled_klein_refuses_negative_prompts(tmp_path: Path) -> None:
     index = tmp_path / "base" / "model_index.json"
     write_text(index, index.read_text("utf-8").replace('"is_distilled": false', '"is_distilled": true'))
     assert "distilled" in problem(recipe(tmp_path, tmp_path / "base", "negative_prompt: blurry")).what
+
+
+def test_a_negative_prompt_of_a_model_that_is_drawn_without_guidance_needs_a_guidance_scale(
+    tmp_path: Path,
+) -> None:
+    make_tiny_qwen_image21(tmp_path / "base")
+    error = problem(recipe(tmp_path, tmp_path / "base", "negative_prompt: blurry"))
+    assert error.where == f"{tmp_path / 'one.yaml'}:9, training.sample_prompts[1].negative_prompt"
+    assert "has no effect, because the base model" in error.what
+    assert error.fix == "add a guidance_scale above 1 to this prompt, or remove negative_prompt"
+    require_preview_prompts(recipe(tmp_path, tmp_path / "base", "negative_prompt: blurry, guidance_scale: 4"))
 
 
 def test_a_model_of_the_hub_is_checked_when_its_family_is_known(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from demo.tiny_models import make_tiny_flux, make_tiny_flux2_klein, make_tiny_krea2, make_tiny_z_image
+from demo.tiny_models import (
+    make_tiny_flux,
+    make_tiny_flux2_klein,
+    make_tiny_krea2,
+    make_tiny_qwen_image21,
+    make_tiny_z_image,
+)
 from pipeline.errors import ModelError
 from pipeline.models.families import detect
 from pipeline.models.training_adapter import missing_adapter_warning, resolve_training_adapter
@@ -85,9 +91,11 @@ def test_a_repository_that_is_not_on_this_machine_needs_the_network(tmp_path: Pa
     [
         (partial(make_tiny_flux, schnell=True), "ostris/FLUX.1-schnell-training-adapter"),
         (partial(make_tiny_z_image, turbo=True), "zimage_turbo_training_adapter_v2.safetensors"),
+        (partial(make_tiny_qwen_image21, turbo=True), "train the model that"),
         (make_tiny_flux, None),
         (make_tiny_z_image, None),
         (make_tiny_krea2, None),
+        (make_tiny_qwen_image21, None),
         (make_tiny_flux2_klein, None),
     ],
 )

@@ -252,6 +252,7 @@ def test_the_recipes_of_this_repository_load():
         "flowers_krea2",
         "flowers_lumina2",
         "flowers_qwen_image",
+        "flowers_qwen_image21",
         "flowers_sana",
         "flowers_sd15",
         "flowers_sd21",

@@ -56,9 +56,8 @@ def text_bytes(family: WorkerFamily, dtypes: Mapping[str, str]) -> tuple[int, in
     for role, dtype in dtypes.items():
         network = text_encoder_skeleton(family, role, dtype)
         weights.append(num_bytes(tensors_of(network)))
-        passes.append(
-            _pass_bytes(network, limits.get(role.replace("text_encoder", "tokenizer"), CLIP_TOKENS))
-        )
+        tokenizer = "processor" if "processor" in limits else role.replace("text_encoder", "tokenizer")
+        passes.append(_pass_bytes(network, limits.get(tokenizer, CLIP_TOKENS)))
     return max(weights), sum(weights) + max(passes)
 
 

@@ -84,11 +84,13 @@ class LoraKeys:
         comfyui_prefix: Prefix of the path in ComfyUI's layout. With `transformer.`, ComfyUI translates
             diffusers' names itself; with `diffusion_model.`, its model has the same names.
         kohya_readable: Whether diffusers' loader of the family reads kohya's layout of this denoiser.
+        kohya_note: Metadata of files in kohya's layout that names programs that read them only in part.
     """
 
     target_modules: Sequence[str] | Callable[[ModelFolder], Sequence[str]]
     comfyui_prefix: str = "transformer."
     kohya_readable: bool | Callable[[ModelFolder], bool] = False
+    kohya_note: str = ""
 
     @property
     def max_parts(self) -> int:

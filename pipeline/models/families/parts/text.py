@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from pipeline.models.diffusers_folder import ModelFolder
+from pipeline.models.diffusers_folder import ModelFolder, is_tokenizer
 from pipeline.models.families.parts.lora_keys import ClipLora
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -65,7 +65,7 @@ class TextSpec(ABC):
 
     def roles(self, model: ModelFolder, components: Iterable[str]) -> tuple[str, ...]:
         """Return the tokenizers and text encoders that the base model has, in the order of `components`."""
-        text_roles = (role for role in components if role.startswith(("tokenizer", "text_encoder")))
+        text_roles = (role for role in components if is_tokenizer(role) or role.startswith("text_encoder"))
         return tuple(role for role in text_roles if model.has(role))
 
     def trainable_encoders(self, model: ModelFolder) -> Mapping[str, ClipLora]:

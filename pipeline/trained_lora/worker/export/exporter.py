@@ -150,15 +150,17 @@ class Exporter:
         trained = _TrainedLora.of(self._family, networks)
         stored = trained.rounded(self._dtype)
         metadata = self._metadata if step is None else at_step(self._metadata, step)
+        keys = self._family.spec.lora
 
         with attach_path(folder):
-            self._save_diffusers(folder, stored, metadata | readers_note("diffusers", stored.modules))
+            note = readers_note("diffusers", stored.modules, keys)
+            self._save_diffusers(folder, stored, metadata | note)
             for layout in ("kohya", "comfyui"):
                 tensors = layout_tensors(layout, stored.modules, stored.state, stored.norms)
                 save_file(
                     self._in_dtype(tensors),
                     folder / layout_file(layout, self._recipe_name),
-                    metadata=metadata | readers_note(layout, stored.modules),
+                    metadata=metadata | readers_note(layout, stored.modules, keys),
                 )
         return self._verify(folder, trained)
 

@@ -25,7 +25,7 @@ NAMES = [
 ]
 
 
-UNSUPPORTED = {"flowers_ernie_image", "flowers_hidream", "flowers_ideogram4"}
+UNSUPPORTED = {"flowers_ernie_image", "flowers_hidream", "flowers_ideogram4", "flowers_qwen_image21"}
 """Examples of models that cannot be forecast; they state no GPU."""
 
 

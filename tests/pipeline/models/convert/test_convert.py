@@ -62,7 +62,7 @@ def test_stable_diffusion_3_with_all_its_encoders(
     assert family.prediction_type() == "flow"
 
 
-RENAMED = ("FLUX.2 klein", "Z-Image", "Sana", "AuraFlow", "Krea 2")
+RENAMED = ("FLUX.2 klein", "Qwen-Image 2.1", "Z-Image", "Sana", "AuraFlow", "Krea 2")
 """One kind per original layout that differs from diffusers'."""
 
 

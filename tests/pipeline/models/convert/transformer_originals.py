@@ -309,10 +309,19 @@ def krea2(folder: Path) -> State:
     }
 
 
+def qwen_image21(folder: Path) -> State:
+    """Return the weights of Qwen-Image 2.1 as ComfyUI stores them, with the MLP's gate and input stacked."""
+    state = weights(folder)
+    for block in {name.split(".img_mlp.")[0] for name in state if ".img_mlp." in name}:
+        fuse(state, [f"{block}.img_mlp.gate_layer", f"{block}.img_mlp.proj"], f"{block}.img_mlp.gate_up")
+    return state
+
+
 TRANSFORMERS: dict[str, Callable[[Path], State]] = {
     "FLUX.2 klein": flux,
     "FLUX.2 dev": flux,
     "Qwen-Image": weights,
+    "Qwen-Image 2.1": qwen_image21,
     "Z-Image": z_image,
     "Sana": sana,
     "AuraFlow": aura_flow,

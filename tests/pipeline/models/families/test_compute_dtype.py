@@ -21,6 +21,7 @@ LANGUAGE_MODELS = {
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3Model",
+    "Qwen3VLForConditionalGeneration",
     "Qwen3VLModel",
     "SmolLM3Model",
     "T5EncoderModel",

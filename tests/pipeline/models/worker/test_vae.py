@@ -11,7 +11,7 @@ from demo.tiny_models import TINY
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.loading import load_component
 
-VAES = ["Stable Diffusion XL", "Qwen-Image", "Bria FIBO", "Sana", "FLUX.2 klein"]
+VAES = ["Stable Diffusion XL", "Qwen-Image", "Qwen-Image 2.1", "Bria FIBO", "Sana", "FLUX.2 klein"]
 """Kinds of models with different classes of VAEs."""
 
 TOLERANCE = 1e-4
