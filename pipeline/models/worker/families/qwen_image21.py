@@ -44,7 +44,9 @@ class QwenImage21Conditioner(TextConditioner):
 
     def token_limit(self, encoders: Any, role: str) -> int:
         """See `TextConditioner.token_limit`; the system message is not part of the embedding."""
-        return super().token_limit(encoders, role) + encoders._drop_idx
+        system_message, *_ = encoders.prompt_template_t2i.partition("<|im_start|>user")
+        num_dropped = len(encoders.processor.tokenizer(system_message).input_ids)
+        return super().token_limit(encoders, role) + num_dropped
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """Count tokens, and cut the caption's end so that the end of the template remains."""
