@@ -6,7 +6,7 @@ Letters of shapes: B samples, T tokens, D embedding width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -198,6 +198,30 @@ class TextConditioner(ABC):
         caption_start = self.prompt(encoders, _MARKER).index(_MARKER)
         offset = tokens["offset_mapping"][first_cut][0] - caption_start
         return num_tokens, num_tokens - limit, min(max(offset, 0), len(caption))
+
+
+def count_within_template(
+    spans_of: Callable[[str], list[tuple[int, int]]], caption: str, *, caption_start: int, limit: int
+) -> tuple[int, int, int | None]:
+    """Return what `TextConditioner.count_tokens` returns if the end of a template must not be cut.
+
+    Args:
+        spans_of: Returns (first character, last character + 1) of each token of a caption in its template.
+        caption: The caption.
+        caption_start: Number of characters of the template before the caption.
+        limit: Maximum number of tokens, those of the template included.
+    """
+    spans = spans_of(caption)
+    if len(spans) <= limit:
+        return len(spans), 0, None
+
+    num_before_end = sum(start < caption_start + len(caption) for start, _ in spans)
+    cut_from = spans[num_before_end - (len(spans) - limit)][0] - caption_start
+
+    # A shorter caption may be split into other tokens, so cut until it fits.
+    while (num_kept := len(spans_of(caption[:cut_from]))) > limit:
+        cut_from -= 1
+    return len(spans), len(spans) - num_kept, cut_from
 
 
 class CachedPromptConditioner(TextConditioner):

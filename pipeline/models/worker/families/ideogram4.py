@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.drawing import PipelineDrawing
 from pipeline.models.worker.loading import load_component
 from pipeline.models.worker.noise import FlowProcess
-from pipeline.models.worker.text import CachedPromptConditioner, chat_prompt
+from pipeline.models.worker.text import CachedPromptConditioner, chat_prompt, count_within_template
 
 _BASE_PX = 512
 """Edge of the picture for which the pipeline's schedule has a shift of zero."""
@@ -39,17 +40,8 @@ class IdeogramConditioner(CachedPromptConditioner):
         The pipeline itself rejects a caption that is too long.
         """
         limit, caption_start = self.token_limit(encoders, role), self.prompt(encoders, "|").index("|")
-        spans = self._token_spans(encoders, caption)
-        if len(spans) <= limit:
-            return len(spans), 0, None
-
-        num_before_end = sum(start < caption_start + len(caption) for start, _ in spans)
-        cut_from = spans[num_before_end - (len(spans) - limit)][0] - caption_start
-
-        # A shorter caption may be split into other tokens, so cut until it fits.
-        while (num_kept := len(self._token_spans(encoders, caption[:cut_from]))) > limit:
-            cut_from -= 1
-        return len(spans), len(spans) - num_kept, cut_from
+        spans_of = partial(self._token_spans, encoders)
+        return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
     def _token_spans(self, encoders: Any, caption: str) -> list[tuple[int, int]]:
         """Return (first character, last character + 1) of each token of the prompt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import ProcessorMixin
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.drawing import PipelineDrawing
-from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.text import TextConditioner, count_within_template
 from pipeline.models.worker.vae import FrameCodec, Posterior
 
 _SLOT_TOKENS = 4
@@ -51,17 +52,8 @@ class QwenImage21Conditioner(TextConditioner):
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """Count tokens, and cut the caption's end so that the end of the template remains."""
         limit, caption_start = self.token_limit(encoders, role), encoders.prompt_template_t2i.index("{}")
-        spans = self._token_spans(encoders, caption)
-        if len(spans) <= limit:
-            return len(spans), 0, None
-
-        num_before_end = sum(start < caption_start + len(caption) for start, _ in spans)
-        cut_from = spans[num_before_end - (len(spans) - limit)][0] - caption_start
-
-        # A shorter caption may be split into other tokens, so cut until it fits.
-        while (num_kept := len(self._token_spans(encoders, caption[:cut_from]))) > limit:
-            cut_from -= 1
-        return len(spans), len(spans) - num_kept, cut_from
+        spans_of = partial(self._token_spans, encoders)
+        return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
     def _token_spans(self, encoders: Any, caption: str) -> list[tuple[int, int]]:
         """Return (first character, last character + 1) of each token of the prompt."""
