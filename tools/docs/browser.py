@@ -19,6 +19,8 @@ from typing import Any
 
 from PIL import Image
 
+from pipeline.processes.tree import ProcessTree
+
 PROGRAMS = ("chromium", "chromedriver")
 
 PAGE_TIMEOUTS_MS = {"script": 120_000, "pageLoad": 300_000}
@@ -172,8 +174,8 @@ def browsing(folder: Path, *, size: tuple[int, int] = (1440, 900)) -> Generator[
         finally:
             request(session, method="DELETE")
     finally:
-        driver.terminate()
-        driver.wait(timeout=20)
+        ProcessTree(driver.pid).stop(grace_s=5)  # in a background job, chromedriver survives SIGTERM
+        driver.wait()
 
 
 TERMINATE = "mutation($run: String!) { terminateRun(runId: $run) { __typename } }"
