@@ -26,10 +26,10 @@ LINK_INTERVAL_S = 10.0
 """Seconds between two updates of the links."""
 
 END_WAIT_S = 30.0
-"""Seconds that Dagster's UI has for its end, in which it stops its daemon and code servers."""
+"""Seconds within which Dagster's UI must end; it stops its daemon and code servers first."""
 
 STOP_WAIT_S = 5.0
-"""Seconds that processes have which are left after that, before they are killed."""
+"""Seconds that the remaining processes have to end before they are killed."""
 
 
 @click.command()

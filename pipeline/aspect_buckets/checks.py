@@ -219,7 +219,7 @@ def _slider_pairs(recipe: Recipe, table: pl.DataFrame) -> Outcome:
         return Outcome(True, f"{counted(numbers['pairs'], 'pair')} of images", numbers=numbers)
 
     rows = alone.select("sample_id", "bucket", "slider").rows(named=True)
-    summary = f"{counted(len(alone), 'image')} of {counted(len(sides), 'image')} without a partner in the "
-    summary += f"opposite dataset, the first: {rows[0]['sample_id']} (bucket {rows[0]['bucket']})"
+    summary = f"{len(alone)} of {counted(len(sides), 'image')} {verb(len(alone), 'lacks', 'lack')} a partner "
+    summary += f"in the opposite dataset, the first: {rows[0]['sample_id']} (bucket {rows[0]['bucket']})"
     fix = "give both images of a pair the same name and the same size in pixels, or ignore the warning"
     return Outcome(False, summary, fix, rows, numbers)

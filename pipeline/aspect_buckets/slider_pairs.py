@@ -1,4 +1,4 @@
-"""The pairs of images of a slider: one that positive scales of the LoRA shall draw, and its opposite."""
+"""The pairs of images of a slider: one that positive scales of the LoRA should draw, and its opposite."""
 
 from __future__ import annotations
 

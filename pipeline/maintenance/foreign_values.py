@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeline.recipe.datasets import MAX_VARIANTS
+from pipeline.recipe.captions import MAX_VARIANTS
 
 _DEFAULT_VARIANTS = 4
 """Number of tag orders that are cached where a trainer shuffles anew in every step."""

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.recipe.datasets import (
-    CaptionSettings,
-    DatasetSettings,
-    FilterSettings,
-    ReplaceSettings,
-    ShuffleSettings,
-)
+from pipeline.recipe.captions import CaptionSettings, ReplaceSettings, ShuffleSettings
+from pipeline.recipe.datasets import DatasetSettings, FilterSettings
 from pipeline.recipe.load import (
     BrokenRecipe,
     RecipeFolder,

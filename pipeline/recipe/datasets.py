@@ -1,4 +1,4 @@
-"""The section `datasets`: the images, their captions, and which images are used."""
+"""The section `datasets`: the images, and which of them are used."""
 
 from __future__ import annotations
 
@@ -6,178 +6,19 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from pipeline.recipe.address_types import FolderAddress, RecipeAddress
+from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.validators import (
     MANIFEST_SUFFIXES,
-    check_encoding,
     check_exclude,
-    check_fallback,
-    check_suffixes,
 )
 from pipeline.storage.addresses import Address
 
-Encoding = Annotated[str, AfterValidator(check_encoding)]
-Suffixes = Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], BeforeValidator(check_suffixes)]
-Fallback = Annotated[str | None, AfterValidator(check_fallback)]
 Pattern = Annotated[str, AfterValidator(check_exclude)]
-
-JSON_KEY = "caption"
-"""Default key of the caption in a JSON sidecar file."""
-
-JSON_SUFFIX = ".json"
-"""Suffix of sidecar files that hold a JSON object with the caption."""
-
-FILENAME = "filename"
-"""Value of `captions.fallback` that makes the file name the caption."""
-
-MAX_VARIANTS = 64
-"""Maximum number of cached tag orders per caption; each is a cache entry."""
-
-
-class ShuffleSettings(Settings):
-    """Shuffling of captions that are lists of tags."""
-
-    variants: int = Field(
-        default=4,
-        ge=2,
-        le=MAX_VARIANTS,
-        description="Number of tag orders cached per caption, including the original one. Training picks one "
-        "every epoch. A caption has the same orders in every run.",
-    )
-    separator: str = Field(default=",", min_length=1, description="Separator between tags.")
-    keep: int = Field(default=1, ge=0, description="Number of tags at the start that are not shuffled.")
-
-
-class ReplaceSettings(Settings):
-    """A text that is replaced in captions. Caption files and manifests stay as they are."""
-
-    find: str = Field(min_length=1, description="Text to replace, in any of an image's captions.")
-    with_: str = Field(
-        default="",
-        alias="with",
-        description="Text that replaces it. The default removes it, and with it a comma next to it.",
-    )
-    whole_words: bool = Field(
-        default=True, description="Whether a match must not be part of a longer word, as cat is of category."
-    )
-    ignore_case: bool = Field(default=False, description="Whether a and A are the same.")
-
-
-class CaptionSettings(Settings):
-    """Source and processing of a dataset's captions."""
-
-    requirements = (
-        ("text", "from_", "fixed"),
-        ("columns", "from_", "column"),
-        *((key, "from_", "sidecar") for key in ("suffix", "json_key", "encoding", "fallback_encoding")),
-        ("fallback", "from_", "sidecar", "column"),
-    )
-
-    from_: Literal["sidecar", "filename", "fixed", "column"] = Field(
-        default="sidecar",
-        alias="from",
-        description="sidecar: a text file next to each image, with the image's name and `suffix`. filename: "
-        "the image's file name without its suffix. fixed: `text` for every image. column: `columns` of the "
-        "manifest.",
-    )
-    suffix: Suffixes = Field(
-        default=".txt",
-        description="Suffix of sidecar files, with the dot: the caption of photo.jpg is in photo.txt. With "
-        ".json, the file holds a JSON object, and `json_key` names the caption in it. A list such as "
-        "[.txt, .caption] is tried in order: the first file with a text is the caption. If another listed "
-        "file has a different text, the check captions_agree warns.",
-    )
-    fallback: Fallback = Field(
-        default=None,
-        description="Caption of images whose caption is missing or empty: a text that they all get, or "
-        "filename for the image's file name without its suffix. With null, such images close the gate "
-        "captions_present. The report counts them as fallback in captions_from.",
-    )
-    json_key: str = Field(
-        default=JSON_KEY,
-        min_length=1,
-        description="Key of the caption in a JSON sidecar file (`suffix: .json`). If its value is a list of "
-        "texts, each is a caption, and training picks one every epoch.",
-    )
-    text: str | None = Field(
-        default=None, min_length=1, description="Caption of every image; only with `from: fixed`."
-    )
-    columns: tuple[str, ...] = Field(
-        default=("caption",),
-        min_length=1,
-        description="Columns of the manifest with captions, for `from: column`; text, or lists of texts. If "
-        "an image has several captions, from several columns, lists or rows, training picks one every epoch.",
-    )
-    lines: Literal["one", "each"] = Field(
-        default="one",
-        description="one: all lines of the file are one caption. each: every line is a caption, and training "
-        "picks one every epoch.",
-    )
-    encoding: Encoding = Field(
-        default="utf-8", description="Encoding of sidecar files; a byte order mark takes precedence."
-    )
-    fallback_encoding: Encoding | None = Field(
-        default=None,
-        description="Encoding for sidecar files that `encoding` cannot decode, such as cp1252. With null, "
-        "such files close the gate captions_decodable.",
-    )
-    replace: tuple[ReplaceSettings, ...] = Field(
-        default=(),
-        description="Texts to replace in the captions before trigger word, prefix, postfix and shuffling, in "
-        "this order. reports/validated_dataset/replaced.csv shows each changed caption before and after.",
-    )
-    trigger: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Trigger word of the trained concept, added in front of captions that do not contain it.",
-    )
-    placeholder: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Text in captions that the trigger word replaces, such as [trigger]. Requires `trigger`.",
-    )
-    class_words: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Words that replace the trigger word in the captions of a dataset with `role: prior`, "
-        "such as dog for the trigger word sks dog. Requires `trigger`.",
-    )
-    prefix: str = Field(
-        default="", description="Text added verbatim before each caption, after the trigger word."
-    )
-    postfix: str = Field(default="", description="Text added verbatim after each caption.")
-    shuffle: ShuffleSettings | None = Field(
-        default=None,
-        description="Cache several orders of captions that are lists of tags; null disables shuffling.",
-    )
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of sidecar files, in the order in which they are tried."""
-        return (self.suffix,) if isinstance(self.suffix, str) else self.suffix
-
-    def violations(self) -> Iterator[Violation]:
-        """See `Settings.violations`."""
-        if self.from_ == "fixed" and self.text is None:
-            what = "captions.text is required with from: fixed"
-            yield Violation("text", what, "set text to the caption", involves=("text", "from"))
-        if self.placeholder is not None and self.trigger is None:
-            what = f"placeholder requires a trigger word that replaces it, got placeholder {self.placeholder}"
-            fix = "set trigger, or remove placeholder"
-            yield Violation("placeholder", what, fix, involves=("placeholder", "trigger"))
-        if self.class_words is not None and self.trigger is None:
-            what = f"class_words require a trigger word that they replace, got {self.class_words}"
-            fix = "set trigger, or remove class_words"
-            yield Violation("class_words", what, fix, involves=("class_words", "trigger"))
-        has_json = any(suffix.lower() == JSON_SUFFIX for suffix in self.suffixes)
-        if self.from_ == "sidecar" and self.json_key != JSON_KEY and not has_json:
-            what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"
-            fix = "set suffix: .json, or remove json_key"
-            yield Violation("json_key", what, fix, involves=("json_key", "suffix", "from"))
 
 
 class FilterSettings(Settings):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.images.formats import SUFFIXES, ImageError
 from pipeline.raw_images.folder import FOREIGN_CACHES, last_suffix, sidecar_path
-from pipeline.recipe.datasets import JSON_SUFFIX
+from pipeline.recipe.captions import JSON_SUFFIX
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.regular_files import RefusedFileError
 from pipeline.storage.source import NO_FILE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import last_suffix, sidecar_path
 from pipeline.raw_images.scan_index import SIDECAR
-from pipeline.recipe.datasets import FILENAME
+from pipeline.recipe.captions import FILENAME
 from pipeline.validated_dataset.caption_files import missing_error, read_caption_file
 
 if TYPE_CHECKING:

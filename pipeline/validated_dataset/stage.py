@@ -164,10 +164,9 @@ def validate(
     with_rule = _with_caption_rule(recipe, captions.with_sidecars(chosen))
     readable, unusable = _with_captions(with_rule, decoded, captions, index.captions, log=log)
     masks = with_masks(recipe, readable, raw, index.masks, log=log)
-    samples = masks.samples
 
     # Similar images are searched last, because only kept samples may connect them.
-    distinct, copies = _without_copies(recipe, samples)
+    distinct, copies = _without_copies(recipe, masks.samples)
     features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits, log=log)
     table = distinct.join(features, on="content_hash", maintain_order="left")
     table = table.select(*columns_in(STAGE, table))

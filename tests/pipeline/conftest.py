@@ -165,3 +165,12 @@ def job(
         cached_job.run()
         shutil.copytree(tmp_path, finished)
     return cached_job
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder into which `latentline new` writes recipes."""
+    folder = tmp_path / "configs"
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return folder

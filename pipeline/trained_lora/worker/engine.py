@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import TrainingError
 from pipeline.processes.worker.devices import allow_tf32, own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
@@ -37,7 +36,14 @@ from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, mak
 from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroInput
-from pipeline.trained_lora.worker.loss import not_finite_error, sample_losses, share_of_mean, snr_weights
+from pipeline.trained_lora.worker.loss import (
+    MAX_SKIPPED_STEPS,
+    not_finite_error,
+    sample_losses,
+    share_of_mean,
+    skipped_steps_error,
+    snr_weights,
+)
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
@@ -51,12 +57,6 @@ if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.plan.steps import StepPlan
-
-MAX_SKIPPED_STEPS = 20
-"""Maximum number of consecutive steps that fp16's loss scaling may skip before the run stops.
-
-Each skipped step halves the scale; a few skips at the start of a run are normal.
-"""
 
 
 @dataclass(frozen=True)
@@ -251,16 +251,14 @@ class Engine:
         family, scheduler = self._family, self.scheduler
         noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         target = family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-        kept = None
-        if micro.is_prior is not None or micro.prior_place_weights is not None:
-            kept = self._base_prediction(noisy, micro).to(target.dtype)
-        if kept is not None and micro.is_prior is not None:
-            target = torch.where(micro.is_prior[:, None, None, None], kept, target)
+        base = self._base_prediction(noisy, micro).to(target.dtype) if micro.needs_base_prediction else target
+        if micro.is_prior is not None:
+            target = torch.where(micro.is_prior[:, None, None, None], base, target)
 
         prediction = self._predict(model, noisy, micro)
         losses = sample_losses(prediction, target, self._settings.loss, micro.place_weights)
-        if kept is not None and micro.prior_place_weights is not None:
-            losses = losses + sample_losses(prediction, kept, self._settings.loss, micro.prior_place_weights)
+        if micro.prior_place_weights is not None:
+            losses = losses + sample_losses(prediction, base, self._settings.loss, micro.prior_place_weights)
         if self._settings.loss.weighting == "none":
             return losses
         snr = family.noise.signal_to_noise(scheduler, micro.timesteps)
@@ -297,12 +295,7 @@ class Engine:
         """Advance the schedule over a step that loss scaling skipped, so that it ends as planned."""
         self._skipped_steps += 1
         if self._skipped_steps == MAX_SKIPPED_STEPS:
-            raise TrainingError(
-                f"fp16 loss scaling skipped the last {MAX_SKIPPED_STEPS} steps, up to step {batch.step}: "
-                "their gradients were not finite",
-                where="accelerate.mixed_precision: fp16",
-                fix="set accelerate.mixed_precision to bf16 or no, or lower training.learning_rate",
-            )
+            raise skipped_steps_error(batch.step)
         with warnings.catch_warnings():
             # torch warns if the schedule is stepped before the optimizer, as after a skipped first step.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)

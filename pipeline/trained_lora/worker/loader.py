@@ -78,6 +78,11 @@ class MicroInput:
     prior_place_weights: Tensor | None = None
     lora_scale: int = 1
 
+    @property
+    def needs_base_prediction(self) -> bool:
+        """Whether the loss needs the prediction of the base model without the LoRA."""
+        return self.is_prior is not None or self.prior_place_weights is not None
+
     def to(self, device: torch.device) -> MicroInput:
         """Copy the tensors to `device`; copies from pinned memory are asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 MAX_SNR = 1000.0
 """Largest SNR of the `debiased` weighting, so that nearly clean timesteps keep some weight."""
 
+MAX_SKIPPED_STEPS = 20
+"""Maximum number of consecutive steps that fp16's loss scaling may skip before the run stops.
+
+Each skipped step halves the scale; a few skips at the start of a run are normal.
+"""
+
 MAX_NAMED_SAMPLES = 20
 """Maximum number of samples listed in an error."""
 
@@ -146,4 +152,14 @@ def not_finite_error(quantity: str, step: int, value: float, samples: list[str])
             "lower training.learning_rate, set accelerate.mixed_precision to bf16 or no, or check these "
             "images; the weights before this step are kept"
         ),
+    )
+
+
+def skipped_steps_error(last_step: int) -> TrainingError:
+    """Return the error for `MAX_SKIPPED_STEPS` steps that fp16's loss scaling skipped one after the other."""
+    return TrainingError(
+        f"fp16 loss scaling skipped the last {MAX_SKIPPED_STEPS} steps, up to step {last_step}: their "
+        "gradients were not finite",
+        where="accelerate.mixed_precision: fp16",
+        fix="set accelerate.mixed_precision to bf16 or no, or lower training.learning_rate",
     )

@@ -21,14 +21,6 @@ from tests.pipeline.cached_job import Job
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 
 
-@pytest.fixture
-def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "configs"
-    monkeypatch.setenv("LATENTLINE_CONFIGS", str(folder))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return folder
-
-
 def images(folder: Path, number: int, suffix: str | None = None, caption: str = "a red rose: one") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(number):

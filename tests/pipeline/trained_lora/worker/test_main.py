@@ -130,11 +130,7 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
     assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
     shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
-    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
-    expected, actual = in_this_process(alone), outcome(pair)
-    assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
-    for name, weight in expected[1].items():
-        torch.testing.assert_close(actual[1][name], weight, rtol=1e-2, atol=1e-5)
+    _require_the_same_training(alone, pair)
     rates = [read_metrics(RunLayout(job.folder).metrics, 6)[-1]["learning_rate"] for job in (alone, pair)]
     assert rates[0] == rates[1]
     _require_the_same_validation(alone, pair)
@@ -146,11 +142,7 @@ def test_R03_two_processes_train_a_slider_like_one_process(make_project: Callabl
     project = slider_project(make_project, sizes=sizes, batch_size=4, learning_rate=1e-3, steps=4)
     alone = project.changed("alone").job()
     pair = project.changed("pair", num_processes=2, batch_size=2).job()
-    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
-    expected, actual = in_this_process(alone), outcome(pair)
-    assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
-    for name, weight in expected[1].items():
-        torch.testing.assert_close(actual[1][name], weight, rtol=1e-2, atol=1e-5)
+    _require_the_same_training(alone, pair)
 
 
 @pytest.mark.slow
@@ -164,6 +156,11 @@ def test_two_processes_train_a_model_with_unused_text_layers_like_one_process(
     project = make_project(prediction="qwen", batch_size=4, learning_rate=1e-3, steps=3, lora=lora)
     alone = project.changed("alone").job()
     pair = project.changed("pair", num_processes=2, batch_size=2).job()
+    _require_the_same_training(alone, pair)
+
+
+def _require_the_same_training(alone: TrainingJob, pair: TrainingJob) -> None:
+    """Train one job in this process and one in two, and compare their losses and weights."""
     LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
     expected, actual = in_this_process(alone), outcome(pair)
     assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
