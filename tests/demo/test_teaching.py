@@ -35,8 +35,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """Changes of `training`. Adafactor's rate is relative to a weight's size, and most weights start at 0."""
 
-PISSA_RATES = {"adafactor": 0.02, "lion": 1e-4}
-"""Learning rates of PiSSA, whose weights are not 0 at the start."""
+RATES = {
+    ("pissa", "adafactor"): 0.02,
+    ("pissa", "lion"): 1e-4,
+    ("loha", "lion"): 2e-3,
+    ("lokr", "lion"): 2e-3,
+}
+"""Learning rates of cells that do not learn at the optimizer's. PiSSA's weights are not 0 at the start."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "min_snr": {"training": {"loss": {"weighting": "min_snr"}}},
@@ -80,8 +85,8 @@ def has_learned(learned: Learned) -> bool:
 def cell(adapter: str, optimizer: str) -> dict[str, Any]:
     """Return the changes of `training` for a cell of the table."""
     changes = {**OPTIMIZERS[optimizer], "lora": ADAPTERS[adapter]}
-    if adapter == "pissa" and optimizer in PISSA_RATES:
-        changes["learning_rate"] = PISSA_RATES[optimizer]
+    if (adapter, optimizer) in RATES:
+        changes["learning_rate"] = RATES[adapter, optimizer]
     return changes
 
 
