@@ -1,7 +1,8 @@
 """Users of a cache: each output folder registers the keys that it needs, so that `latentline gc` keeps them.
 
-    <cache_dir>/outputs/<id>.json             path of the output folder and name of the recipe
+    <cache_dir>/outputs/<id>.json             path of the output folder, its machine and name of the recipe
     <cache_dir>/outputs/<id>-<kind>.keys      keys of this kind that its last job needs, 32 bytes each
+    <output_dir>/cache_user.txt               random text, part of <id>: two machines may use the same path
     <machine_state_dir>/speed.json            encoding speed on this machine, for estimates
 
 A job registers before it checks the first entry. So the keys of a running job are registered too, including
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ from pipeline.storage.remote_folder import ACCESS_FIX
 FOLDER = "outputs"
 """Name of the folder with the registrations."""
 
+_RANDOM_FILE = "cache_user.txt"
 _KEY_BYTES = 32
 _SPEED_FILE = "speed.json"
 
@@ -41,11 +45,18 @@ class CacheUser:
         output_dir: Path as registered; it may be deleted or not mounted.
         recipe: Name of the recipe.
         keys: Hex keys of all kinds that its last jobs need.
+        machine: Host name of the machine that registered it; "" in registrations of earlier versions.
     """
 
     output_dir: Path
     recipe: str
     keys: frozenset[str]
+    machine: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `output_dir` is a path of this machine."""
+        return self.machine in ("", platform.node())
 
 
 def register_user(
@@ -65,10 +76,12 @@ def register_user(
     Raises:
         StoreError: The cache cannot be written.
     """
-    folder, user_id = cache_folder(cache_dir), _user_id(output_dir)
-    identity = json.dumps({"output_dir": str(output_dir), "recipe": recipe}, ensure_ascii=False) + "\n"
+    folder = cache_folder(cache_dir)
+    names = {"output_dir": str(output_dir), "recipe": recipe, "machine": platform.node()}
+    identity = json.dumps(names, ensure_ascii=False) + "\n"
     sorted_keys = pl.Series(keys, dtype=pl.String).unique().sort()
     try:
+        user_id = _user_id(output_dir, folder)
         _replace(folder, f"{FOLDER}/{user_id}.json", identity.encode("utf-8"))
         _replace(folder, f"{FOLDER}/{user_id}-{kind}.keys", bytes.fromhex("".join(sorted_keys)))
     except OSError as err:
@@ -81,7 +94,12 @@ def read_users(cache_dir: Address) -> Iterator[CacheUser]:
     Raises:
         StoreError: A registration cannot be read, so the needed entries cannot be determined.
     """
-    folder = cache_folder(cache_dir)
+    for _, user in _users(cache_dir, cache_folder(cache_dir)):
+        yield user
+
+
+def _users(cache_dir: Address, folder: CacheFolder) -> Iterator[tuple[str, CacheUser]]:
+    """Yield the id and the registration of every user, sorted by id."""
     try:
         names = folder.names(FOLDER)
     except OSError as err:
@@ -97,7 +115,12 @@ def read_users(cache_dir: Address) -> Iterator[CacheUser]:
             identity = json.loads(folder.read(f"{FOLDER}/{name}"))
             key_files = [each for each in names if each.startswith(f"{user_id}-") and each.endswith(".keys")]
             keys = [_keys(each, folder.read(f"{FOLDER}/{each}")) for each in key_files]
-            yield CacheUser(Path(identity["output_dir"]), identity["recipe"], frozenset().union(*keys))
+            user = CacheUser(
+                Path(identity["output_dir"]),
+                identity["recipe"],
+                frozenset().union(*keys),
+                str(identity.get("machine", "")),
+            )
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise StoreError(
                 f"a registration in the cache cannot be read: {err}",
@@ -105,19 +128,28 @@ def read_users(cache_dir: Address) -> Iterator[CacheUser]:
                 fix="run the cache job of the recipe that wrote it again; if that recipe no longer exists, "
                 f"delete the files {user_id}*",
             ) from err
+        yield user_id, user
 
 
 def unregister_user(cache_dir: Address, output_dir: Path) -> bool:
-    """Delete the registration of an output folder; return False if it has none.
+    """Delete the registrations of an output folder of this machine; return False if it has none.
 
     Entries that no other user needs become orphans.
+
+    Raises:
+        StoreError: A registration cannot be read.
     """
-    folder, user_id = cache_folder(cache_dir), _user_id(output_dir)
-    names = [name for name in folder.names(FOLDER) if name.startswith(user_id)]
-    for name in names:
-        with suppress(FileNotFoundError):
-            folder.delete(f"{FOLDER}/{name}")
-    return bool(names)
+    folder = cache_folder(cache_dir)
+    ids = [
+        user_id
+        for user_id, user in _users(cache_dir, folder)
+        if user.output_dir == output_dir and user.is_here
+    ]
+    for name in folder.names(FOLDER) if ids else ():
+        if name.startswith(tuple(ids)):
+            with suppress(FileNotFoundError):
+                folder.delete(f"{FOLDER}/{name}")
+    return bool(ids)
 
 
 def record_speed(machine_state_dir: Path, kind: str, seconds_per_cost: float) -> None:
@@ -139,8 +171,30 @@ def _speeds(machine_state_dir: Path) -> dict[str, float]:
         return {}
 
 
-def _user_id(output_dir: Path) -> str:
-    return hashlib.sha256(str(output_dir).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+def _user_id(output_dir: Path, folder: CacheFolder) -> str:
+    """Return the id of an output folder: a hash of its path and of the random text in `cache_user.txt`.
+
+    If the folder has no such file, it is written. A registration of an earlier version, whose id is a hash of
+    the path alone, gets the new id.
+    """
+    path = str(output_dir).encode("utf-8", "surrogateescape")
+    file = output_dir / _RANDOM_FILE
+    with suppress(FileNotFoundError):
+        return _short_hash(path + b"\n" + file.read_bytes())
+
+    random = uuid.uuid4().hex.encode()
+    old_id, new_id = _short_hash(path), _short_hash(path + b"\n" + random)
+    old_names = [name for name in folder.names(FOLDER) if name.startswith(old_id)]
+    for name in old_names:
+        folder.replace(f"{FOLDER}/{name.replace(old_id, new_id)}", folder.read(f"{FOLDER}/{name}"))
+    write_bytes(file, random)
+    for name in old_names:
+        folder.delete(f"{FOLDER}/{name}")
+    return new_id
+
+
+def _short_hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _replace(folder: CacheFolder, name: str, data: bytes) -> None:

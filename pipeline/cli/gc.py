@@ -149,7 +149,7 @@ def _forget(cache_dir: Address, forgotten: tuple[Path, ...]) -> None:
     for output_dir in forgotten:
         _require_deleted(output_dir)
         was_registered = unregister_user(cache_dir, output_dir.expanduser().absolute())
-        state = "forgotten by" if was_registered else "was not registered in"
+        state = "forgotten by" if was_registered else "was not registered on this machine in"
         echo(f"{output_dir}: {state} {cache_dir}")
 
 
@@ -177,7 +177,11 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
     entries = counted(surveyed.entries, "entry", "entries")
     echo(f"{cache_dir}: {entries}, {bytes_text(surveyed.entry_bytes)}")
     for user in surveyed.users:
-        note = "" if user.output_dir.is_dir() else "   folder is missing: entries kept, see --forget"
+        note = ""
+        if not user.is_here:
+            note = f"   on {user.machine}: entries kept"
+        elif not user.output_dir.is_dir():
+            note = "   folder is missing: entries kept, see --forget"
         echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
 
     orphan_bytes = bytes_text(sum(surveyed.orphans.values()))

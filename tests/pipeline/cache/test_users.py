@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import platform
+import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -26,8 +30,8 @@ def test_read_users_returns_each_output_folder_with_its_keys_of_all_kinds(tmp_pa
     register_user(tmp_path, one, recipe="flowers", kind="text", keys=KEYS[2:3])
     register_user(tmp_path, two, recipe="faces", kind="latents", keys=[])
     users = {user.recipe: user for user in read_users(tmp_path)}
-    assert users["flowers"] == CacheUser(one, "flowers", frozenset(KEYS[:3]))
-    assert users["faces"] == CacheUser(two, "faces", frozenset())
+    assert users["flowers"] == CacheUser(one, "flowers", frozenset(KEYS[:3]), platform.node())
+    assert users["faces"] == CacheUser(two, "faces", frozenset(), platform.node())
 
 
 def test_a_new_registration_replaces_the_previous_one_of_its_kind(tmp_path: Path) -> None:
@@ -50,6 +54,51 @@ def test_an_unregistered_folder_is_not_a_user(tmp_path: Path) -> None:
     assert unregister_user(tmp_path, tmp_path / "out")
     assert list(read_users(tmp_path)) == []
     assert not unregister_user(tmp_path, tmp_path / "out")
+
+
+def register_on(machine: str, cache: Path, output_dir: Path, keys: list[str]) -> None:
+    """Register keys as a machine with this host name would."""
+    with mock.patch("platform.node", return_value=machine):
+        register_user(cache, output_dir, recipe="flowers", kind="latents", keys=keys)
+
+
+def test_L13_two_machines_with_the_same_path_are_two_users(tmp_path: Path) -> None:
+    cache, output_dir = tmp_path / "cache", tmp_path / "out"
+    register_on("anna", cache, output_dir, KEYS[:2])
+    shutil.rmtree(output_dir)  # the other machine has its own disk
+    register_on("ben", cache, output_dir, KEYS[2:3])
+    users = {user.machine: user for user in read_users(cache)}
+    assert users["anna"] == CacheUser(output_dir, "flowers", frozenset(KEYS[:2]), "anna")
+    assert users["ben"] == CacheUser(output_dir, "flowers", frozenset(KEYS[2:3]), "ben")
+
+    with mock.patch("platform.node", return_value="ben"):
+        assert unregister_user(cache, output_dir)
+    assert [user.machine for user in read_users(cache)] == ["anna"]
+
+
+def test_a_copy_of_an_output_folder_is_a_user_of_its_own(tmp_path: Path) -> None:
+    cache, output_dir = tmp_path / "cache", tmp_path / "out"
+    register_user(cache, output_dir, recipe="flowers", kind="latents", keys=KEYS[:2])
+    shutil.copytree(output_dir, tmp_path / "copy")
+    register_user(cache, tmp_path / "copy", recipe="copied", kind="latents", keys=KEYS[2:])
+    assert {user.recipe: user.keys for user in read_users(cache)} == {
+        "flowers": set(KEYS[:2]),
+        "copied": set(KEYS[2:]),
+    }
+
+
+def test_a_registration_of_an_earlier_version_gets_a_new_id_and_keeps_its_keys(tmp_path: Path) -> None:
+    output_dir, folder = tmp_path / "out", tmp_path / "outputs"
+    folder.mkdir()
+    old_id = hashlib.sha256(str(output_dir).encode()).hexdigest()[:16]
+    (folder / f"{old_id}.json").write_text(json.dumps({"output_dir": str(output_dir), "recipe": "flowers"}))
+    (folder / f"{old_id}-text.keys").write_bytes(bytes.fromhex(KEYS[4]))
+    assert [user.machine for user in read_users(tmp_path)] == [""]
+
+    register_user(tmp_path, output_dir, recipe="flowers", kind="latents", keys=KEYS[:2])
+    (user,) = read_users(tmp_path)
+    assert user == CacheUser(output_dir, "flowers", frozenset([*KEYS[:2], KEYS[4]]), platform.node())
+    assert not list(folder.glob(f"{old_id}*"))
 
 
 @pytest.mark.parametrize(
