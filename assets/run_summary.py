@@ -39,7 +39,7 @@ from pipeline.errors import LatentlineError
 from pipeline.recipe.gates import SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
-from resources.run_worker import end_with_code_server
+from resources.run_worker import end_with_code_server, record_machine
 from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
     )
     def tables(context: InitResourceContext) -> Iterator[TableIOManager]:
         end_with_code_server()
+        if context.run is not None and context.instance is not None:
+            record_machine(context.instance, context.run.run_id)
         try:
             yield TableIOManager(output_dirs)
         finally:

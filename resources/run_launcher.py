@@ -3,10 +3,15 @@
 Dagster notices the death of a process that its own code server started, as long as that server lives. A run
 whose server was killed as well, or that `dagster job execute` started, would stay "started" forever. It would
 hold its place in the pool, and neither sensor nor schedule would start another run (FAILURES O08).
+
+Processes of other machines cannot be seen from here, so a run of another machine counts as alive. That
+machine ends it when it starts its next run.
 """
 
 from __future__ import annotations
 
+import platform
+import time
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dagster import (
@@ -18,6 +23,8 @@ from dagster import (
     RunsFilter,
 )
 
+from resources.run_worker import MACHINE_TAG
+
 if TYPE_CHECKING:
     from dagster import EventLogEntry
 
@@ -25,15 +32,15 @@ if TYPE_CHECKING:
 HealthResult: Any = get_type_hints(DefaultRunLauncher.check_run_worker_health)["return"]
 WorkerStatus: Any = get_type_hints(HealthResult)["status"]
 
+UNTAGGED_S = 60.0
+"""Seconds in which a process tags its run with its machine. Until then the run counts as alive."""
+
 CLOCK_TOLERANCE_S = 2.0
 """Seconds by which a process may appear to start after its first event; its start is counted in ticks."""
 
 
 class WatchedRunLauncher(DefaultRunLauncher):
-    """Launches runs as Dagster does by default, and reports to Dagster's run monitoring which processes live.
-
-    It sees the processes of this machine only.
-    """
+    """Launches runs as Dagster does by default, and tells Dagster's run monitoring which processes live."""
 
     @property
     def supports_check_run_worker_health(self) -> bool:
@@ -41,13 +48,18 @@ class WatchedRunLauncher(DefaultRunLauncher):
         return True
 
     def check_run_worker_health(self, run: DagsterRun) -> Any:
-        """Return RUNNING if the process that executes `run` lives, or if no event names it yet."""
+        """Return NOT_FOUND if a process of this machine executed `run` and is dead, and RUNNING otherwise."""
+        machine = run.tags.get(MACHINE_TAG)
+        if machine not in (None, platform.node()):
+            return HealthResult(WorkerStatus.RUNNING)
+
         events = self._instance.all_logs(run.run_id, of_type=DagsterEventType.ENGINE_EVENT)
         for event in reversed(events):
             pid = _process_id(event)
             if pid is None:
                 continue
-            if _lived_at(pid, event.timestamp):
+            may_be_elsewhere = machine is None and time.time() < event.timestamp + UNTAGGED_S
+            if may_be_elsewhere or _lived_at(pid, event.timestamp):
                 return HealthResult(WorkerStatus.RUNNING)
             return HealthResult(WorkerStatus.NOT_FOUND, f"its process {pid} ended without reporting it")
         return HealthResult(WorkerStatus.RUNNING)

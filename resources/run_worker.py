@@ -1,13 +1,30 @@
-"""A run that a code server started for the UI, a schedule or a sensor stops when that server dies."""
+"""What the process of a run does for the programs that watch it.
+
+It records its machine. If a code server started it, for the UI, a schedule or a sensor, it stops when that
+server dies.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 from functools import lru_cache
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dagster import DagsterInstance
+
+MACHINE_TAG = "latentline/machine"
+"""Tag of a run with the host name of the machine whose process executes it."""
+
+
+def record_machine(instance: DagsterInstance, run_id: str) -> None:
+    """Tag the run with this machine, so that other machines do not look for its process."""
+    instance.add_run_tags(run_id, {MACHINE_TAG: platform.node()})
 
 
 @lru_cache(maxsize=1)

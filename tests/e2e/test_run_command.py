@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from dagster import AssetKey, DagsterInstance, DagsterRunStatus
 
 from pipeline.recipe.gates import SPECS
+from resources.run_worker import MACHINE_TAG
 from tests.e2e.daemon import make_home
 from tests.e2e.problems import problem_of
 from tests.e2e.pseudo_terminal import Transcript, run_on_terminal
@@ -178,5 +180,7 @@ def test_O08_a_run_starts_although_an_earlier_one_was_killed_while_it_used_the_g
 
     transcript = run_small(cached, home, "--cache-only", timeout_s=120)
     assert transcript.status == 0, transcript.text
-    statuses = {run.job_name: run.status for run in DagsterInstance.from_config(str(home)).get_runs()}
+    runs = DagsterInstance.from_config(str(home)).get_runs()
+    statuses = {run.job_name: run.status for run in runs}
     assert statuses == {"small_train": DagsterRunStatus.FAILURE, "small_cache": DagsterRunStatus.SUCCESS}
+    assert {run.tags[MACHINE_TAG] for run in runs} == {platform.node()}

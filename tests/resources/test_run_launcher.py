@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ import pytest
 from dagster import DagsterEvent, DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter, job, op
 from dagster._core.events import EngineEventData
 
-from resources.run_launcher import WatchedRunLauncher, end_dead_runs
+from resources.run_launcher import UNTAGGED_S, WatchedRunLauncher, end_dead_runs
+from resources.run_worker import MACHINE_TAG
 from tests.e2e.daemon import make_home
 
 
@@ -38,9 +40,10 @@ def status(instance: DagsterInstance, run: DagsterRun) -> str:
     return instance.run_launcher.check_run_worker_health(run).status.name
 
 
-def run_of_process(instance: DagsterInstance, pid: int) -> DagsterRun:
-    """Create a run with an engine event that names `pid` as its process."""
-    run = instance.create_run_for_job(empty)
+def run_of_process(instance: DagsterInstance, pid: int, machine: str | None = platform.node()) -> DagsterRun:
+    """Create a run with an engine event that names `pid` as its process, and a tag that names its machine."""
+    tags = {} if machine is None else {MACHINE_TAG: machine}
+    run = instance.create_run_for_job(empty, tags=tags)
     instance.report_engine_event("Started process", run, EngineEventData.in_process(pid))
     instance.report_engine_event("an event without a process", run)
     return run
@@ -68,6 +71,27 @@ def test_O08_a_run_is_not_found_when_its_process_was_killed(instance: DagsterIns
     time.sleep(0.2)
     assert status(instance, run) == "NOT_FOUND", "a zombie does not execute the run"
     process.wait()
+    assert status(instance, run) == "NOT_FOUND"
+
+
+def dead_process() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_run_of_another_machine_counts_as_running(instance: DagsterInstance) -> None:
+    assert status(instance, run_of_process(instance, dead_process(), "another-machine")) == "RUNNING"
+
+
+def test_a_run_that_does_not_name_its_machine_has_a_minute_to_do_so(
+    instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of_process(instance, dead_process(), machine=None)
+    assert status(instance, run) == "RUNNING"
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + UNTAGGED_S + 1)
     assert status(instance, run) == "NOT_FOUND"
 
 
