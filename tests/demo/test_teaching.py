@@ -105,6 +105,7 @@ def test_each_adapter_and_optimizer_teaches_the_concept(lesson: Teach, adapter: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1_200)  # bf16 is slow on a CPU without instructions for it
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_setting_teaches_the_concept(lesson: Teach, name: str) -> None:
     learned = lesson(**SETTINGS[name])
