@@ -29,6 +29,7 @@ from pipeline.raw_images.rejection import count_by_reason, printable, rejection
 from pipeline.raw_images.scan_index import REJECTED_FILES, STAT, read_rejected_files, write_rejected_files
 from pipeline.raw_images.walk import WalkedDataset, walk_dataset
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
+from pipeline.storage.atomic import remove_old_temp_files
 from pipeline.storage.source import Opened, Source, Stat, threads_for
 from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, empty, validated
 
@@ -57,7 +58,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     In the report, `in` counts the files that may be images, and `kept` those with a readable header. `read`
     files were opened by this scan; `unchanged` and `rejected_unchanged` files were not.
 
-    With `remember`, rejected files are stored for the next scan.
+    With `remember`, rejected files are stored for the next scan, and old temporary files are removed.
 
     Raises:
         DatasetError: A dataset's folder is missing or cannot be listed.
@@ -80,6 +81,8 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     sources = {dataset.settings.name: dataset.source for dataset in datasets}
     images, rejected_files = _read_images(sources, new_files, max_px, log)
     if remember:
+        for folder in (tables.folder, recipe.output_dir / "reports"):
+            remove_old_temp_files(folder)
         new_rejected = rejected_files.filter(pl.col("reason").is_in(CONTENT_REASONS))
         write_rejected_files(tables, pl.concat([still_rejected, new_rejected]))
 

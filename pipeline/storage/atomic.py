@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ from pipeline.storage.os_errors import os_error_number
 
 TEMP_SUFFIX = ".tmp"
 """Suffix of every file that is still being written; no finished file has it."""
+
+OLD_S = 24 * 3600.0
+"""Age from which a temporary file was left by a writer that was killed."""
 
 _TEMP_NAME = re.compile(rf"\.[0-9]+-[0-9a-f]{{16}}{re.escape(TEMP_SUFFIX)}")
 
@@ -71,6 +75,14 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace `path` with `text` in UTF-8; see `write_atomically`."""
     write_bytes(path, text.encode("utf-8"))
+
+
+def remove_old_temp_files(folder: Path) -> None:
+    """Remove the temporary files below `folder` that killed writers left at least a day ago, if possible."""
+    for path in folder.rglob(f".*{TEMP_SUFFIX}"):
+        with suppress(OSError):
+            if is_temp_name(path.name) and path.stat().st_mtime < time.time() - OLD_S:
+                path.unlink()
 
 
 def sync_file(path: Path) -> None:

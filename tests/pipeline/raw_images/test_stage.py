@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from pipeline.errors import DatasetError
 from pipeline.images.decode import MAX_IMAGE_PX, hash_bytes
+from pipeline.storage.atomic import OLD_S, temp_path_for, write_bytes
 
 Settled = Callable[[], None]
 
@@ -61,6 +63,16 @@ def test_I14_the_recipes_pixel_limit_also_applies_to_unchanged_files(folder: Any
     assert "set checks.max_image_pixels to 2000" in lowered.rejected["fix"].item()
     folder.checks = {"max_image_pixels": 2000}
     assert folder.scan().report["kept"] == 2
+
+
+def test_a_scan_removes_temporary_files_that_killed_jobs_left_a_day_ago(folder: Any) -> None:
+    folder.add("small.png", folder.picture(1, 10, 10))
+    paths = [temp_path_for(folder.recipe.output_dir / name / "x") for name in ("tables/rejected", "reports")]
+    for path in paths:
+        write_bytes(path, b"")
+        os.utime(path, (time.time() - OLD_S - 60,) * 2)
+    folder.scan()
+    assert not any(path.exists() for path in paths)
 
 
 def test_unchanged_files_are_not_read_again(folder: Any, settled: Settled) -> None:

@@ -1,14 +1,25 @@
 """A file is replaced completely or not at all, also on a full disk."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.reporting.reports import write_report
-from pipeline.storage.atomic import TEMP_SUFFIX, is_temp_name, write_atomically, write_bytes, write_text
+from pipeline.storage.atomic import (
+    OLD_S,
+    TEMP_SUFFIX,
+    is_temp_name,
+    remove_old_temp_files,
+    temp_path_for,
+    write_atomically,
+    write_bytes,
+    write_text,
+)
 from pipeline.storage.tables import Tables, empty
 from tests.pipeline.disk_calls import DiskCalls
 from tests.pipeline.namespaces import namespace
@@ -81,3 +92,19 @@ def test_L06_a_file_is_synced_before_it_gets_its_name(tmp_path: Path, disk_calls
     written = ["run.json", "raw_images.json", *["raw_images.parquet"] * 2, "rejected.parquet"]
     assert [name for name in disk_calls.names if not is_temp_name(name)] == written
     assert disk_calls.unsynced == [], "these files would be empty after a power failure"
+
+
+def test_old_temp_files_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    old, young = temp_path_for(tmp_path / "tables" / "x"), temp_path_for(tmp_path / "x")
+    foreign = tmp_path / ".mine.tmp"
+    old.parent.mkdir()
+    for path in (old, young, foreign):
+        path.write_bytes(b"")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - OLD_S - 60,) * 2)
+
+    remove_old_temp_files(tmp_path)
+    assert not old.exists()
+    assert young.exists()
+    assert foreign.exists()
+    remove_old_temp_files(tmp_path / "missing")
