@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.images.geometry import Size
+from pipeline.errors import BucketError
+from pipeline.images.geometry import Crop, Geometry, Size
 from pipeline.models.diffusers_folder import ModelFolder
 
 
@@ -15,12 +17,74 @@ class ReferenceSpec:
 
     Attributes:
         max_number: Maximum number of references of one image.
-        size: Size that the family's pipeline gives to a reference of the given size before the VAE encodes it.
-        crops: Whether the pipeline crops a reference to the aspect ratio of `size`; otherwise it stretches it.
+        size: Size that the family's pipeline gives to a reference of the given size before the VAE encodes
+            it. Raises `BucketError` for a size that the pipeline refuses.
+        crops: Whether the pipeline crops a reference to `size` after scaling it to `scaled`; otherwise it
+            stretches it to `size`.
         required: Whether every image must have a reference.
+        scaled: Size to which a cropped reference is scaled before the crop.
     """
 
     max_number: int
     size: Callable[[ModelFolder, Size], Size]
     crops: bool = False
     required: bool = False
+    scaled: Callable[[Size], Size] = lambda original: original
+
+    def geometry(self, model: ModelFolder, original: Size) -> Geometry:
+        """Return the geometry that the family's pipeline gives to a reference.
+
+        Raises:
+            BucketError: The pipeline refuses a reference of this size.
+        """
+        target = self.size(model, original)
+        if not self.crops:
+            return Geometry(original, target, Crop(0, 0, *target))
+
+        scaled = self.scaled(original)
+        top, left = (scaled.height - target.height) // 2, (scaled.width - target.width) // 2
+        return Geometry(original, scaled, Crop(top, left, *target))
+
+
+_FLUX2_MAX_PX = 1024 * 1024
+"""Area above which FLUX.2's pipelines shrink a reference."""
+
+_FLUX2_MIN_EDGE_PX = 64
+"""Shortest edge of a reference that FLUX.2's pipelines accept."""
+
+_FLUX2_MAX_ASPECT_RATIO = 8
+"""Largest ratio of long to short edge of a reference that FLUX.2's pipelines accept."""
+
+
+def flux2_references(max_number: int) -> ReferenceSpec:
+    """Return the references of FLUX.2: shrunk to at most a megapixel, and cropped to multiples.
+
+    Args:
+        max_number: The publisher's limit; the pipelines accept any number.
+    """
+    return ReferenceSpec(max_number, _flux2_size, crops=True, scaled=_flux2_scaled)
+
+
+def _flux2_size(model: ModelFolder, original: Size) -> Size:
+    short_edge, long_edge = min(original), max(original)
+    is_extreme = long_edge > short_edge * _FLUX2_MAX_ASPECT_RATIO
+    if short_edge < _FLUX2_MIN_EDGE_PX or is_extreme:
+        limit = f"their aspect ratio must be at most {_FLUX2_MAX_ASPECT_RATIO}:1"
+        if not is_extreme:
+            limit = f"their edges must be at least {_FLUX2_MIN_EDGE_PX} px long"
+        raise BucketError(
+            f"a reference image is {original} (height x width), which FLUX.2 does not accept: {limit}",
+            where="datasets[].references",
+            fix="replace the reference, or remove its image from the dataset",
+        )
+    # The pipelines' multiple is a patch of 2 latent values.
+    multiple = 2 ** len(model.config("vae")["block_out_channels"])
+    return Size(*(edge // multiple * multiple for edge in _flux2_scaled(original)))
+
+
+def _flux2_scaled(original: Size) -> Size:
+    num_px = original.height * original.width
+    if num_px <= _FLUX2_MAX_PX:
+        return original
+    scale = math.sqrt(_FLUX2_MAX_PX / num_px)
+    return Size(*(int(edge * scale) for edge in original))
