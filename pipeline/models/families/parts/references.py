@@ -66,20 +66,10 @@ def flux2_references(max_number: int) -> ReferenceSpec:
 
 
 def _flux2_size(model: ModelFolder, original: Size) -> Size:
-    short_edge, long_edge = min(original), max(original)
-    is_extreme = long_edge > short_edge * _FLUX2_MAX_ASPECT_RATIO
-    if short_edge < _FLUX2_MIN_EDGE_PX or is_extreme:
-        limit = f"their aspect ratio must be at most {_FLUX2_MAX_ASPECT_RATIO}:1"
-        if not is_extreme:
-            limit = f"their edges must be at least {_FLUX2_MIN_EDGE_PX} px long"
-        raise BucketError(
-            f"a reference image is {original} (height x width), which FLUX.2 does not accept: {limit}",
-            where="datasets[].references",
-            fix="replace the reference, or remove its image from the dataset",
-        )
-    # The pipelines' multiple is a patch of 2 latent values.
-    multiple = 2 ** len(model.config("vae")["block_out_channels"])
-    return Size(*(edge // multiple * multiple for edge in _flux2_scaled(original)))
+    if max(original) > min(original) * _FLUX2_MAX_ASPECT_RATIO:
+        raise _refused(original, f"its aspect ratio must be at most {_FLUX2_MAX_ASPECT_RATIO}:1")
+    _require_edges(original, _FLUX2_MIN_EDGE_PX)
+    return _floored(model, _flux2_scaled(original))
 
 
 def _flux2_scaled(original: Size) -> Size:
@@ -88,3 +78,62 @@ def _flux2_scaled(original: Size) -> Size:
         return original
     scale = math.sqrt(_FLUX2_MAX_PX / num_px)
     return Size(*(int(edge * scale) for edge in original))
+
+
+KONTEXT_RESOLUTIONS = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+    (1024, 1024),
+    (1104, 944),
+    (1184, 880),
+    (1248, 832),
+    (1328, 800),
+    (1392, 752),
+    (1456, 720),
+    (1504, 688),
+    (1568, 672),
+)
+"""Width and height of FLUX.1 Kontext's training images, `PREFERRED_KONTEXT_RESOLUTIONS` in diffusers."""
+
+
+def _kontext_size(model: ModelFolder, original: Size) -> Size:
+    _require_edges(original, _multiple(model))
+    floored = _floored(model, original)
+    aspect_ratio = floored.width / floored.height
+    _, width, height = min(
+        (abs(aspect_ratio - width / height), width, height) for width, height in KONTEXT_RESOLUTIONS
+    )
+    return _floored(model, Size(height, width))
+
+
+KONTEXT_REFERENCES = ReferenceSpec(max_number=1, size=_kontext_size)
+"""The reference of FLUX.1 Kontext: stretched to the nearest of its resolutions."""
+
+
+def _multiple(model: ModelFolder) -> int:
+    """Return the edge in pixels of a token of both pipelines: a patch of 2 latent values."""
+    return 2 ** len(model.config("vae")["block_out_channels"])
+
+
+def _floored(model: ModelFolder, size: Size) -> Size:
+    multiple = _multiple(model)
+    return Size(*(edge // multiple * multiple for edge in size))
+
+
+def _require_edges(original: Size, min_px: int) -> None:
+    if min(original) < min_px:
+        raise _refused(original, f"its edges must be at least {min_px} px long")
+
+
+def _refused(original: Size, limit: str) -> BucketError:
+    return BucketError(
+        f"a reference image is {original} (height x width), which the base model does not accept: {limit}",
+        where="datasets[].references",
+        fix="replace the reference, or remove its image from the dataset",
+    )
