@@ -67,6 +67,8 @@ def _places(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
         for key in ("path", "images"):
             yield ("datasets", index, key), dataset.get(key) or "."
         yield ("datasets", index, "mask", "path"), _section(dataset, "mask").get("path") or "."
+        for number, reference in enumerate(dataset.get("references", [])):
+            yield ("datasets", index, "references", number, "path"), reference.get("path") or "."
     for key in ("cache_dir", "output_dir"):
         yield (key,), data.get(key) or "."
     yield ("training", "lora", "start_from"), _section(data, "training", "lora").get("start_from") or "."

@@ -12,7 +12,7 @@ from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
 from pipeline.trained_lora.previews import number_text, preview_heading
-from pipeline.trained_lora.samples import tensors_from_json, tensors_json
+from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
 
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries

@@ -43,6 +43,11 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("data/photos", "zip://p::data/a.zip", "datasets[0].path"),
         ("path: data/photos", "path: data/list.csv, images: /etc", "datasets[0].images"),
         ("path: data/photos", "path: data/photos, mask: {path: /etc}", "datasets[0].mask.path"),
+        (
+            "path: data/photos",
+            "path: data/photos, references: [{path: data/b}, {path: /etc}]",
+            "datasets[0].references[1].path",
+        ),
         ("outputs/small", "/tmp/small", "output_dir"),
         ("output_dir", "cache_dir: s3://bucket/cache\noutput_dir", "cache_dir"),
         ("owner/name", "/models/strange", "model.base"),
