@@ -80,7 +80,12 @@ def _inputs(recipe: Recipe) -> list[NamedPath]:
         for number, reference in enumerate(dataset.references)
         if reference.path is not None
     ]
-    return datasets + masks + references
+    previews = [
+        NamedPath("a reference of a preview", f"training.sample_prompts[{index}].references[{number}]", path)
+        for index, prompt in enumerate(recipe.training.sample_prompts)
+        for number, path in enumerate(prompt.references)
+    ]
+    return datasets + masks + references + previews
 
 
 def _outputs(recipe: Recipe) -> list[NamedPath]:

@@ -288,4 +288,7 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     for holder, key in path_keys:
         if holder.get(key) is not None:
             holder[key] = str(absolute(holder[key], project_root()))
+    for prompt in values.get("training", {}).get("sample_prompts", []):
+        if isinstance(prompt, dict) and prompt.get("references"):
+            prompt["references"] = [str(absolute(path, project_root())) for path in prompt["references"]]
     return Recipe.model_validate_json(json.dumps({**values, "name": name, "source": str(source)}))

@@ -151,6 +151,7 @@ EFFECTS: dict[str, Effect] = {
             "steps": {"steps": 3},
             "guidance_scale": {"guidance_scale": 2.0},
             "seed": {"seed": 1},
+            "references": {"references": ["before.png"]},
             "lora_scale": {"lora_scale": 0.5},
         }.items()
     },

@@ -119,6 +119,17 @@ def test_E01_the_references_are_compared_with_cache_and_output(home: Path):
     ]
 
 
+def test_the_references_of_previews_are_compared_with_cache_and_output(home: Path):
+    plain = recipe_of(home / "data", home / "cache", home / "out")
+    values = plain.model_dump(mode="json", include={"datasets", "cache_dir", "output_dir", "model"})
+    references = [str(home / folder / "a.png") for folder in ("data", "cache", "out")]
+    values["training"] = {"sample_prompts": ["a", {"prompt": "b", "references": references}]}
+    assert relations(recipe_from_mapping("x", values)) == [
+        ("cache_dir", "contains", "a reference of a preview"),
+        ("output_dir", "contains", "a reference of a preview"),
+    ]
+
+
 def test_two_datasets_may_contain_one_another(home: Path):
     assert (
         relations(recipe_of(home / "data", home / "cache", home / "out", home / "data/sub", home / "data"))

@@ -53,6 +53,11 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("owner/name", "/models/strange", "model.base"),
         ("owner/name", "owner/name, components: {vae: /models/vae}", "model.components.vae"),
         ("owner/name", "owner/name, training_adapter: /tmp/a.safetensors", "model.training_adapter"),
+        (
+            "adamw}",
+            "adamw, sample_prompts: [a, {prompt: b, references: [data/c.png, /tmp/d.png]}]}",
+            "training.sample_prompts[1].references[1]",
+        ),
         ("adamw}", "adamw, lora: {start_from: /tmp/a.safetensors}}", "training.lora.start_from"),
     ],
 )

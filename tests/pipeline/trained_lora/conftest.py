@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from demo.tiny_models import make_tiny
+from demo.tiny_models import make_tiny, make_tiny_flux2_klein
 from pipeline.cache.mask_requests import mask_spec
 from pipeline.cache.reference_requests import of_references, reference_rows
 from pipeline.cache.requests import RecipeEntries, stat_columns
@@ -86,11 +86,12 @@ def any_precision() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_bases(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path) -> dict[str, Path]:
-    """Return tiny base models by name: Stable Diffusion per prediction type, and Stable Diffusion XL."""
+    """Return tiny base models by name: Stable Diffusion per prediction type, SDXL and FLUX.2 klein."""
     folder = tmp_path_factory.mktemp("bases")
     for kind in ("epsilon", "v_prediction"):
         make_tiny(folder / kind, prediction_type=kind)
-    return {"sdxl": tiny_sdxl, **{kind: folder / kind for kind in ("epsilon", "v_prediction")}}
+    make_tiny_flux2_klein(folder / "klein")
+    return {"sdxl": tiny_sdxl, **{kind: folder / kind for kind in ("epsilon", "v_prediction", "klein")}}
 
 
 @pytest.fixture
