@@ -127,10 +127,12 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
 
 
 def watched_addresses(recipe: Recipe) -> list[Address]:
-    """Return every folder and manifest in which a change of the datasets or their masks is visible."""
+    """Return every folder and manifest that shows changes of the datasets, masks and references."""
     addresses = [path for dataset in recipe.datasets for path in (dataset.root, dataset.path)]
     masks = [dataset.mask.path for dataset in recipe.datasets if dataset.mask is not None]
-    return list(dict.fromkeys([*addresses, *(path for path in masks if path is not None)]))
+    references = [each.path for dataset in recipe.datasets for each in dataset.references]
+    paired = [path for path in (*masks, *references) if path is not None]
+    return list(dict.fromkeys([*addresses, *paired]))
 
 
 def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:

@@ -20,7 +20,7 @@ from pipeline.escaping import markdown_text, printable_lines
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report, StageResult, write_report
 
-VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
+VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns", "reference_stats")
 """Columns with file stats of sources and, after `entry_` and `mask_entry_`, of cache entries. They may change
 while the content stays equal."""
 
@@ -38,7 +38,7 @@ _PREVIEW_CHARACTERS = 48
 _NOT_IN_PREVIEW = {"dataset", "path", "key", "more_captions", "duplicate_group", *VOLATILE_COLUMNS}
 """Columns that repeat parts of the sample id, or that only the program compares."""
 
-_HIDDEN_PREFIXES = ("entry_", "mask_")
+_HIDDEN_PREFIXES = ("entry_", "mask_", "reference_")
 """Prefixes of further columns that are not in the preview."""
 
 _MAX_TEXT_CHARACTERS = 60

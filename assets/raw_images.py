@@ -27,6 +27,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
     )
     def raw_images(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.models.preview_prompts import require_preview_prompts
+        from pipeline.models.reference_support import require_references
         from pipeline.models.resolve import check_local_base
         from pipeline.raw_images.stage import scan
         from pipeline.storage.tables import Tables
@@ -36,9 +37,10 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
             yield from path_isolation_results(context, recipe)
 
             if context.selected_asset_keys:
-                # An unusable local base model, preview prompt or start_from fails before an image is read.
+                # What does not suit a local base model fails before an image is read.
                 check_local_base(recipe)
                 require_preview_prompts(recipe)
+                require_references(recipe)
                 require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
                 result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
                 yield publish(recipe, "raw_images", result)

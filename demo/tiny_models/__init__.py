@@ -14,7 +14,7 @@ from demo.tiny_models.bria_fibo import make_tiny_bria_fibo
 from demo.tiny_models.chroma import make_tiny_chroma
 from demo.tiny_models.cogview4 import make_tiny_cogview4
 from demo.tiny_models.ernie_image import make_tiny_ernie_image
-from demo.tiny_models.flux import make_tiny_flux
+from demo.tiny_models.flux import make_tiny_flux, make_tiny_flux_kontext
 from demo.tiny_models.flux2 import make_tiny_flux2_dev, make_tiny_flux2_klein
 from demo.tiny_models.hidream import make_tiny_hidream
 from demo.tiny_models.ideogram4 import make_tiny_ideogram4
@@ -36,6 +36,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Stable Diffusion 3 and 3.5": make_tiny_sd3,
     "FLUX.1 dev": make_tiny_flux,
     "FLUX.1 schnell": partial(make_tiny_flux, schnell=True),
+    "FLUX.1 Kontext": make_tiny_flux_kontext,
     "FLUX.2 klein": make_tiny_flux2_klein,
     "FLUX.2 dev": make_tiny_flux2_dev,
     "Qwen-Image": make_tiny_qwen_image,
@@ -69,6 +70,7 @@ __all__ = [
     "make_tiny_flux",
     "make_tiny_flux2_dev",
     "make_tiny_flux2_klein",
+    "make_tiny_flux_kontext",
     "make_tiny_hidream",
     "make_tiny_ideogram4",
     "make_tiny_kandinsky5",

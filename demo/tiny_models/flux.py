@@ -30,13 +30,22 @@ def make_tiny_flux(folder: Path, *, schnell: bool = False, seed: int = 0) -> Non
         schnell: Whether to write FLUX.1 schnell, without guidance and with a fixed shift, instead of dev.
         seed: Seed of the random weights.
     """
-    shift: dict[str, Any] = {"shift": 1.0} if schnell else {"shift": 3.0, "use_dynamic_shifting": True}
+    _write(folder, "FluxPipeline", guidance=not schnell, seed=seed)
+
+
+def make_tiny_flux_kontext(folder: Path, *, seed: int = 0) -> None:
+    """Write a FLUX.1 Kontext, which `FluxKontextPipeline` loads; see `make_tiny_flux`."""
+    _write(folder, "FluxKontextPipeline", guidance=True, seed=seed)
+
+
+def _write(folder: Path, pipeline_class: str, *, guidance: bool, seed: int) -> None:
+    shift: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True} if guidance else {"shift": 1.0}
     assemble(
         folder,
-        "FluxPipeline",
+        pipeline_class,
         {
             "vae": partial(vae, channels=16, scaling_factor=0.3611, shift_factor=0.1159, quant=False),
-            "transformer": partial(_transformer, guidance=not schnell),
+            "transformer": partial(_transformer, guidance=guidance),
             "text_encoder": partial(clip, width=_POOLED_WIDTH),
             "text_encoder_2": partial(t5, width=_T5_WIDTH),
             "scheduler": partial(flow_schedule, **shift),

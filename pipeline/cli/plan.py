@@ -11,7 +11,8 @@ from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, se
 from pipeline.cli.memory import GIB, show_memory
 from pipeline.errors import ModelError, counted
 from pipeline.escaping import json_text
-from pipeline.maintenance.forecast import Expected, Forecast, forecast
+from pipeline.maintenance.expected import Expected
+from pipeline.maintenance.forecast import Forecast, forecast
 from pipeline.maintenance.memory.forecast import forecast_memory
 from pipeline.maintenance.memory.job import MemoryForecast
 from pipeline.recipe import Recipe
@@ -98,15 +99,18 @@ def _show(recipe: Recipe, result: Forecast) -> None:
     _show_expected("vae_latents", result.latents)
     if result.masks is not None:
         _show_expected("masks", result.masks)
+    if result.references is not None:
+        _show_expected("references", result.references)
     _show_expected("text_embeddings", result.text)
 
 
 def _as_json(result: Forecast) -> dict[str, object]:
     values = asdict(result)
-    if result.masks is None:
-        del values["masks"]
-    else:
-        values["masks_to_make"] = result.masks.to_make
+    for name, expected in (("masks", result.masks), ("references", result.references)):
+        if expected is None:
+            del values[name]
+        else:
+            values[f"{name}_to_make"] = expected.to_make
     return {
         **values,
         "closed": [gate._asdict() for gate in result.closed],

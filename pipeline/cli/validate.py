@@ -7,6 +7,7 @@ import click
 from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import counted
 from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.models.reference_support import require_references
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import Recipe
@@ -36,8 +37,8 @@ def check_settings(recipe: Recipe) -> None:
 
     Raises:
         PathIsolationError: Two of the recipe's paths overlap, or a run would replace its own input.
-        RecipeError: Another recipe has the same output_dir, or a bucket edge or preview prompt does not suit
-            the model.
+        RecipeError: Another recipe has the same output_dir, or a bucket edge, a preview prompt or the
+            references do not suit the model.
         ModelError: The local base model cannot be used.
         TrainingError: The LoRA in `start_from` cannot be used.
     """
@@ -46,4 +47,5 @@ def check_settings(recipe: Recipe) -> None:
     require_size_multiple([recipe])
     check_local_base(recipe)
     require_preview_prompts(recipe)
+    require_references(recipe)
     require_start_file(recipe)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.cache.mask_requests import mask_sources, mask_spec
+from pipeline.cache.reference_requests import of_references, reference_rows
 from pipeline.cache.requests import RecipeEntries, caption_variants
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import LatentlineError, TableError, counted
@@ -29,7 +30,8 @@ class StageFacts:
     """What one stage recorded of a sample.
 
     Attributes:
-        stage: Asset, "rejected", or a cache entry: "latents entry...", "mask entry..." or "text entry...".
+        stage: Asset, "rejected", or a cache entry: "latents entry...", "mask entry...",
+            "reference <number> entry..." or "text entry...".
         facts: Name to value, in the order in which they are shown.
     """
 
@@ -124,12 +126,17 @@ def _entry_specs(
 ) -> Iterator[tuple[str, EntrySpec]]:
     """Yield name and specification of each entry: per bucket, mirrored ones, and per caption variant."""
     buckets = sample_rows["aspect_buckets"]
-    for row in entries.latent_requests(buckets).iter_rows(named=True):
+    requests = entries.latent_requests(buckets)
+    references = reference_rows(entries, requests).partition_by("row", as_dict=True)
+    for index, row in enumerate(requests.iter_rows(named=True)):
         name = f"latents entry of {row['bucket']}" if len(buckets) > 1 else "latents entry"
         mirrored = ", mirrored" if row["flipped"] else ""
         yield name + mirrored, entries.latent_spec(row)
         if row.get("mask_hash") is not None and row["dataset"] in mask_sources(entries.recipe):
             yield name.replace("latents", "mask") + mirrored, mask_spec(entries, row)
+        for reference in references.get((index,), requests.clear()).iter_rows(named=True):
+            named = name.replace("latents", f"reference {reference['number']}")
+            yield named + mirrored, of_references(entries).latent_spec(reference)
     for row in caption_variants(sample_rows["validated_dataset"]).iter_rows(named=True):
         name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
         yield name, entries.text_spec(row["caption"])

@@ -7,37 +7,44 @@ only `fingerprints.json`, the hashes of the model's files, so that gigabytes are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_spec
 from pipeline.cache.requests import (
-    STATS,
     TARGET,
     RecipeEntries,
     caption_variants,
-    is_unchanged,
-    with_recorded,
 )
-from pipeline.cache.store import EntrySpec, Kind
-from pipeline.cache.users import recorded_speed
+from pipeline.cache.store import EntrySpec
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import PathIsolationError
+from pipeline.maintenance.expected import (
+    DAMAGED,
+    GEOMETRY,
+    MISSING,
+    Expected,
+    Row,
+    changed_inputs,
+    estimate_seconds,
+    unusable_entries,
+)
+from pipeline.maintenance.expected_pairs import expect_masks, expect_references
 from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.models.reference_support import require_references
 from pipeline.raw_images import checks as raw_images
 from pipeline.raw_images.stage import scan
 from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
-from pipeline.reporting.progress import phase, progress
 from pipeline.reporting.reports import Log
 from pipeline.storage.tables import Tables, selected
 from pipeline.text_embeddings.stage import needed_captions
 from pipeline.trained_lora.start_file import require_start_file
+from pipeline.vae_latents.references import without_refused
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.stage import validate
 
@@ -47,10 +54,8 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
     from pipeline.reporting.reports import StageResult
 
-NEW, CHANGED, GEOMETRY = "new image", "image changed", "geometry changed"
+NEW, CHANGED = "new image", "image changed"
 NEW_CAPTION, CAPTION_CHANGED = "new caption", "caption changed"
-NEW_MASK, MASK_CHANGED = "new mask", "mask changed"
-DAMAGED, MISSING, MODEL_UNKNOWN = "entry damaged", "entry missing", "model or settings changed"
 
 _GEOMETRY_COLUMNS = ("resized_height", "resized_width", "crop_top", "crop_left", *TARGET)
 
@@ -60,10 +65,6 @@ _CHECKS = {
     "aspect_buckets": aspect_buckets.run,
 }
 """Checks of the stages before the caches, in the order of the graph."""
-
-_INPUT_NAMES = {"vae": "VAE", "encoders": "text encoders", "preprocessing_version": "preprocessing"}
-
-Row = Mapping[str, Any]
 
 
 class ClosedGate(NamedTuple):
@@ -82,36 +83,6 @@ class ClosedGate(NamedTuple):
     fix: str
 
 
-@dataclass
-class Expected:
-    """Expected work on one kind of entries. The attributes are keys of `latentline plan --json`.
-
-    Attributes:
-        kind: Kind of the entries.
-        there: Number of entries that would be reused.
-        reasons: Reason to the names of the samples whose entries would be encoded for it.
-        num_bytes: Size of the entries to encode. An estimate if an entry's size depends on its caption.
-        seconds: Time to encode them, without process start and model loading. None if no speed was measured
-            on this machine yet.
-    """
-
-    kind: Kind
-    there: int = 0
-    reasons: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    num_bytes: int = 0
-    seconds: float | None = None
-
-    def add(self, reason: str, name: str, num_bytes: int) -> None:
-        """Add an entry that would be encoded."""
-        self.reasons.setdefault(reason, []).append(name)
-        self.num_bytes += num_bytes
-
-    @property
-    def to_make(self) -> int:
-        """Number of entries that would be encoded."""
-        return sum(map(len, self.reasons.values()))
-
-
 @dataclass(frozen=True)
 class Forecast:
     """Forecast of the next cache job. The attributes are keys of `latentline plan --json`.
@@ -125,6 +96,7 @@ class Forecast:
         latents: Work on latents.
         text: Work on text embeddings.
         masks: Work on masks; None for a recipe without masks.
+        references: Work on reference images; None for a recipe without references.
     """
 
     samples: int
@@ -134,6 +106,7 @@ class Forecast:
     latents: Expected
     text: Expected
     masks: Expected | None = None
+    references: Expected | None = None
 
 
 def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
@@ -153,6 +126,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         gate = ClosedGate("raw_images", PATH_ISOLATION.name, f"{err.what} ({paths})", err.fix)
         return Forecast(0, {}, [], [gate], Expected("latents"), Expected("text"))
     require_preview_prompts(recipe)
+    require_references(recipe)
     require_start_file(recipe)
 
     raw = scan(recipe, tables, log=log, remember=False)
@@ -164,14 +138,18 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     known_latents = tables.read_previous("vae_latents")
     known_text = tables.read_previous("text_embeddings")
     earlier_ids: set[str] = set() if known_latents is None else set(known_latents["sample_id"])
+    requests, refused = without_refused(entries, entries.latent_requests(buckets.table))
+    reasons = [reason for each in results.values() for reason in each.rejected["reason"]]
+    reasons += [each["reason"] for each in refused]
     return Forecast(
-        samples=buckets.table["sample_id"].n_unique(),
-        rejected=dict(Counter(reason for each in results.values() for reason in each.rejected["reason"])),
+        samples=requests["sample_id"].n_unique(),
+        rejected=dict(Counter(reasons)),
         gone=sorted(earlier_ids - set(buckets.table["sample_id"])),
         closed=closed_gates(recipe, results),
-        latents=_expect_latents(entries, entries.latent_requests(buckets.table), known_latents),
+        latents=_expect_latents(entries, requests, known_latents),
         text=_expect_text(entries, valid.table, known_text),
-        masks=_expect_masks(entries, entries.latent_requests(buckets.table), known_latents),
+        masks=expect_masks(entries, requests, known_latents),
+        references=expect_references(entries, requests, known_latents),
     )
 
 
@@ -217,7 +195,7 @@ def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.Da
 
     expected, num_pixels = Expected("latents"), 0
     unique_requests = requests.unique("key", keep="first", maintain_order=True)
-    for row, spec, status in _unusable(
+    for row, spec, status in unusable_entries(
         entries, expected, unique_requests, known, spec_of=entries.latent_spec
     ):
         sample_id, bucket, mirrored = row["sample_id"], row["bucket"], row["flipped"]
@@ -227,43 +205,8 @@ def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.Da
         reason = DAMAGED if status == "wrong" else _latent_reason(entries, row, spec, earlier)
         expected.add(reason, f"{sample_id}, mirrored" if mirrored else sample_id, spec.file_bytes)
         num_pixels += row["target_height"] * row["target_width"]
-    _estimate_seconds(entries, expected, cost=num_pixels)
+    estimate_seconds(entries, expected, cost=num_pixels)
     return expected
-
-
-def _expect_masks(
-    entries: RecipeEntries, requests: pl.DataFrame, known: pl.DataFrame | None
-) -> Expected | None:
-    """Return the work on masks, as `_expect_latents` for latents; None for a recipe without masks."""
-    if not mask_sources(entries.recipe):
-        return None
-    requests = requests.with_columns(mask_keys(entries, requests).alias("key")).drop_nulls("key")
-    earlier_rows: dict[tuple[Any, ...], Row] = {}
-    recorded = None
-    if known is not None and "mask_key" in known.columns:
-        earlier_rows = {(row["sample_id"], row["bucket"], row["flipped"]): row for row in known.to_dicts()}
-        recorded = known.select(key="mask_key", **{name: f"mask_{name}" for name in STATS}).drop_nulls()
-
-    expected = Expected("masks")
-    num_bytes = [mask_spec(entries, row).file_bytes for row in requests.iter_rows(named=True)]
-    requests = requests.with_columns(pl.Series("num_bytes", num_bytes, dtype=pl.Int64))
-    requests = requests.unique("key", keep="first", maintain_order=True)
-    for row, spec, status in _unusable(
-        entries, expected, requests, recorded, spec_of=lambda row: mask_spec(entries, row)
-    ):
-        earlier = earlier_rows.get((row["sample_id"], row["bucket"], row["flipped"]))
-        reason = DAMAGED if status == "wrong" else _mask_reason(row, earlier)
-        expected.add(reason, row["sample_id"], spec.file_bytes)
-    _estimate_seconds(entries, expected, cost=expected.to_make)
-    return expected
-
-
-def _mask_reason(row: Row, earlier: Row | None) -> str:
-    if earlier is None or earlier["mask_hash"] is None:
-        return NEW_MASK
-    if earlier["mask_hash"] != row["mask_hash"]:
-        return MASK_CHANGED
-    return MISSING if earlier["mask_key"] == row["key"] else GEOMETRY
 
 
 def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
@@ -280,7 +223,7 @@ def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFram
     earlier_rows = {(row["sample_id"], row["variant"]): row for row in known_rows}
 
     expected = Expected("text")
-    for row, spec, status in _unusable(
+    for row, spec, status in unusable_entries(
         entries, expected, requests, known, spec_of=lambda row: entries.text_spec(row["caption"])
     ):
         caption, sample_id = row["caption"], row["sample_id"]
@@ -289,38 +232,8 @@ def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFram
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"
         expected.add(reason, sample_id or name, row["about_bytes"])
-    _estimate_seconds(entries, expected, cost=expected.to_make)
+    estimate_seconds(entries, expected, cost=expected.to_make)
     return expected
-
-
-def _with_progress(rows: pl.DataFrame, *, log: Log) -> Iterator[dict[str, Any]]:
-    num_checked = 0
-    with progress(lambda: num_checked, len(rows), "cache entries checked", log=log):
-        for row in rows.iter_rows(named=True):
-            yield row
-            num_checked += 1
-
-
-def _unusable(
-    entries: RecipeEntries,
-    expected: Expected,
-    requests: pl.DataFrame,
-    known: pl.DataFrame | None,
-    *,
-    spec_of: Callable[[dict[str, Any]], EntrySpec],
-) -> Iterator[tuple[dict[str, Any], EntrySpec, str]]:
-    """Yield (row, entry, status) for missing and damaged entries, and count the others in `expected`."""
-    with phase("comparing cache entries with the last run", log=entries.log):
-        unchanged = is_unchanged(entries.store, expected.kind, with_recorded(requests, known))
-    expected.there = int(unchanged.sum())
-    changed = requests.filter(~unchanged)
-    for row in _with_progress(changed, log=entries.log):
-        spec = spec_of(row)
-        state = entries.store.check(spec)
-        if state.valid:
-            expected.there += 1
-        else:
-            yield row, spec, state.status
 
 
 def _latent_reason(entries: RecipeEntries, row: Row, spec: EntrySpec, earlier: Row | None) -> str:
@@ -332,7 +245,7 @@ def _latent_reason(entries: RecipeEntries, row: Row, spec: EntrySpec, earlier: R
         return MISSING
     if any(earlier[name] != row[name] for name in _GEOMETRY_COLUMNS):
         return GEOMETRY
-    return _changed_inputs(entries, spec, earlier["key"], vars(entries.latent_inputs(row)))
+    return changed_inputs(entries, spec, earlier["key"], vars(entries.latent_inputs(row)))
 
 
 def _text_reason(entries: RecipeEntries, caption: str, spec: EntrySpec, earlier: Row | None) -> str:
@@ -342,30 +255,4 @@ def _text_reason(entries: RecipeEntries, caption: str, spec: EntrySpec, earlier:
         return CAPTION_CHANGED
     if earlier["key"] == spec.key:
         return MISSING
-    return _changed_inputs(entries, spec, earlier["key"], vars(entries.text_inputs(caption)))
-
-
-def _changed_inputs(
-    entries: RecipeEntries, spec: EntrySpec, earlier_key: str, inputs: Mapping[str, Any]
-) -> str:
-    """Return which inputs of the key differ from those in the metadata of the earlier entry."""
-    metadata = entries.store.read_metadata(spec.kind, earlier_key)
-    if metadata is None or not isinstance(metadata.get("inputs"), dict):
-        return MODEL_UNKNOWN
-    earlier_inputs = metadata["inputs"]
-    changed = [
-        _INPUT_NAMES.get(name, name)
-        for name, value in inputs.items()
-        if name != "caption"
-        and earlier_inputs.get(name) != (list(value) if isinstance(value, tuple) else value)
-    ]
-    return f"{', '.join(changed)} changed" if changed else MODEL_UNKNOWN
-
-
-def _estimate_seconds(entries: RecipeEntries, expected: Expected, *, cost: int) -> None:
-    """Set `seconds` from the speed measured on this machine, in seconds per unit of cost."""
-    if cost == 0:
-        expected.seconds = 0.0
-        return
-    speed = recorded_speed(entries.machine_state_dir, expected.kind)
-    expected.seconds = None if speed is None else speed * cost
+    return changed_inputs(entries, spec, earlier["key"], vars(entries.text_inputs(caption)))

@@ -172,9 +172,10 @@ def _keys_in_tables(output_dir: Path) -> set[str]:
 
 
 def _keys_in_table(path: Path) -> set[str]:
-    names = {"key", "mask_key"} & set(pl.read_parquet_schema(path))
+    names = {"key", "mask_key", "reference_keys"} & set(pl.read_parquet_schema(path))
     table = pl.read_parquet(path, columns=sorted(names))
-    return {key for name in names for key in table[name].drop_nulls()}
+    # `reference_keys` holds several keys, separated by spaces.
+    return {key for name in names for text in table[name].drop_nulls() for key in text.split()}
 
 
 def _keys_in_runs(output_dir: Path) -> set[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.cache.mask_requests import has_mask, mask_spec
+from pipeline.cache.reference_requests import of_references, reference_rows
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.processes.launch import LocalLaunch
@@ -64,6 +65,10 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
     for row in latents.filter(has_mask(recipe, latents)).iter_rows(named=True):
         spec = mask_spec(entries, row)
         needed.setdefault(spec.key, NeededEntry(f"the mask of {row['sample_id']}", spec))
+    for row in reference_rows(entries, latents).iter_rows(named=True):
+        spec = of_references(entries).latent_spec(row)
+        name = f"the reference {row['path']} of {row['sample_id']}"
+        needed.setdefault(spec.key, NeededEntry(name, spec))
 
     text = tables.read("text_embeddings")
     lengths = dict(text.select("caption", "text_length").iter_rows())

@@ -1,11 +1,13 @@
-"""The recipe's preview prompts must suit the base model: sizes that it can draw, and negative prompts."""
+"""The recipe's preview prompts must suit the base model: sizes, negative prompts and reference images."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeline.errors import BucketError
+from pipeline.errors import BucketError, counted
+from pipeline.images.decode import read_header
+from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size, not_multiples
 from pipeline.models.size_multiple import local_family
 from pipeline.recipe.errors import Mistake, recipe_error
@@ -21,16 +23,17 @@ def require_preview_prompts(recipe: Recipe, family: Family | None = None) -> Non
 
     Args:
         recipe: The recipe.
-        family: Family of its base model. None finds it for a base model in a local folder; any other base
-            model is then not checked.
+        family: Family of its base model. None finds it for a base model in a local folder; of any other base
+            model, only the files of references are then checked.
 
     Raises:
-        RecipeError: Lists each key that the base model does not support.
+        RecipeError: Lists each key that the base model does not support, and each unreadable reference.
     """
     if not recipe.training.sample_prompts:
         return
     family = family or local_family(recipe)
     mistakes = [] if family is None else list(_mistakes(recipe, family))
+    mistakes += _reference_mistakes(recipe, family)
     if mistakes:
         raise recipe_error([placed(recipe, mistake) for mistake in mistakes])
 
@@ -56,6 +59,32 @@ def _mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
             what = f"negative_prompt has no effect, because {model} is drawn without guidance"
             fix = "add a guidance_scale above 1 to this prompt, or remove negative_prompt"
             yield Mistake((*path, "negative_prompt"), what, fix)
+
+
+def _reference_mistakes(recipe: Recipe, family: Family | None) -> Iterator[Mistake]:
+    model = "" if family is None else f"the base model {recipe.model.base} ({family.name})"
+    for index, prompt in enumerate(recipe.training.sample_prompts):
+        path, number = ("training", "sample_prompts", index, "references"), len(prompt.references)
+        spec = None if family is None else family.spec.references
+        if family is not None and spec is None and number:
+            yield Mistake(path, f"{model} sees no reference images, got {number}", "remove references")
+            continue
+        if spec is not None and number > spec.max_number:
+            what = f"{model} sees at most {counted(spec.max_number, 'reference image')}, got {number}"
+            yield Mistake(path, what, f"remove all but {spec.max_number} of them")
+        if spec is not None and spec.required and not number:
+            what = f"{model} requires a reference image for each preview, got none"
+            yield Mistake(("training", "sample_prompts", index), what, "add references: [before.png]")
+
+        for place, file in enumerate(prompt.references):
+            try:
+                size = read_header(file, max_px=recipe.checks.max_image_pixels).size
+                if family is not None and spec is not None:
+                    spec.size(family.model, size)
+            except ImageError as err:
+                yield Mistake((*path, place), f"the reference {file} cannot be read: {err.detail}", err.fix)
+            except BucketError as err:
+                yield Mistake((*path, place), err.what, "use another reference image")
 
 
 def _has_no_effect(prompt: PreviewPrompt, family: Family) -> bool:

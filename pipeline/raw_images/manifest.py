@@ -215,18 +215,18 @@ def _filtered(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
         ) from err
 
 
-def mask_column_by_path(settings: DatasetSettings, column: str) -> dict[str, str]:
-    """Return the path of each image's mask as the manifest's `column` names it; the first row counts.
+def paired_by_path(settings: DatasetSettings, column: str) -> dict[str, str]:
+    """Return the path of each image's mask or reference, as `column` names it; the first row counts.
 
     Raises:
         DatasetError: See `read_manifest`.
     """
     normalize = path_normalizer(settings)
-    masks: dict[str, str] = {}
-    for path, mask in read_manifest(settings).select(settings.path_column, column).rows():
-        if path and mask:
-            masks.setdefault(normalize(path), normalize(str(mask)))
-    return masks
+    paired: dict[str, str] = {}
+    for path, other in read_manifest(settings).select(settings.path_column, column).rows():
+        if path and other:
+            paired.setdefault(normalize(path), normalize(str(other)))
+    return paired
 
 
 def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[float, float]]:

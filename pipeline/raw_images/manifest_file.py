@@ -63,8 +63,8 @@ def _read_table(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO)
     columns = pl.read_csv(file, infer_schema_length=0, n_rows=0).columns
     file.seek(0)
     text_columns = {settings.path_column, *settings.captions.columns} & set(columns)
-    if settings.mask is not None and settings.mask.column in columns:
-        text_columns.add(settings.mask.column)
+    paired = (settings.mask, *settings.references)
+    text_columns |= {each.column for each in paired if each is not None and each.column in columns}
     overrides = dict.fromkeys(text_columns, pl.String)
     return pl.read_csv(file, infer_schema_length=None, schema_overrides=overrides)
 
@@ -92,6 +92,9 @@ def _require_columns(settings: DatasetSettings, table: pl.DataFrame) -> None:
         required["focus_columns"] = settings.focus_columns
     if settings.mask is not None and settings.mask.column is not None:
         required["mask.column"] = (settings.mask.column,)
+    for index, reference in enumerate(settings.references):
+        if reference.column is not None:
+            required[f"references[{index}].column"] = (reference.column,)
 
     for key, columns in required.items():
         missing = [column for column in columns if column not in table.columns]
@@ -118,7 +121,8 @@ def _missing_column_fix(settings: DatasetSettings, table: pl.DataFrame, key: str
 
     contents = {"path_column": "paths", "captions.columns": "captions", "focus_columns": "focus points"}
     contents["mask.column"] = "paths of the masks"
-    fix = f"set datasets[].{key} to the column with the {contents[key]}"
+    content = contents.get(key, "paths of the references")
+    fix = f"set datasets[].{key} to the column with the {content}"
     if key == "path_column" and settings.captions.from_ == "column":
         fix += ", and datasets[].captions.columns to the column with the captions"
     return fix

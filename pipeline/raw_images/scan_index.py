@@ -1,4 +1,4 @@
-"""Remember what earlier runs learned: decode results, captions, masks and rejected files.
+"""Remember what earlier runs learned: decode results, captions, masks, references and rejected files.
 
 The indexes are Parquet files below `output_dir/tables/known`, replaced atomically. A missing, damaged or
 older one counts as empty: then every file is read again. A file is trusted while its stat is unchanged.
@@ -74,6 +74,9 @@ MASKS: dict[str, Any] = {
 """Columns of masks.parquet, one row per usable mask: its folder, `images.mask.MaskSource` and path, the
 file's stat when it was listed, the time of reading, the hash of its bytes, its size and its mean weight."""
 
+REFERENCES: dict[str, Any] = {name: kind for name, kind in MASKS.items() if name != "mean"}
+"""Columns of references.parquet, one row per usable reference image: as `MASKS`; its source is "file"."""
+
 SIDECAR = "sidecar:"
 """Prefix of `caption_from` for a sidecar file; its path follows."""
 
@@ -90,16 +93,20 @@ class ScanIndex:
         decoded: Table with the columns `DECODED`.
         captions: Table with the columns `CAPTIONS`.
         masks: Table with the columns `MASKS`.
+        references: Table with the columns `REFERENCES`.
     """
 
     def __init__(self, tables: Tables) -> None:
-        """Read both indexes."""
+        """Read all indexes."""
         self._folder = _index_folder(tables)
         self.decoded = _read(self._folder / "pixels.parquet", DECODED)
         self.captions = _read(self._folder / "captions.parquet", CAPTIONS)
         self.masks = _read(self._folder / "masks.parquet", MASKS)
+        self.references = _read(self._folder / "references.parquet", REFERENCES)
 
-    def write(self, decoded: pl.DataFrame, captions: pl.DataFrame, masks: pl.DataFrame) -> None:
+    def write(
+        self, decoded: pl.DataFrame, captions: pl.DataFrame, masks: pl.DataFrame, references: pl.DataFrame
+    ) -> None:
         """Replace the indexes that have changed."""
         if not decoded.equals(self.decoded):
             write_atomically(self._folder / "pixels.parquet", partial(write_rows, decoded))
@@ -107,6 +114,8 @@ class ScanIndex:
             write_atomically(self._folder / "captions.parquet", partial(write_rows, captions))
         if not masks.equals(self.masks):
             write_atomically(self._folder / "masks.parquet", partial(write_rows, masks))
+        if not references.equals(self.references):
+            write_atomically(self._folder / "references.parquet", partial(write_rows, references))
 
 
 def read_rejected_files(tables: Tables) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""Open the sources of a recipe's datasets and masks with the limits of the recipe."""
+"""Open the sources of a recipe's datasets, masks and references with the limits of the recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.sources import source_at
 
 if TYPE_CHECKING:
-    from pipeline.recipe import DatasetSettings, Recipe
+    from pipeline.recipe import DatasetSettings, Recipe, ReferenceSettings
     from pipeline.storage.addresses import Address
 
 
@@ -49,4 +49,26 @@ def mask_sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
         settings.name: source_at(mask_root(settings), max_file_bytes=limit)
         for settings in recipe.datasets
         if settings.mask is not None
+    }
+
+
+def reference_root(settings: DatasetSettings, reference: ReferenceSettings) -> Address:
+    """Return the folder that the paths of one of a dataset's references are relative to."""
+    return settings.root if reference.path is None else reference.path
+
+
+def reference_sources_of(recipe: Recipe) -> dict[str, list[LocalSource | RemoteSource]]:
+    """Return the source of each reference, in order, of each dataset that has references, by its name.
+
+    Raises:
+        DatasetError: A URL cannot be opened.
+    """
+    limit = recipe.checks.max_file_bytes
+    return {
+        settings.name: [
+            source_at(reference_root(settings, reference), max_file_bytes=limit)
+            for reference in settings.references
+        ]
+        for settings in recipe.datasets
+        if settings.references
     }

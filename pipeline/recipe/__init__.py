@@ -20,6 +20,7 @@ from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
 from pipeline.recipe.previews import PreviewPrompt
+from pipeline.recipe.references import ReferenceSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
@@ -54,6 +55,7 @@ __all__ = [
     "RecacheSettings",
     "Recipe",
     "RecipeFolder",
+    "ReferenceSettings",
     "ReplaceSettings",
     "ShuffleSettings",
     "TextEncoderSettings",

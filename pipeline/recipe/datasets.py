@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
@@ -11,6 +12,7 @@ from pydantic import AfterValidator, Field
 from pipeline.recipe.address_types import FolderAddress, RecipeAddress
 from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.masks import MaskSettings
+from pipeline.recipe.references import ReferenceSettings, reference_violations
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.validators import (
     MANIFEST_SUFFIXES,
@@ -106,6 +108,11 @@ class DatasetSettings(Settings):
         default=None,
         description="Masks that weight the loss by place. null means that each place counts the same.",
     )
+    references: tuple[ReferenceSettings, ...] = Field(
+        default=(),
+        description="Reference images of each image, in the order in which the model sees them, for base "
+        "models that edit images. Each image needs exactly one file of each reference.",
+    )
     filters: FilterSettings = Field(
         default_factory=FilterSettings, description="Filters on size, aspect ratio and manifest columns."
     )
@@ -193,13 +200,20 @@ class DatasetSettings(Settings):
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """Patterns of files and folders that are not images of the dataset: `exclude` and its masks."""
-        if self.mask is None or self.mask.path is None or self.is_manifest:
+        """Patterns of files and folders that are not images: `exclude`, masks and references."""
+        if self.is_manifest:
             return self.exclude
-        if self.mask.path == self.path:
-            return (*self.exclude, f"*{self.mask.suffix}.*")
-        root, masks = (PurePosixPath(str(each)) for each in (self.path, self.mask.path))
-        return (*self.exclude, f"/{masks.relative_to(root)}") if masks.is_relative_to(root) else self.exclude
+        patterns = (self._pattern_of(each) for each in (self.mask, *self.references) if each is not None)
+        return (*self.exclude, *(pattern for pattern in patterns if pattern is not None))
+
+    def _pattern_of(self, paired: MaskSettings | ReferenceSettings) -> str | None:
+        """Return the pattern of masks or references inside the dataset's folder; None if they are not."""
+        if paired.path is None:
+            return None
+        if paired.path == self.path:
+            return f"*{paired.suffix}.*"
+        root, folder = (PurePosixPath(str(each)) for each in (self.path, paired.path))
+        return f"/{folder.relative_to(root)}" if folder.is_relative_to(root) else None
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
@@ -207,6 +221,12 @@ class DatasetSettings(Settings):
             what = f"mask.path must not be the dataset's folder without mask.suffix, got {self.mask.path}"
             fix = "set mask.suffix to the end of the masks' names, or move the masks to another folder"
             yield Violation("mask", what, fix, involves=("path", "mask"))
+        for index, reference in enumerate(self.references):
+            if reference.path == self.path and not reference.suffix:
+                what = f"path must not be the dataset's folder without suffix, got {reference.path}"
+                fix = "set suffix to the end of the references' names, or move them to another folder"
+                yield Violation(f"references[{index}].path", what, fix, involves=("path", "references"))
+        yield from reference_violations(self.references)
         yield from self._prior_violations()
         if self.is_manifest:
             if self.exclude:
@@ -221,12 +241,16 @@ class DatasetSettings(Settings):
             "focus_columns": self.focus_columns is not None,
             "images": self.images is not None,
             "mask.column": self.mask is not None and self.mask.column is not None,
+            **{
+                f"references[{index}].column": each.column is not None
+                for index, each in enumerate(self.references)
+            },
         }
         for key, is_used in used.items():
             if is_used:
                 what = f"{key} requires a manifest, got path {self.path.name or self.path}"
                 fix = f"set path to a manifest ({', '.join(MANIFEST_SUFFIXES)}), or remove this key"
-                yield Violation(key, what, fix, involves=("path", key.partition(".")[0]))
+                yield Violation(key, what, fix, involves=("path", re.split(r"[.[]", key)[0]))
 
     def _prior_violations(self) -> Iterator[Violation]:
         captions, involves = self.captions, ("role", "captions")

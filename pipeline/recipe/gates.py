@@ -145,6 +145,22 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Each mask belongs to an image.",
             "Rename the masks like their images, or remove them.",
         ),
+        _gate(
+            "references_present",
+            "Each image of a dataset with reference images has exactly one file of each reference.",
+            "Add the missing references, or move images without one to a dataset without references. The "
+            "message names the expected file.",
+        ),
+        _gate(
+            "references_usable",
+            "Each reference image can be decoded completely.",
+            "Export the references again, or remove them together with their images.",
+        ),
+        _gate(
+            "references_matched",
+            "Each reference image belongs to an image.",
+            "Rename the references like their images, or remove them.",
+        ),
         _FRACTION,
         _CONSERVATION,
         _gate(

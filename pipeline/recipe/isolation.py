@@ -1,4 +1,4 @@
-"""Path isolation of a recipe: its datasets and masks, `start_from`, cache_dir and output_dir."""
+"""Path isolation of a recipe: its datasets, masks and references, `start_from`, cache_dir and output_dir."""
 
 from __future__ import annotations
 
@@ -70,7 +70,22 @@ def _inputs(recipe: Recipe) -> list[NamedPath]:
         for index, dataset in enumerate(recipe.datasets)
         if dataset.mask is not None and dataset.mask.path is not None
     ]
-    return datasets + masks
+    references = [
+        NamedPath(
+            f"references of {dataset.name}",
+            f"datasets[{index}].references[{number}].path",
+            reference.path,
+        )
+        for index, dataset in enumerate(recipe.datasets)
+        for number, reference in enumerate(dataset.references)
+        if reference.path is not None
+    ]
+    previews = [
+        NamedPath("a reference of a preview", f"training.sample_prompts[{index}].references[{number}]", path)
+        for index, prompt in enumerate(recipe.training.sample_prompts)
+        for number, path in enumerate(prompt.references)
+    ]
+    return datasets + masks + references + previews
 
 
 def _outputs(recipe: Recipe) -> list[NamedPath]:

@@ -282,7 +282,13 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     path_keys = [(values, "cache_dir"), (values, "output_dir"), (lora, "start_from")]
     path_keys += [(dataset, key) for dataset in values["datasets"] for key in ("path", "images")]
     path_keys += [(dataset.get("mask") or {}, "path") for dataset in values["datasets"]]
+    path_keys += [
+        (reference, "path") for dataset in values["datasets"] for reference in dataset.get("references", [])
+    ]
     for holder, key in path_keys:
         if holder.get(key) is not None:
             holder[key] = str(absolute(holder[key], project_root()))
+    for prompt in values.get("training", {}).get("sample_prompts", []):
+        if isinstance(prompt, dict) and prompt.get("references"):
+            prompt["references"] = [str(absolute(path, project_root())) for path in prompt["references"]]
     return Recipe.model_validate_json(json.dumps({**values, "name": name, "source": str(source)}))

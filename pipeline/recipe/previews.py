@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from pipeline.recipe.settings import Settings, Violation, reject
+from pipeline.recipe.validators import check_path
 
 DEFAULT_PREVIEW_STEPS = 20
 """Number of denoising steps of a preview."""
@@ -17,6 +19,10 @@ MAX_PREVIEW_STEPS = 1000
 
 MAX_PREVIEW_EDGE_PX = 8192
 """Maximum height and width of a preview."""
+
+
+LocalFile = Annotated[Path, Field(strict=False), BeforeValidator(check_path)]
+"""Path of a file. Not strict, because a section has passed a validator and is no longer read as JSON."""
 
 
 class PreviewPrompt(Settings):
@@ -62,6 +68,13 @@ class PreviewPrompt(Settings):
         description="Factor of the LoRA's effect in this preview; 0 draws the base model, and a negative "
         "number the opposite of what was learned. Training does not change. null means 1, and in a recipe "
         "with `datasets[].slider` three pictures: at -1, 0 and 1.",
+    )
+
+    references: tuple[LocalFile, ...] = Field(
+        default=(),
+        strict=False,
+        description="Reference images of this preview, in order, for base models that edit images. The base "
+        "model's pipeline in diffusers scales them. Relative to the project root.",
     )
 
     def violations(self) -> Iterator[Violation]:

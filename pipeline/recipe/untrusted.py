@@ -7,7 +7,7 @@ SECURITY.md states what the variable does not cover.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -67,8 +67,13 @@ def _places(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
         for key in ("path", "images"):
             yield ("datasets", index, key), dataset.get(key) or "."
         yield ("datasets", index, "mask", "path"), _section(dataset, "mask").get("path") or "."
+        for number, reference in enumerate(dataset.get("references", [])):
+            yield ("datasets", index, "references", number, "path"), reference.get("path") or "."
     for key in ("cache_dir", "output_dir"):
         yield (key,), data.get(key) or "."
+    for index, prompt in enumerate(_section(data, "training").get("sample_prompts") or []):
+        for number, path in enumerate(_references(prompt)):
+            yield ("training", "sample_prompts", index, "references", number), path
     yield ("training", "lora", "start_from"), _section(data, "training", "lora").get("start_from") or "."
 
     # A Hub id has the form of a relative path.
@@ -76,6 +81,11 @@ def _places(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     yield ("model", "training_adapter"), _section(data, "model").get("training_adapter") or "."
     for role, source in _section(data, "model", "components").items():
         yield ("model", "components", role), source or "."
+
+
+def _references(prompt: str | Mapping[str, Any]) -> Sequence[str]:
+    """Return the reference images of a preview prompt, which may be a plain text."""
+    return () if isinstance(prompt, str) else prompt.get("references") or ()
 
 
 def _outside(text: str, root: Path) -> str | None:

@@ -16,13 +16,13 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         "vae_latents": (
             *("sample_id", "dataset", "path", "content_hash", "height", "width", "duplicate_group"),
             *("bucket", "resized_height", "resized_width", "crop_top", "crop_left"),
-            *("target_height", "target_width", "flipped", "mask_hash"),
+            *("target_height", "target_width", "flipped", "mask_hash", "reference_images"),
         ),
         "text_embeddings": ("sample_id", "variant", "caption", "text_length"),
     },
 }
 """Needed columns by stage and input table; a stage needs all columns of a table that is not listed. Only the
-tables of recipes with masks have `mask_hash`."""
+tables of recipes with masks have `mask_hash`, and those of recipes with references `reference_images`."""
 
 
 def needed_columns(stage: str, table: str) -> tuple[str, ...] | None:

@@ -98,6 +98,10 @@ def _samples(inputs: TrainingInputs) -> Facts:
         masks = table.select("variant_id", "masks").drop_nulls()
         if not masks.is_empty():
             facts["masks"] = _digest((variant_id, *keys) for variant_id, keys in masks.iter_rows())
+    if "references" in table.columns:
+        references = table.select("variant_id", "references").drop_nulls()
+        if not references.is_empty():
+            facts["references"] = _digest(references.iter_rows())
     if "slider" in table.columns:
         facts["sliders"] = _digest(table.select("variant_id", "slider", "pair").iter_rows())
     return facts
@@ -257,7 +261,7 @@ def _shorten(value: object) -> str:
     return f"{text[:8]}..." if len(text) >= 32 else text
 
 
-def _digest(rows: Iterator[tuple[str | int, ...]]) -> str:
+def _digest(rows: Iterator[tuple[Any, ...]]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row).encode("utf-8") + b"\n")

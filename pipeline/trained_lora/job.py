@@ -148,7 +148,8 @@ def read_recipe_and_prompts(path: Path) -> tuple[Recipe, tuple[Prompt, ...]]:
 
 def plan_samples(inputs: TrainingInputs) -> PlanSamples:
     """Return the columns of the trained inputs that decide the plan."""
-    table = inputs.trained.table
+    trained = inputs.trained
+    table = trained.table
     columns = table.select(
         "variant_id",
         *sorted(SLIDER_COLUMNS.keys() & table.columns),
@@ -157,6 +158,7 @@ def plan_samples(inputs: TrainingInputs) -> PlanSamples:
         "dataset",
         variants=pl.col("captions").list.len(),
         views=pl.col("latents").list.len(),
+        references=trained.reference_shapes,
     )
     return PlanSamples(columns)
 
@@ -217,4 +219,7 @@ def _without_secrets(recipe: Recipe) -> dict[str, Any]:
         dataset |= {key: without_secrets(address) for key, address in addresses.items()}
         if (mask := dataset["mask"]) is not None and mask["path"] is not None:
             mask["path"] = without_secrets(mask["path"])
+        for reference in dataset["references"]:
+            if reference["path"] is not None:
+                reference["path"] = without_secrets(reference["path"])
     return values

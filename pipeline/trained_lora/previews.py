@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 PROMPT_KEY = "prompt"
 """Key of the PNG text chunk with the prompt of a preview."""
 
-SETTING_KEYS = ("negative_prompt", "height", "width", "steps", "guidance_scale", "seed", "lora_scale")
+SETTING_KEYS = (
+    "negative_prompt",
+    "height",
+    "width",
+    "steps",
+    "guidance_scale",
+    "seed",
+    "lora_scale",
+    "references",
+)
 """Keys of the PNG text chunks with settings, in the order in which headings state them."""
 
 MAX_PROMPTS = 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales
@@ -12,7 +13,7 @@ from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
 from pipeline.trained_lora.previews import number_text, preview_heading
-from pipeline.trained_lora.samples import tensors_from_json, tensors_json
+from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
 
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
@@ -44,6 +45,7 @@ class Prompt:
         guidance_scale: Guidance scale; None for the family's.
         seed: Seed of the first noise; None for that of the job.
         lora_scale: Factor of the LoRA's effect.
+        references: Files of the reference images, in order.
     """
 
     caption: str
@@ -55,6 +57,7 @@ class Prompt:
     guidance_scale: float | None = None
     seed: int | None = None
     lora_scale: float = 1.0
+    references: tuple[Path, ...] = ()
 
     def settings(self) -> dict[str, str]:
         """Return the settings that differ from the defaults as text, by `previews.SETTING_KEYS`."""
@@ -71,6 +74,8 @@ class Prompt:
             settings["seed"] = str(self.seed)
         if self.lora_scale != 1.0:
             settings["lora_scale"] = number_text(self.lora_scale)
+        if self.references:
+            settings["references"] = ", ".join(path.name for path in self.references)
         return settings
 
     @property
@@ -111,6 +116,7 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
             steps=preview.steps,
             guidance_scale=preview.guidance_scale,
             seed=preview.seed,
+            references=preview.references,
         )
         if preview.lora_scale is not None:
             prompts.append(replace(prompt, lora_scale=preview.lora_scale))
@@ -139,6 +145,7 @@ def prompts_to_json(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
             "text": entry_to_json(prompt.text),
             "negative": prompt.negative
             and {"caption": prompt.negative.caption, "text": entry_to_json(prompt.negative.text)},
+            "references": [str(path) for path in prompt.references],
         }
         for prompt in prompts
     ]
@@ -151,6 +158,7 @@ def prompts_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Prompt, ...]
         settings = dict(value)
         settings["text"] = entry_from_json(settings["text"])
         settings["size_hw"] = Size(*settings["size_hw"])
+        settings["references"] = tuple(Path(path) for path in settings.get("references", ()))
         if (negative := settings.get("negative")) is not None:
             settings["negative"] = CaptionEntry(negative["caption"], entry_from_json(negative["text"]))
         prompts.append(Prompt(**settings))

@@ -82,6 +82,9 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
             dataset["images"] = _shareable_path(dataset["images"])
         if (mask := dataset["mask"]) is not None and mask["path"] is not None:
             mask["path"] = _shareable_path(mask["path"])
+        for reference in dataset["references"]:
+            if reference["path"] is not None:
+                reference["path"] = _shareable_path(reference["path"])
     model = values["model"]
     model["base"] = _shareable_path(model["base"])
     if model["training_adapter"] is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
@@ -21,12 +21,14 @@ import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
 from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_tensors
+from pipeline.cache.reference_requests import of_references, reference_rows
 from pipeline.cache.requests import TARGET
 from pipeline.cache.store import EntrySpec, TensorSpec
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
+from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
 from pipeline.validated_dataset.holdout import held_out
 
 if TYPE_CHECKING:
@@ -46,14 +48,15 @@ class CaptionVariant:
 
 @dataclass(frozen=True, slots=True)
 class LatentView:
-    """One latent of a sample, its mask, and its crop's (top, left) in the resized image.
+    """One latent of a sample, its mask, its references, and its crop's (top, left) in the resized image.
 
-    Mask and crop are mirrored if the latent is.
+    Mask, references and crop are mirrored if the latent is. References are in the recipe's order.
     """
 
     entry: EntrySpec
     crop_top_left: tuple[int, int]
     mask: EntrySpec | None = None
+    references: tuple[EntrySpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,15 @@ COLUMNS: dict[str, Any] = {
 MASK_COLUMNS: dict[str, Any] = {"masks": pl.List(pl.String), "mask_tensors": pl.String}
 """Further columns of recipes with masks: entry keys, one per view, and their tensors; null without masks."""
 
+REFERENCE_COLUMNS: dict[str, Any] = {
+    "references": pl.List(pl.List(pl.String)),
+    "reference_tensors": pl.List(pl.String),
+}
+"""Further columns of recipes with references: entry keys, one list per view, and the tensors of each.
+
+Both are null for inputs without references.
+"""
+
 SLIDER_COLUMNS: dict[str, Any] = {"slider": pl.Int8, "pair": pl.String}
 """Further columns of recipes with sliders, see `slider_pairs.with_pairs`.
 
@@ -132,7 +144,7 @@ class TrainingInputs(Sequence[TrainingInput]):
 
     Attributes:
         table: One row per input, with the columns of `COLUMNS`. Recipes with masks add `MASK_COLUMNS`, those
-            with sliders `SLIDER_COLUMNS`.
+            with references `REFERENCE_COLUMNS`, those with sliders `SLIDER_COLUMNS`.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
@@ -191,6 +203,13 @@ class TrainingInputs(Sequence[TrainingInput]):
         return self.table["slider"].fill_null(1)
 
     @property
+    def reference_shapes(self) -> pl.Series:
+        """Text that is equal for inputs with the same number and shapes of references, in order; else ""."""
+        if "references" not in self.table.columns:
+            return pl.repeat("", len(self), eager=True, dtype=pl.String)
+        return self.table["reference_tensors"].list.join(" ").fill_null("")
+
+    @property
     def trained(self) -> TrainingInputs:
         """The inputs that are trained on. The run id fixes them and their order, and so their indices."""
         return TrainingInputs(self.table.filter(~pl.col("held_out")))
@@ -217,6 +236,9 @@ def training_inputs(
     views = _views_by_bucket(recipe, entries, latents)
     joined = views.join(captions, on="sample_id", how="left")
     columns = {**COLUMNS, **MASK_COLUMNS} if mask_sources(recipe) else COLUMNS
+    if any(dataset.references for dataset in recipe.datasets):
+        joined = joined.join(_references(entries, latents), on=["sample_id", "bucket"], how="left")
+        columns = {**columns, **REFERENCE_COLUMNS}
     if scales := slider_scales(recipe):
         joined = with_pairs(joined, scales, "held_out")
         columns = {**columns, **SLIDER_COLUMNS}
@@ -285,6 +307,22 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
     )
 
 
+def _references(entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per training input with references: `REFERENCE_COLUMNS`, `sample_id` and `bucket`."""
+    rows = selected("vae_latents", latents, NEEDED["trained_lora"]["vae_latents"])
+    each = reference_rows(entries, rows.sort("sample_id", "bucket", "flipped"))
+    of_mean = of_references(entries)
+    sizes = each.select(TARGET).unique()
+    tensors = [tensors_json(of_mean.latent_tensors(Size(*size))) for size in sizes.iter_rows()]
+    sizes = sizes.with_columns(pl.Series("reference_tensors", tensors, dtype=pl.String))
+    each = each.join(sizes, on=TARGET, how="left", maintain_order="left")
+
+    by_view = each.group_by("row", "sample_id", "bucket", maintain_order=True)
+    views = by_view.agg("reference_tensors", references="key")
+    by_input = views.group_by("sample_id", "bucket", maintain_order=True)
+    return by_input.agg("references", pl.col("reference_tensors").first())
+
+
 def _latent_tensors(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     """Return one row per distinct target size with the `latent_tensors` and `mask_tensors` of its entries."""
     sizes = rows.select(TARGET).unique()
@@ -309,19 +347,12 @@ def read_inputs(path: Path) -> TrainingInputs:
 
 def read_entry_keys(path: Path) -> set[str]:
     """Return the keys of all cache entries that the inputs in a file of `write_inputs` refer to."""
-    names = {"latents", "texts", "masks"} & set(pl.read_parquet_schema(path))
+    names = {"latents", "texts", "masks", "references"} & set(pl.read_parquet_schema(path))
     keys = pl.read_parquet(path, columns=sorted(names))
-    return {key for name in names for key in keys[name].explode().drop_nulls()}
-
-
-def tensors_json(tensors: Mapping[str, TensorSpec]) -> str:
-    """Serialize an entry's tensors for `tensors_from_json`: name to dtype, shape and raggedness."""
-    return json.dumps({name: astuple(tensor) for name, tensor in tensors.items()})
-
-
-def tensors_from_json(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Convert the parsed JSON of `tensors_json` back to tensor specifications."""
-    return {name: TensorSpec(dtype, tuple(shape), ragged) for name, (dtype, shape, ragged) in value.items()}
+    lists = {name: keys[name].explode() for name in names}
+    if "references" in lists:
+        lists["references"] = lists["references"].explode()
+    return {key for each in lists.values() for key in each.drop_nulls()}
 
 
 @lru_cache(maxsize=1_024)
@@ -342,6 +373,14 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
     if row.get("masks") is not None:
         masks = [EntrySpec("masks", key, _tensors(row["mask_tensors"])) for key in row["masks"]]
 
+    references: list[tuple[EntrySpec, ...]] = [()] * len(latent_entries)
+    if row.get("references") is not None:
+        tensors = [_tensors(text) for text in row["reference_tensors"]]
+        references = [
+            tuple(EntrySpec("latents", *each) for each in zip(keys, tensors, strict=True))
+            for keys in row["references"]
+        ]
+
     return TrainingInput(
         variant_id=row["variant_id"],
         sample_id=row["sample_id"],
@@ -349,7 +388,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         bucket=row["bucket"],
         repeats=row["repeats"],
         variants=tuple(map(CaptionVariant, row["captions"], text_entries)),
-        views=tuple(map(LatentView, latent_entries, crops, masks)),
+        views=tuple(map(LatentView, latent_entries, crops, masks, references)),
         original_size_hw=(row["height"], row["width"]),
         target_size_hw=(row["target_height"], row["target_width"]),
         held_out=row["held_out"],

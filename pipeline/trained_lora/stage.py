@@ -22,6 +22,7 @@ from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
 from pipeline.models.families import detect
 from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.models.reference_support import require_references
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
@@ -112,8 +113,8 @@ def train_lora(
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.
         TrainingError: The LoRA in `start_from` cannot be used, training failed, or left no usable result.
         LaunchError: The worker died or was stopped; its last checkpoint remains.
-        RecipeError: The overrides are invalid or contradict the recipe, or a preview prompt does not suit the
-            base model.
+        RecipeError: The overrides are invalid or contradict the recipe, or a preview prompt or the references
+            do not suit the base model.
     """
     watch = Stopwatch()
     changes = changed_values(recipe, overrides)
@@ -180,6 +181,7 @@ def _plan_run(
     require_objective(recipe.training, entries.family.prediction_type())
     require_text_encoders(recipe.training, entries.family)
     require_preview_prompts(recipe, entries.family)
+    require_references(recipe, entries.family)
     require_trackers(recipe.training)
     resolve_training_adapter(recipe, log=log)
 

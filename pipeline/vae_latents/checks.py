@@ -7,7 +7,7 @@ to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import polars as pl
@@ -20,7 +20,7 @@ from pipeline.checks.rejections import (
     most_frequent_fixes,
     no_samples_left,
 )
-from pipeline.encoding.checks import AT_ONCE, REPAIR, Problems
+from pipeline.encoding.checks import AT_ONCE, REPAIR, Problem, Problems
 from pipeline.errors import counted, verb
 from pipeline.images.geometry import Placement, placement_of
 from pipeline.storage.tables.schemas import has_defect
@@ -29,6 +29,11 @@ from pipeline.vae_latents.mask_checks import (
     cropped_masks,
     mask_entry_problems,
     missing_masks,
+)
+from pipeline.vae_latents.reference_checks import (
+    REFERENCE_TABLE_COLUMNS,
+    missing_references,
+    reference_entry_problems,
 )
 
 STAGE = "vae_latents"
@@ -40,10 +45,15 @@ _GEOMETRY = (
     *("crop_top", "crop_left", "target_height", "target_width"),
 )
 
-_BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, "mask_hash")
-"""Columns of aspect_buckets that identify a latent and decide the keys of it and of its mask."""
+_PAIRED = ("mask_hash", "reference_images")
 
-_COLUMNS = (*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key", *STAT_COLUMNS, *MASK_TABLE_COLUMNS)
+_BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, *_PAIRED)
+"""Columns of aspect_buckets that identify a latent and decide the keys of it, its mask and its references."""
+
+_COLUMNS = (
+    *(*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key"),
+    *(*STAT_COLUMNS, *MASK_TABLE_COLUMNS, *REFERENCE_TABLE_COLUMNS),
+)
 """Columns of vae_latents that the checks use."""
 
 
@@ -65,7 +75,7 @@ def run(context: CheckContext) -> list[Finding]:
     entry_rows = own.join(sizes, on=TARGET, how="left", maintain_order="left")
     problems = Problems(entries.store, "latents", entry_rows, entries.latent_spec)
 
-    mask_problems = mask_entry_problems(entries, table)
+    paired_problems = (mask_entry_problems(entries, table), reference_entry_problems(entries, table))
 
     buckets = context.tables.read("aspect_buckets", _BUCKET_COLUMNS)
     rejected = context.tables.read_rejected(STAGE)
@@ -80,7 +90,8 @@ def run(context: CheckContext) -> list[Finding]:
             more=[
                 *_table_differences(entries, table, expected_keys, expected),
                 *missing_masks(entries, table, expected),
-                *mask_problems.rows("completeness"),
+                *missing_references(entries, table, expected),
+                *_rows(paired_problems, "completeness"),
             ],
         ),
         "shape_uniformity": problems.outcome(
@@ -89,16 +100,16 @@ def run(context: CheckContext) -> list[Finding]:
             more=[
                 *_wrong_shapes(context, entries, table),
                 *_mixed_buckets(table),
-                *mask_problems.rows("shape_uniformity"),
+                *_rows(paired_problems, "shape_uniformity"),
             ],
         ),
         "file_size_outliers": problems.outcome(
             "file_size_outliers",
             f"{count} of exactly the expected size",
-            more=mask_problems.rows("file_size_outliers"),
+            more=_rows(paired_problems, "file_size_outliers"),
         ),
         "finite_values": problems.outcome(
-            "finite_values", f"{count} with valid content", more=mask_problems.rows("finite_values")
+            "finite_values", f"{count} with valid content", more=_rows(paired_problems, "finite_values")
         ),
         "rejected_fraction": _rejected_fraction(context, table["sample_id"].n_unique()),
         "masks_cropped": cropped_masks(context.recipe, table),
@@ -106,11 +117,16 @@ def run(context: CheckContext) -> list[Finding]:
     return findings(context, STAGE, outcomes)
 
 
+def _rows(paired_problems: Iterable[Problems], check: Problem) -> list[dict[str, Any]]:
+    """Return the problems with the entries of masks and references that a check reports."""
+    return [row for problems in paired_problems for row in problems.rows(check)]
+
+
 def _table_differences(
     entries: RecipeEntries, table: pl.DataFrame, expected_keys: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Yield samples that are missing, superfluous, or have the entry of something else."""
-    names = [name for name in expected.columns if name != "mask_hash"]
+    names = [name for name in expected.columns if name not in _PAIRED]
     if table.select(names).equals(expected.select(names)) and table["key"].equals(expected_keys):
         return
 

@@ -7,20 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.cache.reference_requests import KEYS, STATS_TEXT, of_references
 from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Failure, Job, PictureJobs
 from pipeline.images.geometry import Geometry, Size
+from pipeline.models.reference_support import require_references
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
 from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, validated
 from pipeline.vae_latents import report as pictures
 from pipeline.vae_latents.masks import cache_masks, mask_counters
+from pipeline.vae_latents.references import (
+    failures_by_row,
+    recorded_references,
+    reference_counters,
+    requested_references,
+    with_reference_columns,
+    without_refused,
+)
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -57,38 +68,47 @@ def cache_latents(
 
     Raises:
         ModelError: The base model cannot be found.
+        RecipeError: The base model does not see the recipe's references.
         StoreError: The cache cannot be read or written.
         LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
     entries = RecipeEntries(recipe, log=log)
+    require_references(recipe, entries.family)
 
     # One row per (sample, bucket, mirrored); several rows may share an entry.
-    requests = entries.latent_requests(buckets)
+    requests, refused = without_refused(entries, entries.latent_requests(buckets))
     requests, masks = cache_masks(entries, requests, tables, log=log, watch=watch)
-    previous = tables.read_previous(ASSET, ("key", *STAT_COLUMNS))
-    entry_rows = _entry_rows(requests, previous)
-    picture_rows = pictures.sample_of(entry_rows, pictures.NUM_DECODED)
+    references = requested_references(entries, requests)
+    previous = _recorded(tables.read_previous(ASSET, ("key", *STAT_COLUMNS, KEYS, STATS_TEXT)))
+    latent_rows = _entry_rows(requests, previous)
+    picture_rows = pictures.sample_of(latent_rows, pictures.NUM_DECODED)
     folder = recipe.output_dir / "reports" / ASSET
 
     result = fill(
         entries,
-        _entry_requests(entries, entry_rows, picture_rows),
+        _entry_requests(entries, _with_references(latent_rows, references, previous), picture_rows),
         launch=launch,
         log=log,
         watch=watch,
     )
 
     failures = result.failed | ({} if masks is None else masks.failed)
-    kept, failed = _without_failed(requests, failures)
+    failed_references = failures_by_row(references, failures)
+    requests = with_reference_columns(recipe, requests, references, result.entries)
+    kept, failed = _without_failed(requests.with_row_index("row"), failures, failed_references)
     table = kept.join(result.entries, on="key", maintain_order="left")
     table = table.select(*columns_in(ASSET, table))
     table = validated(ASSET, table, "result of vae_latents").sort(row_names(ASSET))
-    rejected = frame("rejected", [_rejected_row(row, failures) for row in failed.iter_rows(named=True)])
+    rejected = frame(
+        "rejected",
+        [_rejected_row(row, failures, failed_references) for row in failed.iter_rows(named=True)] + refused,
+    )
 
     report = {
-        **_counters(result, table, removed=_num_removed(previous, table)),
+        **_counters(result, table, removed=_num_removed(previous, _recorded(table))),
         **({} if masks is None else mask_counters(masks, table)),
+        **({} if references.is_empty() else reference_counters(references, table)),
         "in": buckets["sample_id"].n_unique(),
         "rejected": len(rejected),
         **watch.numbers(),
@@ -99,15 +119,26 @@ def cache_latents(
     return StageResult(table, rejected, report)
 
 
-def _without_failed(requests: pl.DataFrame, failures: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _without_failed(
+    requests: pl.DataFrame, failures: Mapping[str, Any], failed_references: Mapping[int, Any]
+) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows of samples whose entries are all present, and one row of each other sample.
 
     A failed entry rejects every sample that needs it.
     """
     keys = [name for name in ("key", "mask_key") if name in requests.columns]
-    failed = requests.filter(pl.any_horizontal(pl.col(keys).is_in(list(failures))))
+    failed = requests.filter(
+        pl.any_horizontal(pl.col(keys).is_in(list(failures))) | pl.col("row").is_in(list(failed_references))
+    )
     failed = failed.unique("sample_id", keep="first", maintain_order=True)
     return requests.join(failed, on="sample_id", how="anti", maintain_order="left"), failed
+
+
+def _recorded(table: pl.DataFrame | None) -> pl.DataFrame | None:
+    """Return `key` and `STAT_COLUMNS` of all entries that a table recorded, with those of references."""
+    if table is None:
+        return None
+    return pl.concat([table.select("key", *STAT_COLUMNS), recorded_references(table)])
 
 
 def _entry_rows(requests: pl.DataFrame, previous: pl.DataFrame | None) -> pl.DataFrame:
@@ -124,16 +155,31 @@ def _entry_rows(requests: pl.DataFrame, previous: pl.DataFrame | None) -> pl.Dat
     return with_recorded(rows, previous)
 
 
+def _with_references(
+    latent_rows: pl.DataFrame, references: pl.DataFrame, previous: pl.DataFrame | None
+) -> pl.DataFrame:
+    """Add the rows of the references' entries. An entry that is also a latent of a sample stays one row."""
+    if references.is_empty():
+        return latent_rows
+    rows = _entry_rows(references, previous)
+    more = references.unique("key", keep="first").select("key", "root", "posterior")
+    rows = rows.join(more, on="key", how="left", maintain_order="left")
+    return pl.concat([latent_rows, rows], how="diagonal").unique("key", keep="first", maintain_order=True)
+
+
 def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl.DataFrame) -> EntryRequests:
-    recipe = entries.recipe
+    recipe, references = entries.recipe, of_references(entries)
     roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
 
     def job(row: Row) -> Job:
+        if row.get("posterior") is not None:
+            return _job(references, row["root"], row, {"posterior": row["posterior"]})
         return _job(entries, roots[row["dataset"]], row)
 
     def spec(row: Row) -> EntrySpec:
         target_size = Size(*(row[name] for name in TARGET))
-        return EntrySpec("latents", row["key"], entries.latent_tensors(target_size))
+        owner = entries if row.get("posterior") is None else references
+        return EntrySpec("latents", row["key"], owner.latent_tensors(target_size))
 
     return EntryRequests(
         kind="latents",
@@ -153,7 +199,7 @@ def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl
     )
 
 
-def _job(entries: RecipeEntries, root: str, row: Row) -> Job:
+def _job(entries: RecipeEntries, root: str, row: Row, more_work: Row = MappingProxyType({})) -> Job:
     geometry = Geometry.from_row(row)
     facts = {
         "inputs": dict(vars(entries.latent_inputs(row))),
@@ -162,15 +208,16 @@ def _job(entries: RecipeEntries, root: str, row: Row) -> Job:
         "crop": list(geometry.crop),
     }
     work = {"root": root, "path": row["path"], **{name: row[name] for name in _WORK}}
-    return Job(entries.latent_spec(row), facts, work, row["sample_id"], row["cost"])
+    name = f"the reference {row['path']} of {row['sample_id']}" if more_work else row["sample_id"]
+    return Job(entries.latent_spec(row), facts, {**work, **more_work}, name, row["cost"])
 
 
-def _num_removed(previous: pl.DataFrame | None, table: pl.DataFrame) -> int:
+def _num_removed(previous: pl.DataFrame | None, recorded: pl.DataFrame | None) -> int:
     """Count the keys of the previous table that the new one lacks."""
-    if previous is None:
+    if previous is None or recorded is None:
         return 0
     keys = previous.select("key").unique()
-    return len(keys.join(table, on="key", how="anti"))
+    return len(keys.join(recorded, on="key", how="anti"))
 
 
 def _counters(result: FillResult, table: pl.DataFrame, removed: int) -> dict[str, int]:
@@ -179,7 +226,10 @@ def _counters(result: FillResult, table: pl.DataFrame, removed: int) -> dict[str
     return {**result.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
 
 
-def _rejected_row(row: Row, failures: Mapping[str, Failure]) -> dict[str, Any]:
-    failure = failures[row["key"] if row["key"] in failures else row["mask_key"]]
-    values = {**row, "stage": ASSET, **asdict(failure)}
+def _rejected_row(
+    row: Row, failures: Mapping[str, Failure], failed_references: Mapping[int, Row]
+) -> dict[str, Any]:
+    failed_keys = [row[name] for name in ("key", "mask_key") if row.get(name) in failures]
+    failure = asdict(failures[failed_keys[0]]) if failed_keys else failed_references[row["row"]]
+    values = {**row, "stage": ASSET, **failure}
     return {name: values[name] for name in REJECTED}

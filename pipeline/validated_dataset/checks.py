@@ -31,6 +31,7 @@ from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset.captions import FALLBACK
 from pipeline.validated_dataset.holdout import held_out
 from pipeline.validated_dataset.mask_checks import mask_outcomes
+from pipeline.validated_dataset.reference_checks import reference_outcomes
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -42,7 +43,7 @@ _RAW_COLUMNS = ("sample_id", "dataset", "path", "content_hash", "height", "width
 
 _COLUMNS = (
     *("sample_id", "dataset", "content_hash", "height", "width"),
-    *("duplicate_group", "one_colour", "caption_from", "mask_mean"),
+    *("duplicate_group", "one_colour", "caption_from", "mask_mean", "reference_images"),
 )
 """Columns of validated_dataset that the checks need."""
 
@@ -64,6 +65,7 @@ def run(context: CheckContext) -> list[Finding]:
         "captions_decodable": _captions_decodable(table, rejected),
         "captions_unshared": _captions_unshared(table),
         **mask_outcomes(context, table, rejected),
+        **reference_outcomes(context, table, rejected),
         "rejected_fraction": _rejected_fraction(context, table, rejected),
         "conservation": check_conservation(
             raw["sample_id"], table["sample_id"], rejected["sample_id"], STAGE

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.cache.reference_requests import reference_hashes
 from pipeline.errors import DatasetError, counted
 from pipeline.images.decode import DECODER, File, read_bytes
 from pipeline.images.failures import changed_error
@@ -44,6 +45,7 @@ from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
 from pipeline.validated_dataset.funnel import funnel_rows, funnel_text
 from pipeline.validated_dataset.masks import with_masks
+from pipeline.validated_dataset.references import with_references
 from pipeline.validated_dataset.variants import variants
 
 if TYPE_CHECKING:
@@ -137,7 +139,8 @@ def validate(
 ) -> StageResult:
     """Keep the images of raw_images that are unchanged since the scan, decode completely and have a caption.
 
-    A sample is rejected for one reason, the first of: its file, its pixels, its caption, its mask.
+    A sample is rejected for one reason, the first of: its file, its pixels, its caption, its mask, its
+    references.
 
     `raw` needs only its columns in `NEEDED`. With `remember`, decode results and captions are stored for the
     next run, and the funnel is logged.
@@ -164,20 +167,21 @@ def validate(
     with_rule = _with_caption_rule(recipe, captions.with_sidecars(chosen))
     readable, unusable = _with_captions(with_rule, decoded, captions, index.captions, log=log)
     masks = with_masks(recipe, readable, raw, index.masks, log=log)
+    references = with_references(recipe, masks.samples, raw, index.references, log=log)
 
     # Similar images are searched last, because only kept samples may connect them.
-    distinct, copies = _without_copies(recipe, masks.samples)
+    distinct, copies = _without_copies(recipe, references.samples)
     features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits, log=log)
     table = distinct.join(features, on="content_hash", maintain_order="left")
     table = table.select(*columns_in(STAGE, table))
-    rejected = pl.concat([filtered, unusable, masks.rejected, copies]).sort("sample_id")
+    rejected = pl.concat([filtered, unusable, masks.rejected, references.rejected, copies]).sort("sample_id")
     funnel = _funnel(recipe, tables, len(table), rejected)
 
     # A plan does not store its scan, so its funnel would mix the numbers of two scans.
     if remember:
         checked = decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash")
         captions_read = readable.filter(pl.col("rule") != "").select(*CAPTIONS)
-        index.write(checked, captions_read, masks.index)
+        index.write(checked, captions_read, masks.index, references.index)
         log(funnel_text(funnel))
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
@@ -187,7 +191,7 @@ def validate(
         validated("rejected", rejected, "invalid samples"),
         {
             **_report(raw, table, rejected),
-            **_conflicts(distinct, masks.unmatched),
+            **_conflicts(distinct, masks=masks.unmatched, references=references.unmatched),
             **counts,
             **stopwatch.numbers(),
         },
@@ -301,7 +305,8 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
     deduplicated = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
     same = ["dataset", "content_hash", "caption", "more_captions"]
     same += [name for name in ("mask_hash",) if name in samples.columns]
-    with_first = samples.with_columns(first=pl.col("sample_id").first().over(same))
+    references = [reference_hashes()] if "reference_images" in samples.columns else []
+    with_first = samples.with_columns(first=pl.col("sample_id").first().over(*same, *references))
     copies = with_first.filter(
         pl.col("dataset").is_in(deduplicated) & (pl.col("sample_id") != pl.col("first"))
     )
@@ -351,8 +356,8 @@ def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> R
     }
 
 
-def _conflicts(samples: pl.DataFrame, unmatched_masks: Sequence[str]) -> Report:
-    """Return the part of the report about samples with different texts in two files, and masks without image.
+def _conflicts(samples: pl.DataFrame, **unmatched: Sequence[str]) -> Report:
+    """Return the part of the report on samples with different texts in two files, and on files without image.
 
     The counts are complete; at most `MAX_NAMED` of each are named.
     """
@@ -365,9 +370,10 @@ def _conflicts(samples: pl.DataFrame, unmatched_masks: Sequence[str]) -> Report:
         "caption_conflicts": len(conflicts),
         "named": {"caption_conflicts": named.rows(named=True)},
     }
-    if unmatched_masks:
-        report["unmatched_masks"] = len(unmatched_masks)
-        report["named"]["unmatched_masks"] = list(unmatched_masks[:MAX_NAMED])
+    for name, paths in unmatched.items():
+        if paths:
+            report[f"unmatched_{name}"] = len(paths)
+            report["named"][f"unmatched_{name}"] = list(paths[:MAX_NAMED])
     return report
 
 

@@ -162,13 +162,16 @@ def test_O07_a_run_of_another_recipe_is_not_active(tmp_path: Path, instance: Dag
     assert find_active_run(instance, recipe(tmp_path)) is None
 
 
-@pytest.mark.parametrize("changed", ["list.csv", "images/a.png", "images/a.txt", "masks/a.png"])
-def test_O04_the_sensor_watches_a_manifest_and_its_folders_of_images_and_masks(
+@pytest.mark.parametrize(
+    "changed", ["list.csv", "images/a.png", "images/a.txt", "masks/a.png", "before/a.png"]
+)
+def test_O04_the_sensor_watches_a_manifest_and_its_folders_of_images_masks_and_references(
     tmp_path: Path, changed: str
 ) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "masks").mkdir()
-    for name in ("list.csv", "images/a.png", "images/a.txt", "masks/a.png"):
+    (tmp_path / "before").mkdir()
+    for name in ("list.csv", "images/a.png", "images/a.txt", "masks/a.png", "before/a.png"):
         (tmp_path / name).write_text("before")
     values = recipe(tmp_path).model_dump(mode="json", exclude={"name", "source"})
     values["datasets"] = [
@@ -177,6 +180,7 @@ def test_O04_the_sensor_watches_a_manifest_and_its_folders_of_images_and_masks(
             "path": str(tmp_path / "list.csv"),
             "images": str(tmp_path / "images"),
             "mask": {"path": str(tmp_path / "masks")},
+            "references": [{"path": str(tmp_path / "before")}],
         }
     ]
     watched = watched_addresses(recipe_from_mapping("flowers", values))

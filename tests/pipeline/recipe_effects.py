@@ -151,6 +151,7 @@ EFFECTS: dict[str, Effect] = {
             "steps": {"steps": 3},
             "guidance_scale": {"guidance_scale": 2.0},
             "seed": {"seed": 1},
+            "references": {"references": ["before.png"]},
             "lora_scale": {"lora_scale": 0.5},
         }.items()
     },
@@ -219,6 +220,7 @@ DECIDES_ROWS = {
     *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|replace)$)", key)),
     *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
     *(f"datasets.mask.{key}" for key in ("path", "from", "column", "suffix")),
+    *(f"datasets.references.{key}" for key in ("path", "column", "suffix", "resolution")),
     *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),
     *(f"checks.{key}" for key in ("max_image_pixels", "max_decode_bytes", "max_file_bytes")),
     "checks.near_duplicate_bits",
@@ -226,7 +228,8 @@ DECIDES_ROWS = {
     "model.revision",
 }
 """Keys that decide which samples, captions and model files there are. Keys and run ids depend on these files
-and rows, not on the settings."""
+and rows, not on the settings. `references.resolution` decides the size of references, and so their keys, see
+tests/pipeline/vae_latents/test_references.py."""
 
 
 def merged(one: Values, other: Values) -> Values:

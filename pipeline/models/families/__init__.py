@@ -16,6 +16,7 @@ from pipeline.models.families.family import Family, FamilySpec, Use
 from pipeline.models.families.flux import FLUX
 from pipeline.models.families.flux2 import FLUX2_KLEIN
 from pipeline.models.families.flux2_dev import FLUX2_DEV
+from pipeline.models.families.flux_kontext import FLUX_KONTEXT
 from pipeline.models.families.hidream import HIDREAM
 from pipeline.models.families.ideogram4 import IDEOGRAM4
 from pipeline.models.families.kandinsky5 import KANDINSKY5
@@ -38,6 +39,7 @@ FAMILIES: tuple[FamilySpec, ...] = (
     STABLE_DIFFUSION_XL,
     STABLE_DIFFUSION_3,
     FLUX,
+    FLUX_KONTEXT,
     FLUX2_KLEIN,
     FLUX2_DEV,
     QWEN_IMAGE,

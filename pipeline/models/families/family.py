@@ -13,6 +13,7 @@ from pipeline.models.diffusers_folder import ModelFolder, tokenizer_files, weigh
 from pipeline.models.families.compute_dtype import denoiser_precision, text_encoder_dtype, vae_dtype
 from pipeline.models.families.parts.lora_keys import ClipLora, Layer, LoraKeys
 from pipeline.models.families.parts.noise import Density, NoiseSpec, Prediction
+from pipeline.models.families.parts.references import ReferenceSpec
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
 from pipeline.models.families.parts.vae import LatentSpec
 from pipeline.models.fingerprints import ModelPart
@@ -70,6 +71,7 @@ class FamilySpec:
         objective: Version of the training objective. Raise it when the same recipe would train other weights;
             runs of earlier versions then keep their ids, and new runs get other ones.
         distillation: Reads from the configurations whether a base model is distilled.
+        references: Reference images that the denoiser sees; None if it sees none.
     """
 
     name: str
@@ -88,6 +90,7 @@ class FamilySpec:
     no_negative_prompts: str | Callable[[ModelFolder], str] = ""
     objective: int | Callable[[ModelFolder], int] = 1
     distillation: Callable[[ModelFolder], Distillation | None] = not_distilled
+    references: ReferenceSpec | None = None
 
     @property
     def trains_text_encoders(self) -> bool:

@@ -3,6 +3,8 @@
 The pipelines compute a shift for their number of steps, 7.6 at 1,024 px and 50 steps. Training uses the shift
 of the published scheduler configuration instead, 3.2 at that size, as musubi-tuner recommends. Objective 1
 used the pipelines' shift.
+
+Maximum number of references: https://docs.bfl.ml/guides/prompting_editing_overview
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX2_KEYS
 from pipeline.models.families.parts.noise import FlowNoise
+from pipeline.models.families.parts.references import flux2_references
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import PatchedLatents
 
@@ -37,6 +40,7 @@ FLUX2_KLEIN = FamilySpec(
     architecture="flux-2-klein",
     guidance_scale=4.0,
     objective=2,
+    references=flux2_references(4),
     distillation=lambda model: Distillation() if model.index.get("is_distilled") else None,
     no_negative_prompts=lambda model: "its guidance is distilled" if model.index.get("is_distilled") else "",
 )

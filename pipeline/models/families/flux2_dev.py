@@ -2,6 +2,8 @@
 
 Of the language model's processor only the tokenizer is loaded: captions need no more, and the image processor
 would require torchvision. Noise levels are those of FLUX.2 klein.
+
+Recommended number of references: https://docs.bfl.ml/guides/prompting_editing_overview
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX2_KEYS
 from pipeline.models.families.parts.noise import FlowNoise
+from pipeline.models.families.parts.references import flux2_references
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import PatchedLatents
 
@@ -37,5 +40,6 @@ FLUX2_DEV = FamilySpec(
     architecture="flux-2-dev",
     guidance_scale=4.0,
     objective=2,
+    references=flux2_references(6),
     no_negative_prompts="its guidance is distilled",
 )

@@ -21,6 +21,10 @@ Conditions: TypeAlias = Mapping[str, Any]
 Always `original_size_hw`, `crop_top_left` and `target_size_hw`, int tensors (B, 2), and `text_embedding`
 (B, T, D); with some families `pooled_text_embedding` (B, D). If padding is masked, also `text_mask` (B, T)
 and `text_lengths`, a tuple of B integers: reading lengths from a tensor would make the host wait for the GPU.
+
+With reference images, also `references`: a tuple of float tensors (B, C, h, w), one for each reference of an
+image, in the recipe's order. They are latents as `VaeCodec.normalise` returns them for the posterior's mean,
+each with its own h and w. Without reference images, the tuple is empty or missing.
 """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -58,7 +58,7 @@ class PipelineDrawing:
     def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
         """Return the pipeline for `draw`, silent and without a safety checker.
 
-        The VAE decodes in `dtype` even under autocast, in which SDXL's would overflow to black.
+        The VAE encodes and decodes in `dtype` even under autocast, in which SDXL's would overflow to black.
 
         Args:
             denoiser: Network to draw with, including its adapter; None loads the base model's own.
@@ -79,7 +79,8 @@ class PipelineDrawing:
             self.family.folder, **{**components, **options}, local_files_only=True
         )
         pipeline.set_progress_bar_config(disable=True)
-        _decode_without_autocast(components["vae"])
+        for method in ("encode", "decode"):
+            _call_without_autocast(components["vae"], method)
         return pipeline
 
     def further_components(self) -> dict[str, Any]:
@@ -89,6 +90,10 @@ class PipelineDrawing:
     def allow_size(self, pipeline: Any, size: Size) -> None:
         """Make the pipeline accept exactly this size; most pipelines do anyway."""
 
+    def size_arguments(self, size: Size) -> dict[str, Any]:
+        """Return the pipeline's arguments that set the size of the picture."""
+        return {"height": size.height, "width": size.width}
+
     def draw(
         self,
         pipeline: Any,
@@ -97,6 +102,7 @@ class PipelineDrawing:
         settings: PictureSettings,
         *,
         negative_text: Mapping[str, Tensor] | None = None,
+        references: Sequence[Image.Image] = (),
     ) -> Image.Image:
         """Return one picture, which is the same for the same seed on the same device.
 
@@ -107,6 +113,7 @@ class PipelineDrawing:
                 SDXL's pipeline would use zeros instead.
             settings: Size, steps, seed and guidance scale.
             negative_text: Tensors of a negative prompt's entry, which guidance uses instead.
+            references: Reference images of any size, upright and RGB; the pipeline scales and encodes them.
         """
         weight = unpacked_weight(getattr(pipeline, self.family.denoiser_name))
         stacked = self.text.stack([text, empty_text if negative_text is None else negative_text])
@@ -122,8 +129,8 @@ class PipelineDrawing:
         pictures, *_ = pipeline(
             **self.text.prompt_arguments(pipeline, prompt, negative),
             **self.text.guidance_arguments(guidance_scale),
-            height=settings.size.height,
-            width=settings.size.width,
+            **self.size_arguments(settings.size),
+            **({"image": list(references)} if references else {}),
             num_inference_steps=settings.steps,
             generator=torch.Generator("cpu").manual_seed(settings.seed),
             return_dict=False,
@@ -136,18 +143,18 @@ def _on_device(value: Any, weight: Tensor) -> Any:
     return value.to(weight.device, weight.dtype) if isinstance(value, Tensor) else value
 
 
-def _decode_without_autocast(vae: nn.Module) -> None:
-    """Make `vae.decode` accept latents of any dtype and ignore autocast.
+def _call_without_autocast(vae: nn.Module, method: str) -> None:
+    """Make `vae.encode` or `vae.decode` accept a tensor of any dtype and ignore autocast.
 
     The replacement refers to the VAE weakly: a strong reference would be a cycle, and keep the VAE in memory
     after its last use.
     """
-    decode, vae_reference = cast("Any", type(vae)).decode, weakref.ref(vae)
+    call, vae_reference = getattr(type(vae), method), weakref.ref(vae)
 
-    def decode_in_own_dtype(latent: Tensor, *arguments: Any, **options: Any) -> Any:
+    def call_in_own_dtype(values: Tensor, *arguments: Any, **options: Any) -> Any:
         network = cast("nn.Module", vae_reference())
         weight = unpacked_weight(network)
         with torch.autocast(weight.device.type, enabled=False):
-            return decode(network, latent.to(weight.dtype), *arguments, **options)
+            return call(network, values.to(weight.dtype), *arguments, **options)
 
-    cast("Any", vae).decode = decode_in_own_dtype
+    setattr(vae, method, call_in_own_dtype)

@@ -31,9 +31,11 @@ def unpack(pipeline: Any, tokens: Tensor, noisy: Tensor, factor: int) -> Tensor:
 
     Args:
         pipeline: diffusers' pipeline class, whose `_unpack_latents` does the work.
-        tokens: Output of the transformer, one token per 2x2 patch of the latent.
+        tokens: Output of the transformer, one token per 2x2 patch of the latent; further tokens, which belong
+            to a reference image, are ignored.
         noisy: Latent (B, C, h, w) that was packed into the transformer's input.
         factor: Downscaling factor of the VAE; `_unpack_latents` takes the image's size in pixels.
     """
-    height, width = noisy.shape[2] * factor, noisy.shape[3] * factor
-    return pipeline._unpack_latents(tokens, height, width, factor)
+    height, width = noisy.shape[2:]
+    tokens = tokens[:, : (height // PATCH) * (width // PATCH)]
+    return pipeline._unpack_latents(tokens, height * factor, width * factor, factor)

@@ -42,7 +42,8 @@ class Tables:
 
         Args:
             asset: Name of the asset, or "rejected".
-            columns: Columns to return, in this order; all by default. Those of masks may be missing.
+            columns: Columns to return, in this order; all by default. Those of masks and references may be
+                missing.
 
         Raises:
             TableError: The table is missing, unreadable, or violates its schema.

@@ -10,7 +10,8 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | text_embeddings | sample and caption variant |
 | rejected | sample and the stage that rejected it |
 
-The tables of recipes with masks have more columns at their end, `MASK_COLUMNS`.
+The tables of recipes with masks have more columns at their end, `MASK_COLUMNS`, and those of recipes with
+reference images `REFERENCE_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -186,6 +187,32 @@ _MASK_COLUMNS: dict[str, _PanderaColumns] = {
 }
 """Columns at the end of a table whose recipe has masks; null for samples of datasets without masks."""
 
+_REFERENCES: _PanderaColumns = {
+    "reference_images": _optional(
+        pl.String,
+        "The sample's reference images in the recipe's order, a JSON array of objects with path, hash "
+        "(SHA-256 of the file's bytes), height and width (after EXIF orientation).",
+    ),
+}
+_REFERENCE_COLUMNS: dict[str, _PanderaColumns] = {
+    "validated_dataset": _REFERENCES,
+    "aspect_buckets": _REFERENCES,
+    "vae_latents": {
+        **_REFERENCES,
+        "reference_keys": _optional(pl.String, "Keys of the references' cache entries, separated by spaces."),
+        "reference_stats": _optional(
+            pl.String,
+            "Stats of these entries' files when they were last verified, a JSON array of arrays of "
+            "entry_bytes, entry_mtime_ns, entry_ctime_ns and entry_inode.",
+        ),
+    },
+}
+"""Columns that follow in recipes with reference images; null for samples of datasets without references."""
+
+_OPTIONAL_COLUMNS: dict[str, _PanderaColumns] = {
+    asset: {**columns, **_REFERENCE_COLUMNS[asset]} for asset, columns in _MASK_COLUMNS.items()
+}
+
 _REJECTED_COLUMNS: _PanderaColumns = {
     **_SAMPLE,
     "stage": _text("Stage that rejected the sample."),
@@ -221,7 +248,7 @@ def _polars_types(columns: _PanderaColumns) -> Columns:
 
 
 _PANDERA_SCHEMAS = {
-    asset: _schema(asset, {**columns, **_MASK_COLUMNS.get(asset, {})})
+    asset: _schema(asset, {**columns, **_OPTIONAL_COLUMNS.get(asset, {})})
     for asset, columns in (*_ASSET_COLUMNS.items(), ("rejected", _REJECTED_COLUMNS))
 }
 
@@ -230,6 +257,11 @@ SCHEMAS: dict[str, Columns] = {asset: _polars_types(columns) for asset, columns 
 
 MASK_COLUMNS: dict[str, Columns] = {asset: _polars_types(columns) for asset, columns in _MASK_COLUMNS.items()}
 """Types of the columns that follow in the tables of recipes with masks, by asset."""
+
+REFERENCE_COLUMNS: dict[str, Columns] = {
+    asset: _polars_types(columns) for asset, columns in _REFERENCE_COLUMNS.items()
+}
+"""Types of the columns that follow in the tables of recipes with reference images, by asset."""
 
 REJECTED: Columns = _polars_types(_REJECTED_COLUMNS)
 """Column types of the table of rejected samples."""
@@ -244,17 +276,21 @@ def pandera_schema(asset: str) -> pa.DataFrameSchema:
 
 
 def columns_in(asset: str, table: pl.DataFrame) -> Columns:
-    """Return the columns of `asset`, with those of masks that `table` has."""
-    masks = MASK_COLUMNS.get(asset, {}).items()
-    return {**SCHEMAS[asset], **{name: kind for name, kind in masks if name in table.columns}}
+    """Return the columns of `asset`, with those of masks and references that `table` has."""
+    optional = _optional_columns(asset).items()
+    return {**SCHEMAS[asset], **{name: kind for name, kind in optional if name in table.columns}}
 
 
 def selected(asset: str, table: pl.DataFrame, columns: Iterable[str] | None) -> pl.DataFrame:
-    """Return these columns of a table of `asset`, or all; columns of masks may be missing from the table."""
+    """Return these columns of a table of `asset`, or all; those of masks and references may be missing."""
     if columns is None:
         return table
-    optional = MASK_COLUMNS.get(asset, {})
+    optional = _optional_columns(asset)
     return table.select(name for name in columns if name in table.columns or name not in optional)
+
+
+def _optional_columns(asset: str) -> Columns:
+    return {**MASK_COLUMNS.get(asset, {}), **REFERENCE_COLUMNS.get(asset, {})}
 
 
 def has_defect() -> pl.Expr:

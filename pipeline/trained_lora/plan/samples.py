@@ -17,8 +17,10 @@ Ints = npt.NDArray[np.int32]
 class PlanSample:
     """One training input; counts are at least 1.
 
-    Only inputs of the same `bucket` and `slider` share a micro-batch. `slider` is 1 or -1, or None for an
-    input that is not part of a slider. Inputs of the same `pair` get the same random choices.
+    Only inputs of the same `bucket`, `references` and `slider` share a micro-batch. `references` is any text
+    that tells numbers and shapes of reference images apart, and "" for an input without. `slider` is 1 or
+    -1, or None for an input that is not part of a slider. Inputs of the same `pair` get the same random
+    choices.
     """
 
     variant_id: str
@@ -29,6 +31,7 @@ class PlanSample:
     dataset: str = ""
     slider: int | None = None
     pair: str | None = None
+    references: str = ""
 
 
 _COLUMNS = {
@@ -40,6 +43,7 @@ _COLUMNS = {
     "dataset": pl.String,
     "slider": pl.Int8,
     "pair": pl.String,
+    "references": pl.String,
 }
 
 _SLIDER, _OPPOSITE = " slider", " (opposite)"
@@ -79,17 +83,19 @@ class PlanSamples(Sequence[PlanSample]):
         repeats: Repeats of each sample.
         variants: Number of captions of each sample.
         views: Number of latents of each sample.
-        buckets: Partition of the samples by bucket, and within it by `slider`.
+        buckets: Partition of the samples by bucket, and within it by `references` and `slider`.
         datasets: Partition of the samples by dataset.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
         """Take a table with one column per attribute of `PlanSample`, in any row order.
 
-        `slider` and `pair` may be missing.
+        `slider`, `pair` and `references` may be missing.
         """
         if "slider" not in table.columns:
             table = table.with_columns(slider=None, pair=None)
+        if "references" not in table.columns:
+            table = table.with_columns(references=pl.lit(""))
         table = table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()).sort("variant_id")
         self._ids = table["variant_id"]
         self._sliders = table["slider"]
@@ -100,7 +106,11 @@ class PlanSamples(Sequence[PlanSample]):
         self.views: Ints = table["views"].to_numpy()
         side = pl.col("slider").replace_strict({1: _SLIDER, -1: _SLIDER + _OPPOSITE}, default="")
         self._buckets = table["bucket"]
-        self.buckets = Groups(table.select(pl.col("bucket") + side).to_series())
+        self._references = table["references"]
+        # Without references, the names are those of recipes that have none, and so are the plans.
+        references = pl.when(pl.col("references") != "").then(pl.lit(" ") + pl.col("references"))
+        group = pl.col("bucket") + references.otherwise(pl.lit("")) + side
+        self.buckets = Groups(table.select(group).to_series())
         self.datasets = Groups(table["dataset"])
 
     @classmethod
@@ -129,6 +139,7 @@ class PlanSamples(Sequence[PlanSample]):
             dataset=self.datasets.names[self.datasets.codes[place]],
             slider=self._sliders[place],
             pair=self._pairs[place],
+            references=self._references[place],
         )
 
     def ids_at(self, places: Ints) -> Iterator[str]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -50,8 +50,9 @@ class MicroInput:
         noise: Float32 (B, C, h, w): the noise that the target is computed from.
         input_noise: Float32 (B, C, h, w): the noise mixed into the latent, `noise` plus any perturbation.
         timesteps: (B,), see `Family.timesteps`.
-        conditions: See `denoiser.Conditions`: text tensors float32 (B, ...), and sizes int64 (B, 2). Text
-            tensors are absent if text encoders are trained.
+        conditions: See `denoiser.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2), and with
+            references a tuple of float32 (B, C, h, w) in the recipe's order. Text tensors are absent if text
+            encoders are trained.
         weights: Float32 (B,): 1, or 0 for a placeholder.
         loss_weights: Float32 (B,): `loss_weight` of each slot's dataset.
         is_prior: Boolean (B,): whether a slot's target is the base model's prediction; None if no slot's is.
@@ -93,23 +94,7 @@ class MicroInput:
 
     def _map(self, convert: Callable[[Tensor], Tensor]) -> MicroInput:
         return replace(
-            self,
-            latent=convert(self.latent),
-            noise=convert(self.noise),
-            input_noise=convert(self.input_noise),
-            timesteps=convert(self.timesteps),
-            conditions={
-                name: convert(value) if isinstance(value, Tensor) else value
-                for name, value in self.conditions.items()
-            },
-            weights=convert(self.weights),
-            loss_weights=convert(self.loss_weights),
-            indices=convert(self.indices),
-            is_prior=None if self.is_prior is None else convert(self.is_prior),
-            place_weights=None if self.place_weights is None else convert(self.place_weights),
-            prior_place_weights=(
-                None if self.prior_place_weights is None else convert(self.prior_place_weights)
-            ),
+            self, **{each.name: _converted(getattr(self, each.name), convert) for each in fields(self)}
         )
 
 
@@ -220,6 +205,8 @@ class MicroBatchMaker:
         crops = [item.views[slot.view].crop_top_left for slot, item in pairs]
         conditions["crop_top_left"] = torch.tensor(crops)
         conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in inputs])
+        if references := self._references(pairs):
+            conditions["references"] = references
 
         place_weights, prior_place_weights = self._place_weights(pairs, latent)
         captions = ("" if slot.drop_caption else item.variants[slot.variant].caption for slot, item in pairs)
@@ -253,6 +240,19 @@ class MicroBatchMaker:
         random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
+
+    def _references(self, pairs: list[tuple[Slot, TrainingInput]]) -> tuple[Tensor, ...]:
+        """Return the latents (B, C, h, w) of each reference, in order; empty without references."""
+        specs = [item.views[slot.view].references for slot, item in pairs]
+        return tuple(
+            torch.stack(
+                [
+                    self._read(spec, slot.variant_id)[LATENT]
+                    for (slot, _), spec in zip(pairs, each, strict=True)
+                ]
+            )
+            for each in zip(*specs, strict=True)
+        )
 
     def _is_prior(self, inputs: list[TrainingInput]) -> Tensor | None:
         is_prior = [item.dataset in self._keeps_prediction for item in inputs]
@@ -290,6 +290,17 @@ class MicroBatchMaker:
 
     def _read(self, spec: EntrySpec, variant_id: str) -> dict[str, Tensor]:
         return read_entry(self._store, spec, f"sample {variant_id}")
+
+
+def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with its tensors converted; they may be in a mapping or a tuple."""
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, dict):
+        return {name: _converted(each, convert) for name, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, tuple):
+        return tuple(_converted(each, convert) for each in cast("tuple[Any, ...]", value))
+    return value
 
 
 def loss_weights(recipe: Recipe) -> dict[str, float]:

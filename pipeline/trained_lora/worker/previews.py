@@ -15,6 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from pipeline.cache.remote_store import store_at
+from pipeline.images.decode import decode
 from pipeline.images.geometry import Size
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.processes.worker.devices import free_memory, is_out_of_memory
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from pipeline.cache.store import EntrySpec
     from pipeline.models.worker.family import WorkerFamily
+    from pipeline.recipe import Recipe
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.prompts import Prompt
     from pipeline.trained_lora.worker.engine import Engine
@@ -106,7 +108,18 @@ def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: A
         tensors("", job.empty_text),
         picture_settings(prompt, seed=job.recipe.training.seed),
         negative_text=None if negative is None else tensors(negative.caption, negative.text),
+        references=open_references(prompt, job.recipe),
     )
+
+
+def open_references(prompt: Prompt, recipe: Recipe) -> list[Image]:
+    """Return the reference images of a prompt, upright and RGB.
+
+    Raises:
+        ImageError: A reference is missing or cannot be decoded.
+    """
+    background, max_px = recipe.latents.background, recipe.checks.max_image_pixels
+    return [decode(path, background, max_px=max_px) for path in prompt.references]
 
 
 def picture_settings(prompt: Prompt, *, seed: int) -> PictureSettings:

@@ -28,6 +28,8 @@ _NUM_STEPS = 1000
 def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
     """Return the step with the most latent values in one micro-batch of one rank; the first such step.
 
+    Values of references count too.
+
     Only the first `_NUM_STEPS` steps are compared.
     """
     return max((plan[number] for number in range(min(len(plan), _NUM_STEPS))), key=_largest_share(inputs))
@@ -35,9 +37,12 @@ def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
 
 def _largest_share(inputs: TrainingInputs) -> Callable[[StepPlan], int]:
     def values(share: tuple[Slot, ...]) -> int:
-        # All samples of a micro-batch are from one bucket.
+        # All samples of a micro-batch are from one bucket, and their references have the same shapes.
         view = inputs.named(share[0].variant_id).views[share[0].view]
-        return len(share) * max(math.prod(tensor.shape) for tensor in view.entry.tensors.values())
+        return len(share) * sum(
+            max(math.prod(tensor.shape) for tensor in entry.tensors.values())
+            for entry in (view.entry, *view.references)
+        )
 
     return lambda step: max(values(share) for micro in step.micro_batches for share in micro)
 

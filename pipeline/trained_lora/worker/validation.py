@@ -49,11 +49,11 @@ class Validation:
         self._maker = MicroBatchMaker(job, family, self._scheduler)
         self._variant_ids: list[str] = samples.table["variant_id"].to_list()
 
-        # A cell is one (variant, level) pair; cell i is level i % 5 of variant i // 5. A batch has one bucket
-        # and one scale of the LoRA.
+        # A cell is one (variant, level) pair; cell i is level i % 5 of variant i // 5. A batch has one
+        # bucket, one scale of the LoRA, and references of one number and shape.
         num_levels = len(NOISE_LEVELS)
-        groups = zip(samples.table["bucket"], samples.lora_scales, strict=True)
-        cells_by_group: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        groups = zip(samples.table["bucket"], samples.lora_scales, samples.reference_shapes, strict=True)
+        cells_by_group: defaultdict[tuple[str, int, str], list[int]] = defaultdict(list)
         for index, group in enumerate(groups):
             cells_by_group[group] += range(index * num_levels, (index + 1) * num_levels)
         size = job.recipe.training.batch_size

@@ -233,10 +233,12 @@ class LatentEncoder:
         A family's normalisation is affine, so a standard deviation is normalised without its shift.
         """
         raw_latent, normalise = posterior.mean, self._family.vae.normalise
-        if self._settings["posterior"] == "moments":
+        # References have their own, because the pipelines do not sample them.
+        stored = job.work.get("posterior") or self._settings["posterior"]
+        if stored == "moments":
             std = normalise(posterior.std) - normalise(torch.zeros_like(posterior.std))
             return {MEAN: normalise(raw_latent)[0], STD: std[0]}
-        if self._settings["posterior"] == "sample":
+        if stored == "sample":
             noise = posterior_noise(job.spec.key, tuple(raw_latent.shape))
             raw_latent = raw_latent + posterior.std * noise
         return {LATENT: normalise(raw_latent)[0]}

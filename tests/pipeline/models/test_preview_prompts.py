@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from demo.tiny_models import (
     make_tiny_flux,
     make_tiny_flux2_dev,
     make_tiny_flux2_klein,
+    make_tiny_flux_kontext,
     make_tiny_ideogram4,
     make_tiny_lumina2,
     make_tiny_qwen_image21,
@@ -103,3 +105,41 @@ def test_a_model_of_the_hub_is_checked_when_its_family_is_known(tmp_path: Path) 
     require_preview_prompts(hub)
     with pytest.raises(RecipeError, match="cannot have a negative_prompt"):
         require_preview_prompts(hub, detect(tmp_path / "flux"))
+
+
+def picture(folder: Path, name: str, size: tuple[int, int] = (64, 64)) -> Path:
+    Image.new("RGB", size).save(folder / name)
+    return folder / name
+
+
+def test_references_that_cannot_be_read_or_that_the_model_refuses_are_errors(tmp_path: Path) -> None:
+    make_tiny_flux2_klein(tmp_path / "base")
+    good, tiny = picture(tmp_path, "good.png"), picture(tmp_path, "tiny.png", (60, 64))
+    (tmp_path / "text.png").write_text("no image", encoding="utf-8")
+    for file, expected in (
+        (tmp_path / "absent.png", "absent.png cannot be read"),
+        (tmp_path / "text.png", "text.png cannot be read"),
+        (tiny, "a reference image is 64x60 (height x width), which the base model does not accept"),
+    ):
+        error = problem(recipe(tmp_path, tmp_path / "base", f"references: [{good}, {file}]"))
+        assert error.where == f"{tmp_path / 'one.yaml'}:9, training.sample_prompts[1].references[1]"
+        assert expected in error.what
+    require_preview_prompts(recipe(tmp_path, tmp_path / "base", f"references: [{good}, {good}]"))
+
+
+def test_an_absent_reference_is_an_error_although_the_family_is_not_known(tmp_path: Path) -> None:
+    hub = recipe(tmp_path, "black-forest-labs/FLUX.1-Kontext-dev", f"references: [{tmp_path / 'absent.png'}]")
+    assert "absent.png cannot be read" in problem(hub).what
+
+
+def test_the_number_of_references_is_that_of_the_base_model(tmp_path: Path) -> None:
+    good = picture(tmp_path, "good.png")
+    make_tiny_flux_kontext(tmp_path / "kontext")
+    require_preview_prompts(recipe(tmp_path, tmp_path / "kontext", f"references: [{good}]"))
+    error = problem(recipe(tmp_path, tmp_path / "kontext", f"references: [{good}, {good}]"))
+    assert error.where == f"{tmp_path / 'one.yaml'}:9, training.sample_prompts[1].references"
+    assert "sees at most 1 reference image, got 2" in error.what
+
+    make_tiny_flux(tmp_path / "flux")
+    error = problem(recipe(tmp_path, tmp_path / "flux", f"references: [{good}]"))
+    assert "(FLUX.1) sees no reference images, got 1" in error.what

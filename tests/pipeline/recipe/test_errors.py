@@ -98,6 +98,18 @@ CASES: list[Case] = [
         "did you mean steps?",
     ),
     (
+        {"training": {"sample_prompts": [{"prompt": "a rose", "references": "a.png"}]}},
+        "training.sample_prompts[0].references",
+        'must be a list, got "a.png"',
+        'write a list: references: ["a.png"]',
+    ),
+    (
+        {"training": {"sample_prompts": [{"prompt": "a rose", "references": ["https://host/a.png"]}]}},
+        "training.sample_prompts[0].references[0]",
+        "must be a local folder, got the address",
+        "use a local folder",
+    ),
+    (
         {"training": {"sample_prompts": [{"prompt": "a rose", "height": 64}]}},
         "training.sample_prompts[0].height",
         "height requires width, got height: 64",

@@ -104,6 +104,32 @@ def test_the_masks_are_compared_with_cache_and_output(home: Path):
     assert relations(recipe_from_mapping("x", values)) == []
 
 
+def test_E01_the_references_are_compared_with_cache_and_output(home: Path):
+    plain = recipe_of(home / "data", home / "cache", home / "out")
+    values = plain.model_dump(mode="json", include={"datasets", "cache_dir", "output_dir", "model"})
+    values["datasets"][0]["references"] = [
+        {"path": str(home / "data" / "sub")},
+        {"path": str(home / "cache" / ".." / "cache")},
+        {"path": str(home / "out" / "before")},
+    ]
+    found = relations(recipe_from_mapping("x", values))
+    assert found == [
+        ("cache_dir", "same", "references of photos0"),
+        ("output_dir", "contains", "references of photos0"),
+    ]
+
+
+def test_the_references_of_previews_are_compared_with_cache_and_output(home: Path):
+    plain = recipe_of(home / "data", home / "cache", home / "out")
+    values = plain.model_dump(mode="json", include={"datasets", "cache_dir", "output_dir", "model"})
+    references = [str(home / folder / "a.png") for folder in ("data", "cache", "out")]
+    values["training"] = {"sample_prompts": ["a", {"prompt": "b", "references": references}]}
+    assert relations(recipe_from_mapping("x", values)) == [
+        ("cache_dir", "contains", "a reference of a preview"),
+        ("output_dir", "contains", "a reference of a preview"),
+    ]
+
+
 def test_two_datasets_may_contain_one_another(home: Path):
     assert (
         relations(recipe_of(home / "data", home / "cache", home / "out", home / "data/sub", home / "data"))

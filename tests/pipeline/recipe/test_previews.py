@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from pipeline.recipe import PreviewPrompt, TrainingSettings
+from pipeline.recipe import PreviewPrompt, TrainingSettings, load_recipe, project_root
 from pipeline.recipe.settings import VIOLATION
 
 
@@ -57,3 +58,20 @@ def test_half_a_size_and_other_values_are_errors(value: Any, key: str, message: 
 def test_settings_are_validated_strictly(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         prompts({"prompt": "a", **settings})
+
+
+def test_references_are_paths_in_order_and_survive_json() -> None:
+    values = ({"prompt": "a", "references": ["b/1.png", "a/2.png"]},)
+    training = TrainingSettings.model_validate({"sample_prompts": values})
+    assert training.sample_prompts[0].references == (Path("b/1.png"), Path("a/2.png"))
+    assert TrainingSettings.model_validate_json(training.model_dump_json()) == training
+
+
+def test_relative_references_start_at_the_project_root(tmp_path: Path) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text(
+        "datasets: [{name: d, path: photos}]\noutput_dir: outputs/one\nmodel: {base: owner/name}\n"
+        "training: {sample_prompts: [a, {prompt: b, references: [data/c.png]}]}\n",
+        encoding="utf-8",
+    )
+    assert load_recipe(file).training.sample_prompts[1].references == (project_root() / "data/c.png",)

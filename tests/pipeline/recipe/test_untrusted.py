@@ -43,11 +43,21 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("data/photos", "zip://p::data/a.zip", "datasets[0].path"),
         ("path: data/photos", "path: data/list.csv, images: /etc", "datasets[0].images"),
         ("path: data/photos", "path: data/photos, mask: {path: /etc}", "datasets[0].mask.path"),
+        (
+            "path: data/photos",
+            "path: data/photos, references: [{path: data/b}, {path: /etc}]",
+            "datasets[0].references[1].path",
+        ),
         ("outputs/small", "/tmp/small", "output_dir"),
         ("output_dir", "cache_dir: s3://bucket/cache\noutput_dir", "cache_dir"),
         ("owner/name", "/models/strange", "model.base"),
         ("owner/name", "owner/name, components: {vae: /models/vae}", "model.components.vae"),
         ("owner/name", "owner/name, training_adapter: /tmp/a.safetensors", "model.training_adapter"),
+        (
+            "adamw}",
+            "adamw, sample_prompts: [a, {prompt: b, references: [data/c.png, /tmp/d.png]}]}",
+            "training.sample_prompts[1].references[1]",
+        ),
         ("adamw}", "adamw, lora: {start_from: /tmp/a.safetensors}}", "training.lora.start_from"),
     ],
 )

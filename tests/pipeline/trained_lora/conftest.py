@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from demo.tiny_models import make_tiny
+from demo.tiny_models import make_tiny, make_tiny_flux2_klein
 from pipeline.cache.mask_requests import mask_spec
+from pipeline.cache.reference_requests import of_references, reference_rows
 from pipeline.cache.requests import RecipeEntries, stat_columns
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
@@ -24,6 +26,7 @@ from pipeline.storage.tables import SCHEMAS, Tables, columns_in, frame
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.stage import preview_prompts
+from pipeline.vae_latents.references import with_reference_columns
 
 SIZES = {"64x64": 5, "32x96": 3}
 """Number of samples per bucket. With batches of 2, both buckets end in a partial batch."""
@@ -83,11 +86,12 @@ def any_precision() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_bases(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path) -> dict[str, Path]:
-    """Return tiny base models by name: Stable Diffusion per prediction type, and Stable Diffusion XL."""
+    """Return tiny base models by name: Stable Diffusion per prediction type, SDXL and FLUX.2 klein."""
     folder = tmp_path_factory.mktemp("bases")
     for kind in ("epsilon", "v_prediction"):
         make_tiny(folder / kind, prediction_type=kind)
-    return {"sdxl": tiny_sdxl, **{kind: folder / kind for kind in ("epsilon", "v_prediction")}}
+    make_tiny_flux2_klein(folder / "klein")
+    return {"sdxl": tiny_sdxl, **{kind: folder / kind for kind in ("epsilon", "v_prediction", "klein")}}
 
 
 @pytest.fixture
@@ -166,6 +170,8 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
             counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": length}
             text.append({**ids, "caption": caption, **counts, **put(entries, spec)})
     table = frame("vae_latents", latents)
+    if any(dataset.references for dataset in recipe.datasets):
+        table = put_references(entries, table)
     if masks:
         table = table.join(pl.DataFrame(masks), on=["sample_id", "bucket"], how="left", maintain_order="left")
         table = table.select(
@@ -214,6 +220,28 @@ def put_mask(entries: RecipeEntries, row: dict[str, Any]) -> dict[str, Any]:
         | {"mask_mean": 0.5, "mask_key": spec.key, "mask_ppm": 500_000}
         | columns
     )
+
+
+def put_references(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
+    """Write the references of all samples, and return the table with the columns that describe them.
+
+    References have a size of their own; the first one of every third sample is larger than the others.
+    """
+    numbers = {dataset.name: len(dataset.references) for dataset in entries.recipe.datasets}
+    images: list[str | None] = []
+    for index, (dataset, path) in enumerate(table.select("dataset", "path").iter_rows()):
+        of_sample: list[dict[str, Any]] = []
+        for number in range(numbers[dataset]):
+            size = {"height": 64, "width": 96 if number == 0 and index % 3 == 0 else 64}
+            digest = hashlib.sha256(f"reference {number} of {path}".encode()).hexdigest()
+            of_sample.append({"path": path, "hash": digest, **size})
+        images.append(json.dumps(of_sample) if of_sample else None)
+    table = table.with_columns(reference_images=pl.Series(images, dtype=pl.String))
+
+    rows = reference_rows(entries, table)
+    written = [put(entries, of_references(entries).latent_spec(row)) for row in rows.iter_rows(named=True)]
+    recorded = pl.DataFrame(written).drop("dtype").unique("key")
+    return with_reference_columns(entries.recipe, table, rows, recorded)
 
 
 def put(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.trained_lora.prompts import Prompt, prompts_from_json, prompts_to_json
@@ -85,3 +87,12 @@ def test_captions_of_a_slider_are_drawn_at_its_ends_and_in_the_middle(
     prompts = slider_project(make_project, sample_every=2).job().prompts
     assert [each.lora_scale for each in prompts[:3]] == [-1.0, 0.0, 1.0]
     assert len({each.caption for each in prompts[:3]}) == 1
+
+
+def test_a_heading_states_the_names_of_references_and_json_their_paths(
+    make_project: Callable[..., Project],
+) -> None:
+    plain = make_project(sample_every=2, sample_prompts=["a cat"]).job().prompts[0]
+    prompt = replace(plain, references=(Path("/data/before.png"), Path("/data/style.png")))
+    assert prompt.heading == "a cat (references: before.png, style.png)"
+    assert prompts_from_json(json.loads(json.dumps(prompts_to_json([prompt])))) == (prompt,)

@@ -17,7 +17,8 @@ from pipeline.models.worker.family import load_family
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
 from pipeline.trained_lora.job import TrainingJob, read_job
-from pipeline.trained_lora.samples import TrainingInputs, tensors_json, training_inputs
+from pipeline.trained_lora.samples import TrainingInputs, training_inputs
+from pipeline.trained_lora.tensors_json import tensors_json
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 

@@ -215,7 +215,7 @@ def test_images_with_equal_bytes_and_other_masks_are_no_copies(folder: Folder, m
 def test_only_changed_masks_are_read_again(
     folder: Folder, masks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.validated_dataset.masks.CLOCK_GRANULARITY_NS", -(10**18))
+    monkeypatch.setattr("pipeline.validated_dataset.paired_files.CLOCK_GRANULARITY_NS", -(10**18))
     draw_mask(masks / "a.png")
     first = folder.ingest().table
     read = count_reads(monkeypatch)

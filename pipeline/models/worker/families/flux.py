@@ -37,6 +37,10 @@ class T5AndClipConditioner(TextConditioner):
 class FluxCall(DenoiserCall):
     """The transformer over packed latents."""
 
+    def image_tokens(self, noisy: Tensor, conditions: Conditions) -> dict[str, Tensor]:
+        """Return `hidden_states` and `img_ids`, those of the noisy latent first."""
+        return pack(self.pipeline, noisy)
+
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
@@ -47,7 +51,7 @@ class FluxCall(DenoiserCall):
 
         text = conditions["text_embedding"]
         tokens = denoiser(
-            **pack(self.pipeline, noisy),
+            **self.image_tokens(noisy, conditions),
             timestep=timesteps / self.num_timesteps,
             guidance=guidance,
             pooled_projections=conditions["pooled_text_embedding"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
@@ -24,7 +25,7 @@ class KleinConditioner(TextConditioner):
 
 
 class Flux2Call(DenoiserCall):
-    """The transformer over tokens that are the values of a patched latent."""
+    """The transformer over tokens that are the values of a patched latent, then those of the references."""
 
     def guidance(self, noisy: Tensor) -> Tensor | None:
         """Return the guidance scale (B,), or None if the transformer takes none."""
@@ -36,12 +37,22 @@ class Flux2Call(DenoiserCall):
         """See `DenoiserCall.predict`."""
         text = conditions["text_embedding"]
         tokens = denoiser(
-            hidden_states=self.pipeline._pack_latents(noisy),
+            **self._image_tokens(noisy, conditions),
             timestep=timesteps / self.num_timesteps,
             guidance=self.guidance(noisy),
             encoder_hidden_states=text,
             txt_ids=self.pipeline._prepare_text_ids(text).to(noisy.device),
-            img_ids=self.pipeline._prepare_latent_ids(noisy).to(noisy.device),
             return_dict=False,
         )[0]
+        tokens = tokens[:, : noisy[0, 0].numel()]  # without those of the references
         return tokens.transpose(1, 2).reshape(noisy.shape)  # tokens are the latent's values, row by row
+
+    def _image_tokens(self, noisy: Tensor, conditions: Conditions) -> dict[str, Tensor]:
+        """Return `hidden_states` and `img_ids` of the noisy latent, followed by those of the references."""
+        tokens = [self.pipeline._pack_latents(noisy)]
+        ids = [self.pipeline._prepare_latent_ids(noisy)]
+        if references := conditions.get("references"):
+            tokens += [self.pipeline._pack_latents(reference.to(noisy.dtype)) for reference in references]
+            reference_ids = self.pipeline._prepare_image_ids([reference[:1] for reference in references])
+            ids.append(reference_ids.expand(len(noisy), -1, -1))
+        return {"hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids, dim=1).to(noisy.device)}

@@ -28,7 +28,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
 from pipeline.trained_lora.worker.distributed import make_accelerator
-from pipeline.trained_lora.worker.previews import picture_settings
+from pipeline.trained_lora.worker.previews import open_references, picture_settings
 from pipeline.trained_lora.worker.text_encoders import TextEncoders
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class _Artist:
                 self._tensors(""),
                 picture_settings(prompt, seed=self._job.seed),
                 negative_text=None if negative is None else self._tensors(negative.caption),
+                references=open_references(prompt, self._job.recipe),
             )
 
     def _tensors(self, caption: str) -> Mapping[str, Tensor]:

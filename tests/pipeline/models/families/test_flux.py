@@ -14,49 +14,13 @@ from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.export.layouts import layout_tensors
 from pipeline.trained_lora.worker.export.modules import describe_networks
-from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
-
-DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
-DOUBLE += tuple(layer.replace("img", "txt") for layer in DOUBLE)
+from tests.pipeline.models.families.flux_case import FluxCase
 
 
-class DevCase(Case):
-    pipeline_class = FluxPipeline
-    targets = (
-        r"transformer_blocks\.\d+\.(attn\.(to|add)_[qkv](_proj)?|attn\.to_out\.0|attn\.to_add_out"
-        r"|ff(_context)?\.net\.(0\.proj|2))|single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out)"
-    )
-    guidance: float | None = 1.0
-
+class DevCase(FluxCase):
     def make(self, folder: Path) -> None:
         make_tiny_flux(folder)
-
-    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        embedding, pooled, _ = pipe.encode_prompt(caption, caption)
-        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
-
-    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Call the transformer with 2x2 patches in row order, each flattened with channels first."""
-        batch, _, height, width = noisy.shape
-        patches = torch.nn.functional.unfold(noisy, 2, stride=2).transpose(1, 2)
-        ids = [[0.0, row, column] for row in range(height // 2) for column in range(width // 2)]
-        text = micro.conditions["text_embedding"]
-        tokens = pipe.transformer(
-            patches,
-            text,
-            micro.conditions["pooled_text_embedding"],
-            micro.timesteps / 1000,
-            torch.tensor(ids),
-            torch.zeros(text.shape[1], 3),
-            None if self.guidance is None else torch.full((batch,), self.guidance),
-        ).sample
-        return torch.nn.functional.fold(tokens.transpose(1, 2), (height, width), 2, stride=2)
-
-    def kohya_keys(self) -> set[str]:
-        double = {f"lora_unet_double_blocks_{block}_{layer}" for block in range(2) for layer in DOUBLE}
-        single = {f"lora_unet_single_blocks_{block}_linear{layer}" for block in range(2) for layer in (1, 2)}
-        return double | single
 
 
 class SchnellCase(DevCase):

@@ -21,9 +21,9 @@ from pipeline.trained_lora.samples import (
     TrainingInputs,
     read_entry_keys,
     read_inputs,
-    tensors_json,
     write_inputs,
 )
+from pipeline.trained_lora.tensors_json import tensors_json
 from pipeline.trained_lora.worker.loader import PREFETCH, MicroBatchMaker, micro_inputs, prefetch
 from pipeline.trained_lora.worker.loop import StopRequest, train
 

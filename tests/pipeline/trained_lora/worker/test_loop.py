@@ -26,6 +26,7 @@ from pipeline.trained_lora.worker import loop
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
 from pipeline.trained_lora.worker.loop import stop_on_signals, train
+from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until, steps_kept
 from tests.pipeline.trained_lora.slider_project import slider_project
 
@@ -101,7 +102,9 @@ class Recording(MicroBatchMaker):
 
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
         micro = super().make(step, share)
-        parts = [micro.latent, micro.noise, micro.input_noise, micro.timesteps, *micro.conditions.values()]
+        references = micro.conditions.get("references", ())
+        conditions = [each for each in micro.conditions.values() if isinstance(each, torch.Tensor)]
+        parts = [micro.latent, micro.noise, micro.input_noise, micro.timesteps, *conditions, *references]
         digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
         place = (step, tuple(slot.index for slot in share))
         assert self.recorded_hashes.setdefault(place, digest) == digest, f"other inputs in step {step}"
@@ -155,6 +158,22 @@ def test_R01_an_interrupted_run_of_a_slider_equals_the_uninterrupted_run_bit_for
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = slider_project(make_project, sizes={"64x64": 4, "32x96": 4}, steps=STEPS, checkpoint_every=4)
+    uninterrupted = project.changed("uninterrupted").job()
+    assert run_until(uninterrupted)[0]
+    assert recorded
+    cut_and_compare(project, outcome(uninterrupted), (1, 6))
+
+
+def test_R01_an_interrupted_run_with_references_equals_the_uninterrupted_run_bit_for_bit(
+    make_project: Callable[..., Project], recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_references(monkeypatch)
+    datasets = {
+        "edits": {"references": [{"path": "/a"}, {"path": "/b"}], "validation_fraction": 0.3},
+        "photos": {},
+    }
+    settings: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 4, "validate_every": 4}
+    project = make_project(datasets=datasets, **settings)
     uninterrupted = project.changed("uninterrupted").job()
     assert run_until(uninterrupted)[0]
     assert recorded

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from pipeline.cache.remote_store import store_at
 from pipeline.trained_lora.previews import preview_file
@@ -158,3 +160,41 @@ def test_pictures_equal_those_of_diffusers_with_the_exported_file(
         difference = np.abs(pixels(cell.path).astype(int) - np.asarray(pictures[0]).astype(int))
         assert difference.max() <= 1, f"{cell.path.name}: more than the rounding of another memory format"
         assert (difference > 0).mean() < 0.001, cell.path.name
+
+
+def test_pictures_with_references_equal_the_previews_and_those_of_diffusers(
+    train: Callable[..., Project], tmp_path: Path
+) -> None:
+    files = [tmp_path / "before.png", tmp_path / "style.png"]
+    noise = np.random.default_rng(1)
+    for file, size in zip(files, ((64, 96, 3), (99, 75, 3)), strict=True):
+        Image.fromarray(noise.integers(0, 256, size, dtype=np.uint8)).save(file)
+    prompts = [{**PROMPTS[0], "references": [str(file) for file in order]} for order in (files, files[::-1])]
+    project = train("klein", sample_prompts=[*prompts, PROMPTS[0]])
+    job = drawn(project)
+
+    samples = RunLayout(run_folders(project)[0]).samples
+    for cell in job.cells():
+        assert np.array_equal(pixels(cell.path), pixels(preview_file(samples, 4, cell.number)))
+    with Image.open(preview_file(samples, 4, 0)) as picture:
+        assert picture.info["references"] == "before.png, style.png"
+
+    pipeline: Any = diffusers.Flux2KleinPipeline.from_pretrained(job.base)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_lora_weights(str(project.recipe.output_dir / "lora"))
+    store = store_at(project.recipe.cache_dir)
+    for cell, references in zip(job.cells(), (files, files[::-1], []), strict=True):
+        pictures = pipeline(
+            image=[Image.open(file) for file in references] or None,
+            prompt_embeds=read_entry(store, job.prompts[0].text, "a red cat")["text_embedding"][None],
+            negative_prompt_embeds=read_entry(store, job.empty_text, "")["text_embedding"][None],
+            height=64,
+            width=64,
+            num_inference_steps=INFERENCE_STEPS,
+            generator=torch.Generator("cpu").manual_seed(7),
+        ).images
+        difference = np.abs(pixels(cell.path).astype(int) - np.asarray(pictures[0]).astype(int))
+        assert difference.max() <= 1
+    both, swapped, plain = all_pixels(job)
+    assert not np.array_equal(both, swapped)
+    assert not np.array_equal(both, plain)

@@ -1,0 +1,110 @@
+"""The work that the next cache job would do on one kind of entries, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from pipeline.cache.requests import RecipeEntries, is_unchanged, with_recorded
+from pipeline.cache.users import recorded_speed
+from pipeline.reporting.progress import phase, progress
+
+if TYPE_CHECKING:
+    from pipeline.cache.store import EntrySpec, Kind
+    from pipeline.reporting.reports import Log
+
+GEOMETRY = "geometry changed"
+DAMAGED, MISSING, MODEL_UNKNOWN = "entry damaged", "entry missing", "model or settings changed"
+
+_INPUT_NAMES = {"vae": "VAE", "encoders": "text encoders", "preprocessing_version": "preprocessing"}
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Expected:
+    """Expected work on one kind of entries. The attributes are keys of `latentline plan --json`.
+
+    Attributes:
+        kind: Kind of the entries.
+        there: Number of entries that would be reused.
+        reasons: Reason to the names of the samples whose entries would be encoded for it.
+        num_bytes: Size of the entries to encode. An estimate if an entry's size depends on its caption.
+        seconds: Time to encode them, without process start and model loading. None if no speed was measured
+            on this machine yet.
+    """
+
+    kind: Kind
+    there: int = 0
+    reasons: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    num_bytes: int = 0
+    seconds: float | None = None
+
+    def add(self, reason: str, name: str, num_bytes: int) -> None:
+        """Add an entry that would be encoded."""
+        self.reasons.setdefault(reason, []).append(name)
+        self.num_bytes += num_bytes
+
+    @property
+    def to_make(self) -> int:
+        """Number of entries that would be encoded."""
+        return sum(map(len, self.reasons.values()))
+
+
+def _with_progress(rows: pl.DataFrame, *, log: Log) -> Iterator[dict[str, Any]]:
+    num_checked = 0
+    with progress(lambda: num_checked, len(rows), "cache entries checked", log=log):
+        for row in rows.iter_rows(named=True):
+            yield row
+            num_checked += 1
+
+
+def unusable_entries(
+    entries: RecipeEntries,
+    expected: Expected,
+    requests: pl.DataFrame,
+    known: pl.DataFrame | None,
+    *,
+    spec_of: Callable[[dict[str, Any]], EntrySpec],
+) -> Iterator[tuple[dict[str, Any], EntrySpec, str]]:
+    """Yield (row, entry, status) for missing and damaged entries, and count the others in `expected`."""
+    with phase("comparing cache entries with the last run", log=entries.log):
+        unchanged = is_unchanged(entries.store, expected.kind, with_recorded(requests, known))
+    expected.there = int(unchanged.sum())
+    changed = requests.filter(~unchanged)
+    for row in _with_progress(changed, log=entries.log):
+        spec = spec_of(row)
+        state = entries.store.check(spec)
+        if state.valid:
+            expected.there += 1
+        else:
+            yield row, spec, state.status
+
+
+def changed_inputs(
+    entries: RecipeEntries, spec: EntrySpec, earlier_key: str, inputs: Mapping[str, Any]
+) -> str:
+    """Return which inputs of the key differ from those in the metadata of the earlier entry."""
+    metadata = entries.store.read_metadata(spec.kind, earlier_key)
+    if metadata is None or not isinstance(metadata.get("inputs"), dict):
+        return MODEL_UNKNOWN
+    earlier_inputs = metadata["inputs"]
+    changed = [
+        _INPUT_NAMES.get(name, name)
+        for name, value in inputs.items()
+        if name != "caption"
+        and earlier_inputs.get(name) != (list(value) if isinstance(value, tuple) else value)
+    ]
+    return f"{', '.join(changed)} changed" if changed else MODEL_UNKNOWN
+
+
+def estimate_seconds(entries: RecipeEntries, expected: Expected, *, cost: int) -> None:
+    """Set `seconds` from the speed measured on this machine, in seconds per unit of cost."""
+    if cost == 0:
+        expected.seconds = 0.0
+        return
+    speed = recorded_speed(entries.machine_state_dir, expected.kind)
+    expected.seconds = None if speed is None else speed * cost

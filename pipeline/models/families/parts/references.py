@@ -1,0 +1,139 @@
+"""The torch-free side of reference images: images that the denoiser sees next to the noisy latent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.errors import BucketError
+from pipeline.images.geometry import Crop, Geometry, Size
+from pipeline.models.diffusers_folder import ModelFolder
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """How a family sees reference images.
+
+    Attributes:
+        max_number: Maximum number of references of one image.
+        size: Size that the family's pipeline gives to a reference of the given size before the VAE encodes
+            it. Raises `BucketError` for a size that the pipeline refuses.
+        crops: Whether the pipeline crops a reference to `size` after scaling it to `scaled`; otherwise it
+            stretches it to `size`.
+        required: Whether every image must have a reference.
+        scaled: Size to which a cropped reference is scaled before the crop.
+    """
+
+    max_number: int
+    size: Callable[[ModelFolder, Size], Size]
+    crops: bool = False
+    required: bool = False
+    scaled: Callable[[Size], Size] = lambda original: original
+
+    def geometry(self, model: ModelFolder, original: Size) -> Geometry:
+        """Return the geometry that the family's pipeline gives to a reference.
+
+        Raises:
+            BucketError: The pipeline refuses a reference of this size.
+        """
+        target = self.size(model, original)
+        if not self.crops:
+            return Geometry(original, target, Crop(0, 0, *target))
+
+        scaled = self.scaled(original)
+        top, left = (scaled.height - target.height) // 2, (scaled.width - target.width) // 2
+        return Geometry(original, scaled, Crop(top, left, *target))
+
+
+_FLUX2_MAX_PX = 1024 * 1024
+"""Area above which FLUX.2's pipelines shrink a reference."""
+
+_FLUX2_MIN_EDGE_PX = 64
+"""Shortest edge of a reference that FLUX.2's pipelines accept."""
+
+_FLUX2_MAX_ASPECT_RATIO = 8
+"""Largest ratio of long to short edge of a reference that FLUX.2's pipelines accept."""
+
+
+def flux2_references(max_number: int) -> ReferenceSpec:
+    """Return the references of FLUX.2: shrunk to at most a megapixel, and cropped to multiples.
+
+    Args:
+        max_number: The publisher's limit; the pipelines accept any number.
+    """
+    return ReferenceSpec(max_number, _flux2_size, crops=True, scaled=_flux2_scaled)
+
+
+def _flux2_size(model: ModelFolder, original: Size) -> Size:
+    if max(original) > min(original) * _FLUX2_MAX_ASPECT_RATIO:
+        raise _refused(original, f"its aspect ratio must be at most {_FLUX2_MAX_ASPECT_RATIO}:1")
+    _require_edges(original, _FLUX2_MIN_EDGE_PX)
+    return _floored(model, _flux2_scaled(original))
+
+
+def _flux2_scaled(original: Size) -> Size:
+    num_px = original.height * original.width
+    if num_px <= _FLUX2_MAX_PX:
+        return original
+    scale = math.sqrt(_FLUX2_MAX_PX / num_px)
+    return Size(*(int(edge * scale) for edge in original))
+
+
+KONTEXT_RESOLUTIONS = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+    (1024, 1024),
+    (1104, 944),
+    (1184, 880),
+    (1248, 832),
+    (1328, 800),
+    (1392, 752),
+    (1456, 720),
+    (1504, 688),
+    (1568, 672),
+)
+"""Width and height of FLUX.1 Kontext's training images, `PREFERRED_KONTEXT_RESOLUTIONS` in diffusers."""
+
+
+def _kontext_size(model: ModelFolder, original: Size) -> Size:
+    _require_edges(original, _multiple(model))
+    floored = _floored(model, original)
+    aspect_ratio = floored.width / floored.height
+    _, width, height = min(
+        (abs(aspect_ratio - width / height), width, height) for width, height in KONTEXT_RESOLUTIONS
+    )
+    return _floored(model, Size(height, width))
+
+
+KONTEXT_REFERENCES = ReferenceSpec(max_number=1, size=_kontext_size)
+"""The reference of FLUX.1 Kontext: stretched to the nearest of its resolutions."""
+
+
+def _multiple(model: ModelFolder) -> int:
+    """Return the edge in pixels of a token of both pipelines: a patch of 2 latent values."""
+    return 2 ** len(model.config("vae")["block_out_channels"])
+
+
+def _floored(model: ModelFolder, size: Size) -> Size:
+    multiple = _multiple(model)
+    return Size(*(edge // multiple * multiple for edge in size))
+
+
+def _require_edges(original: Size, min_px: int) -> None:
+    if min(original) < min_px:
+        raise _refused(original, f"its edges must be at least {min_px} px long")
+
+
+def _refused(original: Size, limit: str) -> BucketError:
+    return BucketError(
+        f"a reference image is {original} (height x width), which the base model does not accept: {limit}",
+        where="datasets[].references",
+        fix="replace the reference, or remove its image from the dataset",
+    )

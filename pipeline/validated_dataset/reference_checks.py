@@ -1,0 +1,92 @@
+"""Checks of validated_dataset on reference images; they pass if no dataset has references."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from pipeline.checks.findings import CheckContext, Outcome
+from pipeline.checks.rejections import REJECTED_COLUMNS, most_frequent_first, most_frequent_fixes
+from pipeline.errors import counted
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
+
+STAGE = "validated_dataset"
+
+_PREFIX = "reference_"
+_ABSENT = ("reference_missing", "reference_not_found", "reference_ambiguous", "reference_shared")
+"""Reasons of samples without exactly one file of a reference; other reasons concern the file's content."""
+
+
+def reference_outcomes(
+    context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame
+) -> dict[str, Outcome]:
+    """Return the outcomes of the checks on references by name.
+
+    Args:
+        context: The checked recipe and its reports.
+        table: Table validated_dataset with `reference_images`, if it has that column.
+        rejected: Samples that the stage rejected.
+    """
+    names = ("references_present", "references_usable", "references_matched")
+    numbers = {each.name: len(each.references) for each in context.recipe.datasets if each.references}
+    if not numbers:
+        return dict.fromkeys(names, Outcome(True, "no dataset has references"))
+
+    with_references = table.filter(pl.col("dataset").is_in(list(numbers)))
+    is_absent = pl.col("reason").is_in(_ABSENT)
+    is_reference = pl.col("reason").str.starts_with(_PREFIX)
+    outcomes = (
+        _present(context.recipe, with_references, numbers, rejected.filter(is_absent)),
+        _usable(rejected.filter(is_reference & ~is_absent)),
+        _matched(context),
+    )
+    return dict(zip(names, outcomes, strict=True))
+
+
+def _present(recipe: Recipe, table: pl.DataFrame, numbers: dict[str, int], missing: pl.DataFrame) -> Outcome:
+    if not missing.is_empty():
+        images = counted(len(missing), "image lacks", "images lack")
+        return _failure(f"{images} a reference, or has several files for it", missing)
+
+    recorded = pl.lit(None, pl.String)
+    if "reference_images" in table.columns:
+        recorded = pl.col("reference_images")
+    number = recorded.str.json_decode(pl.List(pl.Struct({"hash": pl.String}))).list.len()
+    expected = pl.col("dataset").replace_strict(numbers, return_dtype=pl.UInt32)
+    if not table.is_empty() and not table.select(number.eq_missing(expected).all()).item():
+        summary = "the table has samples with another number of references than their dataset now has"
+        return Outcome(False, summary, f"run the cache job again: latentline run {recipe.name} --cache-only")
+    total = table.select(expected.sum()).item() if len(table) else 0
+    return Outcome(
+        True,
+        f"{counted(len(table), 'sample')}, each with all of its references",
+        numbers={"references": int(total)},
+    )
+
+
+def _usable(unusable: pl.DataFrame) -> Outcome:
+    if unusable.is_empty():
+        return Outcome(True, "all references can be decoded")
+    return _failure(f"{counted(len(unusable), 'image has', 'images have')} an unusable reference", unusable)
+
+
+def _failure(summary: str, rejected: pl.DataFrame) -> Outcome:
+    rows: list[dict[str, Any]] = most_frequent_first(rejected).select(REJECTED_COLUMNS).rows(named=True)
+    summary += f"; {rows[0]['sample_id']}: {rows[0]['detail']}"
+    return Outcome(False, summary, most_frequent_fixes(rejected), rows)
+
+
+def _matched(context: CheckContext) -> Outcome:
+    report = context.report(STAGE) or {}
+    number = report.get("unmatched_references", 0)
+    paths = report.get("named", {}).get("unmatched_references", [])
+    if not number:
+        return Outcome(True, "each reference belongs to an image")
+    references = counted(number, "reference belongs", "references belong")
+    fix = "rename the references like their images, or remove them"
+    rows = [{"reference": path} for path in paths]
+    numbers = {"unmatched_references": number}
+    return Outcome(False, f"{references} to no image, first {paths[0]}", fix, rows, numbers)
