@@ -123,6 +123,15 @@ def _previews(family: Family) -> str:
     return f"guidance scale {family.guidance_scale:g}; {negative}"
 
 
+def _references(family: Family) -> str:
+    references = family.spec.references
+    if references is None:
+        return "none"
+    number = "1" if references.max_number == 1 else f"up to {references.max_number}"
+    rule = "shrunk to at most a megapixel and cropped" if references.crops else "stretched"
+    return f"{number}, {rule} as in the pipeline"
+
+
 _PADDING = {
     "stored": "one length for all; the denoiser sees the encoder's output for padding tokens",
     "zeros": "as long as the caption; the denoiser sees zeros for padding",
@@ -136,6 +145,7 @@ ROWS: tuple[Row, ...] = (
     ("caption entries", lambda family: _PADDING[family.text_padding]),
     ("denoiser", lambda family: _code(_class(family.components[family.denoiser_name]))),
     ("predicts", _prediction),
+    ("reference images", _references),
     ("size multiple", lambda family: f"{family.size_multiple()} px"),
     ("LoRA on", _targets),
     ("kohya's file", _kohya),

@@ -54,6 +54,7 @@ NAMES: dict[str, Names] = {
     "Stable Diffusion 3 and 3.5": Names(sd3_transformer, weights),
     "FLUX.1 dev": Names(flux, weights),
     "FLUX.1 schnell": Names(flux, weights),
+    "FLUX.1 Kontext": Names(flux, weights),
     "FLUX.2 klein": Names(flux, weights),
     "FLUX.2 dev": Names(flux, weights),
     "Qwen-Image": Names(weights, weights),
