@@ -162,10 +162,8 @@ def _unknown_key(path: KeyPath, _value: Any, _context: dict[str, Any]) -> WhatAn
         return what, f"did you mean {close[0]}?"
     if same_name := [full for full in all_keys() if full.rpartition(".")[2] == key]:
         # Keys of few sections come first, because they are used more often.
-        return (
-            what,
-            f"write it as {one_of(sorted(same_name, key=lambda full: full.count('.')))}, or remove it",
-        )
+        same_name.sort(key=lambda full: full.count("."))
+        return what, f"write it as {one_of(same_name)}, or remove it"
     name = dotted(path[:-1]) or "a recipe"
     return what, f"remove it; the keys of {name} are {', '.join(section_keys)}"
 
