@@ -65,8 +65,9 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
     for row in latents.filter(has_mask(recipe, latents)).iter_rows(named=True):
         spec = mask_spec(entries, row)
         needed.setdefault(spec.key, NeededEntry(f"the mask of {row['sample_id']}", spec))
+    of_mean = of_references(entries)
     for row in reference_rows(entries, latents).iter_rows(named=True):
-        spec = of_references(entries).latent_spec(row)
+        spec = of_mean.latent_spec(row)
         name = f"the reference {row['path']} of {row['sample_id']}"
         needed.setdefault(spec.key, NeededEntry(name, spec))
 

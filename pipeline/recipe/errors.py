@@ -161,6 +161,8 @@ def _unknown_key(path: KeyPath, _value: Any, _context: dict[str, Any]) -> WhatAn
     if close := difflib.get_close_matches(key, section_keys, n=1):
         return what, f"did you mean {close[0]}?"
     if same_name := [full for full in all_keys() if full.rpartition(".")[2] == key]:
+        # Keys of few sections come first, because they are used more often.
+        same_name.sort(key=lambda full: full.count("."))
         return what, f"write it as {one_of(same_name)}, or remove it"
     name = dotted(path[:-1]) or "a recipe"
     return what, f"remove it; the keys of {name} are {', '.join(section_keys)}"

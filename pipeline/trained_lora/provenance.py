@@ -112,8 +112,14 @@ def _shareable_path(path: str) -> str:
 
 def _samples_record(table: pl.DataFrame) -> dict[str, Any]:
     """Return the number of trained samples, their digest and, up to `MAX_LISTED`, their hashes."""
-    rows = table.filter(pl.col("split") == "train").select("content_hash", "caption_hashes").rows()
+    trained = table.filter(pl.col("split") == "train")
+    rows = trained.select("content_hash", "caption_hashes").rows()
     lines = sorted(f"{image} {captions}" for image, captions in rows)
+    references: list[str] = []
+    if "reference_hashes" in trained.columns:
+        references = trained["reference_hashes"].drop_nulls().to_list()
+        with_references = trained.select("content_hash", "caption_hashes", "reference_hashes").rows()
+        lines = sorted(" ".join(each or "" for each in row).strip() for row in with_references)
     record: dict[str, Any] = {
         "number": len(rows),
         "sha256": hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest(),
@@ -121,6 +127,8 @@ def _samples_record(table: pl.DataFrame) -> dict[str, Any]:
     if len(rows) <= MAX_LISTED:
         record["images"] = sorted({image for image, _ in rows})
         record["captions"] = sorted({each for _, captions in rows for each in captions.split()})
+        if references:
+            record["references"] = sorted({each for hashes in references for each in hashes.split()})
     return record
 
 
@@ -172,6 +180,8 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
     matches: list[str] = []
     if image in samples.get("images", ()):
         matches.append(f"{wanted} is one of the training images")
+    if image in samples.get("references", ()):
+        matches.append(f"{wanted} is one of the reference images")
     if set(captions) & set(samples.get("captions", ())):
         matches.append(f"{wanted} is one of the training captions")
     return matches + _matching_rows(table, image, captions)
@@ -191,10 +201,16 @@ def _matching_rows(path: Path, image: str, captions: list[str]) -> list[str]:
     if not path.is_file():
         return []
     columns = ["sample_id", "content_hash", "caption_hashes", "times_seen", "split"]
+    columns += [name for name in ("reference_hashes",) if name in pl.read_parquet_schema(path)]
     table = pl.read_parquet(path, columns=columns)
 
+    is_reference = pl.lit(False)
+    if "reference_hashes" in table.columns:
+        is_reference = pl.col("reference_hashes").str.contains(image, literal=True).fill_null(False)
     has_caption = pl.col("caption_hashes").str.split(" ").list.eval(pl.element().is_in(captions)).list.any()
-    rows = table.filter(pl.col("split") == "train", (pl.col("content_hash") == image) | has_caption)
+    rows = table.filter(
+        pl.col("split") == "train", (pl.col("content_hash") == image) | has_caption | is_reference
+    )
     return [
         f"sample {row['sample_id']}, seen {counted(row['times_seen'], 'time')}"
         for row in rows.iter_rows(named=True)

@@ -10,11 +10,9 @@ The inputs are one Polars table, both in memory and in the file that the worker 
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import polars as pl
@@ -23,12 +21,12 @@ from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
 from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_tensors
 from pipeline.cache.reference_requests import of_references, reference_rows
 from pipeline.cache.requests import TARGET
-from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.cache.store import EntrySpec
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
-from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
+from pipeline.trained_lora.tensors_json import parsed_tensors, shapes_text, tensors_json
 from pipeline.validated_dataset.holdout import held_out
 
 if TYPE_CHECKING:
@@ -204,10 +202,11 @@ class TrainingInputs(Sequence[TrainingInput]):
 
     @property
     def reference_shapes(self) -> pl.Series:
-        """Text that is equal for inputs with the same number and shapes of references, in order; else ""."""
+        """Shapes of each input's references in order, as text; "" without references."""
         if "references" not in self.table.columns:
             return pl.repeat("", len(self), eager=True, dtype=pl.String)
-        return self.table["reference_tensors"].list.join(" ").fill_null("")
+        texts = self.table["reference_tensors"].list.join("\n").fill_null("")
+        return texts.replace_strict({text: shapes_text(text) for text in texts.unique()})
 
     @property
     def trained(self) -> TrainingInputs:
@@ -355,27 +354,21 @@ def read_entry_keys(path: Path) -> set[str]:
     return {key for each in lists.values() for key in each.drop_nulls()}
 
 
-@lru_cache(maxsize=1_024)
-def _tensors(text: str) -> dict[str, TensorSpec]:
-    """Parse the text of `tensors_json`; the distinct texts are as few as buckets and caption lengths."""
-    return tensors_from_json(json.loads(text))
-
-
 def _input(row: Mapping[str, Any]) -> TrainingInput:
     text_entries = [
-        EntrySpec("text", key, _tensors(tensors))
+        EntrySpec("text", key, parsed_tensors(tensors))
         for key, tensors in zip(row["texts"], row["text_tensors"], strict=True)
     ]
-    latent_tensors = _tensors(row["latent_tensors"])
+    latent_tensors = parsed_tensors(row["latent_tensors"])
     latent_entries = [EntrySpec("latents", key, latent_tensors) for key in row["latents"]]
     crops = zip(row["crops_top"], row["crops_left"], strict=True)
     masks: list[EntrySpec | None] = [None] * len(latent_entries)
     if row.get("masks") is not None:
-        masks = [EntrySpec("masks", key, _tensors(row["mask_tensors"])) for key in row["masks"]]
+        masks = [EntrySpec("masks", key, parsed_tensors(row["mask_tensors"])) for key in row["masks"]]
 
     references: list[tuple[EntrySpec, ...]] = [()] * len(latent_entries)
     if row.get("references") is not None:
-        tensors = [_tensors(text) for text in row["reference_tensors"]]
+        tensors = [parsed_tensors(text) for text in row["reference_tensors"]]
         references = [
             tuple(EntrySpec("latents", *each) for each in zip(keys, tensors, strict=True))
             for keys in row["references"]

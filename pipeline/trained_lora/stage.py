@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
+from pipeline.cache.reference_requests import reference_hashes
 from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
@@ -28,7 +29,7 @@ from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
-from pipeline.storage.tables import SCHEMAS, Tables, empty, validated
+from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.trained_lora.export.earlier_step import (
     exported_step,
@@ -249,10 +250,25 @@ def trained_table(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
             pl.col("times_seen").sum(),
         )
     )
+    references = _reference_columns(latents, job)
     samples = latents.select("sample_id", "dataset", "path", "content_hash", "height", "width")
     samples = samples.unique("sample_id", keep="first", maintain_order=True)
-    table = samples.join(by_sample, on="sample_id", how="left").select(SCHEMAS["trained_lora"].keys())
+    table = samples.join(by_sample, on="sample_id", how="left")
+    table = table.join(references, on="sample_id", how="left")
+    table = table.select(*columns_in("trained_lora", table))
     return validated("trained_lora", table.sort("sample_id"), "the samples of the run")
+
+
+def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
+    """Return keys and content hashes of each sample's references; only `sample_id` without references."""
+    inputs = job.inputs.table
+    if "references" not in inputs.columns:
+        return inputs.select("sample_id").unique()
+    keys = inputs.select("sample_id", reference_keys="references").drop_nulls()
+    keys = keys.explode("reference_keys").explode("reference_keys")
+    by_sample = keys.group_by("sample_id", maintain_order=True).agg(pl.col("reference_keys").str.join(" "))
+    hashes = latents.select("sample_id", reference_hashes=reference_hashes()).unique("sample_id")
+    return by_sample.join(hashes, on="sample_id", how="left")
 
 
 def _train(

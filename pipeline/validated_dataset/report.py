@@ -3,6 +3,7 @@
     reports/validated_dataset/kept.jpg        kept images with captions, sampled evenly over the dataset
     reports/validated_dataset/rejected.jpg    rejected images, one strip per reason; unreadable ones are grey
     reports/validated_dataset/masks.jpg       kept images with masks; the part that does not count is red
+    reports/validated_dataset/references.jpg  kept images, each after its reference images
     reports/validated_dataset/spread.png      histograms of size, aspect ratio and caption length
     reports/validated_dataset/replaced.csv    captions that `captions.replace` changes, before and after
     reports/validated_dataset/tags.csv        parts of captions between commas, and how many samples have them
@@ -12,6 +13,7 @@ The pictures are only drawn again if a table has changed.
 
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,7 +24,7 @@ import polars as pl
 
 from pipeline.cache.mask_requests import mask_sources
 from pipeline.images.mask import show_mask
-from pipeline.raw_images.sources import mask_sources_of, sources_of
+from pipeline.raw_images.sources import mask_sources_of, reference_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes, write_text
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 FOLDER = "validated_dataset"
 KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
 REPLACED_FILE, TAGS_FILE, MASKS_FILE = "replaced.csv", "tags.csv", "masks.jpg"
+REFERENCES_FILE = "references.jpg"
 _DIGEST_FILE = "made_for.txt"
 
 NUM_STRIPS = 6
@@ -47,6 +50,9 @@ NUM_KEPT_STRIPS = 4
 """Maximum number of rows on the sheet of kept images."""
 
 NUM_PER_STRIP = 6
+
+NUM_REFERENCE_ROWS = 8
+"""Maximum number of images on the sheet of references."""
 
 _REPORT_FORMAT = "3: tags"
 """Part of the digest, so that reports of earlier versions are drawn again."""
@@ -73,7 +79,8 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, REPLACED_FILE, TAGS_FILE, MASKS_FILE):
+    pictures = (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, MASKS_FILE, REFERENCES_FILE)
+    for name in (*pictures, REPLACED_FILE, TAGS_FILE):
         (folder / name).unlink(missing_ok=True)
     sources = sources_of(recipe)
     if len(table):
@@ -82,6 +89,8 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         write_text(folder / TAGS_FILE, tag_counts(table).write_csv())
     if len(masked := masked_samples(table)):
         write_bytes(folder / MASKS_FILE, contact_sheet(_masked_strips(recipe, masked, sources), log=log))
+    if rows := _reference_rows(recipe, table, sources):
+        write_bytes(folder / REFERENCES_FILE, contact_sheet(rows, log=log))
     if any(each.captions.replace for each in recipe.datasets):
         write_text(folder / REPLACED_FILE, replacement_preview(recipe, table).write_csv())
     if len(rejected):
@@ -108,8 +117,8 @@ def tag_counts(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
-    masks = [name for name in ("mask_hash",) if name in table.columns]
-    kept = table.select("sample_id", "content_hash", "caption", *masks)
+    paired = [name for name in ("mask_hash", "reference_images") if name in table.columns]
+    kept = table.select("sample_id", "content_hash", "caption", *paired)
     rules = [(each.name, each.captions.replace) for each in recipe.datasets if each.captions.replace]
     more = f"{_REPORT_FORMAT}, {rules}" if rules else _REPORT_FORMAT
     return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)
@@ -149,6 +158,34 @@ def _masked_strips(recipe: Recipe, masked: pl.DataFrame, sources: Mapping[str, S
         for row in samples.iter_rows(named=True)
     ]
     return _in_strips(shown, f"{len(masked):,} masks; red does not count")
+
+
+def _reference_rows(recipe: Recipe, table: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
+    """Return one row per image: its references in order, then the image; empty without references."""
+    if "reference_images" not in table.columns:
+        return []
+    of_references = reference_sources_of(recipe)
+    samples = _evenly_sampled(table.drop_nulls("reference_images"), NUM_REFERENCE_ROWS)
+    rows: list[SheetRow] = []
+    for row in samples.iter_rows(named=True):
+        images = zip(of_references[row["dataset"]], json.loads(row["reference_images"]), strict=True)
+        shown = [
+            SheetImage(
+                source.file(image["path"]),
+                (image["height"], image["width"]),
+                name=posixpath.basename(image["path"]),
+                caption=f"reference {number}",
+            )
+            for number, (source, image) in enumerate(images)
+        ]
+        target = SheetImage(
+            sources[row["dataset"]].file(row["path"]),
+            (row["height"], row["width"]),
+            name=posixpath.basename(row["path"]),
+            caption=row["caption"],
+        )
+        rows.append(SheetRow("" if rows else "references, then image", [*shown, target]))
+    return rows
 
 
 def _in_strips(shown: Sequence[SheetImage], label: str) -> list[SheetRow]:

@@ -95,7 +95,9 @@ are the `captions.fallback` of the others. Cache files of sd-scripts next to the
 | masks in a folder, with the names of the images | `mask: {path: data/masks}` |
 | masks next to the images, such as `rose-masklabel.png` | `mask: {path: data/flowers, suffix: -masklabel}` |
 | transparent images, whose opacity is the mask | `mask: {from: alpha}` |
-| control images, next to the images or in a sub-folder | `exclude: [controls, "*-condlabel.png"]` |
+| control images in a folder, for a model that edits images | `references: [{path: data/before}]` |
+| control images next to the images | `references: [{path: data/flowers, suffix: -before}]` |
+| control images that the base model does not see | `exclude: [controls, "*-condlabel.png"]` |
 
 A `.parquet`, `.jsonl` or `.csv` file is the dataset's `path`; `path_column: file_name` names its column of
 image paths.

@@ -206,11 +206,17 @@ _REFERENCE_COLUMNS: dict[str, _PanderaColumns] = {
             "entry_bytes, entry_mtime_ns, entry_ctime_ns and entry_inode.",
         ),
     },
+    "trained_lora": {
+        "reference_keys": _optional(pl.String, "Keys of all its references' entries, separated by spaces."),
+        "reference_hashes": _optional(
+            pl.String, "SHA-256 of all its references' files, separated by spaces."
+        ),
+    },
 }
 """Columns that follow in recipes with reference images; null for samples of datasets without references."""
 
 _OPTIONAL_COLUMNS: dict[str, _PanderaColumns] = {
-    asset: {**columns, **_REFERENCE_COLUMNS[asset]} for asset, columns in _MASK_COLUMNS.items()
+    asset: {**_MASK_COLUMNS.get(asset, {}), **columns} for asset, columns in _REFERENCE_COLUMNS.items()
 }
 
 _REJECTED_COLUMNS: _PanderaColumns = {

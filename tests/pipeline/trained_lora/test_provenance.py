@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cli.main import latentline
 from pipeline.errors import TrainingError
-from pipeline.storage.tables import frame
+from pipeline.recipe import ReferenceSettings
+from pipeline.storage.tables import frame, validated
 from pipeline.trained_lora import provenance as module
 from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, SAMPLES_FILE, read_provenance
 from pipeline.trained_lora.fingerprint import run_facts
@@ -85,9 +86,14 @@ def test_the_record_is_complete_and_contains_no_absolute_paths(
 def test_paths_inside_the_project_are_relative_and_others_are_reduced_to_their_name(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    project = make_project(datasets={"photos": {"mask": {"path": str(tmp_path / "masks")}}})
+    paired = {"mask": {"path": str(tmp_path / "masks")}}
+    project = make_project(datasets={"photos": paired})
     assert shareable(project.recipe)["datasets"][0]["path"] == "photos"
     assert shareable(project.recipe)["datasets"][0]["mask"]["path"] == "masks"
+    references = (ReferenceSettings(path=tmp_path / "before"), ReferenceSettings(column="style"))
+    dataset = project.recipe.datasets[0].model_copy(update={"references": references})
+    edits = project.recipe.model_copy(update={"datasets": (dataset,)})
+    assert [each["path"] for each in shareable(edits)["datasets"][0]["references"]] == ["before", None]
     monkeypatch.setattr(module, "project_root", lambda: tmp_path.parent)
     assert shareable(project.recipe)["datasets"][0]["path"] == f"{tmp_path.name}/photos"
 
@@ -110,6 +116,28 @@ def test_large_runs_store_only_a_digest_of_their_samples(
     (path.parent / SAMPLES_FILE).unlink()
     with pytest.raises(TrainingError, match="only a digest of its 2 samples"):
         find_in_provenance(many, path, image)
+
+
+def test_references_are_part_of_the_record_and_are_found_by_their_content(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project = make_project()
+    hashes = [f"{sha256('day')} {sha256('style')}", None, sha256("fern before")]
+    keys = ["k l", None, "m"]
+    table = TABLE.with_columns(reference_keys=pl.Series(keys), reference_hashes=pl.Series(hashes))
+    record = record_of(project, validated("trained_lora", table, "a test"))
+    assert record["samples"]["references"] == sorted([sha256("day"), sha256("style")])
+    assert record["samples"]["sha256"] != record_of(project)["samples"]["sha256"]
+    assert record["samples"]["images"] == record_of(project)["samples"]["images"]
+
+    style = tmp_path / "style.png"
+    style.write_bytes(b"style")
+    path = write_lora(tmp_path / "lora", record)
+    table.write_parquet(path.parent / SAMPLES_FILE)
+    matches = [f"{style} is one of the reference images", "sample photos/a.png, seen 3 times"]
+    assert find_in_provenance(record, path, style) == matches
+    monkeypatch.setattr(module, "MAX_LISTED", 1)
+    assert find_in_provenance(record_of(project, table), path, style) == matches[1:]
 
 
 def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) -> None:

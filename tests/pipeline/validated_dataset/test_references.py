@@ -13,6 +13,7 @@ from pipeline.errors import DatasetError
 from pipeline.images.decode import decoded
 from pipeline.reporting.reports import StageResult
 from pipeline.validated_dataset.checks import run
+from pipeline.validated_dataset.report import write_dataset_report
 from tests.pipeline.conftest import Folder, picture
 
 
@@ -245,3 +246,21 @@ def test_a_dataset_that_got_references_since_the_table_was_written_closes_the_ga
     assert failing(folder) == {}
     folder.dataset["references"] = both[:1]  # type: ignore[index]
     assert "another number of references" in failing(folder)["references_present"].summary
+
+
+def test_the_report_shows_images_after_their_references_and_follows_an_edit(
+    folder: Folder, before: Path
+) -> None:
+    draw(before / "a.png", 4)
+    sheets: list[bytes] = []
+    for seed in (4, 5):
+        draw(before / "a.png", seed)
+        result = folder.ingest()
+        report = write_dataset_report(folder.recipe, result.table, result.rejected, log=folder.log.append)
+        sheets.append((report / "references.jpg").read_bytes())
+    assert sheets[0] != sheets[1]
+
+    del folder.dataset["references"]
+    result = folder.ingest()
+    report = write_dataset_report(folder.recipe, result.table, result.rejected, log=folder.log.append)
+    assert not (report / "references.jpg").exists()

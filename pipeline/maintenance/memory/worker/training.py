@@ -6,11 +6,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.cache.reference_requests import reference_geometry
+from pipeline.images.geometry import Size
 from pipeline.maintenance.memory.worker.cuda_rules import CudaRules, Packing
 from pipeline.maintenance.memory.worker.live_memory import LiveMemory
 from pipeline.maintenance.memory.worker.skeletons import num_bytes, skeleton, tensors_of
@@ -23,9 +26,8 @@ from pipeline.trained_lora.worker.optimizers import make_optimizer
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
 
-    from pipeline.images.geometry import Size
     from pipeline.models.worker.family import WorkerFamily
-    from pipeline.recipe import Recipe, TrainingSettings
+    from pipeline.recipe import DatasetSettings, Recipe, TrainingSettings
 
 _NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 """Bytes per weight: 4 bits, a scale of 8 bits per block of 64 weights, and a float32 per 256 scales."""
@@ -38,6 +40,10 @@ PROBE_EDGE = 256
 
 _EIGHT_BIT_STATE_BYTES = 2 + 8 / 256
 """Bytes per weight of bitsandbytes' 8-bit optimizers: two values, and two float32 scales per 256 weights."""
+
+
+_LARGE_IMAGE = Size(2048, 2048)
+"""Size of a reference image that is at least as large as the pipelines of all families use it."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,23 @@ class TrainingForecast:
             length = shapes["text_embedding"][0]
             conditions["text_mask"] = torch.ones(batch_size, length)
             conditions["text_lengths"] = (length,) * batch_size
+        if references := max(map(self._references, self._recipe.datasets), key=_num_values):
+            conditions["references"] = tuple(
+                torch.empty(batch_size, *shape, device="meta") for shape in references
+            )
         return conditions
+
+    def _references(self, dataset: DatasetSettings) -> list[tuple[int, int, int]]:
+        """Return the shapes of the latents of a dataset's references, as if they were large images."""
+        geometries = (
+            reference_geometry(self._family, _LARGE_IMAGE, reference.resolution)
+            for reference in dataset.references
+        )
+        return [self._family.latent_shape(geometry.target_size) for geometry in geometries]
+
+
+def _num_values(shapes: list[tuple[int, int, int]]) -> int:
+    return sum(map(prod, shapes))
 
 
 def _packable(denoiser: nn.Module, kind: str) -> dict[int, Tensor]:

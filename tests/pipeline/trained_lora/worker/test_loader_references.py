@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import polars as pl
 import pytest
 import torch
+from accelerate import Accelerator
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Store
@@ -19,7 +20,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.fingerprint import run_facts, run_id
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import TrainingInput, read_entry_keys, read_inputs, write_inputs
-from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
 from pipeline.trained_lora.worker.trial_step import largest_step
 from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.reference_family import with_references
@@ -91,6 +92,19 @@ def test_a_micro_batch_has_one_number_and_shape_of_references_which_are_the_cach
     assert sizes == {1, 2}
 
 
+def test_two_processes_get_the_references_of_one(referenced: Project) -> None:
+    one, two = referenced.job(), referenced.changed("two", num_processes=2, batch_size=1).job()
+    maker = maker_of(one)
+    for alone, shared in zip(one.plan(), two.plan(), strict=True):
+        for micro, of_ranks in zip(alone.micro_batches, shared.micro_batches, strict=True):
+            expected = maker.make(alone.step, micro[0]).conditions.get("references", ())
+            parts = [maker.make(alone.step, share).conditions.get("references", ()) for share in of_ranks]
+            # A rank without a sample gets the first one again, with weight 0.
+            joined = tuple(torch.cat(each)[: len(micro[0])] for each in zip(*parts, strict=True))
+            assert len(joined) == len(expected)
+            assert all(map(torch.equal, joined, expected))
+
+
 def test_copies_to_a_device_include_the_references(referenced: Project) -> None:
     job = referenced.job()
     slot = next(slot for step in job.plan() for slot in step.slots() if slot.variant_id.startswith("edits"))
@@ -154,9 +168,17 @@ def test_references_of_held_out_images_are_measured_but_never_trained_on(
     assert not reserved & used
 
     measured = Validation(job, load_family(job.base), job.inputs.held_out)
-    batches = [*measured._inputs(0, 1)]
-    assert {name for micro in batches for name in micro.variant_ids} == held_out
-    assert all(len(micro.conditions["references"]) == 2 for micro in batches)
+    numbers: dict[str, int] = {}
+
+    class Engine:
+        accelerator = Accelerator(cpu=True)
+
+        def errors(self, micro: MicroInput, scheduler: object) -> torch.Tensor:
+            numbers.update(dict.fromkeys(micro.variant_ids, len(micro.conditions["references"])))
+            return torch.ones(len(micro.variant_ids))
+
+    measured.loss(cast("Any", Engine()))
+    assert numbers == dict.fromkeys(held_out, 2)
 
 
 def test_the_trial_step_is_the_one_with_the_most_values_including_references(referenced: Project) -> None:

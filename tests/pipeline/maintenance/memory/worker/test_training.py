@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from demo.tiny_models import make_tiny_flux2_klein
+from pipeline.images.geometry import Size
+from pipeline.maintenance.memory.worker.training import TrainingForecast
+from pipeline.models.worker.family import load_family
+from pipeline.recipe import recipe_from_mapping
+
+
+def step_bytes(folder: Path, *references: dict[str, Any]) -> int:
+    datasets = [
+        {"name": "plain", "path": "/data/plain"},
+        {"name": "edits", "path": "/data/edits", "references": [*references]},
+    ]
+    values = {"datasets": datasets, "output_dir": "/out", "model": {"base": str(folder)}}
+    forecast = TrainingForecast(load_family(folder), recipe_from_mapping("memory", values), Size(64, 64))
+    return forecast.memory(forecast.variant).step
+
+
+def test_each_reference_adds_memory_and_a_lower_resolution_saves_some(tmp_path: Path) -> None:
+    make_tiny_flux2_klein(tmp_path)
+    before, style = {"path": "/data/before", "resolution": 128}, {"path": "/data/style", "resolution": 128}
+    without, one, two = (
+        step_bytes(tmp_path),
+        step_bytes(tmp_path, before),
+        step_bytes(tmp_path, before, style),
+    )
+    assert without < one < two
+    assert without < step_bytes(tmp_path, {**before, "resolution": 64}) < one
+    assert step_bytes(tmp_path, {"path": "/data/before"}) > two
