@@ -83,7 +83,6 @@ class StreamedBlocks:
         self.names = tuple(blocks)
         self.store = store
         self.ring = Ring(len(blocks), num_slots, store)
-        self._slot_addresses = {slot.untyped_storage().data_ptr() for slot in store.slots}
         self._inside_checkpoint = False
         self._recomputing = False
         self._saving: saved_tensors_hooks | None = None
@@ -161,13 +160,16 @@ class StreamedBlocks:
                 names, context = cast("Any", tensor).__tensor_flatten__()
                 parts = {name: save(getattr(tensor, name)) for name in names}
                 return _SavedPackedWeight(type(tensor), parts, context, tensor.shape, tensor.stride())
-            if tensor.untyped_storage().data_ptr() not in self._slot_addresses:
+            if tensor.untyped_storage().data_ptr() != self._slot(number).untyped_storage().data_ptr():
                 return tensor
             return _SavedWeight(
                 number, int(tensor.storage_offset()), tensor.dtype, tensor.shape, tensor.stride()
             )
 
         return save
+
+    def _slot(self, number: int) -> Tensor:
+        return self.store.slots[self.ring.slot_of(number)]
 
     def _restore(self, saved: Any) -> Tensor:
         if isinstance(saved, _SavedPackedWeight):
@@ -176,8 +178,7 @@ class StreamedBlocks:
         if not isinstance(saved, _SavedWeight):
             return saved
         self.ring.backward_begins(saved.block)
-        slot = self.store.slots[self.ring.slot_of(saved.block)]
-        return slot.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+        return self._slot(saved.block).view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
 
 def stream_blocks(denoiser: nn.Module, num_resident: int, device: torch.device) -> None:

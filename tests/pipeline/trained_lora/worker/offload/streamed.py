@@ -9,7 +9,9 @@ NAN_BYTE = 0xFF
 
 
 class PoisoningStore(CpuStore):
-    """The CPU's store, whose slots hold NaN from the moment in which their block is evicted.
+    """The CPU's store, with new memory for every copy, which is NaN once its block is evicted.
+
+    In the same memory, a weight that was kept from an earlier copy would be correct again after the next one.
 
     Attributes:
         on_device: Blocks that are in a slot.
@@ -29,6 +31,7 @@ class PoisoningStore(CpuStore):
         self.on_device.add(block)
         self.most_on_device = max(self.most_on_device, len(self.on_device))
         self.num_copies += 1
+        self.slots[slot] = self.slots[slot].clone()
         super().fetch(block, slot)
 
     def evict(self, block: int, slot: int) -> None:
