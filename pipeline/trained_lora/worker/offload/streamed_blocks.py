@@ -197,7 +197,7 @@ def stream_blocks(denoiser: nn.Module, num_resident: int, device: torch.device) 
             where=f"training.offload: {num_resident}",
             fix="set training.offload: none",
         )
-    names = _spread(list(blocks), len(blocks) - num_resident)
+    names = streamed_names(denoiser, num_resident)
     if names:
         store = host_store(device, NUM_SLOTS)
         for name in names:
@@ -224,9 +224,10 @@ def repeated_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def _spread(names: list[str], number: int) -> list[str]:
-    """Return `number` of the names at even distances; none if it is negative."""
-    total = len(names)
+def streamed_names(denoiser: nn.Module, num_resident: int) -> list[str]:
+    """Return the paths of the repeated blocks that are streamed, at even distances."""
+    names = list(repeated_blocks(denoiser))
+    number, total = max(0, len(names) - num_resident), len(names)
     return [
         name for place, name in enumerate(names) if (place + 1) * number // total > place * number // total
     ]

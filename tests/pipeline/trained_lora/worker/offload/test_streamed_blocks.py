@@ -14,6 +14,8 @@ from torch import nn
 from demo.tiny_models import TINY
 from pipeline.errors import TrainingError
 from pipeline.recipe import LoraSettings
+from pipeline.recipe.errors import find_mistakes
+from pipeline.recipe.yaml_document import dotted
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.engine import Engine
@@ -203,3 +205,26 @@ def test_a_denoiser_without_repeated_blocks_is_an_error() -> None:
     with pytest.raises(TrainingError, match="Unlisted has no repeated blocks") as excinfo:
         stream_blocks(Unlisted(), 0, torch.device("cpu"))
     assert excinfo.value.fix == "set training.offload: none"
+
+
+SMALLEST: dict[str, Any] = {
+    "datasets": [{"name": "p", "path": "p"}],
+    "output_dir": "o",
+    "model": {"base": "a/b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("training", "what"),
+    [
+        ({"offload": -1}, "must be none or a number of blocks, at least 0, got -1"),
+        ({"offload": "half"}, 'at least 0, got "half"'),
+        ({"offload": True}, "at least 0, got true"),
+        ({"offload": 3, "compile": True}, "offload: 3 cannot be combined with compile: true"),
+        ({"offload": 0, "quantize": "nf4"}, "with quantize: nf4 needs gradient_checkpointing: true"),
+    ],
+)
+def test_settings_that_cannot_be_streamed_are_recipe_errors(training: dict[str, Any], what: str) -> None:
+    (mistake,) = find_mistakes({**SMALLEST, "training": training})
+    assert dotted(mistake.path) == "training.offload"
+    assert what in mistake.what
