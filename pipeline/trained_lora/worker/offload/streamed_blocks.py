@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,10 @@ from pipeline.trained_lora.worker.offload.ring import Ring
 
 NUM_SLOTS = 2
 """Number of blocks in the memory of the device: one in use, and one that is copied meanwhile."""
+
+
+_Mode = Literal["plain", "checkpointed", "recomputing"]
+"""Whether a pass is inside a checkpoint, and whether it is the second one, in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,7 @@ class StreamedBlocks:
         self.names = tuple(blocks)
         self.store = store
         self.ring = Ring(len(blocks), num_slots, store)
-        self._inside_checkpoint = False
-        self._recomputing = False
+        self._mode: _Mode = "plain"
         self._saving: saved_tensors_hooks | None = None
         for number, block in enumerate(blocks.values()):
             block.register_forward_pre_hook(self._before(number))
@@ -106,27 +109,26 @@ class StreamedBlocks:
         """Run a function whose activations the backward pass computes again, as diffusers does."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return self._marked("_inside_checkpoint"), self._marked("_recomputing")
+            return self._in_mode("checkpointed"), self._in_mode("recomputing")
 
         return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
 
     @contextmanager
-    def _marked(self, flag: str) -> Generator[None]:
-        before = getattr(self, flag)
-        setattr(self, flag, True)
+    def _in_mode(self, mode: _Mode) -> Generator[None]:
+        before, self._mode = self._mode, mode
         try:
             yield
         finally:
-            setattr(self, flag, before)
+            self._mode = before
 
     def _before(self, number: int) -> Callable[..., None]:
         def hook(_block: nn.Module, _inputs: tuple[Any, ...]) -> None:
-            if self._recomputing:
+            if self._mode == "recomputing":
                 self.ring.backward_begins(number)
                 return
             self.ring.forward_begins(number, with_backward=torch.is_grad_enabled())
-            # Inside a checkpoint nothing is saved, and hooks would replace those that see to it.
-            if torch.is_grad_enabled() and not self._inside_checkpoint:
+            # Inside a checkpoint nothing is saved, and these hooks would replace the checkpoint's own.
+            if torch.is_grad_enabled() and self._mode == "plain":
                 self._saving = saved_tensors_hooks(self._save_of(number), self._restore)
                 self._saving.__enter__()
 
@@ -139,7 +141,7 @@ class StreamedBlocks:
         def hook(
             _block: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], outputs: Any
         ) -> None:
-            if self._recomputing:
+            if self._mode == "recomputing":
                 return
             if self._saving is not None:
                 self._saving.__exit__(None, None, None)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from demo.tiny_models import TINY
 from pipeline.errors import TrainingError
+from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.errors import find_mistakes
 from pipeline.recipe.yaml_document import dotted
@@ -144,7 +145,9 @@ def test_some_blocks_may_stay_on_the_device(make_project: Callable[..., Project]
     assert_equal(make_project(), offload=2)
 
 
-@pytest.mark.parametrize("lora", [{}, {"dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "lora", [{}, pytest.param({"dora": True}, marks=pytest.mark.slow)], ids=["lora", "dora"]
+)
 def test_a_run_with_previews_and_validation_that_resumes_exports_the_same_files(
     make_project: Callable[..., Project], lora: dict[str, Any]
 ) -> None:
@@ -179,6 +182,21 @@ def test_a_run_with_previews_and_validation_that_resumes_exports_the_same_files(
         before, after = load_file(path), load_file(actual.exported / path.name)
         assert before.keys() == after.keys() != set()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_with_streamed_blocks_train_the_same_lora(make_project: Callable[..., Project]) -> None:
+    settings = {"sizes": {"64x64": 4}, "steps": 3, "gradient_accumulation": 1, "dropout": 0.0}
+    project = make_project(gradient_checkpointing=True, **settings)
+    weights: list[dict[str, Tensor]] = []
+    for offload in ("none", 0):
+        job = project.changed(f"offload {offload}", num_processes=2, batch_size=1, offload=offload).job()
+        LocalLaunch(job.recipe.accelerate)("pipeline.trained_lora.worker", job.write())
+        weights.append(load_file(RunLayout(job.folder).exported / "pytorch_lora_weights.safetensors"))
+    resident, streamed = weights
+    assert resident.keys() == streamed.keys() != set()
+    assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
 def test_an_evicted_weight_is_nan_until_it_is_loaded(make_project: Callable[..., Project]) -> None:
