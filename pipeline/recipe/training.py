@@ -13,9 +13,14 @@ from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSetti
 from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_argument, check_optimizer
 from pipeline.recipe.previews import PreviewPrompts
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
+from pipeline.recipe.validators import check_num_resident_blocks
 
 OptimizerArgument = Annotated[
     bool | int | float | str | tuple[float | None, ...] | None, BeforeValidator(check_argument)
+]
+
+NumResidentBlocks = Annotated[
+    Literal["none"] | Annotated[int, Field(ge=0, le=MAX_COUNT)], BeforeValidator(check_num_resident_blocks)
 ]
 
 DEFAULT_STEPS = 1000
@@ -147,6 +152,12 @@ class TrainingSettings(Settings):
         description="Recompute activations in the backward pass instead of storing them. Saves much memory, "
         "takes about a third more time, and gives the same gradients.",
     )
+    offload: NumResidentBlocks = Field(
+        default="none",
+        description="Number of the denoiser's repeated blocks that stay on the GPU. The weights of the "
+        "others are on the host and copied to the GPU for each use, which takes time and gives the same "
+        "LoRA. 0 saves most memory; none keeps all blocks on the GPU. Cannot be combined with `compile`.",
+    )
     compile: bool = Field(
         default=False,
         description="Compile the repeated blocks with torch.compile. The first steps of each bucket size "
@@ -219,6 +230,7 @@ class TrainingSettings(Settings):
         for violation in argument_violations(self.optimizer, self.optimizer_arguments.given()):
             yield replace(violation, involves=("optimizer", "optimizer_arguments"))
         yield from self._adapter_violations()
+        yield from self._offload_violations()
         yield from self._schedule_violations()
 
     def _adapter_violations(self) -> Iterator[Violation]:
@@ -250,6 +262,21 @@ class TrainingSettings(Settings):
                 what = f"quantize: {self.quantize} cannot be combined with {setting}"
                 fix = f"set quantize: none, or {alternative}"
                 yield Violation("quantize", what, fix, involves=("quantize", "lora"))
+
+    def _offload_violations(self) -> Iterator[Violation]:
+        """Yield the settings that streamed blocks do not work with."""
+        if self.offload == "none":
+            return
+        if self.compile:
+            what = f"offload: {self.offload} cannot be combined with compile: true"
+            fix = "set training.offload: none, or training.compile: false"
+            yield Violation("offload", what, fix, involves=("offload", "compile"))
+        if self.quantize == "nf4" and not self.gradient_checkpointing:
+            # The layers of bitsandbytes keep their weights for the backward pass out of autograd's sight.
+            what = f"offload: {self.offload} with quantize: nf4 needs gradient_checkpointing: true"
+            fix = "set training.gradient_checkpointing: true"
+            involves = ("offload", "quantize", "gradient_checkpointing")
+            yield Violation("offload", what, fix, involves=involves)
 
     def _schedule_violations(self) -> Iterator[Violation]:
         """Yield the contradictions in the learning rate schedule."""

@@ -13,7 +13,7 @@ from typing import cast
 
 from pipeline.escaping import has_credentials
 from pipeline.recipe.gates import GATES, NEVER_OPEN, PATH_ISOLATION
-from pipeline.recipe.settings import one_of, reject
+from pipeline.recipe.settings import MAX_COUNT, one_of, reject
 from pipeline.storage.addresses import Url, is_url
 
 MANIFEST_SUFFIXES = (".parquet", ".jsonl", ".csv")
@@ -28,6 +28,17 @@ def check_path(value: object) -> object:
     if isinstance(value, str) and is_url(value):
         reject(f'this path must be a local folder, got the address "{value}"', "use a local folder")
     return check_address(value)
+
+
+def check_num_resident_blocks(value: object) -> object:
+    """Return `value` if it is "none" or a number of blocks."""
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
+    if value != "none" and not is_number:
+        shown = json.dumps(value, default=str)
+        reject(
+            f"offload must be none or a number of blocks, at least 0, got {shown}", "write none, or 0 or more"
+        )
+    return value
 
 
 def check_address(value: object) -> object:

@@ -25,6 +25,7 @@ from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.offload.streamed_blocks import streamed_blocks
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -130,6 +131,32 @@ def test_compiled_blocks_give_almost_the_same_losses(device: str, rig: Rig) -> N
             denoiser.compile_repeated_blocks(backend="eager")  # the default needs a C++ compiler
         losses[is_compiled] = [outcome.loss for outcome in outcomes(job, engine)]
     assert losses[True] == pytest.approx(losses[False], rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "nf4"])
+def test_streamed_blocks_give_the_same_losses(
+    device: str, rig: Rig, quantize: str, checkpointing: bool
+) -> None:
+    if quantize == "nf4" and (device == "cpu" or not checkpointing):
+        pytest.skip("nf4 needs a GPU, and gradient checkpointing to be streamed")
+    losses = {}
+    for offload in ("none", 0, 1):
+        job = rig.training_job(offload=offload, quantize=quantize, gradient_checkpointing=checkpointing)
+        engine = engine_of(job)
+        losses[offload] = [outcome.loss for outcome in outcomes(job, engine)]
+        if offload == 0:
+            _require_slots_on(device, engine)
+    tolerance = 0.0 if device == "cpu" else 1e-3  # some kernels of CUDA add in any order
+    assert losses[0] == pytest.approx(losses["none"], rel=tolerance)
+    assert losses[1] == pytest.approx(losses["none"], rel=tolerance)
+
+
+def _require_slots_on(device: str, engine: Engine) -> None:
+    streamed = streamed_blocks(engine.denoiser)
+    assert streamed is not None
+    assert all(slot.device.type == device for slot in streamed.store.slots)
+    assert all(weight.device.type == device for weight in engine.denoiser.parameters())
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

@@ -6,7 +6,7 @@ Letters of shapes: B samples, T tokens, D embedding width, C latent channels, h 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -81,13 +81,17 @@ class DenoiserCall(ABC):
         # Weights are quantized on the device, one at a time, so that the host never holds all of them.
         return read_component(self.family, name, dtype, **options, device_map={"": device})
 
-    def recompute_activations(self, denoiser: nn.Module) -> None:
+    def recompute_activations(
+        self, denoiser: nn.Module, checkpoint: Callable[..., Any] | None = None
+    ) -> None:
         """Let the backward pass recompute activations: less memory, the same gradients.
+
+        `checkpoint` replaces diffusers' own function, which calls a module with its arguments.
 
         Raises:
             ValueError: The denoiser's class does not support it.
         """
-        cast("Any", denoiser).enable_gradient_checkpointing()
+        cast("Any", denoiser).enable_gradient_checkpointing(checkpoint)
 
     @abstractmethod
     def predict(

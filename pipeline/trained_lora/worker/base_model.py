@@ -11,6 +11,7 @@ import torch
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.worker.compiled import allow_recompilation
 from pipeline.trained_lora.worker.nf4 import unpacked_layers
+from pipeline.trained_lora.worker.offload.streamed_blocks import stream_blocks, streamed_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,14 +39,17 @@ def base_dtype(family: Family, recipe: Recipe) -> str:
 
 
 def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
-    """Load the denoiser onto `device`, quantised if the recipe sets `training.quantize`.
+    """Load the denoiser for `device`, quantised and streamed if the recipe sets so.
 
     Raises:
-        TrainingError: The quantisation needs a missing package or GPU, or applies to no weight.
+        TrainingError: The quantisation needs a missing package or GPU, or applies to no weight, or the
+            denoiser has no blocks to stream.
     """
-    dtype, kind = base_dtype(family, recipe), recipe.training.quantize
+    dtype, kind, offload = base_dtype(family, recipe), recipe.training.quantize, recipe.training.offload
     config = quantization(kind, dtype, device, unpacked=unpacked_layers(family) if kind == "nf4" else ())
-    denoiser = family.denoiser.load(dtype, device, quantization=config)
+    # Streamed weights may not fit on the device together. Only a GPU can pack nf4.
+    load_device = device if offload == "none" or kind == "nf4" else "cpu"
+    denoiser = family.denoiser.load(dtype, load_device, quantization=config)
     if kind != "none" and not any(map(_is_quantized, denoiser.parameters())):
         raise TrainingError(
             f"{kind} quantised no weight of {type(denoiser).__name__}",
@@ -53,6 +57,8 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
             fix="set training.quantize: none",
         )
     cast_inputs_of_quantized_layers(denoiser, getattr(torch, dtype))
+    if offload != "none":
+        stream_blocks(denoiser, offload, torch.device(device))
     return denoiser
 
 
@@ -146,7 +152,8 @@ def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module,
     """
     try:
         if recipe.training.gradient_checkpointing:
-            family.denoiser.recompute_activations(denoiser)
+            streamed = streamed_blocks(denoiser)
+            family.denoiser.recompute_activations(denoiser, streamed and streamed.checkpoint)
         if recipe.training.compile:
             allow_recompilation()
             cast("Any", denoiser).compile_repeated_blocks()

@@ -19,7 +19,7 @@ def out_of_memory_error(recipe: Recipe, when: str, usage: str) -> TrainingError:
     where = (
         f"training.batch_size {training.batch_size}, buckets.resolution {recipe.buckets.resolution}, "
         f"accelerate.mixed_precision {recipe.accelerate.mixed_precision}, "
-        f"training.quantize {training.quantize}, "
+        f"training.quantize {training.quantize}, training.offload {training.offload}, "
         f"training.gradient_checkpointing {str(training.gradient_checkpointing).lower()}"
     )
     what = f"memory ran out {when}" + (f" ({usage})" if usage else "")
@@ -43,6 +43,10 @@ def _advice(recipe: Recipe) -> list[str]:
         advice.append(f"set training.batch_size: {size} and gradient_accumulation: {accumulation}")
     if training.quantize == "none" and training.lora.kind == "lora" and not training.lora.dora:
         advice.append("set training.quantize: int8 or nf4")
+    if training.offload != 0 and not training.compile:
+        advice.append(
+            "set training.offload: 0, which copies the base model's blocks from the host for each use"
+        )
     return [
         *advice,
         "close other programs that use the device",

@@ -18,20 +18,21 @@ def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: in
 
     If nothing does, return the changes that need least memory.
     """
-    change = Change((), training.memory(training.variant).device, fits=False)
+    least = Change((), training.memory(training.variant).device, fits=False)
     for settings, variant in _changes(recipe, training.variant):
         device_bytes = training.memory(variant).device
-        change = Change(settings, device_bytes, fits=device_bytes <= usable_bytes)
-        if change.fits:
-            break
-    return change
+        if device_bytes <= usable_bytes:
+            return Change(settings, device_bytes, fits=True)
+        if device_bytes < least.device_bytes:
+            least = Change(settings, device_bytes, fits=False)
+    return least
 
 
 def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """Yield changed settings, each with those before it, except that nf4 replaces int8.
+    """Yield changed settings, each with those before it, except that nf4 and streaming replace those before.
 
     Checkpointing costs time. A smaller batch with more accumulation trains the same samples per step. Packing
-    changes the trained weights slightly.
+    changes the trained weights slightly. Streaming does not, but copies the weights in every step.
     """
     settings: tuple[str, ...] = ()
     if variant.mixed_precision == "no":
@@ -50,6 +51,8 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
     if variant.quantize == "none" and _can_pack(recipe):
         for kind in ("int8", "nf4"):
             yield (*settings, f"training.quantize: {kind}"), replace(variant, quantize=kind)
+    if variant.offload != 0 and not recipe.training.compile:
+        yield (*settings, "training.offload: 0"), replace(variant, offload=0)
 
 
 def _can_pack(recipe: Recipe) -> bool:

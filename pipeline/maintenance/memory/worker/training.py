@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+<<<<<<< HEAD
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
+=======
+from typing import TYPE_CHECKING, Any, Literal, cast
+>>>>>>> wt-offload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +25,7 @@ from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weight
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.loss import sample_losses
 from pipeline.trained_lora.worker.nf4 import layers_outside_blocks
+from pipeline.trained_lora.worker.offload.streamed_blocks import NUM_SLOTS, streamed_names
 from pipeline.trained_lora.worker.optimizers import make_optimizer
 
 if TYPE_CHECKING:
@@ -55,12 +60,14 @@ class Variant:
         checkpointing: Value of `training.gradient_checkpointing`.
         batch_size: Value of `training.batch_size`.
         mixed_precision: "no", "fp16" or "bf16".
+        offload: Value of `training.offload`.
     """
 
     quantize: str
     checkpointing: bool
     batch_size: int
     mixed_precision: str
+    offload: Literal["none"] | int
 
     @property
     def dtype(self) -> str:
@@ -80,10 +87,10 @@ class TrainingMemory:
     """Bytes of a training, by purpose.
 
     Attributes:
-        base: Frozen base weights, packed if the recipe packs them.
+        base: Frozen base weights on the GPU, packed if the recipe packs them.
         trained: Adapter weights, their gradients, the optimizer's state, and moving averages.
         step: Peak of everything that a step creates and frees.
-        host: Base weights that the host holds while they are loaded.
+        host: Base weights that the host holds while they are loaded, and streamed ones.
     """
 
     base: int
@@ -117,6 +124,7 @@ class TrainingForecast:
             training.gradient_checkpointing,
             training.batch_size,
             self._family.mixed_precision(self._recipe.accelerate.mixed_precision),
+            training.offload,
         )
 
     def memory(self, variant: Variant) -> TrainingMemory:
@@ -127,12 +135,17 @@ class TrainingForecast:
         packed_bytes = sum(_packed_bytes(weight, variant.quantize) for weight in packed.values())
         largest = max(map(_unpacked_bytes, packed.values()), default=0)
         plain_bytes = num_bytes(weight for weight in base if id(weight) not in packed)
+
+        blocks = _streamed_bytes(denoiser, variant, packed)
+        slots = NUM_SLOTS * max(blocks, default=0) if len(blocks) > NUM_SLOTS else sum(blocks)
+        # Weights that are packed on the GPU move there one at a time, the others together.
+        one_at_a_time = packed and (not blocks or variant.quantize == "nf4")
+        host = max(map(_unpacked_bytes, base)) + sum(blocks) if one_at_a_time else num_bytes(base)
         return TrainingMemory(
-            base=packed_bytes + plain_bytes,
+            base=packed_bytes + plain_bytes - sum(blocks) + slots,
             trained=self._trained_bytes(denoiser),
             step=self._step(variant, largest=largest),
-            # Weights that are packed move to the GPU one at a time, the others together.
-            host=max(map(_unpacked_bytes, base)) if packed else num_bytes(base),
+            host=host,
         )
 
     def _step(self, variant: Variant, *, largest: int) -> int:
@@ -141,7 +154,9 @@ class TrainingForecast:
         For packed variants other than the recipe's, it is that of the unpacked model plus the largest weight,
         which is unpacked while it is used. This needs no further run of the model.
         """
-        if variant.packing is None or variant == self.variant or not variant.checkpointing:
+        # Where the weights of blocks are between their uses does not change what a step creates.
+        own, variant = (replace(each, offload="none") for each in (self.variant, variant))
+        if variant.packing is None or variant == own or not variant.checkpointing:
             return self.step_bytes(variant)
         return self.step_bytes(replace(variant, quantize="none")) + largest
 
@@ -240,6 +255,21 @@ def _packable(denoiser: nn.Module, kind: str) -> dict[int, Tensor]:
         for name, module in denoiser.named_modules()
         if isinstance(module, nn.Linear) and not module.weight.requires_grad and name not in unpacked
     }
+
+
+def _streamed_bytes(denoiser: nn.Module, variant: Variant, packed: Container[int]) -> list[int]:
+    """Return the bytes of each block that is streamed."""
+    if variant.offload == "none":
+        return []
+    blocks = [denoiser.get_submodule(name) for name in streamed_names(denoiser, variant.offload)]
+    return [
+        sum(
+            _packed_bytes(weight, variant.quantize) if id(weight) in packed else _unpacked_bytes(weight)
+            for weight in block.parameters()
+            if not weight.requires_grad
+        )
+        for block in blocks
+    ]
 
 
 def _unpacked_bytes(weight: Tensor) -> int:

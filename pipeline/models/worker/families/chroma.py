@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
@@ -37,11 +37,16 @@ class MaskedT5Conditioner(TextConditioner):
 class ChromaCall(DenoiserCall):
     """The transformer over packed latents, with a boolean attention mask."""
 
-    def recompute_activations(self, denoiser: nn.Module) -> None:
-        """Checkpoint each block here: diffusers 0.42 drops the mask where it recomputes single blocks."""
+    def recompute_activations(
+        self, denoiser: nn.Module, checkpoint: Callable[..., Any] | None = None
+    ) -> None:
+        """Checkpoint each block here: diffusers 0.42 drops the mask where it recomputes single blocks.
+
+        The checkpoints are inside the blocks, so hooks of the blocks are outside of them.
+        """
         model = cast("Any", denoiser)
         for block in (*model.transformer_blocks, *model.single_transformer_blocks):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(torch_checkpoint, block.forward, use_reentrant=False)
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.targets import rank_patterns, target_modules
+from pipeline.trained_lora.worker.offload.streamed_blocks import streamed_blocks, weights_loaded
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -78,9 +79,24 @@ def add_lora(
 
     adapted = [name for name, _ in lora_modules(network)]
     assert adapted == selected, f"peft adapted other modules: {sorted({*adapted} ^ {*selected})}"
+    if settings.dora and streamed_blocks(network) is not None:
+        _init_streamed_magnitudes(network)
     for weight in trainable_weights(network):
         weight.data = weight.data.float()
     return config
+
+
+def _init_streamed_magnitudes(network: nn.Module) -> None:
+    """Initialise DoRA's magnitudes where peft could not read the base weights; others are unchanged."""
+    for name, module in lora_modules(network):
+        layer = cast("Any", module)
+        with weights_loaded(network, name):
+            layer.lora_magnitude_vector[ADAPTER].update_layer(
+                base_layer=layer.get_base_layer(),
+                lora_A=layer.lora_A[ADAPTER].weight,
+                lora_B=layer.lora_B[ADAPTER].weight,
+                scaling=layer.scaling[ADAPTER],
+            )
 
 
 def _config(
@@ -259,9 +275,11 @@ def row_norms(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     norms: dict[str, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for name, module in lora_modules(network):
-            weight = dequantize_module_weight(cast("Any", module).get_base_layer()).float().flatten(1).cpu()
-            adapted = weight + _delta(module, ADAPTER).flatten(1)
-            norms[name] = (weight.norm(dim=1), adapted.norm(dim=1))
+            with weights_loaded(network, name):
+                base = dequantize_module_weight(cast("Any", module).get_base_layer())
+                weight = base.float().flatten(1).cpu()
+                adapted = weight + _delta(module, ADAPTER).flatten(1)
+                norms[name] = (weight.norm(dim=1), adapted.norm(dim=1))
     return norms
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.lora import ADAPTER, FROZEN_ADAPTER, lora_modules
+from pipeline.trained_lora.worker.offload.streamed_blocks import weights_loaded
 
 if TYPE_CHECKING:
     from pipeline.recipe import LoraSettings
@@ -57,7 +58,8 @@ def init_from_base_weights(denoiser: nn.Module, settings: LoraSettings, *, seed:
 
     for name, module in lora_modules(denoiser):
         layer = cast("Any", module)
-        up, down = _initial_factors(name, layer, settings, seed=seed)
+        with weights_loaded(denoiser, name):
+            up, down = _initial_factors(name, layer, settings, seed=seed)
         for adapter, sign in ((ADAPTER, 1.0), (FROZEN_ADAPTER, -1.0)):
             for factor, values in ((layer.lora_A[adapter], down), (layer.lora_B[adapter], sign * up)):
                 shape = factor.weight.shape

@@ -66,3 +66,31 @@ def test_packing_is_proposed_with_the_gentlest_kind_that_fits(forecast: Any) -> 
     assert (change.settings, change.fits) == (("training.quantize: int8",), True)
     change = forecast(card_bytes=needed + int(0.8 * GIB)).change
     assert (change.settings, change.fits) == (("training.quantize: nf4",), True)
+
+
+def test_streamed_blocks_are_on_the_host_and_two_slots_on_the_gpu(forecast: Any) -> None:
+    """FLUX.1 has 340 million weights in a block of two streams and 142 million in one of a single stream."""
+
+    def stage(**training: Any) -> Any:
+        return forecast(training={"gradient_checkpointing": True, **training}).stages[2]
+
+    resident, streamed, one = stage(), stage(offload=0), stage(offload=1)
+    double, single = 340e6 * 2, 142e6 * 2
+    saved = resident.device_bytes - streamed.device_bytes
+    assert saved == pytest.approx(2 * double + 4 * single - 2 * double, rel=0.01)
+    assert streamed.host_bytes == pytest.approx(resident.host_bytes, rel=0.05)
+    assert one.device_bytes - streamed.device_bytes == pytest.approx(double, rel=0.01)
+
+    packed, streamed = stage(quantize="int8"), stage(quantize="int8", offload=0)
+    assert packed.device_bytes - streamed.device_bytes == pytest.approx(saved / 2, rel=0.02)
+
+
+def test_streaming_is_proposed_if_packing_is_not_enough_or_not_possible(forecast: Any) -> None:
+    training = {"gradient_checkpointing": True, "lora": {"kind": "lokr"}}
+    needed = forecast(training={**training, "offload": 0}).stages[2].device_bytes
+    change = forecast(card_bytes=needed + int(1.2 * GIB), training=training).change
+    assert (change.settings, change.fits) == (("training.offload: 0",), True)
+
+    # With six blocks, two slots are a third of the model, and more than all weights in 4 bits.
+    change = forecast(card_bytes=2 * GIB).change
+    assert (change.settings, change.fits) == (("training.quantize: nf4",), False)

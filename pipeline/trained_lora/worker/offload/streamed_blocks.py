@@ -1,0 +1,250 @@
+"""Streamed blocks of a denoiser: hooks that load a block's weights for forward, recompute and backward.
+
+Autograd keeps tensors of the forward pass for the backward pass. A frozen weight among them refers to a slot,
+which other blocks use in the meantime. There are two cases:
+
+    no checkpointing    the weight's place in its block is saved instead, and looked up in the backward pass
+    checkpointing       nothing is saved; the block is computed again, and its slot kept to its last gradient
+
+Autograd runs the nodes of later operations first, so all gradients of a block come before those of the blocks
+before it, and the backward pass of one block ends when that of another begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.worker.offload.host_store import HostStore, host_store
+from pipeline.trained_lora.worker.offload.ring import Ring
+
+NUM_SLOTS = 2
+"""Number of blocks in the memory of the device: one in use, and one that is copied meanwhile."""
+
+
+_Mode = Literal["plain", "checkpointed", "recomputing"]
+"""Whether a pass is inside a checkpoint, and whether it is the second one, in the backward pass."""
+
+
+@dataclass(frozen=True)
+class _SavedWeight:
+    """A view of a streamed weight, saved for the backward pass.
+
+    Attributes:
+        block: Number of its block.
+        offset: Offset in the block, in elements.
+        dtype: Dtype.
+        shape: Shape.
+        stride: Strides.
+    """
+
+    block: int
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _SavedPackedWeight:
+    """A packed weight of torchao, saved for the backward pass.
+
+    Attributes:
+        kind: Class of the weight.
+        parts: Its tensors or what was saved of them, by name.
+        context: Other facts of `__tensor_flatten__`.
+        shape: Shape.
+        stride: Strides.
+    """
+
+    kind: Any
+    parts: Mapping[str, Any]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class StreamedBlocks:
+    """The blocks of a denoiser whose frozen weights are on the host.
+
+    Attributes:
+        names: Paths of the blocks in the denoiser.
+        ring: Schedule of their copies.
+        store: Their memory.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], store: HostStore, num_slots: int) -> None:
+        """Register hooks on the blocks, which `store` already holds in the same order."""
+        self.names = tuple(blocks)
+        self.store = store
+        self.ring = Ring(len(blocks), num_slots, store)
+        self._mode: _Mode = "plain"
+        self._saving: saved_tensors_hooks | None = None
+        for number, block in enumerate(blocks.values()):
+            block.register_forward_pre_hook(self._before(number))
+            block.register_forward_hook(self._after(number), with_kwargs=True, always_call=True)
+
+    @contextmanager
+    def loaded(self, name: str) -> Generator[None]:
+        """Make the weights of a module readable within the context, if they are streamed."""
+        numbers = [number for number, path in enumerate(self.names) if f"{name}.".startswith(f"{path}.")]
+        for number in numbers:
+            self.ring.forward_begins(number, with_backward=False)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                self.ring.forward_ends(number)
+
+    def checkpoint(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function whose activations the backward pass computes again, as diffusers does."""
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return self._in_mode("checkpointed"), self._in_mode("recomputing")
+
+        return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
+
+    @contextmanager
+    def _in_mode(self, mode: _Mode) -> Generator[None]:
+        before, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = before
+
+    def _before(self, number: int) -> Callable[..., None]:
+        def hook(_block: nn.Module, _inputs: tuple[Any, ...]) -> None:
+            if self._mode == "recomputing":
+                self.ring.backward_begins(number)
+                return
+            self.ring.forward_begins(number, with_backward=torch.is_grad_enabled())
+            # Inside a checkpoint nothing is saved, and these hooks would replace the checkpoint's own.
+            if torch.is_grad_enabled() and self._mode == "plain":
+                self._saving = saved_tensors_hooks(self._save_of(number), self._restore)
+                self._saving.__enter__()
+
+        return hook
+
+    def _after(self, number: int) -> Callable[..., None]:
+        def begin_backward(_gradient: Tensor) -> None:
+            self.ring.backward_begins(number)
+
+        def hook(
+            _block: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], outputs: Any
+        ) -> None:
+            if self._mode == "recomputing":
+                return
+            if self._saving is not None:
+                self._saving.__exit__(None, None, None)
+                self._saving = None
+            self.ring.forward_ends(number)
+
+            # An input that the block returns unchanged belongs to an earlier block.
+            passed_on = {id(each) for each in (*inputs, *named_inputs.values())}
+            for output in outputs if isinstance(outputs, tuple) else (outputs,):
+                if torch.is_tensor(output) and output.requires_grad and id(output) not in passed_on:
+                    output.register_hook(begin_backward)
+
+        return hook
+
+    def _save_of(self, number: int) -> Callable[[Tensor], Any]:
+        def save(tensor: Tensor) -> Any:
+            if hasattr(tensor, "__tensor_flatten__"):
+                names, context = cast("Any", tensor).__tensor_flatten__()
+                parts = {name: save(getattr(tensor, name)) for name in names}
+                return _SavedPackedWeight(type(tensor), parts, context, tensor.shape, tensor.stride())
+            if tensor.untyped_storage().data_ptr() != self._slot(number).untyped_storage().data_ptr():
+                return tensor
+            return _SavedWeight(
+                number, int(tensor.storage_offset()), tensor.dtype, tensor.shape, tensor.stride()
+            )
+
+        return save
+
+    def _slot(self, number: int) -> Tensor:
+        return self.store.slots[self.ring.slot_of(number)]
+
+    def _restore(self, saved: Any) -> Tensor:
+        if isinstance(saved, _SavedPackedWeight):
+            parts = {name: self._restore(part) for name, part in saved.parts.items()}
+            return saved.kind.__tensor_unflatten__(parts, saved.context, saved.shape, saved.stride)
+        if not isinstance(saved, _SavedWeight):
+            return saved
+        self.ring.backward_begins(saved.block)
+        return self._slot(saved.block).view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+
+
+def stream_blocks(denoiser: nn.Module, num_resident: int, device: torch.device) -> None:
+    """Keep `num_resident` of the denoiser's repeated blocks on the device and stream all others.
+
+    The streamed blocks are spread evenly, so that a copy overlaps with the computation of the blocks between.
+    Call it before an adapter is added: it moves all weights that the denoiser has.
+
+    Raises:
+        TrainingError: The denoiser has no repeated blocks.
+    """
+    blocks = repeated_blocks(denoiser)
+    if not blocks:
+        raise TrainingError(
+            f"{type(denoiser).__name__} has no repeated blocks to stream",
+            where=f"training.offload: {num_resident}",
+            fix="set training.offload: none",
+        )
+    names = streamed_names(denoiser, num_resident)
+    if names:
+        store = host_store(device, NUM_SLOTS)
+        for name in names:
+            block = blocks[name].to(device)
+            store.add(list(block.parameters()))
+        store.allocate()
+        _STREAMED[denoiser] = StreamedBlocks({name: blocks[name] for name in names}, store, NUM_SLOTS)
+    denoiser.to(device)
+
+
+def repeated_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost repeated blocks by their paths.
+
+    They are those that `compile_repeated_blocks` compiles. A model that names none, such as Stable Diffusion
+    3, names the modules that `device_map` does not split; those in a list are blocks.
+    """
+    kinds = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
+    blocks: dict[str, nn.Module] = {}
+    for name, module in denoiser.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in blocks)
+        is_in_list = any(part.isdigit() for part in name.split("."))
+        if type(module).__name__ in kinds and is_in_list and not is_inside:
+            blocks[name] = module
+    return blocks
+
+
+def streamed_names(denoiser: nn.Module, num_resident: int) -> list[str]:
+    """Return the paths of the repeated blocks that are streamed, at even distances."""
+    names = list(repeated_blocks(denoiser))
+    number, total = max(0, len(names) - num_resident), len(names)
+    return [
+        name for place, name in enumerate(names) if (place + 1) * number // total > place * number // total
+    ]
+
+
+_STREAMED: WeakKeyDictionary[nn.Module, StreamedBlocks] = WeakKeyDictionary()
+"""Streamed blocks by denoiser."""
+
+
+def streamed_blocks(denoiser: nn.Module) -> StreamedBlocks | None:
+    """Return the denoiser's streamed blocks; None if all weights are on the device."""
+    return _STREAMED.get(denoiser)
+
+
+def weights_loaded(network: nn.Module, name: str) -> AbstractContextManager[None]:
+    """Return a context in which the base weights of a module can be read outside of its forward pass."""
+    streamed = streamed_blocks(network)
+    return nullcontext() if streamed is None else streamed.loaded(name)

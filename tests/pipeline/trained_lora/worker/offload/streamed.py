@@ -1,0 +1,40 @@
+"""A store that overwrites every evicted copy with NaN, and counts the blocks on the device."""
+
+from __future__ import annotations
+
+from pipeline.trained_lora.worker.offload.host_store import CpuStore
+
+NAN_BYTE = 0xFF
+"""A byte that makes a NaN of every floating-point format if all bytes of a number have it."""
+
+
+class PoisoningStore(CpuStore):
+    """The CPU's store, with new memory for every copy, which is NaN once its block is evicted.
+
+    In the same memory, a weight that was kept from an earlier copy would be correct again after the next one.
+
+    Attributes:
+        on_device: Blocks that are in a slot.
+        most_on_device: Largest number of them so far.
+        num_copies: Number of copies so far.
+    """
+
+    def allocate(self) -> None:
+        super().allocate()
+        self.on_device: set[int] = set()
+        self.most_on_device = 0
+        self.num_copies = 0
+        for slot in self.slots:
+            slot.fill_(NAN_BYTE)
+
+    def fetch(self, block: int, slot: int) -> None:
+        self.on_device.add(block)
+        self.most_on_device = max(self.most_on_device, len(self.on_device))
+        self.num_copies += 1
+        self.slots[slot] = self.slots[slot].clone()
+        super().fetch(block, slot)
+
+    def evict(self, block: int, slot: int) -> None:
+        super().evict(block, slot)
+        self.slots[slot].fill_(NAN_BYTE)
+        self.on_device.remove(block)
