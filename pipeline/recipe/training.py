@@ -184,7 +184,7 @@ class TrainingSettings(Settings):
     sample_prompts: PreviewPrompts = Field(
         default=(),
         description="Prompts of the previews, as text or with their own settings; an empty list uses the "
-        "first captions.",
+        "first captions, with the references of their images.",
     )
     validate_every: int = Field(
         default=250,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from pipeline.aspect_buckets.slider_pairs import slider_scales
+from pipeline.cache.reference_requests import IMAGES
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Size, placement_of
+from pipeline.raw_images.sources import reference_root
 from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
 from pipeline.trained_lora.previews import number_text, preview_heading
 from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
@@ -18,9 +22,14 @@ from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
     from pipeline.recipe import PreviewPrompt, Recipe
+    from pipeline.trained_lora.samples import TrainingInputs
 
 SLIDER_SCALES = (-1.0, 0.0, 1.0)
 """Scales of a slider's previews: its opposite, the base model, and what it was trained on."""
+
+
+NUM_DEFAULT_PROMPTS = 2
+"""Number of captions that are drawn as previews if the recipe has no preview prompts."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,62 @@ class Prompt:
         """Return the cache entries of the prompt and of its negative prompt, by caption."""
         negative = {} if self.negative is None else {self.negative.caption: self.negative.text}
         return {self.caption: self.text, **negative}
+
+
+def preview_prompts(
+    recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs, latents: pl.DataFrame
+) -> tuple[Prompt, ...]:
+    """Return the prompts of the previews: the recipe's, or else the first captions with their references.
+
+    Args:
+        recipe: The recipe.
+        entries: Entries of the recipe.
+        inputs: Training inputs of the run.
+        latents: Table vae_latents, which names the references of each sample.
+    """
+    training = recipe.training
+    if training.sample_every == 0:
+        return ()
+
+    if training.sample_prompts:
+        return recipe_prompts(entries, training.sample_prompts)
+
+    trained = [dataset.name for dataset in recipe.datasets if dataset.role == "train"]
+    captions = inputs.table.with_row_index("number").filter(pl.col("dataset").is_in(trained))
+    captions = captions.select("number", caption=pl.col("captions").list.first())
+    first_uses = captions.unique("caption", keep="first", maintain_order=True)["number"]
+    chosen = [inputs[number] for number in first_uses[:NUM_DEFAULT_PROMPTS]]
+    references = _reference_files(recipe, latents, [item.sample_id for item in chosen])
+    prompts = (
+        Prompt(
+            item.variants[0].caption,
+            item.variants[0].entry,
+            item.target_size_hw,
+            references=references.get(item.sample_id, ()),
+        )
+        for item in chosen
+    )
+    return tuple(scaled for prompt in prompts for scaled in at_slider_scales(recipe, prompt))
+
+
+def _reference_files(
+    recipe: Recipe, latents: pl.DataFrame, sample_ids: Sequence[str]
+) -> dict[str, tuple[Path, ...]]:
+    """Return the files of the samples' references, without those of samples with references at addresses."""
+    if IMAGES not in latents.columns:
+        return {}
+    roots = {
+        dataset.name: [reference_root(dataset, each) for each in dataset.references]
+        for dataset in recipe.datasets
+    }
+    rows = latents.filter(pl.col("sample_id").is_in(list(sample_ids))).drop_nulls(IMAGES)
+    files: dict[str, tuple[Path, ...]] = {}
+    for sample_id, dataset, images in rows.select("sample_id", "dataset", IMAGES).iter_rows():
+        paths = zip(roots[dataset], json.loads(images), strict=True)
+        local = [root / image["path"] for root, image in paths if isinstance(root, Path)]
+        if len(local) == len(roots[dataset]):
+            files[sample_id] = tuple(local)
+    return files
 
 
 def square_prompts(entries: RecipeEntries, captions: Iterable[str]) -> tuple[Prompt, ...]:

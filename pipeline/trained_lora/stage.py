@@ -53,13 +53,13 @@ from pipeline.trained_lora.export.publish import (
 )
 from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
 from pipeline.trained_lora.job import TrainingJob, with_steps
-from pipeline.trained_lora.prompts import Prompt, at_slider_scales, recipe_prompts
+from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
-from pipeline.trained_lora.samples import TrainingInputs, training_inputs
+from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.validated_dataset import checks as validated_dataset
@@ -80,9 +80,6 @@ _UPSTREAM_CHECKS = {
 NO_OVERRIDES: Mapping[str, Any] = {}
 
 MODULE = "pipeline.trained_lora.worker"
-
-NUM_DEFAULT_PROMPTS = 2
-"""Number of captions that are drawn as previews if the recipe has no preview prompts."""
 
 CURVE_POINTS = 100
 """Maximum number of points of the loss curve in the report."""
@@ -197,34 +194,11 @@ def _plan_run(
         run=run_id(facts),
         inputs=inputs,
         empty_text=entries.text_spec(""),
-        prompts=preview_prompts(recipe, entries, inputs),
+        prompts=preview_prompts(recipe, entries, inputs, latents),
     )
     table = trained_table(latents, job)
     record = {**provenance(recipe, entries, facts, table), "overrides": dict(overrides)}
     return replace(job, provenance=record), facts, table
-
-
-def preview_prompts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> tuple[Prompt, ...]:
-    """Return the prompts of the previews: the recipe's, or else the first captions."""
-    training = recipe.training
-    if training.sample_every == 0:
-        return ()
-
-    if training.sample_prompts:
-        return recipe_prompts(entries, training.sample_prompts)
-
-    trained = [dataset.name for dataset in recipe.datasets if dataset.role == "train"]
-    captions = inputs.table.with_row_index("number").filter(pl.col("dataset").is_in(trained))
-    captions = captions.select("number", caption=pl.col("captions").list.first())
-    first_uses = captions.unique("caption", keep="first", maintain_order=True)["number"]
-    chosen = [inputs[number] for number in first_uses[:NUM_DEFAULT_PROMPTS]]
-    return tuple(
-        scaled
-        for item in chosen
-        for scaled in at_slider_scales(
-            recipe, Prompt(item.variants[0].caption, item.variants[0].entry, item.target_size_hw)
-        )
-    )
 
 
 def trained_table(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:

@@ -39,7 +39,7 @@ def pairs(tmp_path: Path) -> Workspace:
         "path": str(workspace.data),
         "references": [{"path": str(tmp_path / "before")}],
     }
-    training = {"steps": 4, "batch_size": 2, "learning_rate": 1e-1, "sample_every": 0, "lora": {"rank": 4}}
+    training = {"steps": 4, "batch_size": 2, "learning_rate": 1e-1, "sample_every": 4, "lora": {"rank": 4}}
     workspace.recipe(
         datasets=[dataset], buckets={"resolution": 64, "step": 16}, latents={"flip": True}, training=training
     )
@@ -49,6 +49,16 @@ def pairs(tmp_path: Path) -> Workspace:
 def closed_gates(workspace: Workspace, asset: str) -> dict[str, str]:
     checks = workspace.report(f"{asset}_checks")["checks"]
     return {check["name"]: check["summary"] for check in checks if check["closed"]}
+
+
+def preview_references(run_folder: Path) -> set[str]:
+    """Return the references that the previews of the only prompt state."""
+    found: set[str] = set()
+    for path in run_folder.rglob("*.png"):
+        with Image.open(path) as image:
+            if image.info.get("prompt") == "make it dark":
+                found.add(image.info["references"])
+    return found
 
 
 def edited(pipe: Any, reference: Path) -> np.ndarray:
@@ -75,6 +85,7 @@ def test_E01_a_missing_reference_stops_the_job_and_the_repaired_one_trains_a_lor
     report = pairs.report("vae_latents")
     assert (report["encoded"], report["reference_entries"]) == (4 * NUM_PAIRS, 2 * NUM_PAIRS)
     (run,) = pairs.out.glob("runs/*/run.json")
+    assert preview_references(run.parent) == {"0.webp"}
     assert "references" in json.loads(run.read_text("utf-8"))["samples"]
     provenance = json.loads((pairs.out / "lora" / "provenance.json").read_text("utf-8"))
     assert len(provenance["samples"]["references"]) == NUM_PAIRS

@@ -236,6 +236,7 @@ def test_the_recipes_of_this_repository_load():
     examples, broken = load_recipe_folder(project_root() / "configs" / "examples")
     assert broken == []
     assert [recipe.name for recipe in examples] == [
+        "edits_flux_kontext",
         "flowers_aura_flow",
         "flowers_bria_fibo",
         "flowers_chroma",

@@ -24,8 +24,8 @@ from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import SCHEMAS, Tables, columns_in, frame
 from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.samples import training_inputs
-from pipeline.trained_lora.stage import preview_prompts
 from pipeline.vae_latents.references import with_reference_columns
 
 SIZES = {"64x64": 5, "32x96": 3}
@@ -46,7 +46,7 @@ class Project:
     def job(self, run: str = "0123456789abcdef") -> TrainingJob:
         entries = RecipeEntries(self.recipe)
         inputs = training_inputs(self.recipe, entries, self.latents, self.text)
-        prompts = preview_prompts(self.recipe, entries, inputs)
+        prompts = preview_prompts(self.recipe, entries, inputs, self.latents)
         return TrainingJob(self.recipe, entries.model_folder, run, inputs, entries.text_spec(""), prompts)
 
     def changed(

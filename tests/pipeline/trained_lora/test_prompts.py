@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pipeline.trained_lora.prompts import Prompt, prompts_from_json, prompts_to_json
+from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
@@ -96,3 +99,26 @@ def test_a_heading_states_the_names_of_references_and_json_their_paths(
     prompt = replace(plain, references=(Path("/data/before.png"), Path("/data/style.png")))
     assert prompt.heading == "a cat (references: before.png, style.png)"
     assert prompts_from_json(json.loads(json.dumps(prompts_to_json([prompt])))) == (prompt,)
+
+
+def test_default_prompts_have_the_references_of_their_samples(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_references(monkeypatch)
+    references = [{"path": "/before"}, {"path": "/style"}]
+    project = make_project(datasets={"edits": {"references": references}}, sample_every=2)
+    job = project.job()
+    images = dict(project.latents.select("sample_id", "reference_images").iter_rows())
+    for prompt, item in zip(job.prompts, job.inputs, strict=False):
+        assert prompt.caption == item.variants[0].caption
+        before, style = (each["path"] for each in json.loads(images[item.sample_id]))
+        assert prompt.references == (Path("/before") / before, Path("/style") / style)
+
+
+def test_default_prompts_have_no_references_at_addresses(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_references(monkeypatch)
+    datasets = {"edits": {"references": [{"path": "s3://bucket/before"}]}}
+    for prompt in make_project(datasets=datasets, sample_every=2).job().prompts:
+        assert prompt.references == ()

@@ -6,12 +6,8 @@ from collections.abc import Container, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-<<<<<<< HEAD
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
-=======
 from typing import TYPE_CHECKING, Any, Literal, cast
->>>>>>> wt-offload
 
 import torch
 from torch import Tensor, nn

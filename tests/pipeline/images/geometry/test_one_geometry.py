@@ -20,8 +20,8 @@ from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.samples import training_inputs
-from pipeline.trained_lora.stage import preview_prompts
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.vae_latents.stage import cache_latents
@@ -75,7 +75,7 @@ def cached(recipe: Recipe, launch: Any) -> GeometryUses:
     text = keep("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=str))
     entries = RecipeEntries(recipe)
     inputs = training_inputs(recipe, entries, latents, text)
-    prompts = preview_prompts(recipe, entries, inputs)
+    prompts = preview_prompts(recipe, entries, inputs, latents)
     order = TrainingJob(recipe, entries.model_folder, "0" * 16, inputs, entries.text_spec(""), prompts)
     return GeometryUses(
         latents={row["sample_id"]: _stored(entries, row) for row in latents.to_dicts()},
