@@ -97,7 +97,9 @@ def refused_references(entries: RecipeEntries, rows: pl.DataFrame) -> dict[str, 
         try:
             reference_geometry(entries.family, Size(height, width))
         except BucketError as err:
-            refused |= dict.fromkeys(of_size["sample_id"], err)
+            for sample_id, number, path in of_size.select("sample_id", "number", "path").iter_rows():
+                what = f"references[{number}], {path}: {err.what}"
+                refused.setdefault(sample_id, BucketError(what, where=err.where, fix=err.fix))
     return refused
 
 

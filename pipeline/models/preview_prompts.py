@@ -67,11 +67,11 @@ def _reference_mistakes(recipe: Recipe, family: Family | None) -> Iterator[Mista
         path, number = ("training", "sample_prompts", index, "references"), len(prompt.references)
         spec = None if family is None else family.spec.references
         if family is not None and spec is None and number:
-            yield Mistake(path, f"{model} sees no reference images, got {number}", "remove references")
+            yield Mistake(path, f"{model} accepts no reference images, got {number}", "remove references")
             continue
         if spec is not None and number > spec.max_number:
-            what = f"{model} sees at most {counted(spec.max_number, 'reference image')}, got {number}"
-            yield Mistake(path, what, f"remove all but {spec.max_number} of them")
+            what = f"{model} accepts at most {counted(spec.max_number, 'reference image')}, got {number}"
+            yield Mistake(path, what, f"keep at most {spec.max_number} of them")
         if spec is not None and spec.required and not number:
             what = f"{model} requires a reference image for each preview, got none"
             yield Mistake(("training", "sample_prompts", index), what, "add references: [before.png]")

@@ -38,12 +38,12 @@ def _mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
     for index, dataset in enumerate(recipe.datasets):
         path, number = ("datasets", index, "references"), len(dataset.references)
         if spec is None and number:
-            what = f"{model} sees no reference images, got {counted(number, 'reference')}"
+            what = f"{model} accepts no reference images, got {counted(number, 'reference')}"
             yield Mistake(path, what, f"remove references, or set model.base to {_editing_models()}")
         elif spec is not None and number > spec.max_number:
             limit = counted(spec.max_number, "reference image")
-            what = f"{model} sees at most {limit}, got {number}"
-            yield Mistake(path, what, f"remove all but {spec.max_number} of them")
+            what = f"{model} accepts at most {limit}, got {number}"
+            yield Mistake(path, what, f"keep at most {spec.max_number} of them")
         elif spec is not None and spec.required and not number:
             what = f"{model} requires a reference image for each image, got none"
             yield Mistake(path, what, "add references: [{path: data/before}]")

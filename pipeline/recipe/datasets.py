@@ -111,7 +111,7 @@ class DatasetSettings(Settings):
     references: tuple[ReferenceSettings, ...] = Field(
         default=(),
         description="Reference images of each image, in the order in which the model sees them, for base "
-        "models that edit images. Each image needs exactly one file of each reference.",
+        "models that edit images. Each image needs exactly one file for each entry of this list.",
     )
     filters: FilterSettings = Field(
         default_factory=FilterSettings, description="Filters on size, aspect ratio and manifest columns."

@@ -11,7 +11,7 @@ from pipeline.recipe.settings import Settings, Violation
 
 
 class ReferenceSettings(Settings):
-    """One reference image of each image, such as the picture before an edit.
+    """A reference image for each image of the dataset, such as the picture before an edit.
 
     Exactly one of `path` and `column` is required.
     """
@@ -41,7 +41,7 @@ class ReferenceSettings(Settings):
         le=16_384,
         description="Largest size of a reference, in pixels: one with more than resolution squared pixels is "
         "scaled down to that area. Its aspect ratio stays the same, apart from rounding. null means the size "
-        "that the base model's pipeline in diffusers uses.",
+        "that the base model's pipeline in diffusers uses, as it does in previews in any case.",
     )
 
     @property
@@ -68,7 +68,6 @@ def reference_violations(references: Sequence[ReferenceSettings]) -> Iterator[Vi
         files = (reference.path, reference.column, reference.suffix)
         first = earlier.setdefault(files, index)
         if first != index:
-            what = (
-                f"references[{index}] must have other files than references[{first}], got {reference.source}"
-            )
-            yield Violation(f"references[{index}]", what, "remove one of the two", ("references",))
+            what = f"references[{index}] reads the same files as references[{first}]: {reference.source}"
+            fix = "remove one of the two, or give one another path, column or suffix"
+            yield Violation(f"references[{index}]", what, fix, ("references",))

@@ -156,7 +156,8 @@ class TrainingSettings(Settings):
         default="none",
         description="Number of the denoiser's repeated blocks that stay on the GPU. The weights of the "
         "others are on the host and copied to the GPU for each use, which takes time and gives the same "
-        "LoRA. 0 saves most memory; none keeps all blocks on the GPU. Cannot be combined with `compile`.",
+        "LoRA. 0 saves the most memory; none keeps all blocks on the GPU. Cannot be combined with `compile`; "
+        "with `quantize: nf4` it requires `gradient_checkpointing`.",
     )
     compile: bool = Field(
         default=False,

@@ -39,7 +39,7 @@ def missing_masks(
     both = keys.join(stored, on=_ROW, how="inner", maintain_order="left")
     wrong = both.filter(pl.col("expected").is_null() | pl.col("expected").ne_missing(pl.col("stored")))
     for sample_id in wrong["sample_id"].unique(maintain_order=True):
-        yield {"sample_id": sample_id, "problem": "its mask is missing, or belongs to an earlier state of it"}
+        yield {"sample_id": sample_id, "problem": "its mask is missing or outdated"}
 
 
 def mask_entry_problems(entries: RecipeEntries, table: pl.DataFrame) -> Problems:

@@ -39,7 +39,7 @@ def missing_references(
     both = keys.join(stored, on=_ROW, how="inner", maintain_order="left")
     wrong = both.filter(pl.col("expected").is_null() | pl.col("expected").ne_missing(pl.col("stored")))
     for sample_id in wrong["sample_id"].unique(maintain_order=True):
-        problem = "its references are missing, or belong to an earlier state of it"
+        problem = "its references are missing or outdated: they or their settings have changed since"
         yield {"sample_id": sample_id, "problem": problem}
 
 

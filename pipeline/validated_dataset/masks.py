@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STAGE = "validated_dataset"
 
-_WORDS = Words("mask", "draw the mask {name}.png, white where the image counts")
+_WORDS = Words("mask", "draw the mask {folder}/{name}.png, white where the image counts")
 
 Row = dict[str, Any]
 

@@ -51,7 +51,8 @@ class Words(NamedTuple):
 
     Attributes:
         noun: Name of the files, and with `_` the prefix of reasons.
-        add: How to add a missing file; `{name}` stands for its path without suffix.
+        add: How to add a missing file; `{folder}` stands for the folder of such files, and `{name}` for the
+            file's path in it without suffix.
     """
 
     noun: str
@@ -151,7 +152,8 @@ class Finder:
             return ImageError(f"{noun}_shared", detail, fix=fix)
         if not files:
             detail = f"{self._paired.path} has no image {name}.*"
-            fix = f"{self._words.add.format(name=name)}; or move the image to a dataset without {noun}s"
+            add = self._words.add.format(folder=self._paired.path, name=name)
+            fix = f"{add}; or move the image to a dataset without {noun}s"
             return ImageError(f"{noun}_missing", detail, fix=fix)
         if len(files) > 1:
             names = " and ".join(sorted(file.path for file in files))
@@ -163,7 +165,9 @@ class Finder:
         found, noun = self._by_image.get(path), self._words.noun
         if found is None:
             detail = f"the column {self._paired.column!r} is empty in its row of the manifest"
-            fix = f"write the path of its {noun}, or move the image to a dataset without {noun}s"
+            fix = (
+                f"write the path of the {noun} into that row, or move the image to a dataset without {noun}s"
+            )
             return ImageError(f"{noun}_missing", detail, fix=fix)
         if isinstance(found, Problem):
             return ImageError(f"{noun}_{found.reason}", found.detail, fix=found.fix)

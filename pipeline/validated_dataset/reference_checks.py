@@ -48,8 +48,8 @@ def reference_outcomes(
 
 def _present(recipe: Recipe, table: pl.DataFrame, numbers: dict[str, int], missing: pl.DataFrame) -> Outcome:
     if not missing.is_empty():
-        images = counted(len(missing), "image lacks", "images lack")
-        return _failure(f"{images} a reference, or has several files for it", missing)
+        images = counted(len(missing), "image")
+        return _failure(f"{images} without exactly one file of its own for each reference", missing)
 
     recorded = pl.lit(None, pl.String)
     if "reference_images" in table.columns:
@@ -57,7 +57,7 @@ def _present(recipe: Recipe, table: pl.DataFrame, numbers: dict[str, int], missi
     number = recorded.str.json_decode(pl.List(pl.Struct({"hash": pl.String}))).list.len()
     expected = pl.col("dataset").replace_strict(numbers, return_dtype=pl.UInt32)
     if not table.is_empty() and not table.select(number.eq_missing(expected).all()).item():
-        summary = "the table has samples with another number of references than their dataset now has"
+        summary = "the table has samples with fewer or more references than the recipe now names"
         return Outcome(False, summary, f"run the cache job again: latentline run {recipe.name} --cache-only")
     total = table.select(expected.sum()).item() if len(table) else 0
     return Outcome(

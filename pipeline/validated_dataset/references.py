@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STAGE = "validated_dataset"
 
-_WORDS = Words("reference", "add the reference {name}.png")
+_WORDS = Words("reference", "add the reference {folder}/{name}.png, or with another suffix of images")
 
 Row = dict[str, Any]
 

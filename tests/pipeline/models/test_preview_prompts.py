@@ -119,7 +119,7 @@ def test_references_that_cannot_be_read_or_that_the_model_refuses_are_errors(tmp
     for file, expected in (
         (tmp_path / "absent.png", "absent.png cannot be read"),
         (tmp_path / "text.png", "text.png cannot be read"),
-        (tiny, "a reference image is 64x60 (height x width), which the base model does not accept"),
+        (tiny, "the edges of a reference must be at least 64 px long, got 64x60 (height x width)"),
     ):
         error = problem(recipe(tmp_path, tmp_path / "base", f"references: [{good}, {file}]"))
         assert error.where == f"{tmp_path / 'one.yaml'}:9, training.sample_prompts[1].references[1]"
@@ -138,8 +138,8 @@ def test_the_number_of_references_is_that_of_the_base_model(tmp_path: Path) -> N
     require_preview_prompts(recipe(tmp_path, tmp_path / "kontext", f"references: [{good}]"))
     error = problem(recipe(tmp_path, tmp_path / "kontext", f"references: [{good}, {good}]"))
     assert error.where == f"{tmp_path / 'one.yaml'}:9, training.sample_prompts[1].references"
-    assert "sees at most 1 reference image, got 2" in error.what
+    assert "accepts at most 1 reference image, got 2" in error.what
 
     make_tiny_flux(tmp_path / "flux")
     error = problem(recipe(tmp_path, tmp_path / "flux", f"references: [{good}]"))
-    assert "(FLUX.1) sees no reference images, got 1" in error.what
+    assert "(FLUX.1) accepts no reference images, got 1" in error.what

@@ -31,7 +31,7 @@ def test_references_of_a_family_that_sees_none_are_an_error_that_names_families_
     tiny_sd: Path,
 ) -> None:
     require_references(recipe_of(tiny_sd, 0, 0))
-    with pytest.raises(RecipeError, match="sees no reference images, got 1 reference") as excinfo:
+    with pytest.raises(RecipeError, match="accepts no reference images, got 1 reference") as excinfo:
         require_references(recipe_of(tiny_sd, 0, 1))
     assert excinfo.value.where.endswith("datasets[1].references")
     assert "FLUX.2" in excinfo.value.fix
@@ -42,9 +42,9 @@ def test_each_dataset_may_have_as_many_references_as_the_model_sees(
 ) -> None:
     with_references(monkeypatch, max_number=2)
     require_references(recipe_of(tiny_sd, 0, 1, 2), detect(tiny_sd))
-    with pytest.raises(RecipeError, match="sees at most 2 reference images, got 3") as excinfo:
+    with pytest.raises(RecipeError, match="accepts at most 2 reference images, got 3") as excinfo:
         require_references(recipe_of(tiny_sd, 3, 2))
-    assert excinfo.value.fix == "remove all but 2 of them"
+    assert excinfo.value.fix == "keep at most 2 of them"
 
 
 def test_a_model_that_requires_references_needs_them_in_each_dataset(
@@ -62,5 +62,5 @@ def test_a_base_model_that_is_not_local_is_checked_when_it_is_known(
 ) -> None:
     recipe = recipe_of(Path("owner/name"), 1)
     require_references(recipe)
-    with pytest.raises(RecipeError, match="sees no reference images"):
+    with pytest.raises(RecipeError, match="accepts no reference images"):
         require_references(recipe, detect(tiny_sd))

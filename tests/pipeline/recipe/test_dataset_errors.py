@@ -212,7 +212,7 @@ CASES: list[Case] = [
     (
         dataset(references=[{"path": "data/before"}, {"path": "data/before", "resolution": 512}]),
         "datasets[0].references[1]",
-        "references[1] must have other files than references[0], got data/before",
+        "references[1] reads the same files as references[0]: data/before",
         "remove one",
     ),
     (

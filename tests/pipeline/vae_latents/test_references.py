@@ -126,7 +126,8 @@ def test_an_entry_is_the_mean_that_the_vae_gives_for_the_cropped_pixels(
             posterior = vae.encode(torch.from_numpy(pixels)[None].permute(0, 3, 1, 2) / 127.5 - 1).latent_dist
         stored = entries.store.read(of_references(entries).latent_spec(row))["latent"]
         expected = (posterior.mean * vae.config.scaling_factor)[0].numpy()
-        np.testing.assert_allclose(stored, expected, atol=1e-5)
+        # The number of threads changes the last bits of sums.
+        np.testing.assert_allclose(stored, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
         latents[row["sample_id"], row["number"], row["flipped"]] = stored
     for (sample, number, flipped), latent in latents.items():
         if flipped:
@@ -316,7 +317,7 @@ def test_a_recipe_with_more_references_than_the_base_model_sees_is_an_error(
     referenced: ReferencedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_references(monkeypatch, max_number=1)
-    with pytest.raises(RecipeError, match="sees at most 1 reference image, got 2"):
+    with pytest.raises(RecipeError, match="accepts at most 1 reference image, got 2"):
         forecast(referenced.recipe, referenced.tables, **QUIET)
-    with pytest.raises(RecipeError, match="sees at most 1 reference image, got 2"):
+    with pytest.raises(RecipeError, match="accepts at most 1 reference image, got 2"):
         referenced.run()

@@ -67,7 +67,9 @@ def flux2_references(max_number: int) -> ReferenceSpec:
 
 def _flux2_size(model: ModelFolder, original: Size) -> Size:
     if max(original) > min(original) * _FLUX2_MAX_ASPECT_RATIO:
-        raise _refused(original, f"its aspect ratio must be at most {_FLUX2_MAX_ASPECT_RATIO}:1")
+        raise _refused(
+            original, f"the aspect ratio of a reference must be at most {_FLUX2_MAX_ASPECT_RATIO}:1"
+        )
     _require_edges(original, _FLUX2_MIN_EDGE_PX)
     return _floored(model, _flux2_scaled(original))
 
@@ -128,12 +130,12 @@ def _floored(model: ModelFolder, size: Size) -> Size:
 
 def _require_edges(original: Size, min_px: int) -> None:
     if min(original) < min_px:
-        raise _refused(original, f"its edges must be at least {min_px} px long")
+        raise _refused(original, f"the edges of a reference must be at least {min_px} px long")
 
 
 def _refused(original: Size, limit: str) -> BucketError:
     return BucketError(
-        f"a reference image is {original} (height x width), which the base model does not accept: {limit}",
+        f"{limit}, got {original} (height x width)",
         where="datasets[].references",
         fix="replace the reference, or remove its image from the dataset",
     )
