@@ -9,7 +9,7 @@ import pytest
 from dagster import AssetKey, Failure, build_input_context
 
 from pipeline.storage.needed_columns import NEEDED, needed_columns
-from pipeline.storage.tables import MASK_COLUMNS, SCHEMAS, Tables
+from pipeline.storage.tables import MASK_COLUMNS, REFERENCE_COLUMNS, SCHEMAS, Tables
 from resources.tables import COLUMNS, TableIOManager
 
 
@@ -36,4 +36,5 @@ def test_every_needed_column_is_in_the_schema_of_its_table() -> None:
     assert needed_columns("text_embeddings", "validated_dataset") is None
     for tables in NEEDED.values():
         for table, columns in tables.items():
-            assert set(columns) < {*SCHEMAS[table], *MASK_COLUMNS.get(table, {})}
+            optional = {*MASK_COLUMNS.get(table, {}), *REFERENCE_COLUMNS.get(table, {})}
+            assert set(columns) < {*SCHEMAS[table], *optional}

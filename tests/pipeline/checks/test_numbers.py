@@ -45,6 +45,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
         "look_alikes": {"copies_left_out": 0, "groups": 0, "images_in_groups": 0, "near_duplicate_bits": 4},
         "one_colour": {"one_colour": 0},
         **{name: {} for name in ("masks_present", "masks_usable", "masks_matched", "masks_white")},
+        **{name: {} for name in ("references_present", "references_usable", "references_matched")},
     },
     "aspect_buckets": {
         "conservation": CONSERVATION,
