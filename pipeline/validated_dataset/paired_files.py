@@ -151,7 +151,7 @@ class Finder:
             fix = f"rename the images, so that each has its own {noun}"
             return ImageError(f"{noun}_shared", detail, fix=fix)
         if not files:
-            detail = f"{self._paired.path} has no image {name}.*"
+            detail = f"{self._paired.path} does not contain an image {name}.*"
             add = self._words.add.format(folder=self._paired.path, name=name)
             fix = f"{add}; or move the image to a dataset without {noun}s"
             return ImageError(f"{noun}_missing", detail, fix=fix)

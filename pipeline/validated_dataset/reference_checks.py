@@ -49,7 +49,7 @@ def reference_outcomes(
 def _present(recipe: Recipe, table: pl.DataFrame, numbers: dict[str, int], missing: pl.DataFrame) -> Outcome:
     if not missing.is_empty():
         images = counted(len(missing), "image")
-        return _failure(f"{images} without exactly one file of its own for each reference", missing)
+        return _failure(f"{images} without exactly one file for each reference", missing)
 
     recorded = pl.lit(None, pl.String)
     if "reference_images" in table.columns:

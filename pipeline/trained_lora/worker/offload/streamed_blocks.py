@@ -195,7 +195,7 @@ def stream_blocks(denoiser: nn.Module, num_resident: int, device: torch.device) 
     blocks = repeated_blocks(denoiser)
     if not blocks:
         raise TrainingError(
-            f"{type(denoiser).__name__} has no repeated blocks to stream",
+            f"{type(denoiser).__name__} does not consist of repeated blocks, so it cannot be streamed",
             where=f"training.offload: {num_resident}",
             fix="set training.offload: none",
         )

@@ -220,7 +220,7 @@ class Unlisted(nn.Module):
 
 
 def test_a_denoiser_without_repeated_blocks_is_an_error() -> None:
-    with pytest.raises(TrainingError, match="Unlisted has no repeated blocks") as excinfo:
+    with pytest.raises(TrainingError, match="Unlisted does not consist of repeated blocks") as excinfo:
         stream_blocks(Unlisted(), 0, torch.device("cpu"))
     assert excinfo.value.fix == "set training.offload: none"
 
