@@ -103,7 +103,9 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
 @pytest.mark.slow
 def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home) -> None:
     transcript = run_small(cached, home, press_ctrl_c=(home / "latentline.lock").exists)
-    assert transcript.status == 130
+    # If Ctrl-C interrupts code from a string, as in the creation of a dataclass, Python ends itself with the
+    # signal although the interruption was handled. A shell reports 130 for that too.
+    assert transcript.status in (130, -signal.SIGINT)
     assert "Stopped: " in transcript.text
     assert "Traceback" not in transcript.raw
     assert len(transcript.lines) < 10
