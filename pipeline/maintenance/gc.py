@@ -15,7 +15,7 @@ from pipeline.cache.users import FOLDER, CacheUser, access_fix, read_users
 from pipeline.errors import StoreError, TableError
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
-from pipeline.storage.tables import Tables
+from pipeline.storage.tables import Tables, read_rows
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.samples import read_entry_keys
 
@@ -172,10 +172,9 @@ def _keys_in_tables(output_dir: Path) -> set[str]:
 
 
 def _keys_in_table(path: Path) -> set[str]:
-    names = {"key", "mask_key", "reference_keys"} & set(pl.read_parquet_schema(path))
-    table = pl.read_parquet(path, columns=sorted(names))
+    table = read_rows(path, {"key", "mask_key", "reference_keys"})
     # `reference_keys` holds several keys, separated by spaces.
-    return {key for name in names for text in table[name].drop_nulls() for key in text.split()}
+    return {key for column in table for text in column.drop_nulls() for key in text.split()}
 
 
 def _keys_in_runs(output_dir: Path) -> set[str]:

@@ -16,7 +16,7 @@ import polars as pl
 
 from pipeline.reporting.progress import progress
 from pipeline.storage.atomic import write_atomically
-from pipeline.storage.tables import REJECTED, write_rows
+from pipeline.storage.tables import REJECTED, read_rows, write_rows
 from pipeline.versions import CAPTIONS_VERSION
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _index_folder(tables: Tables) -> Path:
 
 def _read(path: Path, schema: dict[str, Any]) -> pl.DataFrame:
     try:
-        rows = pl.read_parquet(path)
+        rows = read_rows(path)
     except (OSError, pl.exceptions.PolarsError):
         return pl.DataFrame(schema=schema)
     return rows if dict(rows.schema) == schema else pl.DataFrame(schema=schema)

@@ -19,7 +19,7 @@ from pipeline.escaping import without_secrets
 from pipeline.models.families import Use
 from pipeline.recipe import project_root
 from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
-from pipeline.storage.tables import ASSETS, Tables
+from pipeline.storage.tables import ASSETS, Tables, read_rows
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 from pipeline.trained_lora.fingerprint import file_sha256
 
@@ -200,9 +200,8 @@ def _hashes_of(wanted: Path) -> tuple[str, list[str]]:
 def _matching_rows(path: Path, image: str, captions: list[str]) -> list[str]:
     if not path.is_file():
         return []
-    columns = ["sample_id", "content_hash", "caption_hashes", "times_seen", "split"]
-    columns += [name for name in ("reference_hashes",) if name in pl.read_parquet_schema(path)]
-    table = pl.read_parquet(path, columns=columns)
+    columns = ["sample_id", "content_hash", "caption_hashes", "times_seen", "split", "reference_hashes"]
+    table = read_rows(path, columns)
 
     is_reference = pl.lit(False)
     if "reference_hashes" in table.columns:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import polars as pl
-
 from pipeline.reporting.pictures import chart, png
 from pipeline.storage.atomic import write_atomically, write_bytes
+from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
 from pipeline.trained_lora.previews import before_after, preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics
@@ -57,7 +56,7 @@ def hardest_samples(layout: RunLayout) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     columns = ["sample_id", "times", "relative_loss", "deviation"]
-    return pl.read_parquet(path, columns=columns, n_rows=NUM_HARDEST).to_dicts()
+    return read_rows(path, columns, limit=NUM_HARDEST).select(columns).to_dicts()
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:

@@ -25,7 +25,7 @@ from pipeline.cache.store import EntrySpec
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.storage.needed_columns import NEEDED
-from pipeline.storage.tables import selected
+from pipeline.storage.tables import read_rows, selected
 from pipeline.trained_lora.tensors_json import parsed_tensors, shapes_text, tensors_json
 from pipeline.validated_dataset.holdout import held_out
 
@@ -341,14 +341,13 @@ def write_inputs(inputs: TrainingInputs, file: Any) -> None:
 def read_inputs(path: Path) -> TrainingInputs:
     """Read the inputs that `write_inputs` wrote."""
     loaded_names = {stored: name for name, stored in _STORED_NAMES.items()}
-    return TrainingInputs(pl.read_parquet(path).rename(loaded_names))
+    return TrainingInputs(read_rows(path).rename(loaded_names))
 
 
 def read_entry_keys(path: Path) -> set[str]:
     """Return the keys of all cache entries that the inputs in a file of `write_inputs` refer to."""
-    names = {"latents", "texts", "masks", "references"} & set(pl.read_parquet_schema(path))
-    keys = pl.read_parquet(path, columns=sorted(names))
-    lists = {name: keys[name].explode() for name in names}
+    keys = read_rows(path, {"latents", "texts", "masks", "references"})
+    lists = {column.name: column.explode() for column in keys}
     if "references" in lists:
         lists["references"] = lists["references"].explode()
     return {key for each in lists.values() for key in each.drop_nulls()}

@@ -1,6 +1,6 @@
 """Parquet tables that the stages exchange: their schemas, and reading and writing them."""
 
-from pipeline.storage.tables.parquet import Tables, content_digest, write_rows
+from pipeline.storage.tables.parquet import Tables, content_digest, read_rows, write_rows
 from pipeline.storage.tables.schemas import (
     ASSETS,
     DUPLICATE,
@@ -36,6 +36,7 @@ __all__ = [
     "frame",
     "has_defect",
     "pandera_schema",
+    "read_rows",
     "row_names",
     "selected",
     "validated",

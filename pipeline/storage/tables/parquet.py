@@ -8,7 +8,7 @@ output_dir/tables/rejected.parquet           samples rejected by any stage
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -120,6 +120,28 @@ def write_rows(table: pl.DataFrame, file: BinaryIO) -> None:
     table.write_parquet(file, compression_level=_COMPRESSION_LEVEL, row_group_size=_ROWS_AT_ONCE)
 
 
+def read_rows(
+    path: Path, columns: Collection[str] | None = None, *, limit: int | None = None
+) -> pl.DataFrame:
+    """Read a file of `write_rows`: all columns, or those of `columns` that it has; all rows, or the first.
+
+    The file is opened once. Polars opens a path several times, and would read a mixture of two tables if
+    another process replaced the file in between.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        polars.exceptions.PolarsError: The file is damaged or not a Parquet file.
+    """
+    with path.open("rb") as file:
+        try:
+            names = pl.read_parquet_schema(file)
+            file.seek(0)
+            wanted = None if columns is None else [name for name in names if name in columns]
+            return pl.read_parquet(file, columns=wanted, n_rows=limit)
+        except pl.exceptions.PanicException as err:
+            raise pl.exceptions.ComputeError(str(err)) from err
+
+
 def content_digest(*tables: pl.DataFrame, more: str = "") -> str:
     """Return the SHA-256 of the tables as CSV, one after the other, followed by `more`, in hexadecimal."""
     digest = hashlib.sha256()
@@ -134,7 +156,7 @@ def content_digest(*tables: pl.DataFrame, more: str = "") -> str:
 
 def _read(asset: str, path: Path, *, stage: str) -> pl.DataFrame:
     try:
-        table = pl.read_parquet(path)
+        table = read_rows(path)
     except (OSError, pl.exceptions.PolarsError) as err:
         raise TableError(
             f"the table cannot be read: {err}",

@@ -18,6 +18,7 @@ import polars as pl
 
 from pipeline.errors import TrainingError, counted
 from pipeline.storage.atomic import write_atomically, write_text
+from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
     LORA_FOLDER,
@@ -161,7 +162,7 @@ def _samples_at(layout: RunLayout, job: TrainingJob, step: int) -> pl.DataFrame:
         .group_by("sample_id")
         .agg(pl.col("times_seen").sum())
     )
-    table = pl.read_parquet(layout.folder / SAMPLES_FILE)
+    table = read_rows(layout.folder / SAMPLES_FILE)
     joined = table.drop("times_seen").join(times_seen, on="sample_id", how="left", maintain_order="left")
     return joined.with_columns(pl.col("times_seen").fill_null(0).cast(pl.Int32)).select(table.columns)
 

@@ -1,7 +1,9 @@
 """Tables are validated, sorted by the columns that identify a row, and replaced atomically."""
 
 import hashlib
+import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,16 @@ from polars.testing import assert_frame_equal
 
 from pipeline.errors import TableError
 from pipeline.storage.atomic import write_atomically
-from pipeline.storage.tables import ASSETS, SCHEMAS, Tables, content_digest, empty, frame
+from pipeline.storage.tables import (
+    ASSETS,
+    SCHEMAS,
+    Tables,
+    content_digest,
+    empty,
+    frame,
+    read_rows,
+    write_rows,
+)
 
 VALUES = {
     pl.String: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -185,6 +196,57 @@ def test_L06_truncated_rejected_rows_are_an_error_that_names_the_stage_to_repeat
         with pytest.raises(TableError, match="materialize raw_images again") as excinfo:
             call()
         assert excinfo.value.where == str(part)
+
+
+def test_L10_a_table_that_another_process_replaces_is_read_as_one_of_the_two(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    versions = {rows: pl.DataFrame({"n": [rows] * rows, "text": ["x" * rows] * rows}) for rows in (7, 700)}
+    stop = threading.Event()
+
+    def replace_often() -> None:
+        while not stop.is_set():
+            for table in versions.values():
+                write_atomically(path, partial(write_rows, table))
+
+    write_atomically(path, partial(write_rows, versions[7]))
+    writer = threading.Thread(target=replace_often)
+    writer.start()
+    try:
+        seen = [read_rows(path) for _ in range(1_000)]
+    finally:
+        stop.set()
+        writer.join()
+    assert {len(table) for table in seen} == set(versions)
+    for table in seen:
+        assert_frame_equal(table, versions[len(table)])
+
+
+def test_L06_a_table_with_damaged_bytes_is_an_error_or_a_table_but_never_a_panic(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    with path.open("wb") as file:
+        write_rows(pl.DataFrame({"text": [str(each * each) for each in range(2_000)]}), file)
+    good = path.read_bytes()
+    randomness = random.Random(0)
+    num_errors = 0
+    for _ in range(400):
+        damaged = bytearray(good)
+        damaged[randomness.randrange(len(good) - 300, len(good))] ^= 1 << randomness.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read_rows(path)
+        except pl.exceptions.PolarsError:
+            num_errors += 1
+    assert num_errors > 100
+
+
+def test_a_file_is_read_with_the_asked_columns_that_it_has_and_with_its_first_rows(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    with path.open("wb") as file:
+        write_rows(pl.DataFrame({"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}), file)
+    assert read_rows(path, ["c", "missing", "a"], limit=2).to_dict(as_series=False) == {
+        "a": [1, 2],
+        "c": [7, 8],
+    }
 
 
 def test_a_digest_does_not_depend_on_how_many_rows_are_encoded_at_a_time(
