@@ -83,28 +83,19 @@ def cache_latents(
     previous = _recorded(tables.read_previous(ASSET, ("key", *STAT_COLUMNS, KEYS, STATS_TEXT)))
     latent_rows = _entry_rows(requests, previous)
     picture_rows = pictures.sample_of(latent_rows, pictures.NUM_DECODED)
-    folder = recipe.output_dir / "reports" / ASSET
+    work = _entry_requests(entries, _with_references(latent_rows, references, previous), picture_rows)
 
-    result = fill(
-        entries,
-        _entry_requests(entries, _with_references(latent_rows, references, previous), picture_rows),
-        launch=launch,
-        log=log,
-        watch=watch,
-    )
+    result = fill(entries, work, launch=launch, log=log, watch=watch)
 
     failures = result.failed | ({} if masks is None else masks.failed)
     failed_references = failures_by_row(references, failures)
     requests = with_reference_columns(recipe, requests, references, result.entries)
     kept, failed = _without_failed(requests.with_row_index("row"), failures, failed_references)
-    table = kept.join(result.entries, on="key", maintain_order="left")
-    table = table.select(*columns_in(ASSET, table))
-    table = validated(ASSET, table, "result of vae_latents").sort(row_names(ASSET))
-    rejected = frame(
-        "rejected",
-        [_rejected_row(row, failures, failed_references) for row in failed.iter_rows(named=True)] + refused,
-    )
+    table = _table(kept, result)
+    failed_rows = [_rejected_row(row, failures, failed_references) for row in failed.iter_rows(named=True)]
+    rejected = frame("rejected", failed_rows + refused)
 
+    folder = recipe.output_dir / "reports" / ASSET
     report = {
         **_counters(result, table, removed=_num_removed(previous, _recorded(table))),
         **({} if masks is None else mask_counters(masks, table)),
@@ -117,6 +108,13 @@ def cache_latents(
         **pictures.statistics(entries, table, folder),
     }
     return StageResult(table, rejected, report)
+
+
+def _table(requests: pl.DataFrame, result: FillResult) -> pl.DataFrame:
+    """Return the table vae_latents: the requests with the facts of their entries."""
+    rows = requests.join(result.entries, on="key", maintain_order="left")
+    rows = rows.select(*columns_in(ASSET, rows))
+    return validated(ASSET, rows, "result of vae_latents").sort(row_names(ASSET))
 
 
 def _without_failed(

@@ -186,15 +186,11 @@ def validate(
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
     counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel}
+    conflicts = _conflicts(distinct, masks=masks.unmatched, references=references.unmatched)
     return StageResult(
         validated(STAGE, table, "valid samples"),
         validated("rejected", rejected, "invalid samples"),
-        {
-            **_report(raw, table, rejected),
-            **_conflicts(distinct, masks=masks.unmatched, references=references.unmatched),
-            **counts,
-            **stopwatch.numbers(),
-        },
+        {**_report(raw, table, rejected), **conflicts, **counts, **stopwatch.numbers()},
     )
 
 
