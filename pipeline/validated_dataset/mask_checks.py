@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from pipeline.checks.findings import CheckContext, Outcome
-from pipeline.checks.rejections import REJECTED_COLUMNS, most_frequent_first, most_frequent_fixes
 from pipeline.errors import counted
+from pipeline.validated_dataset.pair_checks import matched_outcome, rejected_outcome
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
-
-STAGE = "validated_dataset"
 
 _PREFIX = "mask_"
 _ABSENT = ("mask_missing", "mask_ambiguous", "mask_shared", "mask_alpha_missing")
@@ -39,7 +37,7 @@ def mask_outcomes(context: CheckContext, table: pl.DataFrame, rejected: pl.DataF
     outcomes = (
         _present(context.recipe, with_masks, rejected.filter(is_absent)),
         _usable(with_masks, rejected.filter(is_mask & ~is_absent)),
-        _matched(context),
+        matched_outcome(context, "mask"),
         _white(with_masks),
     )
     return dict(zip(names, outcomes, strict=True))
@@ -48,7 +46,7 @@ def mask_outcomes(context: CheckContext, table: pl.DataFrame, rejected: pl.DataF
 def _present(recipe: Recipe, table: pl.DataFrame, missing: pl.DataFrame) -> Outcome:
     if not missing.is_empty():
         images = counted(len(missing), "image has", "images have")
-        return _failure(f"{images} no mask, or several", missing)
+        return rejected_outcome(f"{images} no mask, or several", missing)
     if not table.is_empty() and ("mask_mean" not in table.columns or table["mask_mean"].has_nulls()):
         summary = "the table has samples without the mask that their dataset now requires"
         return Outcome(False, summary, f"run the cache job again: latentline run {recipe.name} --cache-only")
@@ -60,24 +58,7 @@ def _present(recipe: Recipe, table: pl.DataFrame, missing: pl.DataFrame) -> Outc
 def _usable(table: pl.DataFrame, unusable: pl.DataFrame) -> Outcome:
     if unusable.is_empty():
         return Outcome(True, f"{counted(len(table), 'mask')} of the size of the image, none black")
-    return _failure(f"{counted(len(unusable), 'mask')} cannot be used", unusable)
-
-
-def _failure(summary: str, rejected: pl.DataFrame) -> Outcome:
-    rows: list[dict[str, Any]] = most_frequent_first(rejected).select(REJECTED_COLUMNS).rows(named=True)
-    summary += f"; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, most_frequent_fixes(rejected), rows)
-
-
-def _matched(context: CheckContext) -> Outcome:
-    report = context.report(STAGE) or {}
-    number, paths = report.get("unmatched_masks", 0), report.get("named", {}).get("unmatched_masks", [])
-    if not number:
-        return Outcome(True, "each mask belongs to an image")
-    masks = counted(number, "mask belongs", "masks belong")
-    fix = "rename the masks like their images, or remove them"
-    rows = [{"mask": path} for path in paths]
-    return Outcome(False, f"{masks} to no image, first {paths[0]}", fix, rows, {"unmatched_masks": number})
+    return rejected_outcome(f"{counted(len(unusable), 'mask')} cannot be used", unusable)
 
 
 def _white(table: pl.DataFrame) -> Outcome:

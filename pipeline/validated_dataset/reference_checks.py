@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from pipeline.checks.findings import CheckContext, Outcome
-from pipeline.checks.rejections import REJECTED_COLUMNS, most_frequent_first, most_frequent_fixes
 from pipeline.errors import counted
+from pipeline.validated_dataset.pair_checks import matched_outcome, rejected_outcome
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
-
-STAGE = "validated_dataset"
 
 _PREFIX = "reference_"
 _ABSENT = ("reference_missing", "reference_not_found", "reference_ambiguous", "reference_shared")
@@ -41,7 +39,7 @@ def reference_outcomes(
     outcomes = (
         _present(context.recipe, with_references, numbers, rejected.filter(is_absent)),
         _usable(rejected.filter(is_reference & ~is_absent)),
-        _matched(context),
+        matched_outcome(context, "reference"),
     )
     return dict(zip(names, outcomes, strict=True))
 
@@ -49,7 +47,7 @@ def reference_outcomes(
 def _present(recipe: Recipe, table: pl.DataFrame, numbers: dict[str, int], missing: pl.DataFrame) -> Outcome:
     if not missing.is_empty():
         images = counted(len(missing), "image")
-        return _failure(f"{images} without exactly one file for each reference", missing)
+        return rejected_outcome(f"{images} without exactly one file for each reference", missing)
 
     recorded = pl.lit(None, pl.String)
     if "reference_images" in table.columns:
@@ -70,23 +68,6 @@ def _present(recipe: Recipe, table: pl.DataFrame, numbers: dict[str, int], missi
 def _usable(unusable: pl.DataFrame) -> Outcome:
     if unusable.is_empty():
         return Outcome(True, "all references can be decoded")
-    return _failure(f"{counted(len(unusable), 'image has', 'images have')} an unusable reference", unusable)
-
-
-def _failure(summary: str, rejected: pl.DataFrame) -> Outcome:
-    rows: list[dict[str, Any]] = most_frequent_first(rejected).select(REJECTED_COLUMNS).rows(named=True)
-    summary += f"; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, most_frequent_fixes(rejected), rows)
-
-
-def _matched(context: CheckContext) -> Outcome:
-    report = context.report(STAGE) or {}
-    number = report.get("unmatched_references", 0)
-    paths = report.get("named", {}).get("unmatched_references", [])
-    if not number:
-        return Outcome(True, "each reference belongs to an image")
-    references = counted(number, "reference belongs", "references belong")
-    fix = "rename the references like their images, or remove them"
-    rows = [{"reference": path} for path in paths]
-    numbers = {"unmatched_references": number}
-    return Outcome(False, f"{references} to no image, first {paths[0]}", fix, rows, numbers)
+    return rejected_outcome(
+        f"{counted(len(unusable), 'image has', 'images have')} an unusable reference", unusable
+    )
