@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from demo.tiny_models import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.models.worker.family import WorkerFamily, load_family
 from tests.pipeline.models.families.complete_job import Case
-from tests.pipeline.models.families.flux2_case import Flux2Case
+from tests.pipeline.models.families.flux2_case import DevCase, KleinCase
 from tests.pipeline.models.families.references_case import (
     check_calls,
     check_encoding,
@@ -21,18 +20,6 @@ from tests.pipeline.models.families.references_case import (
     check_order,
     check_preview,
 )
-
-
-class KleinCase(Flux2Case):
-    pipeline_class = Flux2KleinPipeline
-    guidance = None
-
-    def make(self, folder: Path) -> None:
-        make_tiny_flux2_klein(folder)
-
-    def negative_prompt(self, pipe: Any, text: str) -> dict[str, Any]:
-        """Return the negative prompt as embeddings, because the pipeline takes no text for it."""
-        return {"negative_prompt_embeds": pipe.encode_prompt(text)[0]}
 
 
 def test_the_complete_job_of_klein_equals_diffusers_and_its_files_change_the_picture(
@@ -56,12 +43,17 @@ def test_E08_training_uses_the_shift_of_the_schedule_and_not_that_of_50_steps(
         assert drawn - actual > 100
 
 
+@pytest.fixture(scope="module", params=[KleinCase(), DevCase()], ids=["klein", "dev"])
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkerFamily, Any]:
+def loaded(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkerFamily, Any]:
     """Return the tiny model and its complete pipeline."""
     folder = tmp_path_factory.mktemp("base")
-    make_tiny_flux2_klein(folder)
-    pipe = KleinCase().pipeline(folder)
+    case.make(folder)
+    pipe = case.pipeline(folder)
     pipe.set_progress_bar_config(disable=True)
     return load_family(folder), pipe
 
@@ -89,6 +81,6 @@ def test_order_height_and_width_of_references_change_the_prediction(
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_preview_with_references_equals_the_picture_of_the_pipeline(
-    loaded: tuple[WorkerFamily, Any], number: int
+    case: Case, loaded: tuple[WorkerFamily, Any], number: int
 ) -> None:
-    check_preview(KleinCase(), *loaded, number=number)
+    check_preview(case, *loaded, number=number)
