@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline
 from transformers import AutoTokenizer
 
 from demo.tiny_models import make_tiny_flux2_dev, make_tiny_flux2_klein
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.references_case import (
+    check_calls,
+    check_encoding,
+    check_loss,
+    check_order,
+    check_preview,
+)
 
 DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
 DOUBLE += tuple(layer.replace("img", "txt") for layer in DOUBLE)
@@ -78,3 +87,44 @@ class DevCase(Flux2Case):
         pipe = Flux2Pipeline.from_pretrained(folder, tokenizer=None, **parts)
         pipe.register_modules(tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"))
         return pipe
+
+
+class ReferenceTests:
+    """Tests of reference images; a subclass names its case."""
+
+    case: ClassVar[Case]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def loaded(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkerFamily, Any]:
+        """Return the tiny model and its complete pipeline."""
+        folder = tmp_path_factory.mktemp("base")
+        cls.case.make(folder)
+        pipe = cls.case.pipeline(folder)
+        pipe.set_progress_bar_config(disable=True)
+        return load_family(folder), pipe
+
+    def test_the_latents_of_references_are_those_of_the_pipeline(
+        self, loaded: tuple[WorkerFamily, Any]
+    ) -> None:
+        check_encoding(*loaded)
+
+    @pytest.mark.parametrize("number", [0, 1, 2, 3])
+    def test_training_calls_the_transformer_as_each_step_of_the_pipeline_does(
+        self, loaded: tuple[WorkerFamily, Any], number: int
+    ) -> None:
+        check_calls(*loaded, number=number)
+
+    def test_the_loss_ignores_the_predictions_for_references(self, loaded: tuple[WorkerFamily, Any]) -> None:
+        check_loss(*loaded)
+
+    def test_order_height_and_width_of_references_change_the_prediction(
+        self, loaded: tuple[WorkerFamily, Any]
+    ) -> None:
+        check_order(*loaded, number=2)
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_a_preview_with_references_equals_the_picture_of_the_pipeline(
+        self, loaded: tuple[WorkerFamily, Any], number: int
+    ) -> None:
+        check_preview(self.case, *loaded, number=number)

@@ -6,7 +6,7 @@ from pathlib import Path
 from demo.tiny_models import make_tiny_flux2_dev
 from pipeline.models.worker.family import load_family
 from tests.pipeline.models.families.complete_job import Case
-from tests.pipeline.models.families.flux2_case import DevCase
+from tests.pipeline.models.families.flux2_case import DevCase, ReferenceTests
 
 
 def test_the_complete_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
@@ -29,3 +29,7 @@ def test_cut_tokens_are_counted_after_the_system_message(tmp_path: Path) -> None
         assert (encoded.num_tokens, encoded.num_cut) == (512 + extra, extra)
         cut_text = " cat" * (extra - 1) if extra else None  # the first cut token is the end mark
         assert encoded.cut_from == (None if cut_text is None else len(caption) - len(cut_text))
+
+
+class TestReferences(ReferenceTests):
+    case = DevCase()
