@@ -156,6 +156,9 @@ def _unknown_key(path: KeyPath, _value: Any, _context: dict[str, Any]) -> WhatAn
     if (term := term_of(key)) is not None:
         return what, term.fix
 
+    if path == ("name",):
+        return what, "remove it: the name of a recipe is the name of its file without .yaml"
+
     section = section_at(path[:-1])
     section_keys = list(keys_of(section)) if section is not None else []
     if close := difflib.get_close_matches(key, section_keys, n=1):

@@ -15,6 +15,12 @@ CASES: list[Case] = [
     ({"cache_dirr": "x"}, "cache_dirr", "unknown key cache_dirr", "did you mean cache_dir?"),
     ({"resolution": 512}, "resolution", "unknown key resolution", "write it as buckets.resolution"),
     (
+        {"name": "flowers"},
+        "name",
+        "unknown key name",
+        "remove it: the name of a recipe is the name of its file",
+    ),
+    (
         {"text": {"zzz": 1}},
         "text.zzz",
         "unknown key zzz",
