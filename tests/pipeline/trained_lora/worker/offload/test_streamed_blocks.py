@@ -242,7 +242,7 @@ SMALLEST: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("training", "what"),
     [
-        ({"offload": -1}, "must be none or a number of blocks, at least 0, got -1"),
+        ({"offload": -1}, "must be none, auto or a number of blocks, at least 0, got -1"),
         ({"offload": "half"}, 'at least 0, got "half"'),
         ({"offload": True}, "at least 0, got true"),
         ({"offload": 3, "compile": True}, "offload: 3 cannot be combined with compile: true"),
