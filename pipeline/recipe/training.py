@@ -20,7 +20,8 @@ OptimizerArgument = Annotated[
 ]
 
 NumResidentBlocks = Annotated[
-    Literal["none"] | Annotated[int, Field(ge=0, le=MAX_COUNT)], BeforeValidator(check_num_resident_blocks)
+    Literal["none", "auto"] | Annotated[int, Field(ge=0, le=MAX_COUNT)],
+    BeforeValidator(check_num_resident_blocks),
 ]
 
 DEFAULT_STEPS = 1000
@@ -156,8 +157,10 @@ class TrainingSettings(Settings):
         default="none",
         description="Number of the denoiser's repeated blocks that stay on the GPU. The weights of the "
         "others are on the host and copied to the GPU for each use, which takes time and gives the same "
-        "LoRA. 0 saves the most memory; none keeps all blocks on the GPU. Cannot be combined with `compile`; "
-        "with `quantize: nf4` it requires `gradient_checkpointing`.",
+        "LoRA. 0 saves the most memory; none keeps all blocks on the GPU; auto keeps as many as the memory "
+        "forecast allows on the GPU of the run, and all of them on a CPU. Cannot be combined with `compile`; "
+        "with `quantize: nf4` it requires `gradient_checkpointing`. auto cannot be combined with "
+        "`lora.text_encoders`, which the forecast does not count.",
     )
     compile: bool = Field(
         default=False,
@@ -278,6 +281,11 @@ class TrainingSettings(Settings):
             fix = "set training.gradient_checkpointing: true"
             involves = ("offload", "quantize", "gradient_checkpointing")
             yield Violation("offload", what, fix, involves=involves)
+        if self.offload == "auto" and self.lora.text_encoders is not None:
+            what = "offload: auto cannot be combined with lora.text_encoders, which the memory forecast does "
+            what += "not count"
+            fix = "set training.offload to none, or to the number of blocks that stay on the GPU"
+            yield Violation("offload", what, fix, involves=("offload", "lora"))
 
     def _schedule_violations(self) -> Iterator[Violation]:
         """Yield the contradictions in the learning rate schedule."""

@@ -346,6 +346,7 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Re
         "last_learning_rate": metrics[-1]["learning_rate"] if metrics else None,
         "num_weights": finished["num_weights"],
         "device": finished["device"],
+        "offload": finished.get("offload", "none"),
         "peak_memory_bytes": finished["peak_memory_bytes"],
         "warnings": finished["warnings"],
         "files": {item["name"]: item["bytes"] for item in finished["files"]},

@@ -12,12 +12,12 @@ from torch import nn
 
 from bench.gpu.configurations import PUBLISHED
 from pipeline.images.geometry import Size
-from pipeline.maintenance.memory.worker.training import TrainingForecast
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.loading import component_class
 from pipeline.recipe import recipe_from_mapping
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.loss import sample_losses
+from pipeline.trained_lora.worker.memory.training import TrainingForecast
 
 pytestmark = pytest.mark.gpu
 

@@ -135,7 +135,7 @@ EFFECTS: dict[str, Effect] = {
     "training.seed": _run({"seed": 43}),
     "training.quantize": _run({"quantize": "int8"}),
     "training.gradient_checkpointing": _nothing({"training": {"gradient_checkpointing": True}}),
-    "training.offload": _nothing({"training": {"offload": 0}}),
+    "training.offload": _nothing({"training": {"offload": "auto"}}),
     "training.compile": _run({"compile": True}),
     "training.checkpoint_every": _nothing({"training": {"checkpoint_every": 9}}),
     "training.keep_checkpoints": _nothing({"training": {"keep_checkpoints": 2}}),

@@ -16,13 +16,21 @@ from tempfile import TemporaryDirectory
 from bench.gpu.configurations import HIDREAM, PUBLISHED, Published
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import WorkerFamily, load_family
-from pipeline.recipe import recipe_from_mapping
+from pipeline.recipe import Recipe
+from pipeline.trained_lora.worker.memory.training import TrainingForecast
+from tools.docs.streaming import streaming_lines, training_recipe
 
 PAGE = Path("docs/hardware.md")
 MARKERS = "<!-- {name}: {edge} -->"
 
 GIB = 2**30
 CARDS_GB = (12, 16, 24, 48, 80)
+
+SMALL_CARDS_GB = (8, 12, 16, 24)
+"""Cards in the table of proposals."""
+
+LARGE_MODELS = ("Bria FIBO", "Chroma1", "FLUX.1 dev", "Krea 2", "Qwen-Image", "FLUX.2 dev")
+"""Models in the table of proposals: the six largest that can be forecast."""
 
 RESOLUTIONS = {"Stable Diffusion 1.5": 512, "Stable Diffusion 2.1": 768}
 """Resolutions of models that were trained on smaller images than 1024 px."""
@@ -46,30 +54,25 @@ class Memory:
         training: Bytes of a training, by setting.
         latents: Bytes while latents are encoded, before batches shrink.
         text: Bytes while captions are encoded.
+        proposals: Cheapest change for a card, by its GB; only for large models.
     """
 
     resolution: int
     training: dict[str, int]
     latents: int
     text: int
+    proposals: dict[int, str]
 
 
 def memory_of(published: Published, folder: Path) -> Memory:
     """Return the forecast for a model; `folder` receives its configuration files."""
     from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_bytes
-    from pipeline.maintenance.memory.worker.training import TrainingForecast
 
     family = load_family(published.write(folder / "model"))
     resolution = RESOLUTIONS.get(published.name, 1024)
     size = Size(resolution, resolution)
-    values = {
-        "datasets": [{"name": "images", "path": str(folder / "images")}],
-        "output_dir": str(folder / "out"),
-        "model": {"base": str(family.folder)},
-        "training": {"gradient_checkpointing": True, "batch_size": 1, "lora": {"rank": 16, "alpha": 16.0}},
-        "accelerate": {"mixed_precision": "bf16"},
-    }
-    forecast = TrainingForecast(family, recipe_from_mapping("hardware", values), size)
+    recipe = training_recipe(family.folder)
+    forecast = TrainingForecast(family, recipe, size)
     checkpointing = forecast.variant
     variants = {
         "bf16": replace(checkpointing, checkpointing=False),
@@ -82,7 +85,30 @@ def memory_of(published: Published, folder: Path) -> Memory:
         training={name: forecast.memory(variants[name]).device for name in SETTINGS},
         latents=latents_bytes(family, size, family.vae_compute_dtype("auto"))[1],
         text=text_bytes(family, family.text_compute_dtypes("auto"))[1],
+        proposals={
+            gigabytes: _proposal(forecast, recipe, gigabytes)
+            for gigabytes in (SMALL_CARDS_GB if published.name in LARGE_MODELS else ())
+        },
     )
+
+
+def _proposal(forecast: TrainingForecast, recipe: Recipe, gigabytes: int) -> str:
+    """Return what `latentline plan` proposes for a card, in addition to gradient checkpointing."""
+    from pipeline.maintenance.memory.worker.changes import cheapest_change
+    from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES
+
+    usable_bytes = gigabytes * GIB - RESERVED_BYTES
+    if forecast.memory(forecast.variant).device <= usable_bytes:
+        return "no change"
+    change = cheapest_change(forecast, recipe, usable_bytes)
+    if not change.fits:
+        return "-"
+    return ", ".join(setting.removeprefix("training.") for setting in change.settings)
+
+
+def proposal_line(name: str, memory: Memory) -> str:
+    """Return a model's line in the table of proposals."""
+    return _line([name, *(memory.proposals[gigabytes] for gigabytes in SMALL_CARDS_GB)])
 
 
 def fit_line(name: str, memory: Memory) -> str:
@@ -91,7 +117,7 @@ def fit_line(name: str, memory: Memory) -> str:
 
 
 def _setting_for(gigabytes: int, memory: Memory) -> str:
-    from pipeline.maintenance.memory.worker.stages import RESERVED_BYTES
+    from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES
 
     usable_bytes = gigabytes * GIB - RESERVED_BYTES
     setting = next((name for name in SETTINGS if memory.training[name] <= usable_bytes), None)
@@ -142,6 +168,7 @@ def complete_page(page: str, models: Sequence[Published] = PUBLISHED) -> str:
     fits: list[str] = []
     sizes: list[str] = []
     disk: list[str] = []
+    proposals: list[str] = []
     for published in (*models, HIDREAM):
         with TemporaryDirectory() as folder:
             disk.append(disk_line(published, Path(folder)))
@@ -151,7 +178,11 @@ def complete_page(page: str, models: Sequence[Published] = PUBLISHED) -> str:
             memory = memory_of(published, Path(folder))
         fits.append(fit_line(published.name, memory))
         sizes.append(memory_line(published.name, memory))
-    for name, lines in {"cards": fits, "memory": sizes, "disk": disk}.items():
+        if memory.proposals:
+            proposals.append(proposal_line(published.name, memory))
+    flux = next(each for each in PUBLISHED if each.name == "FLUX.1 dev")
+    tables = {"cards": fits, "memory": sizes, "proposals": proposals, "disk": disk}
+    for name, lines in {**tables, "streaming": streaming_lines(flux)}.items():
         page = with_table(page, name, lines)
     return page
 

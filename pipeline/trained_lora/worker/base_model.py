@@ -41,11 +41,14 @@ def base_dtype(family: Family, recipe: Recipe) -> str:
 def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     """Load the denoiser for `device`, quantised and streamed if the recipe sets so.
 
+    `training.offload` must be resolved, see `memory.resident_blocks`.
+
     Raises:
         TrainingError: The quantisation needs a missing package or GPU, or applies to no weight, or the
             denoiser has no blocks to stream.
     """
     dtype, kind, offload = base_dtype(family, recipe), recipe.training.quantize, recipe.training.offload
+    assert offload != "auto", "training.offload is not resolved"
     config = quantization(kind, dtype, device, unpacked=unpacked_layers(family) if kind == "nf4" else ())
     # Streamed weights may not fit on the device together. Only a GPU can pack nf4.
     load_device = device if offload == "none" or kind == "nf4" else "cpu"

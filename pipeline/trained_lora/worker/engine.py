@@ -44,6 +44,7 @@ from pipeline.trained_lora.worker.loss import (
     skipped_steps_error,
     snr_weights,
 )
+from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
@@ -86,6 +87,7 @@ class Engine:
     Attributes:
         accelerator: The process's `Accelerator`.
         scheduler: Noise scheduler for training.
+        resident: Blocks of the denoiser that stay on the GPU.
         denoiser: Denoiser with its adapter.
         text: Text encoders with their adapters; None unless they are trained.
         networks: The denoiser, and the text encoders that have adapters.
@@ -122,7 +124,8 @@ class Engine:
         self.scheduler = make_noise_scheduler(family, self._settings)
 
         device = str(self.accelerator.device)
-        self.denoiser = self._add_adapter(load_base(family, job.recipe, device), begin)
+        self.resident = resident_blocks(family, job.recipe, least_free_bytes(self.accelerator.device))
+        self.denoiser = self._add_adapter(load_base(family, self.resident.applied(job.recipe), device), begin)
         if lora.text_encoders is not None:
             begin(startup.TEXT_ENCODERS)
         self.text = trained_text_encoders(family, job.recipe, device)
@@ -140,7 +143,6 @@ class Engine:
         self._schedule = make_schedule(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
-
         # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
         self._joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
         exclude_frozen_weights(self._joint_model)
@@ -367,8 +369,7 @@ class Engine:
     def result_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the adapter holds the weights to export, such as their moving average.
 
-        Previews, validation and export belong inside. Afterwards the trained weights are restored bit for
-        bit.
+        Previews, validation and export belong inside. Afterwards the trained weights are restored exactly.
         """
         return self._average.applied()
 

@@ -42,7 +42,7 @@ from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, micro_inputs
 from pipeline.trained_lora.worker.metrics import MetricsLog
-from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
+from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
 from pipeline.trained_lora.worker.startup import Startup
@@ -52,6 +52,8 @@ from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pipeline.trained_lora.worker.memory.resident_blocks import ResidentBlocks
 
 STOPPED_STATUS = 128 + signal.SIGTERM
 """Exit status of a process that saved a checkpoint and stopped on request."""
@@ -208,7 +210,7 @@ class _TrainingRun:
         """Surface what would otherwise fail later: memory in a step first, then saving and exporting."""
         self.startup.begin(self.startup.trial)
         job = self.job
-        with out_of_memory_as(self._memory_error("in the trial step before training")):
+        with out_of_memory_as(self._memory_error("in the trial step before training", self.engine.resident)):
             maker = MicroBatchMaker(job, self.family, self.engine.scheduler)
             run_trial_step(self.engine, largest_step(self.plan, job.inputs), maker.make)
         require_adapter_effect(self.engine, self._probe_input(), job.training_adapter)
@@ -217,24 +219,24 @@ class _TrainingRun:
             export = partial(self.exporter.export, self.engine.networks)
             run_preflight(self.engine, self.paths, job.run, export)
 
-    def _memory_error(self, when: str) -> Callable[[str], TrainingError]:
+    def _memory_error(
+        self, when: str, resident: ResidentBlocks | None = None
+    ) -> Callable[..., TrainingError]:
         """Return a function that returns the error for memory that runs out; see `out_of_memory_error`."""
-        accelerate = self.job.recipe.accelerate
-        precision = self.family.mixed_precision(accelerate.mixed_precision)
-        resolved = accelerate.model_copy(update={"mixed_precision": precision})
-        return partial(out_of_memory_error, self.job.recipe.model_copy(update={"accelerate": resolved}), when)
+        recipe = with_precision(self.job.recipe, self.family)
+        return partial(out_of_memory_error, recipe, when, resident=resident)
 
     def _log_start(self, resumed_step: int | None) -> None:
         if not self.main:
             return
         numbers = ", ".join(f"{name} {value}" for name, value in self.plan.numbers().items())
         device = self.engine.accelerator.device
+        if self.engine.resident.reason:
+            self.report.info(self.engine.resident.reason)
         self.report.info(f"training {self._num_weights()} LoRA weights on {device}: {numbers}")
-        if (reason := why_no_gpu()) is not None:
-            self._warn(reason)
-        if (warning := memory_warning(self.job.recipe.training)) is not None:
-            self._warn(warning)
-        if (warning := missing_adapter_warning(self.job.recipe, self.family)) is not None:
+        quantize_warning = memory_warning(self.job.recipe.training)
+        adapter_warning = missing_adapter_warning(self.job.recipe, self.family)
+        for warning in filter(None, (why_no_gpu(), quantize_warning, adapter_warning)):
             self._warn(warning)
         if resumed_step:
             self.report.info(f"resuming from the checkpoint of step {resumed_step}")
@@ -256,7 +258,7 @@ class _TrainingRun:
                 started_s = time.perf_counter()
                 # The except clause must be inside: after memory ran out, the step may be half done and must
                 # not be saved.
-                with out_of_memory_as(self._memory_error(f"in step {number}")):
+                with out_of_memory_as(self._memory_error(f"in step {number}", self.engine.resident)):
                     try:
                         outcome = self.engine.step(batch, inputs, stop=stop.requested)
                     except TrainingError as err:
@@ -388,6 +390,7 @@ class _TrainingRun:
             "started_at_s": self.started_at_s,
             "ended_at_s": time.time(),
             "device": str(device),
+            "offload": engine.resident.offload,
             "num_weights": self._num_weights(),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
             "files": [asdict(file) for file in files],

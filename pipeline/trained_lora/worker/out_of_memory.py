@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 from pipeline.errors import TrainingError
 
 if TYPE_CHECKING:
+    from pipeline.models.families import Family
     from pipeline.recipe import Recipe
+    from pipeline.trained_lora.worker.memory.resident_blocks import ResidentBlocks
 
 
-def out_of_memory_error(recipe: Recipe, when: str, usage: str) -> TrainingError:
+def out_of_memory_error(
+    recipe: Recipe, when: str, usage: str, *, resident: ResidentBlocks | None = None
+) -> TrainingError:
     """Return the error for memory that ran out, with the settings that the recipe can still change.
 
-    `when` is a phrase such as "in step 3". `usage` describes the memory in use and may be empty.
+    `when` is a phrase such as "in step 3". `usage` describes the memory in use and may be empty. `resident`
+    states what `training.offload: auto` resolved to, once that is decided.
     """
     training = recipe.training
     where = (
@@ -23,8 +28,27 @@ def out_of_memory_error(recipe: Recipe, when: str, usage: str) -> TrainingError:
         f"training.gradient_checkpointing {str(training.gradient_checkpointing).lower()}"
     )
     what = f"memory ran out {when}" + (f" ({usage})" if usage else "")
-    fix = "; ".join(_advice(recipe)) + ". A run with a checkpoint resumes from it"
+    resolved = recipe if resident is None else resident.applied(recipe)
+    advice = [*_fewer_blocks(recipe, resident), *_advice(resolved)]
+    fix = "; ".join(advice) + ". A run with a checkpoint resumes from it"
     return TrainingError(what, where=where, fix=fix)
+
+
+def with_precision(recipe: Recipe, family: Family) -> Recipe:
+    """Return the recipe with the precision that `accelerate.mixed_precision: auto` resolves to."""
+    precision = family.mixed_precision(recipe.accelerate.mixed_precision)
+    accelerate = recipe.accelerate.model_copy(update={"mixed_precision": precision})
+    return recipe.model_copy(update={"accelerate": accelerate})
+
+
+def _fewer_blocks(recipe: Recipe, resident: ResidentBlocks | None) -> list[str]:
+    """Return the advice to keep half as many blocks as `training.offload: auto` did."""
+    if recipe.training.offload != "auto" or resident is None or resident.num_blocks is None:
+        return []
+    kept = resident.num_blocks if resident.offload == "none" else resident.offload
+    if kept == 0:
+        return []
+    return [f"set training.offload: {kept // 2}, because auto kept {kept} of {resident.num_blocks} blocks"]
 
 
 def _advice(recipe: Recipe) -> list[str]:

@@ -8,8 +8,8 @@ import pytest
 
 from bench.gpu.configurations import PUBLISHED
 from bench.gpu.published import NUM_WEIGHTS
-from pipeline.maintenance.memory.worker.skeletons import skeleton
 from pipeline.models.worker.family import load_family
+from pipeline.trained_lora.worker.memory.skeletons import skeleton
 
 # diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
 pytestmark = [

@@ -7,10 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.maintenance.memory.job import Change
+from pipeline.trained_lora.worker.memory.resident_blocks import most_resident
 
 if TYPE_CHECKING:
-    from pipeline.maintenance.memory.worker.training import TrainingForecast, Variant
     from pipeline.recipe import Recipe
+    from pipeline.trained_lora.worker.memory.training import TrainingForecast, Variant
+
+
+AUTO = "training.offload: auto"
+"""The change that streams as many blocks as necessary. The least that it needs is that of `offload: 0`."""
 
 
 def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: int) -> Change:
@@ -22,6 +27,8 @@ def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: in
     for settings, variant in _changes(recipe, training.variant):
         device_bytes = training.memory(variant).device
         if device_bytes <= usable_bytes:
+            if AUTO in settings:
+                device_bytes = most_resident(training, variant, usable_bytes)[1]
             return Change(settings, device_bytes, fits=True)
         if device_bytes < least.device_bytes:
             least = Change(settings, device_bytes, fits=False)
@@ -29,10 +36,11 @@ def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: in
 
 
 def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """Yield changed settings, each with those before it, except that nf4 and streaming replace those before.
+    """Yield changed settings, each with those before it, except that each packing replaces the one before.
 
-    Checkpointing costs time. A smaller batch with more accumulation trains the same samples per step. Packing
-    changes the trained weights slightly. Streaming does not, but copies the weights in every step.
+    Checkpointing costs time. A smaller batch with more accumulation trains the same samples per step.
+    Streaming trains the same weights, and its copies overlap with computation: docs/hardware.md lists the
+    computed times. Packing changes the trained weights slightly, and unpacks weights before each product.
     """
     settings: tuple[str, ...] = ()
     if variant.mixed_precision == "no":
@@ -48,11 +56,13 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
         settings += ("training.batch_size: 1", f"training.gradient_accumulation: {accumulation}")
         variant = replace(variant, batch_size=1)
         yield settings, variant
+    if variant.offload != 0 and not recipe.training.compile and recipe.training.offload != "auto":
+        settings += (AUTO if recipe.training.lora.text_encoders is None else "training.offload: 0",)
+        variant = replace(variant, offload=0)
+        yield settings, variant
     if variant.quantize == "none" and _can_pack(recipe):
         for kind in ("int8", "nf4"):
             yield (*settings, f"training.quantize: {kind}"), replace(variant, quantize=kind)
-    if variant.offload != 0 and not recipe.training.compile:
-        yield (*settings, "training.offload: 0"), replace(variant, offload=0)
 
 
 def _can_pack(recipe: Recipe) -> bool:

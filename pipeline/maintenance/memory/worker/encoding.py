@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.maintenance.memory.worker.cuda_rules import CudaRules
-from pipeline.maintenance.memory.worker.live_memory import LiveMemory
-from pipeline.maintenance.memory.worker.skeletons import (
+from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules
+from pipeline.trained_lora.worker.memory.live_memory import LiveMemory
+from pipeline.trained_lora.worker.memory.skeletons import (
     num_bytes,
     skeleton,
     tensors_of,

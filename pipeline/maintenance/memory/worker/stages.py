@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.images.geometry import placement_of
 from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob, StageMemory
 from pipeline.maintenance.memory.worker.changes import cheapest_change
 from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_bytes
-from pipeline.maintenance.memory.worker.training import TrainingForecast
 from pipeline.models.worker.family import load_family
+from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES, largest_size, most_resident
+from pipeline.trained_lora.worker.memory.training import TrainingForecast
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.images.geometry import Size
     from pipeline.recipe import Recipe
-
-RESERVED_BYTES = 2**30
-"""Memory of a GPU that tensors cannot use: CUDA's context, workspaces and unused parts of allocated blocks.
-
-An assumption; it is not measured.
-"""
 
 _LATENTS_NOTE = "smaller batches, then tiles, if memory runs out"
 
@@ -41,12 +35,15 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     family = load_family(job.model_folder, job.component_folders)
     recipe, size = job.recipe, largest_size(job.recipe)
     training = TrainingForecast(family, recipe, size)
+    card, card_bytes = _card(job)
+    usable_bytes = None if card_bytes is None else card_bytes - RESERVED_BYTES
     vae_dtype = family.vae_compute_dtype(recipe.latents.compute_dtype)
     text_dtypes = family.text_compute_dtypes(recipe.text.compute_dtype)
     try:
         vae, latents_device = latents_bytes(family, size, vae_dtype)
         encoder, text_device = text_bytes(family, text_dtypes)
-        trained = training.memory(training.variant)
+        offload = _offload(training, recipe, usable_bytes)
+        trained = training.memory(replace(training.variant, offload=offload))
     except (RuntimeError, NotImplementedError) as err:
         raise ModelError(
             f"memory cannot be forecast for {family.name}: {str(err).partition(chr(10))[0]}",
@@ -54,14 +51,17 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
             fix="start the training; if memory runs out, the error names settings that need less",
         ) from err
 
-    card, card_bytes = _card(job)
-    usable_bytes = None if card_bytes is None else card_bytes - RESERVED_BYTES
     fits = usable_bytes is None or trained.device <= usable_bytes
     return MemoryForecast(
         stages=(
             StageMemory("encode latents", latents_device, process_bytes + vae, _LATENTS_NOTE),
             StageMemory("encode text", text_device, process_bytes + encoder, _text_note(text_dtypes)),
-            StageMemory("train", trained.device, process_bytes + trained.host),
+            StageMemory(
+                "train",
+                trained.device,
+                process_bytes + trained.host,
+                _offload_note(training, recipe, offload),
+            ),
         ),
         card=card,
         card_bytes=card_bytes,
@@ -70,15 +70,23 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     )
 
 
+def _offload(training: TrainingForecast, recipe: Recipe, usable_bytes: int | None) -> Literal["none"] | int:
+    """Return the recipe's `training.offload`, or what auto resolves to on this GPU."""
+    if recipe.training.offload != "auto" or usable_bytes is None:
+        return training.variant.offload
+    return most_resident(training, training.variant, usable_bytes)[0]
+
+
+def _offload_note(training: TrainingForecast, recipe: Recipe, offload: Literal["none"] | int) -> str:
+    if recipe.training.offload != "auto":
+        return ""
+    kept = training.num_blocks if offload == "none" else offload
+    return f"training.offload: auto keeps {kept} of {training.num_blocks} blocks on the GPU"
+
+
 def _text_note(dtypes: Mapping[str, str]) -> str:
     is_float32 = set(dtypes.values()) == {"float32"}
     return "text.compute_dtype: bfloat16 takes half of it" if is_float32 else ""
-
-
-def largest_size(recipe: Recipe) -> Size:
-    """Return the bucket with the largest area."""
-    sizes = [size for buckets in placement_of(recipe.buckets).sets for size in buckets.sizes]
-    return max(sizes, key=lambda size: size.height * size.width)
 
 
 def _card(job: MemoryJob) -> tuple[str | None, int | None]:

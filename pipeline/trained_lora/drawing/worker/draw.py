@@ -28,6 +28,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
 from pipeline.trained_lora.worker.distributed import make_accelerator
+from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
 from pipeline.trained_lora.worker.previews import open_references, picture_settings
 from pipeline.trained_lora.worker.text_encoders import TextEncoders
 
@@ -89,7 +90,8 @@ class _Artist:
         # The text encoders of a large model do not fit next to its denoiser, so they are loaded before it.
         self._texts = {} if has_text else prompt_texts(job, device, report, scratch=scratch)
         report.phase(f"loading the {'UNet' if self._family.denoiser_name == 'unet' else 'transformer'}")
-        self._denoiser = load_base(self._family, job.recipe, device)
+        resident = resident_blocks(self._family, job.recipe, least_free_bytes(self._accelerator.device))
+        self._denoiser = load_base(self._family, resident.applied(job.recipe), device)
         self._text: TextEncoders | None = None
         if has_text:
             report.phase("loading the text encoders")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bench.gpu.configurations import PUBLISHED, Published
 from pipeline.images.geometry import Size
-from pipeline.maintenance.memory.worker.training import TrainingForecast
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import component_class
 from pipeline.recipe import recipe_from_mapping
+from pipeline.trained_lora.worker.memory.training import TrainingForecast
 from tests.pipeline.maintenance.memory.fake_accounting import step_peak_bytes
 
 TOKENS = 4096

@@ -59,12 +59,14 @@ def test_the_host_holds_no_unpacked_model_if_weights_are_packed_on_the_gpu(forec
     assert forecast(training=same_kind).stages[2].device_bytes == packed.device_bytes
 
 
-def test_packing_is_proposed_with_the_gentlest_kind_that_fits(forecast: Any) -> None:
-    packed = forecast(training={"gradient_checkpointing": True, "quantize": "int8"})
-    needed = packed.stages[2].device_bytes
-    change = forecast(card_bytes=needed + int(1.2 * GIB)).change
+def test_packing_is_proposed_with_the_gentlest_kind_that_fits_if_streaming_is_not_possible(
+    forecast: Any,
+) -> None:
+    training = {"gradient_checkpointing": True, "compile": True}
+    needed = forecast(training={**training, "quantize": "int8"}).stages[2].device_bytes
+    change = forecast(card_bytes=needed + int(1.2 * GIB), training=training).change
     assert (change.settings, change.fits) == (("training.quantize: int8",), True)
-    change = forecast(card_bytes=needed + int(0.8 * GIB)).change
+    change = forecast(card_bytes=needed + int(0.8 * GIB), training=training).change
     assert (change.settings, change.fits) == (("training.quantize: nf4",), True)
 
 
@@ -85,12 +87,28 @@ def test_streamed_blocks_are_on_the_host_and_two_slots_on_the_gpu(forecast: Any)
     assert packed.device_bytes - streamed.device_bytes == pytest.approx(saved / 2, rel=0.02)
 
 
-def test_streaming_is_proposed_if_packing_is_not_enough_or_not_possible(forecast: Any) -> None:
-    training = {"gradient_checkpointing": True, "lora": {"kind": "lokr"}}
-    needed = forecast(training={**training, "offload": 0}).stages[2].device_bytes
-    change = forecast(card_bytes=needed + int(1.2 * GIB), training=training).change
-    assert (change.settings, change.fits) == (("training.offload: 0",), True)
+def test_streaming_is_proposed_before_packing_and_with_it_if_it_is_not_enough(forecast: Any) -> None:
+    needed = forecast(training={"gradient_checkpointing": True, "offload": 0}).stages[2].device_bytes
+    card_bytes = needed + int(1.2 * GIB)
+    change = forecast(card_bytes=card_bytes).change
+    assert (change.settings, change.fits) == (("training.offload: auto",), True)
+    assert needed <= change.device_bytes <= card_bytes - GIB
 
-    # With six blocks, two slots are a third of the model, and more than all weights in 4 bits.
+    # With six blocks, two slots are a third of the model.
+    change = forecast(card_bytes=needed + int(0.8 * GIB)).change
+    assert (change.settings, change.fits) == (("training.offload: auto", "training.quantize: int8"), True)
     change = forecast(card_bytes=2 * GIB).change
-    assert (change.settings, change.fits) == (("training.quantize: nf4",), False)
+    assert (change.settings, change.fits) == (("training.offload: auto", "training.quantize: nf4"), False)
+
+
+def test_auto_is_forecast_with_the_blocks_that_it_keeps_on_a_card(forecast: Any) -> None:
+    training = {"gradient_checkpointing": True, "offload": "auto"}
+    resident, one = (forecast(training={**training, "offload": each}).stages[2] for each in ("none", 1))
+    assert resident.note == ""
+    stage = forecast(training=training).stages[2]
+    assert stage.device_bytes == resident.device_bytes
+    assert stage.note == "training.offload: auto keeps 6 of 6 blocks on the GPU"
+    memory = forecast(card_bytes=one.device_bytes + GIB, training=training)
+    assert memory.stages[2].device_bytes == one.device_bytes
+    assert memory.stages[2].note == "training.offload: auto keeps 1 of 6 blocks on the GPU"
+    assert memory.change is None

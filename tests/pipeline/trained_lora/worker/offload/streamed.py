@@ -1,6 +1,10 @@
-"""A store that overwrites every evicted copy with NaN, and counts the blocks on the device."""
+"""Stores that overwrite every evicted copy with NaN, count the blocks on the device, and end the process."""
 
 from __future__ import annotations
+
+import os
+import signal
+from typing import ClassVar
 
 from pipeline.trained_lora.worker.offload.host_store import CpuStore
 
@@ -38,3 +42,23 @@ class PoisoningStore(CpuStore):
         super().evict(block, slot)
         self.slots[slot].fill_(NAN_BYTE)
         self.on_device.remove(block)
+
+
+class KillingStore(PoisoningStore):
+    """A store that ends its process with SIGKILL instead of a copy, once `kill_after` was called."""
+
+    _copies_left: ClassVar[int | None] = None
+
+    @classmethod
+    def kill_after(cls, num_copies: int) -> None:
+        """End the process instead of the copy after `num_copies` others; the first call decides."""
+        if cls._copies_left is None:
+            cls._copies_left = num_copies
+
+    def fetch(self, block: int, slot: int) -> None:
+        cls = type(self)
+        if cls._copies_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if cls._copies_left is not None:
+            cls._copies_left -= 1
+        super().fetch(block, slot)

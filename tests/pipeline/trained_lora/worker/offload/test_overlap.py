@@ -5,33 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.trained_lora.worker.offload.ring import Ring
-
-
-class SimulatedDevice:
-    """A copier that advances clocks, as a copy stream, a compute stream and their events do.
-
-    Attributes:
-        computed_s: Time at which the computation enqueued so far ends.
-        copied_s: Time at which the copies enqueued so far end.
-    """
-
-    def __init__(self, num_slots: int, copy_s: float) -> None:
-        self.computed_s = self.copied_s = 0.0
-        self._copy_s = copy_s
-        self._ready = [0.0] * num_slots
-        self._free = [0.0] * num_slots
-
-    def fetch(self, block: int, slot: int) -> None:
-        self.copied_s = max(self.copied_s, self._free[slot]) + self._copy_s
-        self._ready[slot] = self.copied_s
-
-    def wait(self, block: int, slot: int) -> None:
-        self.computed_s = max(self.computed_s, self._ready[slot])
-
-    def release(self, slot: int) -> None:
-        self._free[slot] = self.computed_s
-
-    def evict(self, block: int, slot: int) -> None: ...
+from tests.pipeline.trained_lora.worker.offload.simulated import SimulatedDevice
 
 
 def step_s(num_blocks: int, num_slots: int, copy_s: float, compute_s: float, *, resident: int = 0) -> float:
@@ -40,7 +14,7 @@ def step_s(num_blocks: int, num_slots: int, copy_s: float, compute_s: float, *, 
     A block's forward pass takes `compute_s`, its recompute and backward pass three times as long. After each
     streamed block come `resident` blocks that stay on the device.
     """
-    device = SimulatedDevice(num_slots, copy_s)
+    device = SimulatedDevice(num_slots, [copy_s] * num_blocks)
     ring = Ring(num_blocks, num_slots, device)
     end_s = []
     for _ in range(3):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from pipeline.cache.reference_requests import reference_geometry
 from pipeline.images.geometry import Size
-from pipeline.maintenance.memory.worker.cuda_rules import CudaRules, Packing
-from pipeline.maintenance.memory.worker.live_memory import LiveMemory
-from pipeline.maintenance.memory.worker.skeletons import num_bytes, skeleton, tensors_of
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.loss import sample_losses
+from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules, Packing
+from pipeline.trained_lora.worker.memory.live_memory import LiveMemory
+from pipeline.trained_lora.worker.memory.skeletons import num_bytes, skeleton, tensors_of
 from pipeline.trained_lora.worker.nf4 import layers_outside_blocks
-from pipeline.trained_lora.worker.offload.streamed_blocks import NUM_SLOTS, streamed_names
+from pipeline.trained_lora.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
 from pipeline.trained_lora.worker.optimizers import make_optimizer
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Variant:
         checkpointing: Value of `training.gradient_checkpointing`.
         batch_size: Value of `training.batch_size`.
         mixed_precision: "no", "fp16" or "bf16".
-        offload: Value of `training.offload`.
+        offload: Resolved value of `training.offload`.
     """
 
     quantize: str
@@ -113,15 +113,21 @@ class TrainingForecast:
 
     @property
     def variant(self) -> Variant:
-        """The recipe's own settings."""
+        """The recipe's own settings; `training.offload: auto` counts as none."""
         training = self._recipe.training
         return Variant(
             training.quantize,
             training.gradient_checkpointing,
             training.batch_size,
             self._family.mixed_precision(self._recipe.accelerate.mixed_precision),
-            training.offload,
+            "none" if training.offload == "auto" else training.offload,
         )
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of repeated blocks of the denoiser."""
+        variant = self.variant
+        return len(repeated_blocks(self._adapted(variant.dtype, checkpointing=variant.checkpointing)))
 
     def memory(self, variant: Variant) -> TrainingMemory:
         """Return the memory of a training with these settings."""
@@ -208,11 +214,11 @@ class TrainingForecast:
         shape = (batch_size, *self._family.latent_shape(self._size))
         noisy, target = (torch.empty(shape, device="meta") for _ in range(2))
         timesteps = torch.empty(batch_size, device="meta")
-        conditions = self._conditions(batch_size)
+        conditions = self.conditions(batch_size)
         prediction = self._family.denoiser.predict(denoiser, noisy, timesteps, conditions)
         return sample_losses(prediction, target, self._recipe.training.loss).mean()
 
-    def _conditions(self, batch_size: int) -> dict[str, Any]:
+    def conditions(self, batch_size: int) -> dict[str, Any]:
         """Return conditions of the longest captions; lengths and masks have values, which decide shapes."""
         shapes = self._family.text_shapes()
         conditions: dict[str, Any] = {

@@ -5,9 +5,9 @@ from typing import Any
 
 from demo.tiny_models import make_tiny_flux2_klein
 from pipeline.images.geometry import Size
-from pipeline.maintenance.memory.worker.training import TrainingForecast
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import recipe_from_mapping
+from pipeline.trained_lora.worker.memory.training import TrainingForecast
 
 
 def step_bytes(folder: Path, *references: dict[str, Any]) -> int:

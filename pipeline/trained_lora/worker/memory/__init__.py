@@ -1,0 +1,1 @@
+"""Forecast of a training's memory on a GPU, without any weights."""
