@@ -22,7 +22,7 @@ from demo.tiny_models.kandinsky5 import make_tiny_kandinsky5
 from demo.tiny_models.kolors import make_tiny_kolors
 from demo.tiny_models.krea2 import make_tiny_krea2
 from demo.tiny_models.lumina2 import make_tiny_lumina2
-from demo.tiny_models.qwen_image import make_tiny_qwen_image
+from demo.tiny_models.qwen_image import make_tiny_qwen_image, make_tiny_qwen_image_edit
 from demo.tiny_models.qwen_image21 import make_tiny_qwen_image21
 from demo.tiny_models.sana import make_tiny_sana
 from demo.tiny_models.sd import make_tiny
@@ -40,6 +40,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "FLUX.2 klein": make_tiny_flux2_klein,
     "FLUX.2 dev": make_tiny_flux2_dev,
     "Qwen-Image": make_tiny_qwen_image,
+    "Qwen-Image-Edit": make_tiny_qwen_image_edit,
     "Qwen-Image 2.1": make_tiny_qwen_image21,
     "Qwen-Image 2.1 Turbo": partial(make_tiny_qwen_image21, turbo=True),
     "Z-Image": make_tiny_z_image,
@@ -79,6 +80,7 @@ __all__ = [
     "make_tiny_lumina2",
     "make_tiny_qwen_image",
     "make_tiny_qwen_image21",
+    "make_tiny_qwen_image_edit",
     "make_tiny_sana",
     "make_tiny_sd3",
     "make_tiny_sdxl",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.tiny_models.language import qwen2_5_vl, write_qwen_tokenizer
-from demo.tiny_models.parts import assemble, flow_schedule
+from demo.tiny_models.parts import assemble, flow_schedule, write_json
 
 _TEXT_WIDTH = 32
 _CHANNELS = 16
@@ -43,6 +43,42 @@ def make_tiny_qwen_image(folder: Path, *, seed: int = 0) -> None:
     )
 
 
+def make_tiny_qwen_image_edit(folder: Path, *, zero_cond_t: bool = True, seed: int = 0) -> None:
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
+
+    `QwenImageEditPlusPipeline.from_pretrained(folder)` loads it if torchvision is installed, which the
+    processor requires.
+
+    Args:
+        folder: Destination, created with its parents; existing files are replaced.
+        zero_cond_t: Whether references have timestep 0 in the transformer, as in the models since 2511.
+        seed: Seed of the random weights.
+    """
+    assemble(
+        folder,
+        "QwenImageEditPlusPipeline",
+        {
+            "vae": qwen_vae,
+            "transformer": partial(_transformer, zero_cond_t=zero_cond_t),
+            "text_encoder": partial(qwen2_5_vl, width=_TEXT_WIDTH),
+            "scheduler": partial(
+                flow_schedule, use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192
+            ),
+        },
+        tokenizers={"tokenizer": write_qwen_tokenizer, "processor": _write_processor},
+        seed=seed,
+    )
+
+
+def _write_processor(folder: Path) -> str:
+    """Write a `Qwen2VLProcessor` with tokenizer and image processor; return its class name."""
+    write_qwen_tokenizer(folder)
+    sizes = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    names = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
+    write_json(folder / "preprocessor_config.json", {**sizes, **names})
+    return "Qwen2VLProcessor"
+
+
 def qwen_vae() -> Any:
     """Return an `AutoencoderKLQwenImage` with 16 channels and factor 8."""
     import torch
@@ -55,7 +91,7 @@ def qwen_vae() -> Any:
     return made
 
 
-def _transformer() -> Any:
+def _transformer(*, zero_cond_t: bool = False) -> Any:
     from diffusers import QwenImageTransformer2DModel
 
     return QwenImageTransformer2DModel(
@@ -64,4 +100,5 @@ def _transformer() -> Any:
         num_attention_heads=2,
         joint_attention_dim=_TEXT_WIDTH,
         axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
     )

@@ -64,6 +64,7 @@ class TextInputs:
         max_length: Maximum number of tokens.
         compute_dtype: Dtype in which the encoders compute.
         dtype: Dtype of the stored tensors.
+        references: Images that the encoder sees next to the caption, and how it sees them; None without.
     """
 
     caption: str
@@ -72,6 +73,11 @@ class TextInputs:
     max_length: int
     compute_dtype: str
     dtype: str
+    references: Mapping[str, Any] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Return the inputs by name, without `references` if there are none."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def mask_key(inputs: MaskInputs) -> str:
 
 def text_key(inputs: TextInputs) -> str:
     """Return the key of a caption's text embeddings: 64 hex digits."""
-    return canonical_hash({"text": vars(inputs)})
+    return canonical_hash({"text": inputs.values()})
 
 
 class KeyTemplate:

@@ -24,6 +24,7 @@ from pipeline.images.geometry import Geometry, Size
 from pipeline.models.components import resolve_components
 from pipeline.models.families import Family, Use, detect
 from pipeline.models.families.compute_dtype import dtypes_text
+from pipeline.models.families.parts.references import TextImages
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.models.resolve import resolve_base
 from pipeline.reporting.reports import Log, discard
@@ -43,6 +44,11 @@ TEMPLATE_TOKENS = 32
 
 STAT_COLUMNS = ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode")
 """Columns that record an entry's `EntryStat` at the time it was verified, field by field."""
+
+SEEN = "seen_images"
+"""Column of the images that a text encoder sees next to a caption, in order; null without images.
+
+Canonical JSON: a list of [content hash, height, width], with the size that the image processor gets."""
 
 STATS: dict[str, Any] = dict.fromkeys(STAT_COLUMNS, pl.Int64)
 """Types of the `STAT_COLUMNS`."""
@@ -207,9 +213,23 @@ class RecipeEntries:
         in_json = {name: pl.col(name).cast(pl.String) for name in template.names}
         return template.hashes(rows, in_json | {"content_hash": pl.format('"{}"', "content_hash")})
 
-    def text_inputs(self, caption: str) -> TextInputs:
-        """Return everything that decides the text embeddings of a canonical caption."""
+    @cached_property
+    def text_images(self) -> TextImages | None:
+        """How the text encoder sees the recipe's references; None if it sees none."""
+        recipe = self.recipe
+        if not any(each.references for each in (*recipe.datasets, *recipe.training.sample_prompts)):
+            return None
+        return self.family.text_images
+
+    def text_inputs(self, caption: str, images: str | None = None) -> TextInputs:
+        """Return everything that decides the text embeddings of a canonical caption.
+
+        Args:
+            caption: The caption.
+            images: Images that the encoder sees next to it, see `SEEN`.
+        """
         return TextInputs(
+            references=None if images is None else self._reference_inputs(images),
             caption=caption,
             encoders=self.fingerprint("text"),
             method=self.family.text_method,
@@ -218,15 +238,26 @@ class RecipeEntries:
             dtype=self.recipe.text.dtype,
         )
 
-    def text_spec(self, caption: str, length: int | None = None) -> EntrySpec:
+    def _reference_inputs(self, images: str) -> dict[str, Any]:
+        assert self.text_images is not None, f"the text encoder of {self.family.name} sees no images"
+        return {
+            "images": json.loads(images),
+            "background": list(self.recipe.latents.background),
+            "preprocessing_version": PREPROCESSING_VERSION,
+            "processor": self.text_images.processor,
+            "processor_settings": self.family.image_processor_settings(),
+        }
+
+    def text_spec(self, caption: str, length: int | None = None, images: str | None = None) -> EntrySpec:
         """Return the entry of a canonical caption, which may be empty.
 
         Args:
             caption: The caption.
             length: Length of its `text_embedding` if the family stores captions at their own length. None
                 gives a ragged specification: the header states the length.
+            images: As for `text_inputs`.
         """
-        return EntrySpec("text", text_key(self.text_inputs(caption)), self.text_tensors(length))
+        return EntrySpec("text", text_key(self.text_inputs(caption, images)), self.text_tensors(length))
 
     def text_tensors(self, length: int | None = None) -> dict[str, TensorSpec]:
         """Return the tensors of a caption's entry; `length` as for `text_spec`."""
@@ -242,6 +273,8 @@ class RecipeEntries:
         captions: Iterable[str],
         previous: pl.DataFrame | None = None,
         recorded: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        images: pl.Series | None = None,
     ) -> pl.DataFrame:
         """Return one row per caption.
 
@@ -249,6 +282,7 @@ class RecipeEntries:
             captions: Canonical captions.
             previous: Earlier table text_embeddings with the columns `key`, `text_length` and `recorded`.
             recorded: Further columns to copy from `previous`, names to types.
+            images: Images that the encoder sees next to each caption, which become the column `SEEN`.
 
         Returns:
             `caption`, `key`, `text_length`, `num_bytes` (exact size of the entry's file), `about_bytes` (that
@@ -256,7 +290,9 @@ class RecipeEntries:
             `text_length` and `num_bytes` are null for keys that are not in `previous`.
         """
         rows = pl.DataFrame({"caption": pl.Series(captions, dtype=pl.String)})
-        rows = rows.with_columns(self.text_keys(rows["caption"]).alias("key"))
+        if images is not None:
+            rows = rows.with_columns(images.alias(SEEN))
+        rows = rows.with_columns(self.text_keys(rows["caption"], images).alias("key"))
 
         max_length, max_bytes = self._text_embedding.shape[0], self._max_text_bytes
         if not self._text_embedding.ragged:
@@ -270,15 +306,27 @@ class RecipeEntries:
         missing_tokens = max_length - pl.col("text_length").cast(pl.Int64)
         caption_bytes = pl.col("caption").str.len_bytes().cast(pl.Int64)
         tokens = TEMPLATE_TOKENS + (caption_bytes + CAPTION_BYTES_PER_TOKEN - 1) // CAPTION_BYTES_PER_TOKEN
+        if images is not None and self.text_images is not None:
+            tokens += _num_images() * self.text_images.num_tokens
         estimate = max_bytes - pl.max_horizontal(0, max_length - tokens) * self._bytes_per_token
         rows = rows.with_columns(num_bytes=max_bytes - missing_tokens * self._bytes_per_token)
         return rows.with_columns(about_bytes=pl.coalesce("num_bytes", estimate))
 
-    def text_keys(self, captions: Iterable[str]) -> pl.Series:
+    def text_keys(self, captions: Iterable[str], images: pl.Series | None = None) -> pl.Series:
         """Return the keys of `text_spec` for all captions, about 2 microseconds each."""
-        template = KeyTemplate({"text": {**vars(self.text_inputs("")), "caption": "@caption@"}})
+        in_json = {"caption": pl.col("caption").map_batches(_as_json, pl.String)}
+        template = KeyTemplate({"text": {**self.text_inputs("").values(), "caption": "@caption@"}})
         rows = pl.DataFrame({"caption": pl.Series(captions, dtype=pl.String)})
-        return template.hashes(rows, {"caption": pl.col("caption").map_batches(_as_json, pl.String)})
+        if images is None or images.null_count() == len(images):
+            return template.hashes(rows, in_json)
+
+        # The text of `images` is canonical JSON, as in the key of a single entry.
+        values = self.text_inputs("", "[]").values()
+        values |= {"caption": "@caption@", "references": {**values["references"], "images": f"@{SEEN}@"}}
+        rows, sees = rows.with_columns(images.alias(SEEN)), images.is_not_null()
+        keys = pl.Series([None], dtype=pl.String).new_from_index(0, len(rows))
+        keys = keys.scatter((~sees).arg_true(), template.hashes(rows.filter(~sees), in_json))
+        return keys.scatter(sees.arg_true(), KeyTemplate({"text": values}).hashes(rows.filter(sees), in_json))
 
     @cached_property
     def _text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -297,19 +345,6 @@ class RecipeEntries:
     @cached_property
     def _max_text_bytes(self) -> int:
         return EntrySpec("text", "", self.text_tensors(None)).file_bytes
-
-
-def caption_variants(validated: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per caption of a sample, sorted by `sample_id` and `variant`, which counts from 0.
-
-    Args:
-        validated: Table validated_dataset, or some of its columns including `caption` and `more_captions`.
-    """
-    more_captions = pl.col("more_captions").str.json_decode(pl.List(pl.String))
-    captions = pl.concat_list("caption", more_captions)
-    variants = pl.int_ranges(0, captions.list.len(), dtype=pl.Int32)
-    rows = validated.with_columns(caption=captions, variant=variants)
-    return rows.explode("caption", "variant").sort("sample_id", "variant")
 
 
 def with_recorded(
@@ -347,6 +382,11 @@ def is_unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
 def stat_columns(stat: EntryStat) -> dict[str, int]:
     """Return an entry's stat as the columns in which a table records it."""
     return dict(zip(STAT_COLUMNS, astuple(stat), strict=True))
+
+
+def _num_images() -> pl.Expr:
+    """Return the number of images in `SEEN`."""
+    return pl.col(SEEN).str.json_decode(pl.List(pl.List(pl.String))).list.len().cast(pl.Int64).fill_null(0)
 
 
 def _as_json(captions: pl.Series) -> pl.Series:

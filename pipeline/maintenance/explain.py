@@ -9,8 +9,9 @@ import polars as pl
 
 from pipeline.cache.mask_requests import mask_sources, mask_spec
 from pipeline.cache.reference_requests import of_references, reference_rows
-from pipeline.cache.requests import RecipeEntries, caption_variants
+from pipeline.cache.requests import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.cache.text_requests import EMPTY_CAPTION, text_rows
 from pipeline.errors import LatentlineError, TableError, counted
 from pipeline.reporting.reports import Log, discard
 from pipeline.storage.tables import ASSETS, empty
@@ -137,6 +138,7 @@ def _entry_specs(
         for reference in references.get((index,), requests.clear()).iter_rows(named=True):
             named = name.replace("latents", f"reference {reference['number']}")
             yield named + mirrored, of_references(entries).latent_spec(reference)
-    for row in caption_variants(sample_rows["validated_dataset"]).iter_rows(named=True):
+    for row in text_rows(entries, sample_rows["validated_dataset"]).iter_rows(named=True):
         name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
-        yield name, entries.text_spec(row["caption"])
+        name = "text entry, empty caption" if row["variant"] == EMPTY_CAPTION else name
+        yield name, entries.text_spec(row["caption"], images=row.get(SEEN))

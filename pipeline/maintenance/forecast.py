@@ -6,6 +6,7 @@ only `fingerprints.json`, the hashes of the model's files, so that gigabytes are
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,10 @@ import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import (
-    TARGET,
-    RecipeEntries,
-    caption_variants,
-)
+from pipeline.cache.reference_requests import IMAGES
+from pipeline.cache.requests import SEEN, TARGET, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.cache.text_requests import text_rows
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import PathIsolationError
 from pipeline.maintenance.expected import (
@@ -33,7 +32,7 @@ from pipeline.maintenance.expected import (
     estimate_seconds,
     unusable_entries,
 )
-from pipeline.maintenance.expected_pairs import expect_masks, expect_references
+from pipeline.maintenance.expected_pairs import REFERENCE_CHANGED, expect_masks, expect_references
 from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.models.reference_support import require_references
 from pipeline.raw_images import checks as raw_images
@@ -42,7 +41,7 @@ from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
 from pipeline.reporting.reports import Log
 from pipeline.storage.tables import Tables, selected
-from pipeline.text_embeddings.stage import needed_captions
+from pipeline.text_embeddings.stage import needed_texts
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.vae_latents.references import without_refused
 from pipeline.validated_dataset import checks as validated_dataset
@@ -215,20 +214,28 @@ def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFram
     `valid` is the table validated_dataset as the job would write it, and `known` the table text_embeddings of
     the last run.
     """
-    captions = caption_variants(valid).select("caption", "sample_id", "variant")
-    captions = captions.unique("caption", keep="first", maintain_order=True)
-    requests = entries.text_requests(needed_captions(entries.recipe, captions["caption"]), known)
-    requests = requests.join(captions, on="caption", how="left", maintain_order="left")
+    rows = text_rows(entries, valid)
+    images = [SEEN, IMAGES] if SEEN in rows.columns else []
+    names = ["caption", *images[:1]]
+    captions = rows.select("caption", *images, "sample_id", "variant")
+    captions = captions.unique(names, keep="first", maintain_order=True)
+    texts = needed_texts(entries, rows)
+    requests = entries.text_requests(texts["caption"], known, images=texts.get_column(SEEN, default=None))
+    requests = requests.join(captions, on=names, how="left", nulls_equal=True, maintain_order="left")
     known_rows = [] if known is None else known.to_dicts()
     earlier_rows = {(row["sample_id"], row["variant"]): row for row in known_rows}
 
     expected = Expected("text")
     for row, spec, status in unusable_entries(
-        entries, expected, requests, known, spec_of=lambda row: entries.text_spec(row["caption"])
+        entries,
+        expected,
+        requests,
+        known,
+        spec_of=lambda row: entries.text_spec(row["caption"], images=row.get(SEEN)),
     ):
         caption, sample_id = row["caption"], row["sample_id"]
         earlier = earlier_rows.get((sample_id, row["variant"]))
-        reason = DAMAGED if status == "wrong" else _text_reason(entries, caption, spec, earlier)
+        reason = DAMAGED if status == "wrong" else _text_reason(entries, row, spec, earlier)
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"
         expected.add(reason, sample_id or name, row["about_bytes"])
@@ -248,11 +255,20 @@ def _latent_reason(entries: RecipeEntries, row: Row, spec: EntrySpec, earlier: R
     return changed_inputs(entries, spec, earlier["key"], vars(entries.latent_inputs(row)))
 
 
-def _text_reason(entries: RecipeEntries, caption: str, spec: EntrySpec, earlier: Row | None) -> str:
+def _text_reason(entries: RecipeEntries, row: Row, spec: EntrySpec, earlier: Row | None) -> str:
+    caption = row["caption"]
     if earlier is None:
         return NEW_CAPTION
     if earlier["caption"] != caption:
         return CAPTION_CHANGED
     if earlier["key"] == spec.key:
         return MISSING
-    return changed_inputs(entries, spec, earlier["key"], vars(entries.text_inputs(caption)))
+    if _reference_hashes(earlier) != _reference_hashes(row):
+        return REFERENCE_CHANGED
+    inputs = entries.text_inputs(caption, row.get(SEEN)).values()
+    return changed_inputs(entries, spec, earlier["key"], inputs)
+
+
+def _reference_hashes(row: Row) -> list[str]:
+    """Return the content hashes of a caption's references; empty if the text encoder sees none."""
+    return [image["hash"] for image in json.loads(row.get(IMAGES) or "[]")]

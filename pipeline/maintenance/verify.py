@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.cache.mask_requests import has_mask, mask_spec
 from pipeline.cache.reference_requests import of_references, reference_rows
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.requests import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.cache.text_requests import with_seen_images
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
 from pipeline.reporting.reports import Log, discard
-from pipeline.text_embeddings.stage import cache_text, needed_captions
+from pipeline.text_embeddings.stage import cache_text, needed_texts
 from pipeline.vae_latents.stage import cache_latents
 
 if TYPE_CHECKING:
@@ -71,15 +72,19 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
         name = f"the reference {row['path']} of {row['sample_id']}"
         needed.setdefault(spec.key, NeededEntry(name, spec))
 
-    text = tables.read("text_embeddings")
-    lengths = dict(text.select("caption", "text_length").iter_rows())
-    first_rows = text.unique("caption", keep="first", maintain_order=True)
-    first_samples = dict(first_rows.select("caption", "sample_id").iter_rows())
-    for caption in needed_captions(recipe, text["caption"]):
-        spec = entries.text_spec(caption, lengths.get(caption))
+    text = with_seen_images(entries, tables.read("text_embeddings"))
+    images = [SEEN] if SEEN in text.columns else []
+    lengths = {tuple(each): length for *each, length in text.select("caption", *images, "text_length").rows()}
+    first_rows = text.unique(("caption", *images), keep="first", maintain_order=True)
+    first_samples = {
+        tuple(each): name for *each, name in first_rows.select("caption", *images, "sample_id").rows()
+    }
+    for each in needed_texts(entries, text).select("caption", *images).iter_rows():
+        caption, *seen = each
+        spec = entries.text_spec(caption, lengths.get(each), *seen)
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"
-        needed.setdefault(spec.key, NeededEntry(first_samples.get(caption, name), spec))
+        needed.setdefault(spec.key, NeededEntry(first_samples.get(each, name), spec))
     return list(needed.values())
 
 

@@ -35,6 +35,8 @@ _TOKENIZER_CONFIGS = (
 )
 _TOKENIZER_CONTENTS = ("tokenizer.json", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model")
 _CHAT_TEMPLATE = "chat_template.jinja"
+_PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
+_CLASS_NAMES = ("image_processor_type", "processor_class", "feature_extractor_type", "auto_map")
 
 
 def is_tokenizer(role: str) -> bool:
@@ -253,6 +255,20 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
             fix=f"add at least one of {', '.join(_TOKENIZER_CONTENTS)}",
         )
     return configs, (*contents, template) if template.is_file() else contents
+
+
+def image_processor_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the image processor in a processor's folder, without the names of classes.
+
+    As in transformers, those in the processor's own configuration win.
+
+    Raises:
+        ModelError: The folder has no settings of an image processor.
+    """
+    own, separate = (folder / name for name in _PROCESSOR_CONFIGS)
+    settings = read_json(own).get("image_processor") if own.is_file() else None
+    settings = read_json(separate) if settings is None else settings
+    return {name: value for name, value in settings.items() if name not in _CLASS_NAMES}
 
 
 def _shards(index: Path) -> tuple[Path, ...]:

@@ -35,6 +35,9 @@ def require_references(recipe: Recipe, family: Family | None = None) -> None:
 
 def _mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
     spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.name})"
+    if recipe.latents.flip and family.text_images is not None and any(d.references for d in recipe.datasets):
+        what = f"the text encoder of {model} sees the references and has no embeddings of mirrored ones"
+        yield Mistake(("latents", "flip"), what, "set latents.flip: false")
     for index, dataset in enumerate(recipe.datasets):
         path, number = ("datasets", index, "references"), len(dataset.references)
         if spec is None and number:

@@ -9,7 +9,7 @@ from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.sources import source_at
 
 if TYPE_CHECKING:
-    from pipeline.recipe import DatasetSettings, Recipe, ReferenceSettings
+    from pipeline.recipe import DatasetSettings, Recipe
     from pipeline.storage.addresses import Address
 
 
@@ -52,11 +52,6 @@ def mask_sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
     }
 
 
-def reference_root(settings: DatasetSettings, reference: ReferenceSettings) -> Address:
-    """Return the folder that the paths of one of a dataset's references are relative to."""
-    return settings.root if reference.path is None else reference.path
-
-
 def reference_sources_of(recipe: Recipe) -> dict[str, list[LocalSource | RemoteSource]]:
     """Return the source of each reference, in order, of each dataset that has references, by its name.
 
@@ -65,10 +60,7 @@ def reference_sources_of(recipe: Recipe) -> dict[str, list[LocalSource | RemoteS
     """
     limit = recipe.checks.max_file_bytes
     return {
-        settings.name: [
-            source_at(reference_root(settings, reference), max_file_bytes=limit)
-            for reference in settings.references
-        ]
+        settings.name: [source_at(root, max_file_bytes=limit) for root in settings.reference_roots]
         for settings in recipe.datasets
         if settings.references
     }

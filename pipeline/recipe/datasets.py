@@ -194,6 +194,11 @@ class DatasetSettings(Settings):
         return self.path.parent if self.images is None else self.images
 
     @property
+    def reference_roots(self) -> list[Address]:
+        """Folders that the paths of the references are relative to, in order."""
+        return [self.root if each.path is None else each.path for each in self.references]
+
+    @property
     def root_key(self) -> str:
         """Key that decides `root`."""
         return "path" if self.images is None else "images"

@@ -18,7 +18,10 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
             *("bucket", "resized_height", "resized_width", "crop_top", "crop_left"),
             *("target_height", "target_width", "flipped", "mask_hash", "reference_images"),
         ),
-        "text_embeddings": ("sample_id", "variant", "caption", "text_length"),
+        "text_embeddings": (
+            *("sample_id", "dataset", "variant", "caption", "text_length"),
+            "reference_images",
+        ),
     },
 }
 """Needed columns by stage and input table; a stage needs all columns of a table that is not listed. Only the

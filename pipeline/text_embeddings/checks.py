@@ -13,21 +13,22 @@ from typing import Any
 import polars as pl
 
 from pipeline.cache.entry_format import TEXT
-from pipeline.cache.requests import STAT_COLUMNS, RecipeEntries, caption_variants, with_recorded
+from pipeline.cache.reference_requests import IMAGES
+from pipeline.cache.requests import SEEN, STAT_COLUMNS, RecipeEntries, with_recorded
+from pipeline.cache.text_requests import CAPTION_COLUMNS, EMPTY_CAPTION, text_rows, with_seen_images
 from pipeline.checks.findings import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.encoding.checks import AT_ONCE, Problems
 from pipeline.errors import counted, verb
+from pipeline.text_embeddings.stage import needed_texts
 
 STAGE = "text_embeddings"
 
 _COLUMNS = (
-    *("sample_id", "variant", "caption", "num_tokens", "num_cut", "text_length", "key"),
+    *("sample_id", "dataset", "variant", "caption", "num_tokens", "num_cut", "text_length", "key"),
     *STAT_COLUMNS,
+    IMAGES,
 )
 """Columns of text_embeddings that the checks use."""
-
-_CAPTION_COLUMNS = ("sample_id", "caption", "more_captions")
-"""Columns of validated_dataset that the checks use."""
 
 
 def run(context: CheckContext) -> list[Finding]:
@@ -38,22 +39,23 @@ def run(context: CheckContext) -> list[Finding]:
         ModelError: The recipe's base model cannot be found, or its family is not supported.
         StoreError: An entry cannot be read.
     """
-    table = context.tables.read(STAGE, _COLUMNS)
     entries = RecipeEntries(context.recipe)
+    table = with_seen_images(entries, context.tables.read(STAGE, _COLUMNS))
     sizes = _sizes(entries, table)
     problems = Problems(
         entries.store,
         "text",
         _entry_rows(context, entries, table, sizes),
-        lambda row: entries.text_spec(row["caption"], row["text_length"]),
+        lambda row: entries.text_spec(row["caption"], row["text_length"], row.get(SEEN)),
     )
-    captions = caption_variants(context.tables.read("validated_dataset", _CAPTION_COLUMNS))
+    captions = text_rows(entries, context.tables.read("validated_dataset", CAPTION_COLUMNS))
+    num_captions = int((captions["variant"] > EMPTY_CAPTION).sum())
 
     count = counted(problems.num_entries, "entry", "entries")
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {counted(len(captions), 'caption')} and the empty one has its entry",
+            f"each of {counted(num_captions, 'caption')} and the empty one has its entry",
             more=list(_table_differences(entries, table, sizes, captions)),
         ),
         "shape_uniformity": problems.outcome(
@@ -70,25 +72,40 @@ def run(context: CheckContext) -> list[Finding]:
 
 def _sizes(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
     """Return `text_length`, `num_bytes` and `about_bytes` per row; null if the key is not its caption's."""
-    names = ["caption", "key"]
-    parts = [
-        rows.select(names).join(
-            entries.text_requests(rows["caption"].unique(), rows), on=names, how="left", maintain_order="left"
+    names = ["key", *_text_columns(entries)]
+    parts: list[pl.DataFrame] = []
+    for rows in table.iter_slices(AT_ONCE):
+        requests = _requests(entries, rows, rows)
+        sizes = rows.select(names).join(
+            requests, on=names, how="left", nulls_equal=True, maintain_order="left"
         )
-        for rows in table.iter_slices(AT_ONCE)
-    ]
+        parts.append(sizes)
     return pl.concat(parts or [entries.text_requests([])]).select("text_length", "num_bytes", "about_bytes")
+
+
+def _text_columns(entries: RecipeEntries) -> tuple[str, ...]:
+    """Return the columns that tell texts apart."""
+    return ("caption",) if entries.text_images is None else ("caption", SEEN)
+
+
+def _requests(
+    entries: RecipeEntries, rows: pl.DataFrame, previous: pl.DataFrame | None = None
+) -> pl.DataFrame:
+    """Return the requests of the distinct texts of `rows`."""
+    texts = rows.select(_text_columns(entries)).unique()
+    images = texts.get_column(SEEN, default=None)
+    return entries.text_requests(texts["caption"], previous, images=images)
 
 
 def _entry_rows(
     context: CheckContext, entries: RecipeEntries, table: pl.DataFrame, sizes: pl.DataFrame
 ) -> pl.DataFrame:
     """Return one row per entry of the table, and per entry that belongs to no sample."""
-    columns = ("sample_id", "caption", "key", "text_length", "num_bytes", *STAT_COLUMNS)
+    columns = ("sample_id", *_text_columns(entries), "key", "text_length", "num_bytes", *STAT_COLUMNS)
     own = table.drop("text_length").hstack(sizes).filter(pl.col("about_bytes").is_not_null())
     own = own.unique("key", keep="first", maintain_order=True).select(columns)
 
-    extra = entries.text_requests(["", *context.recipe.training.preview_captions])
+    extra = _requests(entries, needed_texts(entries, table.clear()))
     names = [f"the preview prompt {text!r}" if text else "the empty caption" for text in extra["caption"]]
     extra = extra.with_columns(pl.Series("sample_id", names, dtype=pl.String))
     extra = with_recorded(extra, None).select(columns).cast(own.schema)
@@ -114,16 +131,18 @@ def _table_differences(
 ) -> Iterator[dict[str, Any]]:
     """Yield samples that are missing, superfluous, or have the entry of another caption or setting."""
     names = ["sample_id", "variant"]
-    same_captions = table.select(*names, "caption").equals(captions.select(*names, "caption"))
+    texts = _text_columns(entries)
+    same_captions = table.select(*names, *texts).equals(captions.select(*names, *texts))
     if same_captions and not sizes["about_bytes"].null_count():
         return
 
-    keys = entries.text_requests(captions["caption"].unique()).select("caption", expected_key="key")
-    expected = captions.join(keys, on="caption").select(*names, "expected_key")
+    keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))
+    expected = captions.select(*names, keys.alias("expected_key"))
     both = table.select(*names, "key").join(expected, on=names, how="full", coalesce=True)
     different = both.filter(~pl.col("key").eq_missing(pl.col("expected_key"))).sort(names)
     for sample_id, variant, key, expected_key in different.select(*names, "key", "expected_key").iter_rows():
         subject = f"variant {variant} of its caption" if variant else "it"
+        subject = "its empty caption" if variant == EMPTY_CAPTION else subject
         if key is None:
             problem = f"{subject} is in validated_dataset but not in text_embeddings"
         elif expected_key is None:
@@ -146,7 +165,7 @@ def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
             "sample_id": row["sample_id"],
             "num_tokens": row["num_tokens"],
             "num_cut": row["num_cut"],
-            "cut_part": _cut_part(entries, row["caption"]) if index < MAX_ROWS else "",
+            "cut_part": _cut_part(entries, row) if index < MAX_ROWS else "",
         }
         for index, row in enumerate(cut.iter_rows(named=True))
     ]
@@ -161,7 +180,8 @@ def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
     )
 
 
-def _cut_part(entries: RecipeEntries, caption: str) -> str:
+def _cut_part(entries: RecipeEntries, row: dict[str, Any]) -> str:
     """Return the end of the caption that the encoder does not see, according to its entry."""
-    metadata = entries.store.check(entries.text_spec(caption)).metadata
+    caption = row["caption"]
+    metadata = entries.store.check(entries.text_spec(caption, images=row.get(SEEN))).metadata
     return "" if metadata is None or metadata["cut_from"] is None else caption[metadata["cut_from"] :]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from pipeline.cache.text_requests import EMPTY_CAPTION
 from pipeline.reporting.pictures import chart, png
 from pipeline.storage.atomic import write_bytes, write_text
 
@@ -42,6 +43,7 @@ def write_caption_report(recipe: Recipe, table: pl.DataFrame) -> Path:
     """
     folder = recipe.output_dir / "reports" / FOLDER
     digest_file = folder / _DIGEST_FILE
+    table = table.filter(pl.col("variant") > EMPTY_CAPTION)
     counts = table.group_by("num_tokens", "num_cut").len("captions").sort("num_tokens", "num_cut")
     digest = hashlib.sha256(counts.write_csv().encode("utf-8")).hexdigest()
     if digest_file.is_file() and digest_file.read_text(encoding="utf-8") == digest:

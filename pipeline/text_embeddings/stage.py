@@ -6,30 +6,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline.cache.entry_format import TEXT
-from pipeline.cache.requests import STAT_COLUMNS, STATS, RecipeEntries, caption_variants
+from pipeline.cache.requests import SEEN, STAT_COLUMNS, STATS, RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryState
+from pipeline.cache.text_requests import CAPTION_COLUMNS, FILES, file_images, text_rows
 from pipeline.encoding.fill import EntryRequests, fill
 from pipeline.encoding.jobs import Job
 from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
-from pipeline.storage.tables import SCHEMAS, empty, row_names, validated
+from pipeline.storage.tables import columns_in, empty, row_names, selected, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
     from pipeline.storage.tables import Tables
 
 ASSET = "text_embeddings"
-
-_INPUT_COLUMNS = ("sample_id", "dataset", "path", "caption", "more_captions")
-"""Columns of validated_dataset that this stage uses."""
 
 _TOKEN_COUNTS = ("num_tokens", "num_cut")
 """Columns that an entry's metadata states."""
@@ -42,6 +41,35 @@ def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
     """
     texts = [*captions, *recipe.training.preview_captions, ""]
     return pl.Series("caption", texts, dtype=pl.String).unique().sort()
+
+
+def needed_texts(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the distinct captions in `rows`, those of the previews, and the empty one, sorted.
+
+    If the text encoder sees references, equal captions with different images are distinct.
+
+    Args:
+        entries: Entries of the recipe.
+        rows: Rows of `text_rows`, or of text_embeddings after `with_seen_images`.
+
+    Returns:
+        `caption`, and if the text encoder sees references also `SEEN` and `FILES`.
+
+    Raises:
+        ImageError: A reference of a preview cannot be read.
+    """
+    training = entries.recipe.training
+    if entries.text_images is None:
+        return needed_captions(entries.recipe, rows["caption"]).to_frame()
+    more: list[tuple[str, str | None, str | None]] = [("", None, None)]
+    for each in training.sample_prompts:
+        images = file_images(entries, each.references)
+        more += [(caption, *images) for caption in (each.prompt, each.negative_prompt or "")]
+    columns = ("caption", SEEN, FILES)
+    of_recipe = pl.DataFrame(more, schema=dict.fromkeys(columns, pl.String), orient="row")
+    texts = pl.concat([rows.select(columns), of_recipe])
+    distinct = texts.unique(("caption", SEEN), keep="first", maintain_order=True)
+    return distinct.sort("caption", SEEN)
 
 
 def cache_text(
@@ -73,14 +101,15 @@ def cache_text(
     require_preview_prompts(recipe, entries.family)
 
     # One row per (sample, caption); samples with equal captions share an entry.
-    captions = caption_variants(validated_table.select(_INPUT_COLUMNS))
+    captions = text_rows(entries, selected("validated_dataset", validated_table, CAPTION_COLUMNS))
     previous = tables.read_previous(ASSET, ("key", "text_length", *_TOKEN_COUNTS, *STAT_COLUMNS))
-    requests = _entry_requests(entries, needed_captions(recipe, captions["caption"]), previous)
+    requests = _entry_requests(entries, needed_texts(entries, captions), previous)
     result = fill(entries, requests, launch=launch, log=log, watch=watch)
 
-    entry_of_caption = requests.rows.select("caption", "key").join(result.entries, on="key")
-    table = captions.join(entry_of_caption, on="caption", maintain_order="left")
-    table = table.with_columns(dtype=pl.lit(recipe.text.dtype)).select(*SCHEMAS[ASSET])
+    keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))
+    table = captions.with_columns(keys.alias("key"), dtype=pl.lit(recipe.text.dtype))
+    table = table.join(result.entries, on="key", maintain_order="left")
+    table = table.select(*columns_in(ASSET, table))
     table = validated(ASSET, table, "result of text_embeddings").sort(row_names(ASSET))
 
     removed = 0
@@ -99,18 +128,34 @@ def cache_text(
 
 
 def _entry_requests(
-    entries: RecipeEntries, captions: pl.Series, previous: pl.DataFrame | None
+    entries: RecipeEntries, texts: pl.DataFrame, previous: pl.DataFrame | None
 ) -> EntryRequests:
-    rows = entries.text_requests(captions, previous, STATS | dict.fromkeys(_TOKEN_COUNTS, pl.Int32))
+    rows = entries.text_requests(
+        texts["caption"],
+        previous,
+        STATS | dict.fromkeys(_TOKEN_COUNTS, pl.Int32),
+        images=texts.get_column(SEEN, default=None),
+    )
+    if FILES in texts.columns:
+        rows = rows.with_columns(texts[FILES])
     token_counts = {name: partial(_stated_count, name) for name in _TOKEN_COUNTS}
     return EntryRequests(
         kind="text",
         rows=rows.with_columns(name="caption", cost=pl.lit(1, pl.Int32)),
-        settings={"compute_dtype": entries.recipe.text.compute_dtype},
+        settings=text_settings(entries.recipe),
         spec=lambda row: EntrySpec("text", row["key"], entries.text_tensors()),
-        job=lambda row: _job(entries, row["caption"]),
+        job=lambda row: _job(entries, row),
         facts={**token_counts, "text_length": _text_length},
     )
+
+
+def text_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of an `Order` of text embeddings."""
+    return {
+        "compute_dtype": recipe.text.compute_dtype,
+        "background": list(recipe.latents.background),
+        "max_file_bytes": recipe.checks.max_file_bytes,
+    }
 
 
 def _stated_count(name: str, state: EntryState) -> int | None:
@@ -121,9 +166,14 @@ def _text_length(state: EntryState) -> int | None:
     return state.shapes[TEXT][0] if state.shapes else None
 
 
-def _job(entries: RecipeEntries, caption: str) -> Job:
+def _job(entries: RecipeEntries, row: Mapping[str, Any]) -> Job:
+    caption, images = row["caption"], row.get(SEEN)
     # A caption may be longer than an entry's header, so the header states its hash.
-    inputs = dict(vars(entries.text_inputs(caption)))
+    inputs = entries.text_inputs(caption, images).values()
     inputs["caption"] = hashlib.sha256(caption.encode("utf-8")).hexdigest()
     name = f"the caption {caption[:60]!r}" if caption else "the empty caption"
-    return Job(entries.text_spec(caption), {"inputs": inputs}, {"caption": caption}, name, 1)
+    work: dict[str, Any] = {"caption": caption}
+    if images is not None:
+        work["images"] = json.loads(row[FILES])
+        name += f" with {', '.join(each['path'] for each in work['images'])}"
+    return Job(entries.text_spec(caption, images=images), {"inputs": inputs}, work, name, 1)

@@ -47,7 +47,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
 
     return {
         "version": TRAINING_VERSION,
-        "samples": _samples(inputs.trained),
+        "samples": {**_samples(inputs.trained), **_empty_texts(inputs.trained, dropout)},
         "empty_text": entries.text_spec("").key if dropout > 0 else None,
         "model": {
             "family": entries.family.name,
@@ -105,6 +105,14 @@ def _samples(inputs: TrainingInputs) -> Facts:
     if "slider" in table.columns:
         facts["sliders"] = _digest(table.select("variant_id", "slider", "pair").iter_rows())
     return facts
+
+
+def _empty_texts(inputs: TrainingInputs, dropout: float) -> Facts:
+    """Return a digest of the empty captions with references, if dropout trains any."""
+    if not dropout or "empty_text" not in inputs.table.columns:
+        return {}
+    empty_texts = inputs.table.select("variant_id", "empty_text").drop_nulls()
+    return {"empty_texts": _digest(empty_texts.iter_rows())}
 
 
 def _schedule(training: TrainingSettings) -> Facts:

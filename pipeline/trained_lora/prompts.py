@@ -13,8 +13,8 @@ import polars as pl
 from pipeline.aspect_buckets.slider_pairs import slider_scales
 from pipeline.cache.reference_requests import IMAGES
 from pipeline.cache.store import EntrySpec
+from pipeline.cache.text_requests import file_images
 from pipeline.images.geometry import Size, placement_of
-from pipeline.raw_images.sources import reference_root
 from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
 from pipeline.trained_lora.previews import number_text, preview_heading
 from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
@@ -49,7 +49,8 @@ class Prompt:
         text: Its cache entry.
         size_hw: Height and width of the picture in pixels.
         has_own_size: Whether the recipe sets the size.
-        negative: Negative prompt; None for the pipeline's empty one.
+        negative: Negative prompt, which is empty with references that the text encoder sees; None for the
+            empty caption of the job.
         steps: Number of denoising steps.
         guidance_scale: Guidance scale; None for the family's.
         seed: Seed of the first noise; None for that of the job.
@@ -71,7 +72,7 @@ class Prompt:
     def settings(self) -> dict[str, str]:
         """Return the settings that differ from the defaults as text, by `previews.SETTING_KEYS`."""
         settings: dict[str, str] = {}
-        if self.negative is not None:
+        if self.negative is not None and self.negative.caption:
             settings["negative_prompt"] = self.negative.caption
         if self.has_own_size:
             settings |= {"height": str(self.size_hw[0]), "width": str(self.size_hw[1])}
@@ -92,10 +93,10 @@ class Prompt:
         """Heading on sheets: the prompt and the settings that differ from the defaults."""
         return preview_heading(self.caption, self.settings())
 
-    def entries(self) -> dict[str, EntrySpec]:
-        """Return the cache entries of the prompt and of its negative prompt, by caption."""
-        negative = {} if self.negative is None else {self.negative.caption: self.negative.text}
-        return {self.caption: self.text, **negative}
+    def entries(self) -> tuple[CaptionEntry, ...]:
+        """Return the prompt and its negative prompt."""
+        own = CaptionEntry(self.caption, self.text)
+        return (own,) if self.negative is None else (own, self.negative)
 
 
 def preview_prompts(
@@ -122,11 +123,15 @@ def preview_prompts(
     first_uses = captions.unique("caption", keep="first", maintain_order=True)["number"]
     chosen = [inputs[number] for number in first_uses[:NUM_DEFAULT_PROMPTS]]
     references = _reference_files(recipe, latents, [item.sample_id for item in chosen])
+    if entries.text_images is not None:
+        # The embeddings of captions contain the references, so those at addresses cannot be omitted.
+        chosen = [item for item in chosen if item.empty_text is None or item.sample_id in references]
     prompts = (
         Prompt(
             item.variants[0].caption,
             item.variants[0].entry,
             item.target_size_hw,
+            negative=None if item.empty_text is None else CaptionEntry("", item.empty_text),
             references=references.get(item.sample_id, ()),
         )
         for item in chosen
@@ -140,10 +145,7 @@ def _reference_files(
     """Return the files of the samples' references, without those of samples with references at addresses."""
     if IMAGES not in latents.columns:
         return {}
-    roots = {
-        dataset.name: [reference_root(dataset, each) for each in dataset.references]
-        for dataset in recipe.datasets
-    }
+    roots = {dataset.name: dataset.reference_roots for dataset in recipe.datasets}
     rows = latents.filter(pl.col("sample_id").is_in(list(sample_ids))).drop_nulls(IMAGES)
     files: dict[str, tuple[Path, ...]] = {}
     for sample_id, dataset, images in rows.select("sample_id", "dataset", IMAGES).iter_rows():
@@ -171,13 +173,18 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
         own_size = None
         if preview.height is not None and preview.width is not None:
             own_size = Size(preview.height, preview.width)
+        images, _ = file_images(entries, preview.references)
         negative = preview.negative_prompt
+        if images is not None:
+            negative = negative or ""
         prompt = Prompt(
             caption=preview.prompt,
-            text=entries.text_spec(preview.prompt),
+            text=entries.text_spec(preview.prompt, images=images),
             size_hw=own_size or default_size,
             has_own_size=own_size is not None,
-            negative=None if negative is None else CaptionEntry(negative, entries.text_spec(negative)),
+            negative=None
+            if negative is None
+            else CaptionEntry(negative, entries.text_spec(negative, images=images)),
             steps=preview.steps,
             guidance_scale=preview.guidance_scale,
             seed=preview.seed,

@@ -26,6 +26,7 @@ from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import read_rows, selected
+from pipeline.trained_lora.caption_columns import EMPTY_COLUMNS, captions_by_sample
 from pipeline.trained_lora.tensors_json import parsed_tensors, shapes_text, tensors_json
 from pipeline.validated_dataset.holdout import held_out
 
@@ -74,6 +75,7 @@ class TrainingInput:
         held_out: Whether the input is reserved for validation loss and never trained on.
         lora_scale: Factor of the LoRA's effect while it trains on the input.
         pair: Name of the pair of a slider that the input belongs to; None if it has no partner.
+        empty_text: Entry of the empty caption with the input's references; None for that of the job.
     """
 
     variant_id: str
@@ -88,6 +90,7 @@ class TrainingInput:
     held_out: bool = False
     lora_scale: int = 1
     pair: str | None = None
+    empty_text: EntrySpec | None = None
 
 
 COLUMNS: dict[str, Any] = {
@@ -142,7 +145,8 @@ class TrainingInputs(Sequence[TrainingInput]):
 
     Attributes:
         table: One row per input, with the columns of `COLUMNS`. Recipes with masks add `MASK_COLUMNS`, those
-            with references `REFERENCE_COLUMNS`, those with sliders `SLIDER_COLUMNS`.
+            with references `REFERENCE_COLUMNS`, those with sliders `SLIDER_COLUMNS`, and those whose text
+            encoder sees references `EMPTY_COLUMNS`.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
@@ -229,7 +233,7 @@ def training_inputs(
     Raises:
         TrainingError: A sample has a latent but no text embedding, or the recipe lacks its dataset.
     """
-    captions = _captions_by_sample(entries, text)
+    captions = captions_by_sample(entries, text)
     _require_complete(recipe, latents, captions["sample_id"])
 
     views = _views_by_bucket(recipe, entries, latents)
@@ -238,6 +242,8 @@ def training_inputs(
     if any(dataset.references for dataset in recipe.datasets):
         joined = joined.join(_references(entries, latents), on=["sample_id", "bucket"], how="left")
         columns = {**columns, **REFERENCE_COLUMNS}
+    if entries.text_images is not None:
+        columns = {**columns, **EMPTY_COLUMNS}
     if scales := slider_scales(recipe):
         joined = with_pairs(joined, scales, "held_out")
         columns = {**columns, **SLIDER_COLUMNS}
@@ -258,18 +264,6 @@ def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Serie
         where=incomplete[0],
         fix=f"run the cache job again: {RUN_RECIPE} {recipe.name} --cache-only",
     )
-
-
-def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per sample with its `captions`, their keys (`texts`) and their `text_tensors`."""
-    rows = text.select(NEEDED["trained_lora"]["text_embeddings"]).sort("sample_id", "variant")
-    tensors = {length: tensors_json(entries.text_tensors(length)) for length in rows["text_length"].unique()}
-    rows = rows.with_columns(
-        entries.text_keys(rows["caption"]).alias("texts"),
-        text_tensors=pl.col("text_length").replace_strict(tensors, return_dtype=pl.String),
-    )
-    by_sample = rows.group_by("sample_id", maintain_order=True)
-    return by_sample.agg("texts", "text_tensors", captions="caption")
 
 
 def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
@@ -346,11 +340,16 @@ def read_inputs(path: Path) -> TrainingInputs:
 
 def read_entry_keys(path: Path) -> set[str]:
     """Return the keys of all cache entries that the inputs in a file of `write_inputs` refer to."""
-    keys = read_rows(path, {"latents", "texts", "masks", "references"})
-    lists = {column.name: column.explode() for column in keys}
+    keys = read_rows(path, {"latents", "texts", "masks", "references", "empty_text"})
+    lists = {each.name: each if each.dtype == pl.String else each.explode() for each in keys}
     if "references" in lists:
         lists["references"] = lists["references"].explode()
     return {key for each in lists.values() for key in each.drop_nulls()}
+
+
+def _empty_text(row: Mapping[str, Any]) -> EntrySpec | None:
+    key = row.get("empty_text")
+    return None if key is None else EntrySpec("text", key, parsed_tensors(row["empty_tensors"]))
 
 
 def _input(row: Mapping[str, Any]) -> TrainingInput:
@@ -386,4 +385,5 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         held_out=row["held_out"],
         lora_scale=row.get("slider") or 1,
         pair=row.get("pair"),
+        empty_text=_empty_text(row),
     )

@@ -17,7 +17,6 @@ from pipeline.cache.reference_requests import (
     refused_references,
 )
 from pipeline.cache.requests import STAT_COLUMNS, STATS, TARGET, RecipeEntries
-from pipeline.raw_images.sources import reference_root
 from pipeline.storage.tables import REFERENCE_COLUMNS, REJECTED
 
 if TYPE_CHECKING:
@@ -64,9 +63,9 @@ def requested_references(entries: RecipeEntries, requests: pl.DataFrame) -> pl.D
     shapes = of_references(entries).latent_shapes(references)
     references = references.join(shapes, on=TARGET, how="left", maintain_order="left")
     roots = [
-        (dataset.name, number, str(reference_root(dataset, reference)))
+        (dataset.name, number, str(root))
         for dataset in entries.recipe.datasets
-        for number, reference in enumerate(dataset.references)
+        for number, root in enumerate(dataset.reference_roots)
     ]
     folders = pl.DataFrame(
         roots, schema={"dataset": pl.String, "number": pl.Int32, "root": pl.String}, orient="row"

@@ -28,6 +28,7 @@ from pipeline.models.families.parts.noise import BetaPrediction, Density, Predic
 from pipeline.models.families.parts.text import Shapes
 from pipeline.models.families.qwen_image import QWEN_IMAGE
 from pipeline.models.families.qwen_image21 import QWEN_IMAGE21
+from pipeline.models.families.qwen_image_edit import QWEN_IMAGE_EDIT
 from pipeline.models.families.sana import SANA
 from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.families.sd3 import STABLE_DIFFUSION_3
@@ -43,6 +44,7 @@ FAMILIES: tuple[FamilySpec, ...] = (
     FLUX2_KLEIN,
     FLUX2_DEV,
     QWEN_IMAGE,
+    QWEN_IMAGE_EDIT,
     QWEN_IMAGE21,
     Z_IMAGE,
     CHROMA,

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.images.geometry import Size
-from pipeline.models.diffusers_folder import ModelFolder, tokenizer_files, weight_files
+from pipeline.models.diffusers_folder import (
+    ModelFolder,
+    image_processor_settings,
+    tokenizer_files,
+    weight_files,
+)
 from pipeline.models.families.compute_dtype import denoiser_precision, text_encoder_dtype, vae_dtype
 from pipeline.models.families.parts.lora_keys import ClipLora, Layer, LoraKeys
 from pipeline.models.families.parts.noise import Density, NoiseSpec, Prediction
-from pipeline.models.families.parts.references import ReferenceSpec
+from pipeline.models.families.parts.references import ReferenceSpec, TextImages
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
 from pipeline.models.families.parts.vae import LatentSpec
 from pipeline.models.fingerprints import ModelPart
@@ -266,6 +271,20 @@ class Family:
     def trainable_text_encoders(self) -> Mapping[str, ClipLora]:
         """See `TextSpec.trainable_encoders`."""
         return self.spec.text.trainable_encoders(self.model)
+
+    @property
+    def text_images(self) -> TextImages | None:
+        """See `ReferenceSpec.in_text`; None also without references."""
+        references = self.spec.references
+        return None if references is None else references.in_text
+
+    def image_processor_settings(self) -> dict[str, Any]:
+        """Return the settings of the image processor in the component `processor`.
+
+        Raises:
+            ModelError: The processor lacks its configuration.
+        """
+        return image_processor_settings(self.model.component("processor"))
 
     # Noise
 

@@ -24,6 +24,8 @@ def _targets(model: ModelFolder) -> list[str]:
     return [*image, *(f"{block}.{layer}" for block in blocks for layer in _TEXT_LAYERS)]
 
 
+QWEN_IMAGE_KEYS = LoraKeys(_targets, kohya_readable=True)
+
 QWEN_IMAGE = FamilySpec(
     name="Qwen-Image",
     pipeline_classes=("QwenImagePipeline",),
@@ -43,7 +45,7 @@ QWEN_IMAGE = FamilySpec(
     ),
     noise=FlowNoise(),
     denoiser_call="families.qwen_image:QwenImageCall",
-    lora=LoraKeys(_targets, kohya_readable=True),
+    lora=QWEN_IMAGE_KEYS,
     architecture="qwen-image",
     guidance_scale=4.0,
 )

@@ -67,30 +67,34 @@ def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Mod
 
 
 def load_text_encoder(family: Family, role: str, dtype: str, device: str) -> nn.Module:
-    """Return a text encoder, frozen, in evaluation mode and without the parts that captions do not use.
+    """Return a text encoder, frozen, in evaluation mode and without the parts that it does not use.
 
     Weights are memory-mapped in the dtype in which they are stored, and converted one by one on their way to
     the device. Nothing is read of the parts that are dropped. Arguments and errors are those of
     `load_component`.
     """
+    sees_images = family.text_images is not None
     stored = stored_dtype(family.component_folder(role))
     if dtype == "float16" or stored is None:
         # In float16, transformers keeps T5's overflowing layers in float32.
         network = read_component(family, role, dtype)
-        drop_unused_parts(network)
+        drop_unused_parts(network, sees_images=sees_images)
         return network.to(device)
 
     network = read_component(family, role, stored)
-    drop_unused_parts(network)
+    drop_unused_parts(network, sees_images=sees_images)
     for weight in network.parameters():
         weight.data = weight.data.to(device, getattr(torch, dtype))
     return network.to(device)
 
 
-def drop_unused_parts(network: nn.Module) -> None:
-    """Remove the vision encoder and the output layer of a language model, whose hidden states are used."""
+def drop_unused_parts(network: nn.Module, *, sees_images: bool = False) -> None:
+    """Remove the output layer of a language model, whose hidden states are used, and its vision encoder.
+
+    A model that sees images keeps its vision encoder.
+    """
     for module in list(network.modules()):
-        for name in _VISION_PARTS:
+        for name in () if sees_images else _VISION_PARTS:
             if isinstance(getattr(module, name, None), nn.Module):
                 setattr(module, name, None)
         if isinstance(getattr(module, _OUTPUT_LAYER, None), nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ from pipeline.models.worker.loading import (
     load_text_encoder,
     pipeline_class,
 )
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from pipeline.images.geometry import Size
 
 _MARKER = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Placeholder for a caption, to find where the caption begins in a prompt template."""
@@ -47,6 +52,14 @@ class EncodedCaption:
     num_tokens: int
     num_cut: int
     cut_from: int | None
+
+
+@dataclass(frozen=True)
+class SeenImage:
+    """A reference image, upright and RGB, and the size that the pipeline gives it for the text encoder."""
+
+    image: Image
+    size: Size
 
 
 class TextConditioner(ABC):
@@ -127,17 +140,27 @@ class TextConditioner(ABC):
         """Return one text encoder of `encoders`, by its component."""
         return getattr(encoders, role)
 
-    def encode_caption(self, encoders: Any, caption: str) -> EncodedCaption:
+    def embed_with_images(
+        self, encoders: Any, caption: str, images: Sequence[SeenImage]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of `embed` for a caption with reference images; see `ReferenceSpec.in_text`."""
+        raise NotImplementedError(f"the text encoder of {self.family.name} sees no images")
+
+    def encode_caption(self, encoders: Any, caption: str, images: Sequence[SeenImage] = ()) -> EncodedCaption:
         """Return the text embeddings of one prompt, as in the family's diffusers pipeline.
 
         Args:
             encoders: Result of `load`.
             caption: Any text; tokens beyond the encoders' limits are cut.
+            images: Reference images that the text encoder sees, in order.
         """
         counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits()]
         num_tokens, num_cut, cut_from = max(counts, key=lambda count: _reach(count[2]))
         with torch.inference_mode():
-            tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
+            batch = (
+                self.embed_with_images(encoders, caption, images) if images else self.embed(encoders, caption)
+            )
+            tensors = {name: tensor[0] for name, tensor in batch.items()}
         return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
 
     def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Any]:

@@ -148,7 +148,10 @@ _ASSET_COLUMNS: dict[str, _PanderaColumns] = {
     },
     "text_embeddings": {
         **_SAMPLE,
-        "variant": _int32("Index of the caption among the sample's captions."),
+        "variant": _int32(
+            "Index of the caption among the sample's captions; -1 is the empty caption with its references, "
+            "if the text encoder sees references."
+        ),
         "caption": _text("Canonical caption."),
         "num_tokens": _int32("Number of tokens of the caption."),
         "num_cut": _int32("Number of tokens beyond the encoder's maximum length."),
@@ -206,6 +209,7 @@ _REFERENCE_COLUMNS: dict[str, _PanderaColumns] = {
             "entry_bytes, entry_mtime_ns, entry_ctime_ns and entry_inode.",
         ),
     },
+    "text_embeddings": _REFERENCES,
     "trained_lora": {
         "reference_keys": _optional(pl.String, "Keys of all its references' entries, separated by spaces."),
         "reference_hashes": _optional(
@@ -213,7 +217,10 @@ _REFERENCE_COLUMNS: dict[str, _PanderaColumns] = {
         ),
     },
 }
-"""Columns that follow in recipes with reference images; null for samples of datasets without references."""
+"""Columns that follow in recipes with reference images; null for samples of datasets without references.
+
+text_embeddings has them only if the text encoder sees the references.
+"""
 
 _OPTIONAL_COLUMNS: dict[str, _PanderaColumns] = {
     asset: {**_MASK_COLUMNS.get(asset, {}), **columns} for asset, columns in _REFERENCE_COLUMNS.items()

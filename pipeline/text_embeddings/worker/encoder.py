@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,18 @@ from pipeline.cache.worker.tensors import as_stored
 from pipeline.encoding.jobs import Encoded, Job, Order, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
+from pipeline.images.decode import MAX_IMAGE_PX, DecodeLimits, decoded, open_content
+from pipeline.images.failures import image_errors
+from pipeline.images.geometry import Size
 from pipeline.models.families.compute_dtype import dtypes_text
 from pipeline.models.worker.family import load_family
-from pipeline.models.worker.text import EncodedCaption
+from pipeline.models.worker.text import EncodedCaption, SeenImage
 from pipeline.processes.worker.devices import out_of_memory_as
+from pipeline.storage.addresses import address
+from pipeline.storage.sources import source_at
+
+if TYPE_CHECKING:
+    from pipeline.storage.source import Source
 
 
 class TextEncoder:
@@ -31,6 +39,8 @@ class TextEncoder:
         self._family = load_family(order.model_folder, order.component_folders)
         self._device = device
         self._progress = progress
+        self._settings = order.settings
+        self._sources: dict[str, Source] = {}
         dtype: str = order.settings["compute_dtype"]
         self._dtypes = self._family.text_compute_dtypes(dtype)
         self._is_exact = set(self._dtypes.values()) == {"float32"}
@@ -63,7 +73,8 @@ class TextEncoder:
 
     def _encode(self, job: Job) -> EncodedCaption:
         """Encode in the compute dtype, and again in float32 if that overflows."""
-        encoded = self._family.text.encode_caption(self._encoders, job.work["caption"])
+        images = [self._seen_image(each) for each in job.work.get("images", ())]
+        encoded = self._family.text.encode_caption(self._encoders, job.work["caption"], images)
         if _all_finite(encoded.tensors) or self._is_exact:
             return encoded
         self._progress.say(
@@ -71,7 +82,28 @@ class TextEncoder:
         )
         if self._exact_encoders is None:
             self._exact_encoders = self._family.text.load("float32", self._device)
-        return self._family.text.encode_caption(self._exact_encoders, job.work["caption"])
+        return self._family.text.encode_caption(self._exact_encoders, job.work["caption"], images)
+
+    def _seen_image(self, work: Mapping[str, Any]) -> SeenImage:
+        """Return a reference image of a job.
+
+        Raises:
+            ImageError: The file is missing, has changed since it was validated, or cannot be decoded.
+        """
+        root, original = work["root"], Size(*work["original_size"])
+        if root not in self._sources:
+            limit = self._settings["max_file_bytes"]
+            self._sources[root] = source_at(address(root), max_file_bytes=limit)
+        file = self._sources[root].file(work["path"])
+        # The recipe's limits, which accepted this content, may be above the defaults.
+        limits = DecodeLimits(max(MAX_IMAGE_PX, original.height * original.width), max_bytes=None)
+        red, green, blue = self._settings["background"]
+        with (
+            image_errors(str(file)),
+            open_content(file, work["content_hash"]) as content,
+            decoded(content, (red, green, blue), limits=limits) as image,
+        ):
+            return SeenImage(image.copy(), Size(*work["size"]))
 
     def _memory_error(self, detail: str) -> LaunchError:
         fix = "free the device, or encode captions on the CPU (see docs/operations.md)"

@@ -281,7 +281,9 @@ class MicroBatchMaker:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""
         texts = [
             self._read(
-                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry,
+                item.empty_text or self._empty_text
+                if slot.drop_caption
+                else item.variants[slot.variant].entry,
                 item.variant_id,
             )
             for slot, item in zip(share, inputs, strict=True)

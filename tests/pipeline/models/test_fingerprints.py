@@ -45,6 +45,7 @@ OTHER_LATENT = {
     "dtype": "float32",
 }
 OTHER_TEXT = {
+    "references": {"images": [["0" * 64, 384, 384]]},
     "caption": "a cat ",
     "encoders": "ef",
     "method": "t, 2",

@@ -24,7 +24,8 @@ def recipe(tmp_path: Path) -> Recipe:
 
 def table(tokens: list[int], cut: list[int]) -> pl.DataFrame:
     return pl.DataFrame(
-        {"num_tokens": tokens, "num_cut": cut}, schema=dict.fromkeys(("num_tokens", "num_cut"), pl.Int32)
+        {"variant": [0] * len(tokens), "num_tokens": tokens, "num_cut": cut},
+        schema=dict.fromkeys(("variant", "num_tokens", "num_cut"), pl.Int32),
     )
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from demo.tiny_models import make_tiny_chroma
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import RecipeEntries, caption_variants
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.text_requests import caption_variants
 from pipeline.models.families import FAMILIES
 from pipeline.recipe import Recipe, TrainingSettings, recipe_from_mapping
 from pipeline.recipe.schema import all_keys

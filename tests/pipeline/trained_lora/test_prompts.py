@@ -37,7 +37,7 @@ def test_a_prompt_takes_its_settings_from_the_recipe(make_project: Callable[...,
     own, plain = own_and_plain(make_project)
     assert own.negative is not None
     assert own.negative.caption == "a dog"
-    assert list(own.entries()) == ["a red cat", "a dog"]
+    assert [each.caption for each in own.entries()] == ["a red cat", "a dog"]
     assert (own.size_hw, own.steps, own.guidance_scale, own.seed, own.lora_scale) == (
         (64, 96),
         3,
@@ -46,7 +46,7 @@ def test_a_prompt_takes_its_settings_from_the_recipe(make_project: Callable[...,
         0.5,
     )
     assert (plain.size_hw, plain.steps, plain.guidance_scale, plain.seed) == ((64, 64), 20, None, None)
-    assert list(plain.entries()) == ["a cat"]
+    assert [each.caption for each in plain.entries()] == ["a cat"]
 
 
 def test_a_heading_states_the_settings_that_differ_from_the_defaults(

@@ -53,11 +53,13 @@ def text_bytes(family: WorkerFamily, dtypes: Mapping[str, str]) -> tuple[int, in
     weights: list[int] = []
     passes: list[int] = []
     limits = family.token_limits()
+    references, images = family.spec.references, family.text_images
+    image_tokens = 0 if references is None or images is None else references.max_number * images.num_tokens
     for role, dtype in dtypes.items():
         network = text_encoder_skeleton(family, role, dtype)
         weights.append(num_bytes(tensors_of(network)))
         tokenizer = "processor" if "processor" in limits else role.replace("text_encoder", "tokenizer")
-        passes.append(_pass_bytes(network, limits.get(tokenizer, CLIP_TOKENS)))
+        passes.append(_pass_bytes(network, limits.get(tokenizer, CLIP_TOKENS) + image_tokens))
     return max(weights), sum(weights) + max(passes)
 
 

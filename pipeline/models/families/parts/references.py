@@ -12,6 +12,23 @@ from pipeline.models.diffusers_folder import ModelFolder
 
 
 @dataclass(frozen=True)
+class TextImages:
+    """How a family's text encoder sees reference images.
+
+    Attributes:
+        size: Size that the family's pipeline gives to a reference of the given size before the image
+            processor reads it.
+        processor: Name and version of the image processor, part of each text key with images. Its settings,
+            which are also part of these keys, come from the base model.
+        num_tokens: Number of tokens that one image adds to an embedding, for estimates.
+    """
+
+    size: Callable[[Size], Size]
+    processor: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class ReferenceSpec:
     """How a family sees reference images.
 
@@ -23,6 +40,7 @@ class ReferenceSpec:
             stretches it to `size`.
         required: Whether every image must have a reference.
         scaled: Size to which a cropped reference is scaled before the crop.
+        in_text: How the text encoder sees the references; None if it sees only the caption.
     """
 
     max_number: int
@@ -30,6 +48,7 @@ class ReferenceSpec:
     crops: bool = False
     required: bool = False
     scaled: Callable[[Size], Size] = lambda original: original
+    in_text: TextImages | None = None
 
     def geometry(self, model: ModelFolder, original: Size) -> Geometry:
         """Return the geometry that the family's pipeline gives to a reference.
@@ -116,6 +135,48 @@ def _kontext_size(model: ModelFolder, original: Size) -> Size:
 
 KONTEXT_REFERENCES = ReferenceSpec(max_number=1, size=_kontext_size)
 """The reference of FLUX.1 Kontext: stretched to the nearest of its resolutions."""
+
+
+_QWEN_EDIT_VAE_PX, _QWEN_EDIT_TEXT_PX = 1024 * 1024, 384 * 384
+"""Areas, in pixels, of references before the VAE and before the text encoder: `VAE_IMAGE_SIZE` and
+`CONDITION_IMAGE_SIZE` in diffusers."""
+
+_QWEN_EDIT_MULTIPLE_PX = 32
+"""Number that both edges of a reference of Qwen-Image-Edit are a multiple of."""
+
+_QWEN_EDIT_MAX_ASPECT_RATIO = 200
+"""Largest ratio of long to short edge that Qwen2-VL's image processor accepts."""
+
+
+def _qwen_edit_size(model: ModelFolder, original: Size) -> Size:
+    if max(original) > min(original) * _QWEN_EDIT_MAX_ASPECT_RATIO:
+        limit = f"the aspect ratio of a reference must be at most {_QWEN_EDIT_MAX_ASPECT_RATIO}:1"
+        raise _refused(original, limit)
+    return _of_area(original, _QWEN_EDIT_VAE_PX)
+
+
+def _of_area(original: Size, num_px: int) -> Size:
+    """Return the size of about `num_px` pixels with the original's aspect ratio."""
+    aspect_ratio = original.width / original.height
+    width = math.sqrt(num_px * aspect_ratio)
+    edges = (width / aspect_ratio, width)
+    return Size(*(round(edge / _QWEN_EDIT_MULTIPLE_PX) * _QWEN_EDIT_MULTIPLE_PX for edge in edges))
+
+
+QWEN_EDIT_REFERENCES = ReferenceSpec(
+    max_number=3,
+    size=_qwen_edit_size,
+    required=True,
+    in_text=TextImages(
+        size=lambda original: _of_area(original, _QWEN_EDIT_TEXT_PX),
+        processor="Qwen2VLImageProcessorPil, 1",
+        num_tokens=200,
+    ),
+)
+"""The references of Qwen-Image-Edit 2509 and later, stretched to a megapixel; the text encoder sees them too.
+
+The publisher recommends one to three: https://huggingface.co/Qwen/Qwen-Image-Edit-2509
+"""
 
 
 def _multiple(model: ModelFolder) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
@@ -42,20 +43,26 @@ class QwenConditioner(TextConditioner):
 
 
 class QwenImageCall(DenoiserCall):
-    """The transformer over packed latents, with a text mask."""
+    """The transformer over the packed latent, then the packed references, with a text mask."""
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         """See `DenoiserCall.predict`."""
-        batch, channels, height, width = noisy.shape
+        batch, _, height, width = noisy.shape
+        references = (each.to(noisy.dtype) for each in conditions.get("references", ()))
+        images = [noisy, *references]
+        shapes = [(1, image.shape[2] // _PATCH, image.shape[3] // _PATCH) for image in images]
         tokens = denoiser(
-            hidden_states=self.pipeline._pack_latents(noisy, batch, channels, height, width),
+            hidden_states=torch.cat(
+                [self.pipeline._pack_latents(image, *image.shape) for image in images], 1
+            ),
             timestep=timesteps / self.num_timesteps,
             encoder_hidden_states=conditions["text_embedding"],
             encoder_hidden_states_mask=padding_mask(conditions),
-            img_shapes=[[(1, height // _PATCH, width // _PATCH)]] * batch,
+            img_shapes=[shapes] * batch,
             return_dict=False,
         )[0]
+        tokens = tokens[:, : (height // _PATCH) * (width // _PATCH)]  # without those of the references
         factor = self.family.vae_factor
         return self.pipeline._unpack_latents(tokens, height * factor, width * factor, factor).squeeze(2)

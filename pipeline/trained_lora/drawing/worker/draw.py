@@ -35,6 +35,7 @@ from pipeline.trained_lora.worker.text_encoders import TextEncoders
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from pipeline.cache.store import EntrySpec
     from pipeline.encoding.progress import Report
 
 
@@ -128,16 +129,16 @@ class _Artist:
         with torch.no_grad(), self._accelerator.autocast():
             return self._family.drawing.draw(
                 self._pipeline,
-                self._tensors(prompt.caption),
-                self._tensors(""),
+                self._tensors(prompt.caption, prompt.text),
+                self._tensors("", self._job.empty_text),
                 picture_settings(prompt, seed=self._job.seed),
-                negative_text=None if negative is None else self._tensors(negative.caption),
+                negative_text=None if negative is None else self._tensors(negative.caption, negative.text),
                 references=open_references(prompt, self._job.recipe),
             )
 
-    def _tensors(self, caption: str) -> Mapping[str, Tensor]:
+    def _tensors(self, caption: str, entry: EntrySpec) -> Mapping[str, Tensor]:
         if self._text is None:
-            return self._texts[caption]
+            return self._texts[entry.key]
         return {name: tensor[0] for name, tensor in self._text.embed([caption]).items()}
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pipeline.cache.remote_store import store_at
-from pipeline.cache.store import EntrySpec
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.text_requests import file_images
 from pipeline.cache.worker.tensors import from_stored
 from pipeline.encoding.jobs import Encoded, Job, Order
 from pipeline.encoding.progress import Progress
 from pipeline.processes.worker.devices import free_memory
+from pipeline.text_embeddings.stage import text_settings
 from pipeline.text_embeddings.worker.encoder import TextEncoder
 from pipeline.trained_lora.worker.loader import read_entry
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.drawing.job import DrawingJob
 
 Texts = Mapping[str, Mapping[str, Tensor]]
-"""Tensors of a caption's entry as float32, by caption."""
+"""Tensors of a caption's entry as float32, by the entry's key."""
 
 
 def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path) -> Texts:
@@ -36,36 +39,40 @@ def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path)
         LaunchError: The text encoders do not fit into memory.
     """
     store = store_at(job.recipe.cache_dir)
-    specs = {"": job.empty_text}
-    for prompt in job.prompts:
-        specs |= prompt.entries()
-    missing = {caption: spec for caption, spec in specs.items() if not store.check(spec).valid}
+    jobs = {each.spec.key: each for each in _jobs(job)}
+    missing = {key: each for key, each in jobs.items() if not store.check(each.spec).valid}
     texts: dict[str, Mapping[str, Tensor]] = {
-        caption: read_entry(store, spec, f"prompt {caption!r}")
-        for caption, spec in specs.items()
-        if caption not in missing
+        key: read_entry(store, each.spec, each.name) for key, each in jobs.items() if key not in missing
     }
     if missing:
-        texts |= _encoded(
-            job, missing, device, Progress(report, scratch, jobs=missing, what="prompts encoded", rank=0)
-        )
+        progress = Progress(report, scratch, jobs=missing, what="prompts encoded", rank=0)
+        texts |= _encoded(job, list(missing.values()), device, progress)
         free_memory()
     return texts
 
 
+def _jobs(job: DrawingJob) -> Iterator[Job]:
+    """Yield the jobs that encode the prompts, their negative prompts and the empty caption."""
+    yield Job(job.empty_text, {}, {"caption": ""}, "the empty caption", 1)
+    entries = RecipeEntries(job.recipe)
+    for prompt in job.prompts:
+        _, files = file_images(entries, prompt.references)
+        images = {} if files is None else {"images": json.loads(files)}
+        for each in prompt.entries():
+            name = f"the prompt {each.caption[:60]!r}"
+            yield Job(each.text, {}, {"caption": each.caption, **images}, name, 1)
+
+
 def _encoded(
-    job: DrawingJob, specs: Mapping[str, EntrySpec], device: str, progress: Progress
+    job: DrawingJob, missing: list[Job], device: str, progress: Progress
 ) -> dict[str, Mapping[str, Tensor]]:
     """Encode captions as the cache stage does."""
     order = Order(
         kind="text",
         model_folder=job.base,
         store_root=job.recipe.cache_dir,
-        settings={"compute_dtype": job.recipe.text.compute_dtype},
-        jobs=[
-            Job(spec, {}, {"caption": caption}, f"the prompt {caption[:60]!r}", 1)
-            for caption, spec in specs.items()
-        ],
+        settings=text_settings(job.recipe),
+        jobs=missing,
         component_folders=job.component_folders,
     )
 
@@ -74,7 +81,5 @@ def _encoded(
     texts: dict[str, Mapping[str, Tensor]] = {}
     for each, outcome in encoder.encoded(order.jobs, store_at(job.recipe.cache_dir)):
         assert isinstance(outcome, Encoded), f"{each.name} appeared in the cache"
-        texts[each.work["caption"]] = {
-            name: from_stored(values).float() for name, values in outcome.tensors.items()
-        }
+        texts[each.spec.key] = {name: from_stored(values).float() for name, values in outcome.tensors.items()}
     return texts

@@ -33,9 +33,9 @@ def skeleton(family: Family, role: str, dtype: str) -> nn.Module:
 
 
 def text_encoder_skeleton(family: Family, role: str, dtype: str) -> nn.Module:
-    """Return a text encoder as `skeleton`, without the parts that captions do not use."""
+    """Return a text encoder as `skeleton`, without the parts that it does not use."""
     network = skeleton(family, role, dtype)
-    drop_unused_parts(network)
+    drop_unused_parts(network, sees_images=family.text_images is not None)
     return network
 
 

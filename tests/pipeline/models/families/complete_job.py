@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,13 +16,14 @@ import torch
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.store import EntrySpec
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry, Size
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.text import SeenImage
 from pipeline.models.worker.vae import channels_last
-from pipeline.processes.launch import Meanwhile
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import recipe_from_mapping
 from pipeline.storage.tables import Tables
@@ -31,9 +33,9 @@ from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
-from pipeline.trained_lora.worker.loop import StopRequest, train
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
+from tests.pipeline.models.families.training_launch import InProcessLaunch
 
 ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
@@ -53,6 +55,17 @@ class Case(ABC):
 
     previewing: ClassVar[dict[str, Any]] = {}
     """Arguments of the pipeline, besides the guidance scale, that equal those of a preview."""
+
+    seen: Sequence[SeenImage] = ()
+    """Reference images of all samples and previews, as the text encoder sees them."""
+
+    def sections(self, folder: Path, photos: Path) -> dict[str, Any]:
+        """Return sections of the recipe that differ from those of `settings`."""
+        return {}
+
+    def text_spec(self, entries: RecipeEntries, caption: str) -> EntrySpec:
+        """Return the entry of a caption."""
+        return entries.text_spec(caption)
 
     def guidance_arguments(self, scale: float) -> dict[str, Any]:
         """Return the arguments of the pipeline that set the guidance scale."""
@@ -101,33 +114,11 @@ class Case(ABC):
         return {f"transformer.{module}" for module in modules}
 
 
-class InProcessLaunch:
-    """Run every kind of worker in this process."""
-
-    def __init__(self, encode: Any) -> None:
-        self.encode = encode
-        self.orders: list[Path] = []
-
-    def __call__(self, module: str, job: Path, meanwhile: Meanwhile | None = None) -> None:
-        from pipeline.encoding.fill import WORKERS
-
-        if module in WORKERS.values():
-            self.encode(module, job, meanwhile)
-        else:
-            self.orders.append(job)
-            assert train(read_job(job), self, StopRequest())
-
-    def info(self, text: str) -> None: ...
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None: ...
-
-
 def check_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     """Run the complete job in `folder`, and fail where it differs from diffusers."""
     base = folder / "base"
     case.make(base)
-    recipe = recipe_from_mapping("demo", settings(folder, photos, base))
+    recipe = recipe_from_mapping("demo", settings(folder, photos, base) | case.sections(folder, photos))
     tables, launch = Tables(recipe.output_dir), InProcessLaunch(encode)
     entries, job = complete_job(recipe, tables, launch)
     family = load_family(base)
@@ -232,7 +223,7 @@ def check_decoding(
 
 
 def check_text(case: Case, caption: str, entries: RecipeEntries, family: WorkerFamily, pipe: Any) -> None:
-    stored = read_torch(entries.store, entries.text_spec(caption))
+    stored = read_torch(entries.store, case.text_spec(entries, caption))
     with torch.no_grad():
         expected = case.embed(pipe, caption)
     if family.text_padding == "masked":
@@ -270,9 +261,12 @@ def check_cut(family: WorkerFamily) -> None:
 def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     """A preview equals the picture of the complete pipeline."""
     encoders = family.text.load("float32", "cpu")
-    text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    captions = ("a cat", "")
+    text, empty = (family.text.encode_caption(encoders, each, case.seen).tensors for each in captions)
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=1))
+    settings = PictureSettings(Size(64, 64), steps=2, seed=1)
+    images = [each.image for each in case.seen]
+    preview = family.drawing.draw(pipeline, text, empty, settings, references=images)
     expected = draw_picture(case, pipe, **case.guidance_arguments(family.guidance_scale), **case.previewing)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
 
@@ -280,8 +274,9 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
 def check_preview_settings(case: Case, family: WorkerFamily, pipe: Any) -> None:
     """A preview with its own settings equals the picture of the complete pipeline with these arguments."""
     encoders = family.text.load("float32", "cpu")
+    captions, images = ("a cat", "", "a dog, a dog"), [each.image for each in case.seen]
     text, empty, negative = (
-        family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", "", "a dog, a dog")
+        family.text.encode_caption(encoders, caption, case.seen).tensors for caption in captions
     )
     arguments = {**case.previewing, "height": 64, "width": 96, "num_inference_steps": 3}
     if family.no_negative_prompts:
@@ -290,11 +285,12 @@ def check_preview_settings(case: Case, family: WorkerFamily, pipe: Any) -> None:
         arguments |= case.negative_prompt(pipe, "a dog, a dog")
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     settings = PictureSettings(Size(64, 96), steps=3, seed=1, guidance_scale=3.0)
-    preview = family.drawing.draw(pipeline, text, empty, settings, negative_text=negative)
+    drawn = {"negative_text": negative, "references": images}
+    preview = family.drawing.draw(pipeline, text, empty, settings, **drawn)
     expected = draw_picture(case, pipe, **case.guidance_arguments(3.0), **arguments)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
     if negative is not None:
-        plain = family.drawing.draw(pipeline, text, empty, settings)
+        plain = family.drawing.draw(pipeline, text, empty, settings, references=images)
         assert not np.array_equal(np.asarray(preview), np.asarray(plain))
 
 

@@ -37,6 +37,7 @@ TORCH_SIDE = {
     ("codec", "denormalise"): "result * 1.01",
     ("codec", "decode"): "result * 0.99",
     ("conditioner", "embed"): "{name: tensor * 1.01 for name, tensor in result.items()}",
+    ("conditioner", "embed_with_images"): "{name: tensor * 1.01 for name, tensor in result.items()}",
     ("conditioner", "prompt_arguments"): "{name: changed(name, value) for name, value in result.items()}",
     ("conditioner", "encoded_prompt"): "(result[0].flip(-1), *result[1:])",
     ("conditioner", "count_tokens"): "(*result[:2], result[2] and result[2] + 6)",
@@ -118,6 +119,8 @@ def mutations_of(spec: FamilySpec) -> list[Mutation]:
         kind = part_class(_path(spec, part))
         is_own_method = method in vars(kind) and kind.__module__.endswith(f".families.{module_of(spec)}")
         if part == "process" and not is_own_method:
+            continue
+        if method == "embed_with_images" and (spec.references is None or spec.references.in_text is None):
             continue
         if method == "prompt_arguments" and issubclass(kind, CachedPromptConditioner) and not is_own_method:
             continue

@@ -90,8 +90,19 @@ def check_encoding(family: WorkerFamily, pipe: Any, **options: Any) -> None:
         torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-def check_calls(family: WorkerFamily, pipe: Any, *, number: int, **options: Any) -> None:
-    """Training calls the denoiser as each step of the pipeline does, with the same references."""
+def check_calls(
+    family: WorkerFamily,
+    pipe: Any,
+    *,
+    number: int,
+    caption: dict[str, Any] | None = None,
+    unused: Iterable[str] = ("joint_attention_kwargs",),
+    **options: Any,
+) -> None:
+    """Training calls the denoiser as each step of the pipeline does, with the same references.
+
+    `caption` holds the conditions of "a cat" if its embeddings depend on the references.
+    """
     drawn = Recording(pipe.transformer)
     hook = pipe.transformer.register_forward_hook(
         lambda _, __, given, result: drawn.calls.append((given, result[0])), with_kwargs=True
@@ -103,14 +114,15 @@ def check_calls(family: WorkerFamily, pipe: Any, *, number: int, **options: Any)
     assert len(references) == number
     assert len(drawn.calls) == 2
 
-    conditions = {**caption_conditions(family), "references": tuple(references)}
+    references = [each.squeeze(2) if each.ndim == 5 else each for each in references]
+    conditions = {**(caption or caption_conditions(family)), "references": tuple(references)}
     shape = family.latent_shape(TARGET)
     for given, result in drawn.calls:
         ours = Recording(pipe.transformer)
         noisy = latent(given["hidden_states"], shape)
         prediction = family.denoiser.predict(ours, noisy, 1000 * given["timestep"], conditions)
         ((own, _),) = ours.calls
-        assert given.keys() - own.keys() == {"joint_attention_kwargs"}
+        assert given.keys() - own.keys() == set(unused)
         for name, value in own.items():
             torch.testing.assert_close(value, given[name], **CALL_TOLERANCE)
         torch.testing.assert_close(prediction.detach(), latent(result, shape), **TOLERANCE)

@@ -58,6 +58,7 @@ NAMES: dict[str, Names] = {
     "FLUX.2 klein": Names(flux, weights),
     "FLUX.2 dev": Names(flux, weights),
     "Qwen-Image": Names(weights, weights),
+    "Qwen-Image-Edit": Names(weights, weights),
     "Qwen-Image 2.1": Names(weights, weights),
     "Qwen-Image 2.1 Turbo": Names(weights, weights),
     "Z-Image": Names(weights, weights),

@@ -1,0 +1,157 @@
+"""Captions with the reference images that a text encoder sees next to them.
+
+Only some families have such an encoder, see `ReferenceSpec.in_text`. Without one, a recipe's captions are
+those of `caption_variants`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from pipeline.cache.reference_requests import IMAGES, has_references
+from pipeline.cache.requests import SEEN, RecipeEntries
+from pipeline.errors import BucketError
+from pipeline.images.decode import hash_bytes, read_bytes, read_header
+from pipeline.images.geometry import Size
+from pipeline.models.fingerprints import canonical_text
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
+    from pipeline.storage.addresses import Address
+
+FILES = "image_files"
+"""Column with the files of the images in `SEEN`, as JSON for the encoder's jobs."""
+
+EMPTY_CAPTION = -1
+"""`variant` of the empty caption with the references of a sample."""
+
+CAPTION_COLUMNS = ("sample_id", "dataset", "path", "caption", "more_captions", IMAGES)
+"""Columns of validated_dataset that decide a sample's captions; not every table has `IMAGES`."""
+
+
+def caption_variants(validated: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per caption of a sample, sorted by `sample_id` and `variant`, which counts from 0.
+
+    Args:
+        validated: Table validated_dataset, or some of its columns including `caption` and `more_captions`.
+    """
+    more_captions = pl.col("more_captions").str.json_decode(pl.List(pl.String))
+    captions = pl.concat_list("caption", more_captions)
+    variants = pl.int_ranges(0, captions.list.len(), dtype=pl.Int32)
+    rows = validated.with_columns(caption=captions, variant=variants)
+    return rows.explode("caption", "variant").sort("sample_id", "variant")
+
+
+def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per caption of a sample, sorted by `sample_id` and `variant`.
+
+    If the text encoder sees references, the rows have `IMAGES`, `SEEN` and `FILES`. Dropout and guidance use
+    the empty caption with the same images, which is then the variant `EMPTY_CAPTION` of a sample. Samples
+    with a reference that the base model refuses have no rows; vae_latents rejects them.
+
+    Args:
+        entries: Entries of the recipe.
+        validated: Table validated_dataset, or some of its columns including `CAPTION_COLUMNS`.
+    """
+    rows = caption_variants(validated)
+    if entries.text_images is None:
+        return rows.drop(IMAGES, strict=False)
+
+    rows = with_seen_images(entries, rows)
+    rows = rows.filter(rows[SEEN].is_not_null() | ~has_references(entries.recipe, rows))
+    if uses_empty_captions(entries.recipe):
+        first = rows.filter((pl.col("variant") == 0) & pl.col(SEEN).is_not_null())
+        variant = pl.lit(EMPTY_CAPTION, pl.Int32)
+        rows = pl.concat([rows, first.with_columns(caption=pl.lit(""), variant=variant)])
+    return rows.sort("sample_id", "variant")
+
+
+def uses_empty_captions(recipe: Recipe) -> bool:
+    """Return whether dropout or default previews use the empty caption with a sample's references."""
+    training = recipe.training
+    return recipe.text.caption_dropout > 0 or (training.sample_every > 0 and not training.sample_prompts)
+
+
+def with_seen_images(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
+    """Add `SEEN` and `FILES`, which are null for rows without references and for refused ones.
+
+    A recipe whose text encoder sees no references gets the rows as they are.
+
+    Args:
+        entries: Entries of the recipe.
+        rows: Rows with `dataset`, and with `IMAGES` if their samples have references.
+    """
+    if entries.text_images is None:
+        return rows
+    if IMAGES not in rows.columns:
+        rows = rows.with_columns(pl.lit(None, pl.String).alias(IMAGES))
+    roots = {dataset.name: dataset.reference_roots for dataset in entries.recipe.datasets}
+    referenced = rows.filter(has_references(entries.recipe, rows)).select("dataset", IMAGES)
+    seen = [
+        (dataset, images, *_seen(entries, roots[dataset], json.loads(images)))
+        for dataset, images in referenced.unique(maintain_order=True).iter_rows()
+    ]
+    names = ("dataset", IMAGES, SEEN, FILES)
+    images = pl.DataFrame(seen, schema=dict.fromkeys(names, pl.String), orient="row")
+    return rows.join(images, on=["dataset", IMAGES], how="left", maintain_order="left")
+
+
+def file_images(entries: RecipeEntries, paths: Sequence[Path]) -> tuple[str | None, str | None]:
+    """Return `SEEN` and `FILES` of a prompt's references; None if the text encoder does not see them.
+
+    Raises:
+        ImageError: A file is missing, or is not an image.
+        BucketError: The base model refuses a reference of this size.
+    """
+    if entries.text_images is None or not paths:
+        return None, None
+    images: list[dict[str, Any]] = []
+    for path in paths:
+        size = read_header(path, max_px=entries.recipe.checks.max_image_pixels).size
+        images.append({"path": path.name, "hash": hash_bytes(read_bytes(path)), **size._asdict()})
+    return _described(entries, [path.parent for path in paths], images)
+
+
+def _seen(
+    entries: RecipeEntries, roots: Iterable[Address], images: Sequence[Mapping[str, Any]]
+) -> tuple[str | None, str | None]:
+    try:
+        return _described(entries, roots, images)
+    except BucketError:
+        return None, None
+
+
+def _described(
+    entries: RecipeEntries, roots: Iterable[Address], images: Sequence[Mapping[str, Any]]
+) -> tuple[str, str]:
+    """Return `SEEN` and `FILES`.
+
+    Raises:
+        BucketError: The base model refuses a reference of this size.
+    """
+    spec, text_images = entries.family.spec.references, entries.text_images
+    assert spec is not None
+    assert text_images is not None
+
+    seen: list[list[Any]] = []
+    files: list[dict[str, Any]] = []
+    for root, image in zip(roots, images, strict=False):
+        original = Size(image["height"], image["width"])
+        spec.size(entries.family.model, original)  # raises for some
+        size = text_images.size(original)
+        seen.append([image["hash"], *size])
+        files.append(
+            {
+                "root": str(root),
+                "path": image["path"],
+                "content_hash": image["hash"],
+                "original_size": list(original),
+                "size": list(size),
+            }
+        )
+    return canonical_text(seen), json.dumps(files)

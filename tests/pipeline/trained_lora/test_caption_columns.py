@@ -1,0 +1,136 @@
+"""A training run of Qwen-Image-Edit, whose text encoder sees the references."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
+from PIL import Image
+
+from demo.tiny_models import make_tiny_qwen_image_edit
+from pipeline.cache.worker.tensors import read_torch
+from pipeline.models.worker.family import load_family
+from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.samples import read_entry_keys
+from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from tests.pipeline.cached_job import Job, recipe_of
+from tests.pipeline.models.families.training_launch import InProcessLaunch
+
+QUIET: dict[str, Any] = {"log": lambda _: None}
+
+
+def trained(root: Path, photos: Path, launch: InProcessLaunch, **training: Any) -> tuple[Job, TrainingJob]:
+    """Train on two photographs, each with its negative as its reference."""
+    for path in photos.glob("*"):
+        if path.stem not in ("cat", "coffee"):
+            path.unlink()
+    (root / "negative").mkdir()
+    for path in photos.glob("*.png"):
+        with Image.open(path) as image:
+            Image.fromarray(255 - np.asarray(image)).save(root / "negative" / path.name)
+    make_tiny_qwen_image_edit(root / "base")
+    references = [{"path": str(root / "negative"), "resolution": 64}]
+    recipe = recipe_of(
+        root,
+        root / "base",
+        datasets=[{"name": "photos", "path": str(photos), "references": references}],
+        buckets={"resolution": 64, "step": 32},
+        latents={"dtype": "float32", "posterior": "mean"},
+        text={"dtype": "float32", "compute_dtype": "float32", "caption_dropout": 0.5},
+        accelerate={"mixed_precision": "no"},
+        training={
+            "steps": 2,
+            "batch_size": 2,
+            "learning_rate": 1e-1,
+            "sample_every": 2,
+            "lora": {"rank": 4, "alpha": 2.0},
+            **training,
+        },
+    )
+    job = Job(recipe, launch)
+    job.run()
+    tables = (job.tables.read(name) for name in ("vae_latents", "text_embeddings"))
+    train_lora(recipe, *tables, launch=launch, **QUIET)
+    return job, read_job(launch.orders[0])
+
+
+@pytest.fixture
+def launch(in_process_launch: Any, monkeypatch: pytest.MonkeyPatch) -> InProcessLaunch:
+    monkeypatch.setattr(edit_plus, "VAE_IMAGE_SIZE", 96 * 96)  # a megapixel in previews takes long on a CPU
+    return InProcessLaunch(in_process_launch)
+
+
+def test_a_run_trains_on_captions_with_references_and_its_lora_changes_the_pipelines_picture(
+    tmp_path: Path, photos: Path, launch: InProcessLaunch
+) -> None:
+    prompt = {"prompt": "a cat", "references": [str(tmp_path / "negative" / "cat.png")], "steps": 1}
+    cache, job = trained(tmp_path, photos, launch, sample_prompts=[prompt])
+    family = load_family(job.base)
+    item = job.inputs[0]
+    assert item.empty_text is not None
+    assert item.empty_text.key != job.empty_text.key
+    assert item.empty_text.key in read_entry_keys(job.folder / "inputs.parquet")
+
+    # Dropped captions are the empty one with the references of the sample.
+    engine = Engine(job, family)
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    slot = next(iter(job.plan())).micro_batches[0][0][0]
+    for dropped, entry in ((True, item.empty_text), (False, item.variants[0].entry)):
+        its = replace(slot, variant_id=item.variant_id, drop_caption=dropped)
+        micro = maker.make(0, (its,))
+        stored = read_torch(maker._store, entry)["text_embedding"]
+        assert torch.equal(micro.conditions["text_embedding"][0], stored)
+        assert len(micro.conditions["references"]) == 1
+
+    # The prompt and the empty negative prompt of a preview see its references.
+    (preview,) = job.prompts
+    assert preview.negative is not None
+    assert preview.negative.caption == ""
+    assert preview.heading == "a cat (steps: 1, references: cat.png)"
+    tables = cache.tables.read("text_embeddings")
+    empty_of_cat = tables.row(0, named=True)
+    assert empty_of_cat["sample_id"] == "photos/cat.png"
+    assert preview.negative.text.key == empty_of_cat["key"]
+
+    pipe: Any = QwenImageEditPlusPipeline.from_pretrained(job.base, processor=None)
+    pipe.register_modules(processor=family.text.load_tokenizer("processor"))
+    pipe.set_progress_bar_config(disable=True)
+
+    def edited() -> np.ndarray[Any, Any]:
+        generator = torch.Generator().manual_seed(job.recipe.training.seed)
+        image = Image.open(tmp_path / "negative" / "cat.png").convert("RGB")
+        height, width = preview.size_hw
+        arguments = {"height": height, "width": width, "num_inference_steps": 1, "negative_prompt": ""}
+        return pipe([image], "a cat", **arguments, generator=generator, output_type="np").images[0]
+
+    drawn = sorted((job.folder / "samples").glob("*.png"))
+    plain = edited()
+    np.testing.assert_allclose(np.asarray(Image.open(drawn[0])) / 255, plain, atol=0.6 / 255)
+    pipe.load_lora_weights(job.recipe.output_dir / "lora")
+    adapted = edited()
+    np.testing.assert_allclose(np.asarray(Image.open(drawn[-1])) / 255, adapted, atol=2 / 255)
+    assert np.abs(adapted - plain).max() > 0.01
+
+
+def test_default_previews_have_the_references_of_their_samples(
+    tmp_path: Path, photos: Path, launch: InProcessLaunch
+) -> None:
+    _, job = trained(tmp_path, photos, launch)
+    by_caption = {item.variants[0].caption: item for item in job.inputs}
+    assert len(job.prompts) == 2
+    for prompt in job.prompts:
+        item = by_caption[prompt.caption]
+        assert prompt.text == item.variants[0].entry
+        assert prompt.negative is not None
+        assert prompt.negative.text == item.empty_text
+        assert [path.name for path in prompt.references] == [Path(item.sample_id).name]
+    assert len(list(RunLayout(job.folder).samples.glob("*.png"))) == 4
