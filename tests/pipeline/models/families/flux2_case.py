@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Pipeline
-from transformers import AutoTokenizer
 
-from demo.tiny_models import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
@@ -61,32 +57,6 @@ class Flux2Case(Case):
         double = {f"lora_unet_double_blocks_{block}_{layer}" for block in range(2) for layer in DOUBLE}
         single = {f"lora_unet_single_blocks_{block}_linear{layer}" for block in range(2) for layer in (1, 2)}
         return double | single
-
-
-class KleinCase(Flux2Case):
-    pipeline_class = Flux2KleinPipeline
-    guidance = None
-
-    def make(self, folder: Path) -> None:
-        make_tiny_flux2_klein(folder)
-
-    def negative_prompt(self, pipe: Any, text: str) -> dict[str, Any]:
-        """Return the negative prompt as embeddings, because the pipeline takes no text for it."""
-        return {"negative_prompt_embeds": pipe.encode_prompt(text)[0]}
-
-
-class DevCase(Flux2Case):
-    pipeline_class = Flux2Pipeline
-    guidance = 1.0
-
-    def make(self, folder: Path) -> None:
-        make_tiny_flux2_dev(folder)
-
-    def pipeline(self, folder: Path, **parts: Any) -> Any:
-        """Load the pipeline with a tokenizer only; its image processor needs torchvision."""
-        pipe = Flux2Pipeline.from_pretrained(folder, tokenizer=None, **parts)
-        pipe.register_modules(tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"))
-        return pipe
 
 
 class ReferenceTests:
