@@ -47,6 +47,7 @@ def test_a_prompt_outside_of_the_cache_gets_the_values_that_the_cache_would_stor
     (tmp_path / "order").mkdir()
     encode(write_order(order, tmp_path / "order"), InProcessDrawing(), rank=0, num_ranks=1)
     stored = read_entry(store, prompt.text, "a prompt")
-    assert stored.keys() == texts[prompt.caption].keys()
+    drawn = texts[prompt.text.key]
+    assert stored.keys() == drawn.keys()
     for name, tensor in stored.items():
-        assert torch.equal(tensor, texts[prompt.caption][name])
+        assert torch.equal(tensor, drawn[name])
