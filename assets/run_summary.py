@@ -167,26 +167,43 @@ def summarize_run(
     return RunSummary(numbers, list(dict.fromkeys(problems)), stopped)
 
 
+_DATABASE_FIX = (
+    "check that the database accepts connections from this machine, and `storage` in dagster.yaml; then "
+    "start the command again; finished work is kept"
+)
+
+
 def command_problem(err: BaseException, command: str) -> str:
     """Return what, where and fix of an error that ended `command`; the fix is `BUG` if it is unexpected."""
-    cause: BaseException | None = err
-    while cause is not None:
+    causes = list(_causes(err))
+    for cause in causes:
         if isinstance(cause, LatentlineError):
             return f"{type(cause).__name__}: {cause}"
-        cause = cause.__cause__ or cause.__context__
 
     if isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt):
         fix = f"start it again; {FINISHED_WORK}"
         return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
 
+    home = os.environ.get("DAGSTER_HOME", "")
+    where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
     for message, fix in SQLITE_FIXES.items():
         if message in str(err):
-            home = os.environ.get("DAGSTER_HOME", "")
-            where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
             return f"Dagster cannot write its history: {message}\n  where: {where}\n  fix:   {fix}"
+    for cause in causes:
+        if type(cause).__module__.startswith("sqlalchemy"):
+            what = f"Dagster's database cannot be used: {' '.join(str(cause).split())}"
+            return f"{what}\n  where: {where}\n  fix:   {_DATABASE_FIX}"
 
     what = f"{type(err).__name__}: {str(err).strip()}".replace("\n", "\n    ")
     return f"{what}\n  where: {command}\n  fix:   {_command_fix(err)}"
+
+
+def _causes(err: BaseException) -> Iterator[BaseException]:
+    """Yield the error, the error that caused it, and so on."""
+    cause: BaseException | None = err
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _command_fix(err: BaseException) -> str:
