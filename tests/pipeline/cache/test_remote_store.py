@@ -14,7 +14,9 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
+from pipeline.cache import remote_store
 from pipeline.cache.entry_format import DATA_START, serialise
 from pipeline.cache.remote_store import FsspecStore, store_at
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
@@ -26,6 +28,29 @@ SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6
 OTHER = EntrySpec("latents", "cd" * 32, SPEC.tensors)
 VALUES = {"latent": np.arange(192, dtype="<f2").reshape(4, 8, 6)}
 FACTS = {"inputs": {"content_hash": "12"}, "original_size": [512, 384]}
+
+
+class RecordedRequests:
+    """Counts the requests to a remote folder, which still answers them."""
+
+    def __init__(self, folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.listed: list[str] = []
+        self.num_infos = 0
+        list_files, info = folder.list_files, folder.info
+
+        def record_listing(name: str = "") -> dict[str, dict[str, Any]]:
+            self.listed.append(name)
+            return list_files(name)
+
+        def record_info(name: str) -> dict[str, Any]:
+            self.num_infos += 1
+            return info(name)
+
+        monkeypatch.setattr(folder, "list_files", record_listing)
+        monkeypatch.setattr(folder, "info", record_info)
+
+    def clear(self) -> None:
+        self.listed, self.num_infos = [], 0
 
 
 class Backend:
@@ -187,15 +212,52 @@ def test_L06_a_failed_write_leaves_neither_an_entry_nor_a_temporary_file(
     assert backend.names() == []
 
 
-def test_stats_from_a_listing_equal_stats_of_single_entries(backend: Backend) -> None:
+@pytest.mark.parametrize("asked", [1, 101], ids=["single requests", "many keys"])
+@pytest.mark.parametrize(
+    ("max_listed", "entries_per_request"),
+    [(20_000, 32), (0, 32), (0, 0)],
+    ids=["the whole cache listed", "folders listed", "a small part of a large cache"],
+)
+def test_stats_are_equal_whether_entries_are_listed_or_asked_for(
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: int,
+    max_listed: int,
+    entries_per_request: int,
+) -> None:
+    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", max_listed)
+    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", entries_per_request)
     backend.write_entry()
-    many = [SPEC.key, *(f"{number:064x}" for number in range(100))]
-    (few,), listed = (backend.store.stats("latents", keys).tolist() for keys in ([SPEC.key], many))
-    assert listed == [few, *([0, 0, 0, 0] for _ in many[1:])]
-    assert backend.store.stats("text", many).tolist() == [[0, 0, 0, 0]] * len(many)
+    keys = [SPEC.key, *("ab" + f"{number:062x}" for number in range(50)), *(f"{n:064x}" for n in range(50))]
     state = backend.store.check(SPEC)
     assert state.stat is not None
-    assert few == list(astuple(state.stat))
+    expected = [list(astuple(state.stat)), *([0, 0, 0, 0] for _ in range(100))]
+    assert backend.store.stats("latents", keys[:asked]).tolist() == expected[:asked]
+    assert backend.store.stats("text", keys[:asked]).tolist() == [[0, 0, 0, 0]] * asked
+
+
+def test_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_single_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cache with four entries in each folder is asked for 64 keys, and then for all of them."""
+    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", 500)
+    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 2)
+    address = f"memory://{uuid.uuid4().hex}"
+    store = FsspecStore(Url(address))
+    keys = [f"{folder:02x}{number:062x}" for folder in range(256) for number in range(4)]
+    for key in keys:
+        store.folder.files.store[f"{store.folder.base}/latents/{key[:2]}/{key}.safetensors"] = MemoryFile(
+            store.folder.files, key, b"entry"
+        )
+    requests = RecordedRequests(store.folder, monkeypatch)
+
+    assert store.stats("latents", keys[::16])[:, 0].tolist() == [5] * 64
+    assert (len(requests.listed), requests.num_infos) == (1, 64)
+    requests.clear()
+    assert store.stats("latents", keys)[:, 0].tolist() == [5] * len(keys)
+    assert sorted(set(requests.listed)) == [f"latents/{folder:02x}" for folder in range(256)]
+    assert requests.num_infos == 0
+    store.folder.files.rm(store.folder.base, recursive=True)
 
 
 def test_remove_deletes_an_entry_but_not_a_folder_at_its_path(backend: Backend) -> None:
