@@ -309,6 +309,14 @@ def krea2(folder: Path) -> State:
     }
 
 
+def ideogram4(folder: Path) -> State:
+    """Return the weights of Ideogram 4 with the stacked layers of its own code."""
+    state = weights(folder)
+    for block in {name.split(".attention.")[0] for name in state if ".attention.to_q." in name}:
+        fuse(state, [f"{block}.attention.to_{each}" for each in "qkv"], f"{block}.attention.qkv")
+    return {replace_all(name, {".to_out.0": ".o"}): tensor for name, tensor in state.items()}
+
+
 def qwen_image21(folder: Path) -> State:
     """Return the weights of Qwen-Image 2.1 as ComfyUI stores them, with the MLP's gate and input stacked."""
     state = weights(folder)

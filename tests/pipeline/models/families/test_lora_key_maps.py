@@ -16,8 +16,14 @@ import torch
 from demo.tiny_models import TINY
 from pipeline.errors import FamilyError
 from pipeline.models.families import Family, Layer, detect
-from tests.pipeline.models.convert.state_dicts import State, fuse, replace_all, weights
-from tests.pipeline.models.convert.transformer_originals import flux, krea2, lumina2, sd3_transformer
+from tests.pipeline.models.convert.state_dicts import State, weights
+from tests.pipeline.models.convert.transformer_originals import (
+    flux,
+    ideogram4,
+    krea2,
+    lumina2,
+    sd3_transformer,
+)
 from tests.pipeline.models.convert.unet_originals import unet
 
 pytestmark = [
@@ -26,14 +32,6 @@ pytestmark = [
 ]
 
 Originals = Callable[[Path], State]
-
-
-def ideogram4(folder: Path) -> State:
-    """Return the weights of Ideogram 4 with the stacked layers of its own code."""
-    state = weights(folder)
-    for block in {name.split(".attention.")[0] for name in state if ".attention.to_q." in name}:
-        fuse(state, [f"{block}.attention.to_{each}" for each in "qkv"], f"{block}.attention.qkv")
-    return {replace_all(name, {".to_out.0": ".o"}): tensor for name, tensor in state.items()}
 
 
 class Names(NamedTuple):

@@ -275,12 +275,13 @@ def test_a_long_caption_is_cut_where_the_report_says_and_keeps_the_end_of_the_te
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
 def test_our_processor_gives_the_inputs_of_the_complete_one(loaded: tuple[WorkerFamily, Any]) -> None:
-    from transformers import Qwen2VLProcessor
+    from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     family, _ = loaded
     folder = family.component_folder("processor")
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    complete = Qwen2VLProcessor(images, Qwen2TokenizerFast.from_pretrained(folder))
+    tokenizer = Qwen2TokenizerFast.from_pretrained(folder)
+    complete = Qwen2VLProcessor(images, tokenizer, Qwen2VLVideoProcessor())
     text = ["".join(f"Picture {n}: <|vision_start|><|image_pad|><|vision_end|>" for n in (1, 2)) + "a cat"]
     arguments = {"text": text, "images": pictures(2), "padding": True, "return_tensors": "pt"}
     ours, theirs = family.text.load_tokenizer("processor")(**arguments), complete(**arguments)
