@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.errors import TrainingError
+from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stream_blocks, streamed_blocks
 from pipeline.trained_lora.worker.compiled import allow_recompilation
 from pipeline.trained_lora.worker.nf4 import unpacked_layers
-from pipeline.trained_lora.worker.offload.streamed_blocks import stream_blocks, streamed_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,8 +61,23 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
         )
     cast_inputs_of_quantized_layers(denoiser, getattr(torch, dtype))
     if offload != "none":
-        stream_blocks(denoiser, offload, torch.device(device))
+        stream_denoiser(denoiser, offload, device)
     return denoiser
+
+
+def stream_denoiser(denoiser: nn.Module, num_resident: int, device: str) -> None:
+    """Keep `num_resident` of the repeated blocks on the device and stream all others.
+
+    Raises:
+        TrainingError: The denoiser has no repeated blocks.
+    """
+    if not repeated_blocks(denoiser):
+        raise TrainingError(
+            f"{type(denoiser).__name__} does not consist of repeated blocks, so it cannot be streamed",
+            where=f"training.offload: {num_resident}",
+            fix="set training.offload: none",
+        )
+    stream_blocks(denoiser, num_resident, torch.device(device))
 
 
 def cast_inputs_of_quantized_layers(denoiser: nn.Module, dtype: torch.dtype) -> None:

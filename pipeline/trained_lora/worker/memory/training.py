@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.cache.reference_requests import reference_geometry
 from pipeline.images.geometry import Size
+from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.loss import sample_losses
@@ -21,7 +22,6 @@ from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules, Packing
 from pipeline.trained_lora.worker.memory.live_memory import LiveMemory
 from pipeline.trained_lora.worker.memory.skeletons import num_bytes, skeleton, tensors_of
 from pipeline.trained_lora.worker.nf4 import layers_outside_blocks
-from pipeline.trained_lora.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
 from pipeline.trained_lora.worker.optimizers import make_optimizer
 
 if TYPE_CHECKING:
