@@ -19,7 +19,7 @@ from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.gates import GATES
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
-from pipeline.recipe.training import TrainingSettings
+from pipeline.recipe.training import NumResidentBlocks, TrainingSettings
 from pipeline.recipe.validators import check_gate
 from pipeline.recipe.yaml_document import KeyPath
 
@@ -125,6 +125,13 @@ class TextSettings(Settings):
         default="auto",
         description="Dtype in which the text encoders run. auto: bfloat16 for language models and T5, and "
         "float32 for CLIP. It depends on the encoders alone and never on the machine.",
+    )
+    offload: NumResidentBlocks = Field(
+        default="auto",
+        description="Number of each text encoder's layers that stay on the GPU while captions are encoded. "
+        "The others are on the host and copied to the GPU for each caption, which takes time and gives the "
+        "same values. auto keeps as many as fit, and all of them on a CPU; none keeps all. It is not part "
+        "of any key.",
     )
 
 

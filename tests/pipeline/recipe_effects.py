@@ -99,6 +99,7 @@ EFFECTS: dict[str, Effect] = {
     "text.caption_dropout": Effect({"text": {"caption_dropout": 0.2}}, run=True),
     "text.dtype": Effect({"text": {"dtype": "float32"}}, text=True, run=True),
     "text.compute_dtype": Effect({"text": {"compute_dtype": "bfloat16"}}, text=True, run=True),
+    "text.offload": _nothing({"text": {"offload": 0}}),
     "training.steps": _run({"steps": 900}, lr_scheduler="cosine"),
     "training.epochs": _nothing({"training": {"steps": None, "epochs": 3}}),
     "training.exhausted": Effect(

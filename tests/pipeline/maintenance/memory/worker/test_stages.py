@@ -112,3 +112,32 @@ def test_auto_is_forecast_with_the_blocks_that_it_keeps_on_a_card(forecast: Any)
     assert memory.stages[2].device_bytes == one.device_bytes
     assert memory.stages[2].note == "training.offload: auto keeps 1 of 6 blocks on the GPU"
     assert memory.change is None
+
+
+def test_the_text_encoder_that_does_not_fit_is_forecast_with_streamed_layers(forecast: Any) -> None:
+    """T5's 24 layers have 193 million weights each; the margin is 2 GiB."""
+    layer = 193e6 * 2 / GIB
+
+    def stage(gigabytes: int | None, **text: Any) -> Any:
+        card_bytes = None if gigabytes is None else gigabytes * GIB
+        return forecast(card_bytes=card_bytes, text=text).stages[1]
+
+    everything = stage(None)
+    assert everything.note == ""
+    assert stage(24) == replace(everything, host_bytes=pytest.approx(everything.host_bytes, rel=0.01))
+    assert stage(8, offload="none").device_bytes == everything.device_bytes
+
+    auto = stage(8)
+    num_streamed = int(auto.note.removeprefix("text.offload: auto streams ").partition(" ")[0])
+    assert auto.note == f"text.offload: auto streams {num_streamed} of 24 layers of text_encoder_2"
+    assert auto.device_bytes < 7 * GIB
+    saved = (everything.device_bytes - auto.device_bytes) / GIB
+    assert saved == pytest.approx((num_streamed - 2) * layer, rel=0.02)
+    moved = (auto.host_bytes - everything.host_bytes) / GIB
+    assert moved == pytest.approx(num_streamed * layer, rel=0.05)
+
+    least = stage(None, offload=0)
+    assert least.note.startswith(
+        "text.offload: 0 streams 12 of 12 layers of text_encoder; text.offload: 0 str"
+    )
+    assert least.device_bytes < 2 * GIB
