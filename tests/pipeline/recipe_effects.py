@@ -207,6 +207,7 @@ EFFECTS: dict[str, Effect] = {
         {"lora": {"text_encoders": {"learning_rate": 1e-5}}}, lora={"text_encoders": {}}
     ),
     "accelerate.num_processes": Effect({"accelerate": {"num_processes": 2}}, run=True),
+    "accelerate.shard": Effect({"accelerate": {"shard": True}}, context={"accelerate": {"num_processes": 2}}),
     "accelerate.mixed_precision": Effect({"accelerate": {"mixed_precision": "bf16"}}, run=True),
     "accelerate.cpu_threads": _nothing({"accelerate": {"cpu_threads": 3}}),
     "checks.max_rejected_fraction": _nothing({"checks": {"max_rejected_fraction": 0.5}}),
