@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from pipeline.recipe.errors import find_mistakes
 from pipeline.recipe.yaml_document import dotted
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.trained_lora.worker.validation import NOISE_LEVELS
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -101,6 +104,9 @@ def test_a_sharded_base_model_trains_the_lora_of_ddp(
         sample_every=10,
         gradient_checkpointing=True,
     )
+    buckets = Counter(item.bucket for item in pair(project, shard=True).inputs.held_out)
+    num_batches = sum(math.ceil(len(NOISE_LEVELS) * size / 2) for size in buckets.values())
+    assert num_batches % 2 == 1, "one process has one batch of the holdout more than the other"
     assert_same_results(project, steps=steps)
 
 
@@ -126,6 +132,25 @@ def test_a_sharded_unet_with_samples_of_the_class_trains_the_adapter_of_ddp(
         gradient_checkpointing=checkpointing,
     )
     assert_same_results(project, steps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_resumes_with_and_without_a_sharded_base_model(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    project = flux_project(make_project, tiny_bases, tmp_path, sample_every=0)
+    expected = pair(project, shard=False, steps=6)
+    launch(expected)
+    for steps, shard in ((2, False), (4, True), (6, False)):
+        resumed = project.changed("resumed", num_processes=2, shard=shard, steps=steps).job()
+        launch(resumed)
+        result = json.loads(RunLayout(resumed.folder).result.read_text(encoding="utf-8"))
+        assert (result["resumed_from"], result["steps"]) == (steps - 2, steps)
+    file = "pytorch_lora_weights.safetensors"
+    before, after = (load_file(RunLayout(job.folder).exported / file) for job in (expected, resumed))
+    for key, tensor in before.items():
+        torch.testing.assert_close(after[key], tensor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.timeout(240)
