@@ -19,7 +19,8 @@ from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.gates import GATES
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
-from pipeline.recipe.training import TrainingSettings
+from pipeline.recipe.sharding import shard_violations
+from pipeline.recipe.training import NumResidentBlocks, TrainingSettings
 from pipeline.recipe.validators import check_gate
 from pipeline.recipe.yaml_document import KeyPath
 
@@ -126,12 +127,26 @@ class TextSettings(Settings):
         description="Dtype in which the text encoders run. auto: bfloat16 for language models and T5, and "
         "float32 for CLIP. It depends on the encoders alone and never on the machine.",
     )
+    offload: NumResidentBlocks = Field(
+        default="auto",
+        description="Number of each text encoder's layers that stay on the GPU while captions are encoded. "
+        "The others are on the host and copied to the GPU for each caption, which takes time and gives the "
+        "same values. auto keeps as many as fit, and all of them on a CPU; none keeps all. It is not part "
+        "of any key.",
+    )
 
 
 class AccelerateSettings(Settings):
     """Arguments of `accelerate launch`."""
 
     num_processes: int = Field(default=1, ge=1, le=MAX_COUNT, description="Number of processes, one per GPU.")
+    shard: bool = Field(
+        default=False,
+        description="Divide the frozen base weights among the GPUs in training, for base models that one GPU "
+        "cannot hold. Each block is gathered for its use, which takes time; the LoRA is the same. Requires "
+        "`num_processes` of at least 2, and excludes `offload`, `quantize`, `compile`, `lora.dora`, "
+        "`lora.text_encoders` and `lora.init` from base weights.",
+    )
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = Field(
         default="auto",
         description="Dtype of the frozen base weights and of the forward and backward passes; no means "
@@ -261,6 +276,8 @@ class RecipeFile(Settings):
         yield from self._focus_violations()
         yield from self._prior_violations()
         yield from self._slider_violations()
+        if self.accelerate.shard:
+            yield from shard_violations(self.accelerate.num_processes, self.training)
 
     def _name_violations(self) -> Iterator[Violation]:
         first_names: dict[str, str] = {}

@@ -31,12 +31,12 @@ def check_path(value: object) -> object:
 
 
 def check_num_resident_blocks(value: object) -> object:
-    """Return `value` if it is "none", "auto" or a number of blocks."""
+    """Return `value` if it is "none", "auto" or a number of blocks or layers."""
     is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
     if value not in ("none", "auto") and not is_number:
         shown = json.dumps(value, default=str)
         reject(
-            f"offload must be none, auto or a number of blocks, at least 0, got {shown}",
+            f"offload must be none, auto or a number, at least 0, got {shown}",
             "write none or auto, or 0 or more",
         )
     return value

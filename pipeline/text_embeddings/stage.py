@@ -153,6 +153,7 @@ def text_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings of an `Order` of text embeddings."""
     return {
         "compute_dtype": recipe.text.compute_dtype,
+        "offload": recipe.text.offload,
         "background": list(recipe.latents.background),
         "max_file_bytes": recipe.checks.max_file_bytes,
     }

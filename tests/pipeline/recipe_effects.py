@@ -99,6 +99,7 @@ EFFECTS: dict[str, Effect] = {
     "text.caption_dropout": Effect({"text": {"caption_dropout": 0.2}}, run=True),
     "text.dtype": Effect({"text": {"dtype": "float32"}}, text=True, run=True),
     "text.compute_dtype": Effect({"text": {"compute_dtype": "bfloat16"}}, text=True, run=True),
+    "text.offload": _nothing({"text": {"offload": 0}}),
     "training.steps": _run({"steps": 900}, lr_scheduler="cosine"),
     "training.epochs": _nothing({"training": {"steps": None, "epochs": 3}}),
     "training.exhausted": Effect(
@@ -206,6 +207,7 @@ EFFECTS: dict[str, Effect] = {
         {"lora": {"text_encoders": {"learning_rate": 1e-5}}}, lora={"text_encoders": {}}
     ),
     "accelerate.num_processes": Effect({"accelerate": {"num_processes": 2}}, run=True),
+    "accelerate.shard": Effect({"accelerate": {"shard": True}}, context={"accelerate": {"num_processes": 2}}),
     "accelerate.mixed_precision": Effect({"accelerate": {"mixed_precision": "bf16"}}, run=True),
     "accelerate.cpu_threads": _nothing({"accelerate": {"cpu_threads": 3}}),
     "checks.max_rejected_fraction": _nothing({"checks": {"max_rejected_fraction": 0.5}}),

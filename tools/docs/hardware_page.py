@@ -66,7 +66,7 @@ class Memory:
 
 def memory_of(published: Published, folder: Path) -> Memory:
     """Return the forecast for a model; `folder` receives its configuration files."""
-    from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_bytes
+    from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_memory
 
     family = load_family(published.write(folder / "model"))
     resolution = RESOLUTIONS.get(published.name, 1024)
@@ -84,7 +84,7 @@ def memory_of(published: Published, folder: Path) -> Memory:
         resolution=resolution,
         training={name: forecast.memory(variants[name]).device for name in SETTINGS},
         latents=latents_bytes(family, size, family.vae_compute_dtype("auto"))[1],
-        text=text_bytes(family, family.text_compute_dtypes("auto"))[1],
+        text=text_memory(family, family.text_compute_dtypes("auto")).device,
         proposals={
             gigabytes: _proposal(forecast, recipe, gigabytes)
             for gigabytes in (SMALL_CARDS_GB if published.name in LARGE_MODELS else ())

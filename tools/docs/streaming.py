@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, streamed_names
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES, most_resident
 from pipeline.trained_lora.worker.memory.skeletons import skeleton
 from pipeline.trained_lora.worker.memory.training import TrainingForecast
-from pipeline.trained_lora.worker.offload.streamed_blocks import repeated_blocks, streamed_names
 
 if TYPE_CHECKING:
     from torch import nn

@@ -41,7 +41,7 @@ class StageMemory:
         stage: "encode latents", "encode text" or "train".
         device_bytes: Peak bytes on one GPU.
         host_bytes: Peak bytes of one process on the host.
-        note: What the stage does if it does not fit; for training, what `training.offload: auto` resolves to.
+        note: What the stage does if it does not fit, and what `offload: auto` resolves to.
     """
 
     stage: str

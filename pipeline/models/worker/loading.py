@@ -66,26 +66,24 @@ def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Mod
     return read_component(family, role, dtype).to(device)
 
 
-def load_text_encoder(family: Family, role: str, dtype: str, device: str) -> nn.Module:
-    """Return a text encoder, frozen, in evaluation mode and without the parts that it does not use.
+def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module, torch.dtype | None]:
+    """Return a text encoder on the CPU, frozen, in evaluation mode and without unused parts.
 
-    Weights are memory-mapped in the dtype in which they are stored, and converted one by one on their way to
-    the device. Nothing is read of the parts that are dropped. Arguments and errors are those of
-    `load_component`.
+    Weights are memory-mapped in the dtype in which they are stored; `move_weights` converts them one by one
+    on their way to the device. Nothing is read of the parts that are dropped.
+
+    Returns:
+        The network, and the dtype to convert its weights to; None if they have the right ones.
+
+    Raises:
+        ModelError: The component's weights are missing.
     """
-    sees_images = family.text_images is not None
     stored = stored_dtype(family.component_folder(role))
-    if dtype == "float16" or stored is None:
-        # In float16, transformers keeps T5's overflowing layers in float32.
-        network = read_component(family, role, dtype)
-        drop_unused_parts(network, sees_images=sees_images)
-        return network.to(device)
-
-    network = read_component(family, role, stored)
-    drop_unused_parts(network, sees_images=sees_images)
-    for weight in network.parameters():
-        weight.data = weight.data.to(device, getattr(torch, dtype))
-    return network.to(device)
+    # In float16, transformers keeps T5's overflowing layers in float32.
+    is_mapped = dtype != "float16" and stored is not None
+    network = read_component(family, role, stored if is_mapped and stored else dtype)
+    drop_unused_parts(network, sees_images=family.text_images is not None)
+    return network, getattr(torch, dtype) if is_mapped else None
 
 
 def drop_unused_parts(network: nn.Module, *, sees_images: bool = False) -> None:

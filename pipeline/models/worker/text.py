@@ -19,9 +19,10 @@ from pipeline.models.families import Family
 from pipeline.models.worker.loading import (
     component_class,
     empty_components,
-    load_text_encoder,
     pipeline_class,
+    read_text_encoder,
 )
+from pipeline.models.worker.text_layers import ALL_ON_DEVICE, LayerOffload, place_encoders
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,22 +114,26 @@ class TextConditioner(ABC):
         """Return the pipeline's arguments that set the guidance scale."""
         return {"guidance_scale": scale}
 
-    def load(self, dtype: str, device: str) -> Any:
+    def load(self, dtype: str, device: str, offload: LayerOffload = ALL_ON_DEVICE) -> Any:
         """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen.
 
         Args:
             dtype: Dtype of all encoders, or "auto" for `Family.text_compute_dtypes`.
             device: Anything that `torch.device` accepts.
+            offload: Layers that are streamed from host memory; by default none.
         """
         kind = pipeline_class(self.family)
         dtypes = self.family.text_compute_dtypes(dtype)
-        components = empty_components(kind)
-        for role in self.family.text_roles():
-            components[role] = (
-                self.load_tokenizer(role)
-                if is_tokenizer(role)
-                else load_text_encoder(self.family, role, dtypes[role], device)
-            )
+        roles = self.family.text_roles()
+        encoders = {
+            role: read_text_encoder(self.family, role, dtypes[role])
+            for role in roles
+            if not is_tokenizer(role)
+        }
+        place_encoders(encoders, torch.device(device), offload)
+        components = empty_components(kind) | {
+            role: self.load_tokenizer(role) if is_tokenizer(role) else encoders[role][0] for role in roles
+        }
         return kind(**{**components, **self.family.spec.pipeline_options(self.family.model)})
 
     def load_tokenizer(self, role: str) -> Any:

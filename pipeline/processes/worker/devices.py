@@ -104,10 +104,16 @@ def out_of_memory_as(make_error: Callable[[str], LatentlineError]) -> Generator[
 
 
 def free_memory() -> None:
-    """Free unused memory, including reference cycles and the CUDA allocator's cache."""
+    """Free unused memory: reference cycles, and torch's caches of GPU memory and of pinned host memory."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        torch.accelerator.empty_host_cache()
+
+
+def free_bytes(device: str) -> int | None:
+    """Return the free memory of a GPU; None on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else None
 
 
 def used_memory_text() -> str:

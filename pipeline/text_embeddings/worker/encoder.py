@@ -19,7 +19,8 @@ from pipeline.images.geometry import Size
 from pipeline.models.families.compute_dtype import dtypes_text
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import EncodedCaption, SeenImage
-from pipeline.processes.worker.devices import out_of_memory_as
+from pipeline.models.worker.text_layers import LayerOffload
+from pipeline.processes.worker.devices import free_bytes, out_of_memory_as
 from pipeline.storage.addresses import address
 from pipeline.storage.sources import source_at
 
@@ -45,7 +46,7 @@ class TextEncoder:
         self._dtypes = self._family.text_compute_dtypes(dtype)
         self._is_exact = set(self._dtypes.values()) == {"float32"}
         with out_of_memory_as(self._memory_error):
-            self._encoders = self._family.text.load(dtype, device)
+            self._encoders = self._load(dtype)
         self._exact_encoders: Any = self._encoders if self._is_exact else None
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
@@ -81,8 +82,13 @@ class TextEncoder:
             f"{job.name}: not finite in {dtypes_text(self._dtypes)}, encoding again in float32"
         )
         if self._exact_encoders is None:
-            self._exact_encoders = self._family.text.load("float32", self._device)
+            self._exact_encoders = self._load("float32")
         return self._family.text.encode_caption(self._exact_encoders, job.work["caption"], images)
+
+    def _load(self, dtype: str) -> Any:
+        setting = self._settings["offload"]
+        offload = LayerOffload(setting, free_bytes(self._device), self._progress.say)
+        return self._family.text.load(dtype, self._device, offload)
 
     def _seen_image(self, work: Mapping[str, Any]) -> SeenImage:
         """Return a reference image of a job.
@@ -109,6 +115,8 @@ class TextEncoder:
         fix = "free the device, or encode captions on the CPU (see docs/operations.md)"
         if "float32" in self._dtypes.values():
             fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
+        if self._settings["offload"] != 0:
+            fix = f"set text.offload: 0, which copies every layer from the host for each caption; {fix}"
         what = f"memory ran out with the text encoders in {dtypes_text(self._dtypes)}"
         what += f" ({detail})" if detail else ""
         return LaunchError(what, where=f"text_embeddings on {self._device}", fix=fix)

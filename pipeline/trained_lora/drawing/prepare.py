@@ -109,7 +109,7 @@ def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prom
         "source": recipe.source,
         "cache_dir": recipe.cache_dir,
         "output_dir": recipe.output_dir,
-        "accelerate": trained.accelerate.model_copy(update={"num_processes": 1}),
+        "accelerate": trained.accelerate.model_copy(update={"num_processes": 1, "shard": False}),
     }
     return trained.model_copy(update=update), previews
 

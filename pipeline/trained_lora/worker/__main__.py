@@ -26,7 +26,8 @@ def main(order_path: Path) -> None:
 
         keep_quiet()
         from pipeline.processes.worker.devices import used_memory_text
-        from pipeline.trained_lora.worker.loop import STOPPED_STATUS, stop_on_signals, train
+        from pipeline.trained_lora.worker.loop import train
+        from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())

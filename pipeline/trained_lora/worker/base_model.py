@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.errors import TrainingError
+from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stream_blocks, streamed_blocks
 from pipeline.trained_lora.worker.compiled import allow_recompilation
 from pipeline.trained_lora.worker.nf4 import unpacked_layers
-from pipeline.trained_lora.worker.offload.streamed_blocks import stream_blocks, streamed_blocks
+from pipeline.trained_lora.worker.sharding import shard_base
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,7 @@ def base_dtype(family: Family, recipe: Recipe) -> str:
 
 
 def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
-    """Load the denoiser for `device`, quantised and streamed if the recipe sets so.
+    """Load the denoiser for `device`, quantised, streamed or sharded if the recipe sets so.
 
     `training.offload` must be resolved, see `memory.resident_blocks`.
 
@@ -50,8 +51,9 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     dtype, kind, offload = base_dtype(family, recipe), recipe.training.quantize, recipe.training.offload
     assert offload != "auto", "training.offload is not resolved"
     config = quantization(kind, dtype, device, unpacked=unpacked_layers(family) if kind == "nf4" else ())
-    # Streamed weights may not fit on the device together. Only a GPU can pack nf4.
-    load_device = device if offload == "none" or kind == "nf4" else "cpu"
+    # Streamed and sharded weights may not fit on the device together. Only a GPU can pack nf4.
+    shard = recipe.accelerate.shard
+    load_device = "cpu" if shard or (offload != "none" and kind != "nf4") else device
     denoiser = family.denoiser.load(dtype, load_device, quantization=config)
     if kind != "none" and not any(map(_is_quantized, denoiser.parameters())):
         raise TrainingError(
@@ -61,8 +63,25 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
         )
     cast_inputs_of_quantized_layers(denoiser, getattr(torch, dtype))
     if offload != "none":
-        stream_blocks(denoiser, offload, torch.device(device))
+        stream_denoiser(denoiser, offload, device)
+    if shard:
+        shard_base(denoiser, torch.device(device))
     return denoiser
+
+
+def stream_denoiser(denoiser: nn.Module, num_resident: int, device: str) -> None:
+    """Keep `num_resident` of the repeated blocks on the device and stream all others.
+
+    Raises:
+        TrainingError: The denoiser has no repeated blocks.
+    """
+    if not repeated_blocks(denoiser):
+        raise TrainingError(
+            f"{type(denoiser).__name__} does not consist of repeated blocks, so it cannot be streamed",
+            where=f"training.offload: {num_resident}",
+            fix="set training.offload: none",
+        )
+    stream_blocks(denoiser, num_resident, torch.device(device))
 
 
 def cast_inputs_of_quantized_layers(denoiser: nn.Module, dtype: torch.dtype) -> None:

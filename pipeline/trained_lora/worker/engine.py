@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -47,6 +46,8 @@ from pipeline.trained_lora.worker.loss import (
 from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
+from pipeline.trained_lora.worker.sharding import is_sharded, may_need_base_prediction
+from pipeline.trained_lora.worker.step_outcome import StepOutcome
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
 from pipeline.trained_lora.worker.training_adapter import load_training_adapter
@@ -58,27 +59,6 @@ if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.plan.steps import StepPlan
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of one optimizer step; identical on every rank.
-
-    Attributes:
-        loss: Mean over the samples of the step.
-        grad_norm: Gradient norm before clipping; infinite if fp16's loss scaling skipped the step.
-        learning_rate: Learning rate used in the step.
-        stop: Whether any rank received a stop request.
-        losses: Loss of each sample, indexed by slot.
-        timesteps: Timestep of each sample, indexed by slot.
-    """
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    stop: bool
-    losses: tuple[float, ...]
-    timesteps: tuple[float, ...]
 
 
 class Engine:
@@ -120,6 +100,7 @@ class Engine:
             trackers=requested_trackers(job),
             logging_dir=job.folder,
         )
+        self._always_predicts_base = job.recipe.accelerate.shard and may_need_base_prediction(job.recipe)
         self._family = family
         self.scheduler = make_noise_scheduler(family, self._settings)
 
@@ -157,6 +138,11 @@ class Engine:
         if lora.starts_from_base_weights:
             init_from_base_weights(denoiser, lora, seed=seed)
         return denoiser
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all processes must run the denoiser equally often."""
+        return is_sharded(self.denoiser)
 
     @property
     def text_networks(self) -> Mapping[str, nn.Module]:
@@ -253,7 +239,9 @@ class Engine:
         family, scheduler = self._family, self.scheduler
         noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         target = family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-        base = self._base_prediction(noisy, micro).to(target.dtype) if micro.needs_base_prediction else target
+        # Processes of a sharded base model must run it equally often, whatever their samples need.
+        needs_base = micro.needs_base_prediction or self._always_predicts_base
+        base = self._base_prediction(noisy, micro).to(target.dtype) if needs_base else target
         if micro.is_prior is not None:
             target = torch.where(micro.is_prior[:, None, None, None], base, target)
 

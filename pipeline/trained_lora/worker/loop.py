@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -36,8 +34,9 @@ from pipeline.trained_lora.worker.checkpoint import (
     remove_leftovers,
     save_checkpoint,
 )
+from pipeline.trained_lora.worker.collective import run_on_main
 from pipeline.trained_lora.worker.compiled import fallbacks_reported
-from pipeline.trained_lora.worker.engine import Engine, StepOutcome
+from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, micro_inputs
@@ -45,7 +44,10 @@ from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
+from pipeline.trained_lora.worker.sharding import share_bytes
 from pipeline.trained_lora.worker.startup import Startup
+from pipeline.trained_lora.worker.step_outcome import StepOutcome
+from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.trackers import start_trackers
 from pipeline.trained_lora.worker.trial_step import largest_step, require_adapter_effect, run_trial_step
 from pipeline.trained_lora.worker.validation import Validation
@@ -54,33 +56,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.trained_lora.worker.memory.resident_blocks import ResidentBlocks
-
-STOPPED_STATUS = 128 + signal.SIGTERM
-"""Exit status of a process that saved a checkpoint and stopped on request."""
-
-
-@dataclass
-class StopRequest:
-    """A flag that makes the loop stop after the current step."""
-
-    requested: bool = False
-
-
-@contextmanager
-def stop_on_signals() -> Generator[StopRequest]:
-    """Turn SIGTERM and SIGINT into a `StopRequest` within the context, in the main thread only."""
-    stop = StopRequest()
-
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        stop.requested = True
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    previous_handlers = {number: signal.signal(number, request_stop) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
 
 
 class Report(Protocol):
@@ -180,8 +155,8 @@ class _TrainingRun:
             steps_done = self._run_steps(start, inputs, stop)
 
         finished = steps_done == len(self.plan)
-        if finished and self.main:
-            self._finish()
+        if finished:
+            run_on_main(self.engine, self._finish)
         return finished
 
     def _resume(self) -> int:
@@ -233,6 +208,10 @@ class _TrainingRun:
         device = self.engine.accelerator.device
         if self.engine.resident.reason:
             self.report.info(self.engine.resident.reason)
+        if self.engine.is_sharded:
+            share = f"{share_bytes(self.engine.denoiser) / 2**30:.1f} GiB of the base model's weights"
+            num_processes = self.engine.accelerator.num_processes
+            self.report.info(f"accelerate.shard: each of {num_processes} processes holds {share}")
         self.report.info(f"training {self._num_weights()} LoRA weights on {device}: {numbers}")
         quantize_warning = memory_warning(self.job.recipe.training)
         adapter_warning = missing_adapter_warning(self.job.recipe, self.family)
@@ -337,10 +316,14 @@ class _TrainingRun:
                 self.metrics.validation(steps_done, loss)
                 self.report.info(f"validation loss after {counted(steps_done, 'step')}: {loss.mean:.4f}")
 
-        if self.metrics is not None and self._due(settings.sample_every, steps_done):
-            self._begin_after(steps_done, startup.PREVIEWS, "drawing previews")
-            with self.engine.result_weights():
-                files = draw_previews(self.job, self.family, self.engine, step=steps_done, warn=self._warn)
+        if self._due(settings.sample_every, steps_done):
+            run_on_main(self.engine, partial(self._draw, steps_done))
+
+    def _draw(self, steps_done: int) -> None:
+        self._begin_after(steps_done, startup.PREVIEWS, "drawing previews")
+        with self.engine.result_weights():
+            files = draw_previews(self.job, self.family, self.engine, step=steps_done, warn=self._warn)
+        if self.metrics is not None:
             self.metrics.previews(steps_done, files)
 
     def _begin_after(self, steps_done: int, startup_phase: str, text: str) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pipeline.trained_lora.plan.steps import StepPlan
     from pipeline.trained_lora.samples import TrainingInputs
-    from pipeline.trained_lora.worker.engine import StepOutcome
+    from pipeline.trained_lora.worker.step_outcome import StepOutcome
     from pipeline.trained_lora.worker.validation import ValidationLoss
 
 

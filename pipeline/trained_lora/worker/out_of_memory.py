@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import TrainingError
+from pipeline.recipe.sharding import shard_violations
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -65,9 +66,13 @@ def _advice(recipe: Recipe) -> list[str]:
         size = training.batch_size // 2
         accumulation = training.gradient_accumulation * -(-training.batch_size // size)
         advice.append(f"set training.batch_size: {size} and gradient_accumulation: {accumulation}")
-    if training.quantize == "none" and training.lora.kind == "lora" and not training.lora.dora:
+    num_processes, shard = recipe.accelerate.num_processes, recipe.accelerate.shard
+    if not shard and not any(shard_violations(num_processes, training)):
+        advice.append("set accelerate.shard: true, which divides the base weights among the GPUs")
+    can_pack = training.lora.kind == "lora" and not training.lora.dora
+    if training.quantize == "none" and can_pack and not shard:
         advice.append("set training.quantize: int8 or nf4")
-    if training.offload != 0 and not training.compile:
+    if training.offload != 0 and not training.compile and not shard:
         advice.append(
             "set training.offload: 0, which copies the base model's blocks from the host for each use"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,9 +70,14 @@ class Validation:
             StoreError: A cache entry is missing or damaged.
         """
         accelerator = engine.accelerator
+        rank, num_ranks = accelerator.process_index, accelerator.num_processes
         errors = torch.zeros(len(self._variant_ids) * len(NOISE_LEVELS), device=accelerator.device)
-        for micro in self._inputs(accelerator.process_index, accelerator.num_processes):
+        for micro in self._inputs(self._batches[rank::num_ranks]):
             errors[micro.indices.to(errors.device)] = engine.errors(micro, self._scheduler)
+        if engine.is_sharded and rank >= len(self._batches) % num_ranks > 0:
+            # This rank has one batch less than others, and must run the model as often.
+            for micro in self._inputs(self._batches[:1]):
+                engine.errors(micro, self._scheduler)
 
         # Each cell is nonzero on one rank only.
         summed = cast("Tensor", accelerator.reduce(errors, reduction="sum"))
@@ -84,9 +89,9 @@ class Validation:
             by_variant=dict(zip(self._variant_ids, by_variant, strict=True)),
         )
 
-    def _inputs(self, rank: int, num_ranks: int) -> Iterator[MicroInput]:
+    def _inputs(self, batches: Sequence[Sequence[int]]) -> Iterator[MicroInput]:
         num_levels = len(NOISE_LEVELS)
-        for cells in self._batches[rank::num_ranks]:
+        for cells in batches:
             share = tuple(
                 Slot(self._variant_ids[cell // num_levels], cell, epoch=0, occurrence=0, drop_caption=False)
                 for cell in cells

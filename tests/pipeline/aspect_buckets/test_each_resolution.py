@@ -15,7 +15,8 @@ from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.stage import train_lora
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 from tests.pipeline.cached_job import Job, recipe_of
 
 BUCKETS = {"resolutions": [64, 96], "step": 16, "per_image": "each"}

@@ -200,6 +200,34 @@ def test_captions_that_overflow_in_half_precision_and_no_others_are_encoded_agai
         assert not torch.equal(exact, half), "values within the range of float16 are not encoded again"
 
 
+def test_entries_do_not_depend_on_whether_layers_are_streamed(
+    cache, in_process_launch, tmp_path: Path
+) -> None:
+    written: dict[str | int, dict[str, bytes]] = {}
+    for offload in ("none", 0):
+        folder = tmp_path / f"cache {offload}"
+        separate = cache.with_settings(cache_dir=str(folder), text={"offload": offload})
+        cached(separate, in_process_launch)
+        written[offload] = {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
+    assert len(written["none"]) == 6
+    assert written[0] == written["none"]
+    (line,) = [line for line in in_process_launch.lines if "text.offload" in line]
+    assert "text.offload: 0 streams 2 of 2 layers of text_encoder" in line
+
+
+@pytest.mark.parametrize(
+    ("offload", "advises"), [("auto", True), ("none", True), (1, True), (0, False)], ids=str
+)
+def test_an_out_of_memory_error_of_the_text_encoders_suggests_to_stream_all_layers(
+    cache, in_process_launch, monkeypatch: pytest.MonkeyPatch, offload: str | int, advises: bool
+) -> None:
+    needs = "pipeline.models.worker.text.TextConditioner.encode_caption"
+    monkeypatch.setattr(needs, lambda *_: torch.empty(2**60, dtype=torch.uint8))
+    with pytest.raises(LaunchError, match="memory ran out with the text encoders") as excinfo:
+        cached(cache.with_settings(text={"offload": offload}), in_process_launch)
+    assert ("set text.offload: 0" in excinfo.value.fix) == advises
+
+
 def test_an_out_of_memory_error_of_the_text_encoders_suggests_a_smaller_dtype(
     cache, in_process_launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,11 +50,21 @@ class Project:
         return TrainingJob(self.recipe, entries.model_folder, run, inputs, entries.text_spec(""), prompts)
 
     def changed(
-        self, output: str, *, num_processes: int = 1, mixed_precision: str = "no", **training: Any
+        self,
+        output: str,
+        *,
+        num_processes: int = 1,
+        shard: bool = False,
+        mixed_precision: str = "no",
+        **training: Any,
     ) -> Project:
         """Return a project with the same cache but other training settings and another output folder."""
         settings = self.recipe.training.model_copy(update=training)
-        launch_settings = {"num_processes": num_processes, "mixed_precision": mixed_precision}
+        launch_settings = {
+            "num_processes": num_processes,
+            "shard": shard,
+            "mixed_precision": mixed_precision,
+        }
         accelerate = self.recipe.accelerate.model_copy(update=launch_settings)
         update = {
             "training": settings,

@@ -14,7 +14,8 @@ from pipeline.errors import LaunchError
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import train_lora
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Project

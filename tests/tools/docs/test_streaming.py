@@ -10,12 +10,12 @@ import pytest
 from bench.gpu.configurations import PUBLISHED
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.offload.ring import Ring
+from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS, streamed_names
 from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.memory.skeletons import skeleton
 from pipeline.trained_lora.worker.memory.training import TrainingForecast
-from pipeline.trained_lora.worker.offload.ring import Ring
-from pipeline.trained_lora.worker.offload.streamed_blocks import NUM_SLOTS, streamed_names
-from tests.pipeline.trained_lora.worker.offload.simulated import SimulatedDevice
+from tests.pipeline.models.worker.offload.simulated import SimulatedDevice
 from tools.docs.hardware_page import PAGE
 from tools.docs.streaming import CARDS, Block, blocks_on, streaming_lines, training_recipe, waiting_s, work_of
 

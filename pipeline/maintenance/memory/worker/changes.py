@@ -56,6 +56,8 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
         settings += ("training.batch_size: 1", f"training.gradient_accumulation: {accumulation}")
         variant = replace(variant, batch_size=1)
         yield settings, variant
+    if recipe.accelerate.shard:
+        return
     if variant.offload != 0 and not recipe.training.compile and recipe.training.offload != "auto":
         settings += (AUTO if recipe.training.lora.text_encoders is None else "training.offload: 0",)
         variant = replace(variant, offload=0)

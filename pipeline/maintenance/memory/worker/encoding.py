@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from pipeline.models.worker.text_layers import MARGIN_BYTES, EncoderSize, resident_layers, streaming_text
 from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules
 from pipeline.trained_lora.worker.memory.live_memory import LiveMemory
 from pipeline.trained_lora.worker.memory.skeletons import (
@@ -43,24 +45,55 @@ def latents_bytes(family: WorkerFamily, size: Size, dtype: str) -> tuple[int, in
     return weights, weights + memory.peak_bytes
 
 
-def text_bytes(family: WorkerFamily, dtypes: Mapping[str, str]) -> tuple[int, int]:
-    """Return (bytes of the largest text encoder, peak bytes on the GPU) while one caption is encoded.
+@dataclass(frozen=True)
+class TextMemory:
+    """Memory while one caption is encoded.
+
+    Attributes:
+        device: Peak bytes on the GPU.
+        host: Bytes of the largest text encoder, which is read from its file, and of all streamed layers.
+        notes: Which layers are streamed, one line per encoder.
+    """
+
+    device: int
+    host: int
+    notes: tuple[str, ...]
+
+
+def text_memory(
+    family: WorkerFamily,
+    dtypes: Mapping[str, str],
+    *,
+    offload: Literal["auto", "none"] | int = "none",
+    card_bytes: int | None = None,
+) -> TextMemory:
+    """Return the memory of all text encoders of a base model, which are on the GPU together.
 
     Args:
-        family: Family of the base model. All of its text encoders are on the GPU together.
+        family: Family of the base model.
         dtypes: Dtype of each text encoder.
+        offload: Value of `text.offload`.
+        card_bytes: Memory of the GPU; None if it is not known, so that auto streams nothing.
     """
-    weights: list[int] = []
+    sizes: dict[str, EncoderSize] = {}
     passes: list[int] = []
     limits = family.token_limits()
     references, images = family.spec.references, family.text_images
     image_tokens = 0 if references is None or images is None else references.max_number * images.num_tokens
     for role, dtype in dtypes.items():
         network = text_encoder_skeleton(family, role, dtype)
-        weights.append(num_bytes(tensors_of(network)))
+        sizes[role] = EncoderSize(network)
         tokenizer = "processor" if "processor" in limits else role.replace("text_encoder", "tokenizer")
         passes.append(_pass_bytes(network, limits.get(tokenizer, CLIP_TOKENS) + image_tokens))
-    return max(weights), sum(weights) + max(passes)
+
+    resident = resident_layers(sizes, offload, None if card_bytes is None else card_bytes - MARGIN_BYTES)
+    weights = [size.on_device(resident.get(role, len(size.layers))) for role, size in sizes.items()]
+    streamed = sum(sizes[role].streamed(number) for role, number in resident.items())
+    return TextMemory(
+        device=sum(weights) + max(passes),
+        host=max(size.total for size in sizes.values()) + streamed,
+        notes=tuple(streaming_text(role, sizes[role], number, offload) for role, number in resident.items()),
+    )
 
 
 def _pass_bytes(network: nn.Module, num_tokens: int) -> int:

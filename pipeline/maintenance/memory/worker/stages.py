@@ -11,13 +11,13 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob, StageMemory
 from pipeline.maintenance.memory.worker.changes import cheapest_change
-from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_bytes
+from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_memory
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES, largest_size, most_resident
 from pipeline.trained_lora.worker.memory.training import TrainingForecast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pipeline.recipe import Recipe
 
@@ -41,7 +41,7 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     text_dtypes = family.text_compute_dtypes(recipe.text.compute_dtype)
     try:
         vae, latents_device = latents_bytes(family, size, vae_dtype)
-        encoder, text_device = text_bytes(family, text_dtypes)
+        text = text_memory(family, text_dtypes, offload=recipe.text.offload, card_bytes=card_bytes)
         offload = _offload(training, recipe, usable_bytes)
         trained = training.memory(replace(training.variant, offload=offload))
     except (RuntimeError, NotImplementedError) as err:
@@ -55,7 +55,9 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     return MemoryForecast(
         stages=(
             StageMemory("encode latents", latents_device, process_bytes + vae, _LATENTS_NOTE),
-            StageMemory("encode text", text_device, process_bytes + encoder, _text_note(text_dtypes)),
+            StageMemory(
+                "encode text", text.device, process_bytes + text.host, _text_note(text_dtypes, text.notes)
+            ),
             StageMemory(
                 "train",
                 trained.device,
@@ -84,9 +86,9 @@ def _offload_note(training: TrainingForecast, recipe: Recipe, offload: Literal["
     return f"training.offload: auto keeps {kept} of {training.num_blocks} blocks on the GPU"
 
 
-def _text_note(dtypes: Mapping[str, str]) -> str:
+def _text_note(dtypes: Mapping[str, str], streaming: Sequence[str]) -> str:
     is_float32 = set(dtypes.values()) == {"float32"}
-    return "text.compute_dtype: bfloat16 takes half of it" if is_float32 else ""
+    return "; ".join([*streaming, *(["text.compute_dtype: bfloat16 takes half of it"] if is_float32 else [])])
 
 
 def _card(job: MemoryJob) -> tuple[str | None, int | None]:

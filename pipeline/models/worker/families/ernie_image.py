@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.text import TextConditioner, unpadded
+from pipeline.models.worker.text_layers import ALL_ON_DEVICE, LayerOffload
 
 
 class ErnieConditioner(TextConditioner):
     """The hidden states of a Mistral 3."""
 
-    def load(self, dtype: str, device: str) -> Any:
+    def load(self, dtype: str, device: str, offload: LayerOffload = ALL_ON_DEVICE) -> Any:
         """See `TextConditioner.load`; the tokenizer cuts captions at the family's limit."""
-        pipeline = super().load(dtype, device)
+        pipeline = super().load(dtype, device, offload)
         pipeline.tokenizer.model_max_length = self.family.max_length()
         return pipeline
 

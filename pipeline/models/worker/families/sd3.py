@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.loading import component_class
 from pipeline.models.worker.text import POOLED_PROMPT, TextConditioner
+from pipeline.models.worker.text_layers import ALL_ON_DEVICE, LayerOffload
 
 _T5_TOKENS = 256
 
@@ -19,13 +20,13 @@ class ClipAndT5Conditioner(TextConditioner):
 
     prompt_names = POOLED_PROMPT
 
-    def load(self, dtype: str, device: str) -> Any:
+    def load(self, dtype: str, device: str, offload: LayerOffload = ALL_ON_DEVICE) -> Any:
         """See `TextConditioner.load`.
 
         Without T5 the pipeline reads the width of T5's zeros from the transformer's configuration, so it gets
         a transformer without weights.
         """
-        pipeline = super().load(dtype, device)
+        pipeline = super().load(dtype, device, offload)
         if not self.family.model.has("text_encoder_3"):
             with torch.device("meta"):
                 skeleton = component_class(self.family, "transformer").from_config(

@@ -19,9 +19,9 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError, counted
+from pipeline.models.worker.offload.streamed_blocks import streamed_blocks, weights_loaded
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.targets import rank_patterns, target_modules
-from pipeline.trained_lora.worker.offload.streamed_blocks import streamed_blocks, weights_loaded
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin

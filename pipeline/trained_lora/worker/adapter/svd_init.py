@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
+from pipeline.models.worker.offload.streamed_blocks import weights_loaded
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.lora import ADAPTER, FROZEN_ADAPTER, lora_modules
-from pipeline.trained_lora.worker.offload.streamed_blocks import weights_loaded
 
 if TYPE_CHECKING:
     from pipeline.recipe import LoraSettings

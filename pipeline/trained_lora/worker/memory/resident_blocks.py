@@ -10,8 +10,8 @@ from accelerate.utils import gather_object
 
 from pipeline.errors import TrainingError
 from pipeline.images.geometry import placement_of
+from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS
 from pipeline.trained_lora.worker.memory.training import TrainingForecast, Variant
-from pipeline.trained_lora.worker.offload.streamed_blocks import NUM_SLOTS
 
 if TYPE_CHECKING:
     from pipeline.images.geometry import Size

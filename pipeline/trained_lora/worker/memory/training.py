@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator
+from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.cache.reference_requests import reference_geometry
 from pipeline.images.geometry import Size
+from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.loss import sample_losses
@@ -21,7 +22,6 @@ from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules, Packing
 from pipeline.trained_lora.worker.memory.live_memory import LiveMemory
 from pipeline.trained_lora.worker.memory.skeletons import num_bytes, skeleton, tensors_of
 from pipeline.trained_lora.worker.nf4 import layers_outside_blocks
-from pipeline.trained_lora.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
 from pipeline.trained_lora.worker.optimizers import make_optimizer
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ _EIGHT_BIT_STATE_BYTES = 2 + 8 / 256
 
 _LARGE_IMAGE = Size(2048, 2048)
 """Size of a reference image that is at least as large as the pipelines of all families use it."""
+
+
+_NUM_GATHERED = 3
+"""Number of blocks of a sharded base model that are gathered at a time: one in use, and the next one with the
+buffer that it is received in."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,11 @@ class TrainingForecast:
         # Weights that are packed on the GPU move there one at a time, the others together.
         one_at_a_time = packed and (not blocks or variant.quantize == "nf4")
         host = max(map(_unpacked_bytes, base)) + sum(blocks) if one_at_a_time else num_bytes(base)
+        on_device = packed_bytes + plain_bytes - sum(blocks) + slots
+        if self._recipe.accelerate.shard:
+            on_device = _sharded_bytes(denoiser, base, self._recipe.accelerate.num_processes)
         return TrainingMemory(
-            base=packed_bytes + plain_bytes - sum(blocks) + slots,
+            base=on_device,
             trained=self._trained_bytes(denoiser),
             step=self._step(variant, largest=largest),
             host=host,
@@ -272,6 +280,16 @@ def _streamed_bytes(denoiser: nn.Module, variant: Variant, packed: Container[int
         )
         for block in blocks
     ]
+
+
+def _sharded_bytes(denoiser: nn.Module, base: Sequence[Tensor], num_processes: int) -> int:
+    """Return the bytes of a share of the base weights, and of those that are gathered at a time."""
+    blocks = [
+        num_bytes(weight for weight in block.parameters() if not weight.requires_grad)
+        for block in repeated_blocks(denoiser).values()
+    ]
+    total = num_bytes(base)
+    return total // num_processes + total - sum(blocks) + _NUM_GATHERED * max(blocks, default=0)
 
 
 def _unpacked_bytes(weight: Tensor) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 from pipeline.processes.launch import Meanwhile
 from pipeline.trained_lora.job import read_job
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 
 
 class InProcessLaunch:

@@ -17,7 +17,8 @@ from demo.tiny_models import TINY
 from pipeline.models.diffusers_folder import stored_dtype
 from pipeline.models.families import detect
 from pipeline.models.worker.family import load_family
-from pipeline.models.worker.loading import load_component, load_text_encoder, read_component
+from pipeline.models.worker.loading import load_component, read_component, read_text_encoder
+from pipeline.models.worker.offload.streamed_blocks import move_weights
 
 
 class Payload:
@@ -162,7 +163,9 @@ def test_an_encoder_has_the_values_of_from_pretrained_whatever_dtype_it_is_store
     assert stored_dtype(folder) == stored
 
     family = detect(tmp_path / "tiny")
-    actual = load_text_encoder(family, "text_encoder_2", dtype, "cpu").state_dict()
+    network, converted = read_text_encoder(family, "text_encoder_2", dtype)
+    move_weights(network, torch.device("cpu"), converted)
+    actual = network.state_dict()
     expected = T5EncoderModel.from_pretrained(folder, dtype=getattr(torch, dtype)).state_dict()
     assert actual.keys() == expected.keys()
     for name, value in expected.items():

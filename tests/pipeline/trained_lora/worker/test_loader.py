@@ -25,7 +25,8 @@ from pipeline.trained_lora.samples import (
 )
 from pipeline.trained_lora.tensors_json import tensors_json
 from pipeline.trained_lora.worker.loader import PREFETCH, MicroBatchMaker, micro_inputs, prefetch
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Project

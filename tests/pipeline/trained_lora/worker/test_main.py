@@ -21,7 +21,8 @@ from pipeline.processes.launch import LocalLaunch
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS
 from tests.pipeline.trained_lora.slider_project import slider_project
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
+from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -54,3 +55,24 @@ def test_advice_omits_settings_that_are_already_set_or_impossible(
     changed = out_of_memory_error(make_project(**settings).recipe, "in step 3", "")
     assert not_advised not in changed.fix
     assert "resolution" in changed.fix
+
+
+def test_sharding_is_advised_for_several_processes_and_excludes_streaming_and_packing(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project()
+    alone, pair, sharded, packed = (
+        out_of_memory_error(project.changed("other", **settings).recipe, "in step 3", "").fix
+        for settings in (
+            {},
+            {"num_processes": 2},
+            {"num_processes": 2, "shard": True},
+            {"num_processes": 2, "quantize": "int8"},
+        )
+    )
+    assert "set accelerate.shard: true" in pair
+    for advice in (alone, sharded, packed):
+        assert "accelerate.shard" not in advice
+    assert "offload" in pair
+    assert "offload" not in sharded
+    assert "quantize" not in sharded

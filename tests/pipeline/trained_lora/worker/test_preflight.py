@@ -16,8 +16,9 @@ from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import preflight
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint
 from pipeline.trained_lora.worker.export import exporter
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.preflight import perturbed_weights
+from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -32,7 +32,8 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,

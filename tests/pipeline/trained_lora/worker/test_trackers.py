@@ -14,7 +14,8 @@ from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora import requirements
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -11,7 +11,8 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.trial_step import largest_step, run_trial_step
 
 if TYPE_CHECKING:

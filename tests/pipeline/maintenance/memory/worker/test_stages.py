@@ -112,3 +112,55 @@ def test_auto_is_forecast_with_the_blocks_that_it_keeps_on_a_card(forecast: Any)
     assert memory.stages[2].device_bytes == one.device_bytes
     assert memory.stages[2].note == "training.offload: auto keeps 1 of 6 blocks on the GPU"
     assert memory.change is None
+
+
+def test_the_text_encoder_that_does_not_fit_is_forecast_with_streamed_layers(forecast: Any) -> None:
+    """T5's 24 layers have 193 million weights each; the margin is 2 GiB."""
+    layer = 193e6 * 2 / GIB
+
+    def stage(gigabytes: int | None, **text: Any) -> Any:
+        card_bytes = None if gigabytes is None else gigabytes * GIB
+        return forecast(card_bytes=card_bytes, text=text).stages[1]
+
+    everything = stage(None)
+    assert everything.note == ""
+    assert stage(24) == replace(everything, host_bytes=pytest.approx(everything.host_bytes, rel=0.01))
+    assert stage(8, offload="none").device_bytes == everything.device_bytes
+
+    auto = stage(8)
+    num_streamed = int(auto.note.removeprefix("text.offload: auto streams ").partition(" ")[0])
+    assert auto.note == f"text.offload: auto streams {num_streamed} of 24 layers of text_encoder_2"
+    assert auto.device_bytes < 7 * GIB
+    saved = (everything.device_bytes - auto.device_bytes) / GIB
+    assert saved == pytest.approx((num_streamed - 2) * layer, rel=0.02)
+    moved = (auto.host_bytes - everything.host_bytes) / GIB
+    assert moved == pytest.approx(num_streamed * layer, rel=0.05)
+
+    least = stage(None, offload=0)
+    assert least.note.startswith(
+        "text.offload: 0 streams 12 of 12 layers of text_encoder; text.offload: 0 str"
+    )
+    assert least.device_bytes < 2 * GIB
+
+
+def test_a_sharded_base_model_needs_its_share_and_the_gathered_weights(forecast: Any) -> None:
+    """FLUX.1 has 340 million weights in a block of two streams and 142 million in one of a single stream."""
+
+    def stage(num_processes: int, *, shard: bool) -> Any:
+        return forecast(accelerate={"num_processes": num_processes, "shard": shard}).stages[2]
+
+    double, blocks = 340e6 * 2, (2 * 340e6 + 4 * 142e6) * 2
+    replicated, pair, four = stage(2, shard=False), stage(2, shard=True), stage(4, shard=True)
+    quarter = pair.device_bytes - four.device_bytes
+    outside = 4 * quarter - blocks
+    assert 0 < outside < 0.2 * blocks
+    expected = 2 * quarter - outside - 3 * double
+    assert replicated.device_bytes - pair.device_bytes == pytest.approx(expected, abs=0.02 * GIB)
+    assert pair.host_bytes == pytest.approx(replicated.host_bytes, rel=0.05)
+
+
+def test_no_change_of_a_sharded_recipe_is_proposed_that_sharding_excludes(forecast: Any) -> None:
+    accelerate = {"num_processes": 2, "shard": True}
+    change = forecast(card_bytes=2 * GIB, accelerate=accelerate).change
+    assert not change.fits
+    assert not any("offload" in setting or "quantize" in setting for setting in change.settings)

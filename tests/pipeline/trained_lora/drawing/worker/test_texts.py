@@ -29,7 +29,7 @@ def test_a_prompt_outside_of_the_cache_gets_the_values_that_the_cache_would_stor
     project = make_project(steps=1)
     run(project, InProcessLaunch())
     file = project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors"
-    text = project.recipe.text.model_copy(update={"dtype": dtype})
+    text = project.recipe.text.model_copy(update={"dtype": dtype, "offload": 0})
     recipe = project.recipe.model_copy(update={"text": text})
 
     job = prepare_drawing(recipe, Request(file=file, prompts=("a new prompt",)))
@@ -41,7 +41,7 @@ def test_a_prompt_outside_of_the_cache_gets_the_values_that_the_cache_would_stor
         kind="text",
         model_folder=job.base,
         store_root=recipe.cache_dir,
-        settings={"compute_dtype": recipe.text.compute_dtype},
+        settings={"compute_dtype": recipe.text.compute_dtype, "offload": "none"},
         jobs=[Job(prompt.text, {"inputs": {}}, {"caption": prompt.caption}, "a prompt", 1)],
     )
     (tmp_path / "order").mkdir()

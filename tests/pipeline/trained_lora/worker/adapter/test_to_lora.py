@@ -32,7 +32,8 @@ from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_denoiser
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Project

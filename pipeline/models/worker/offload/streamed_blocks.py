@@ -1,4 +1,4 @@
-"""Streamed blocks of a denoiser: hooks that load a block's weights for forward, recompute and backward.
+"""Streamed blocks of a network: hooks that load a block's weights for forward, recompute and backward.
 
 Autograd keeps tensors of the forward pass for the backward pass. A frozen weight among them refers to a slot,
 which other blocks use in the meantime. There are two cases:
@@ -12,7 +12,7 @@ before it, and the backward pass of one block ends when that of another begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.errors import TrainingError
-from pipeline.trained_lora.worker.offload.host_store import HostStore, host_store
-from pipeline.trained_lora.worker.offload.ring import Ring
+from pipeline.models.worker.offload.host_store import HostStore, host_store
+from pipeline.models.worker.offload.ring import Ring
 
 NUM_SLOTS = 2
 """Number of blocks in the memory of the device: one in use, and one that is copied meanwhile."""
@@ -74,10 +73,10 @@ class _SavedPackedWeight:
 
 
 class StreamedBlocks:
-    """The blocks of a denoiser whose frozen weights are on the host.
+    """The blocks of a network whose frozen weights are on the host.
 
     Attributes:
-        names: Paths of the blocks in the denoiser.
+        names: Paths of the blocks in the network.
         ring: Schedule of their copies.
         store: Their memory.
     """
@@ -183,42 +182,50 @@ class StreamedBlocks:
         return self._slot(saved.block).view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
 
-def stream_blocks(denoiser: nn.Module, num_resident: int, device: torch.device) -> None:
-    """Keep `num_resident` of the denoiser's repeated blocks on the device and stream all others.
+def stream_blocks(
+    network: nn.Module, num_resident: int, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Keep `num_resident` of the repeated blocks on the device and stream all others.
 
     The streamed blocks are spread evenly, so that a copy overlaps with the computation of the blocks between.
-    Call it before an adapter is added: it moves all weights that the denoiser has.
+    Call it before an adapter is added: it moves all weights that the network has.
 
-    Raises:
-        TrainingError: The denoiser has no repeated blocks.
+    Args:
+        network: Network on any device.
+        num_resident: Number of blocks that stay on the device.
+        device: Device that computes.
+        dtype: Dtype that weights are converted to; None leaves them as they are.
     """
-    blocks = repeated_blocks(denoiser)
-    if not blocks:
-        raise TrainingError(
-            f"{type(denoiser).__name__} does not consist of repeated blocks, so it cannot be streamed",
-            where=f"training.offload: {num_resident}",
-            fix="set training.offload: none",
-        )
-    names = streamed_names(denoiser, num_resident)
+    blocks = repeated_blocks(network)
+    names = spread_evenly(list(blocks), num_resident)
     if names:
         store = host_store(device, NUM_SLOTS)
         for name in names:
-            block = blocks[name].to(device)
-            store.add(list(block.parameters()))
+            move_weights(blocks[name], device, dtype)
+            store.add(list(blocks[name].parameters()))
         store.allocate()
-        _STREAMED[denoiser] = StreamedBlocks({name: blocks[name] for name in names}, store, NUM_SLOTS)
-    denoiser.to(device)
+        _STREAMED[network] = StreamedBlocks({name: blocks[name] for name in names}, store, NUM_SLOTS)
+    move_weights(network, device, dtype)
 
 
-def repeated_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
+def move_weights(network: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Move a network to a device, with weights converted one by one; buffers keep their dtype."""
+    if dtype is not None:
+        for weight in network.parameters():
+            weight.data = weight.data.to(device, dtype)
+    network.to(device)
+
+
+def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost repeated blocks by their paths.
 
-    They are those that `compile_repeated_blocks` compiles. A model that names none, such as Stable Diffusion
-    3, names the modules that `device_map` does not split; those in a list are blocks.
+    They are those that `compile_repeated_blocks` of diffusers compiles. Networks that name none, such as
+    Stable Diffusion 3 and all of transformers, name the modules that `device_map` does not split; those in a
+    list are blocks.
     """
-    kinds = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
+    kinds = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ()
     blocks: dict[str, nn.Module] = {}
-    for name, module in denoiser.named_modules():
+    for name, module in network.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in blocks)
         is_in_list = any(part.isdigit() for part in name.split("."))
         if type(module).__name__ in kinds and is_in_list and not is_inside:
@@ -226,9 +233,13 @@ def repeated_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def streamed_names(denoiser: nn.Module, num_resident: int) -> list[str]:
+def streamed_names(network: nn.Module, num_resident: int) -> list[str]:
     """Return the paths of the repeated blocks that are streamed, at even distances."""
-    names = list(repeated_blocks(denoiser))
+    return spread_evenly(list(repeated_blocks(network)), num_resident)
+
+
+def spread_evenly(names: Sequence[str], num_resident: int) -> list[str]:
+    """Return all names but `num_resident`, at even distances."""
     number, total = max(0, len(names) - num_resident), len(names)
     return [
         name for place, name in enumerate(names) if (place + 1) * number // total > place * number // total
@@ -236,12 +247,12 @@ def streamed_names(denoiser: nn.Module, num_resident: int) -> list[str]:
 
 
 _STREAMED: WeakKeyDictionary[nn.Module, StreamedBlocks] = WeakKeyDictionary()
-"""Streamed blocks by denoiser."""
+"""Streamed blocks by network."""
 
 
-def streamed_blocks(denoiser: nn.Module) -> StreamedBlocks | None:
-    """Return the denoiser's streamed blocks; None if all weights are on the device."""
-    return _STREAMED.get(denoiser)
+def streamed_blocks(network: nn.Module) -> StreamedBlocks | None:
+    """Return the network's streamed blocks; None if all weights are on the device."""
+    return _STREAMED.get(network)
 
 
 def weights_loaded(network: nn.Module, name: str) -> AbstractContextManager[None]:

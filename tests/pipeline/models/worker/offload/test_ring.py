@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.trained_lora.worker.offload.ring import MAX_SLOTS, Ring
+from pipeline.models.worker.offload.ring import MAX_SLOTS, Ring
 
 
 @dataclass

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.trained_lora.worker.offload import host_store as module
-from pipeline.trained_lora.worker.offload.host_store import CpuStore
+from pipeline.models.worker.offload import host_store as module
+from pipeline.models.worker.offload.host_store import CpuStore
 
 CPU = torch.device("cpu")
 

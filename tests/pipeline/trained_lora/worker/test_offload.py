@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 from demo.tiny_models import TINY
 from pipeline.errors import TrainingError
+from pipeline.models.worker.offload import streamed_blocks as module
+from pipeline.models.worker.offload.streamed_blocks import (
+    StreamedBlocks,
+    repeated_blocks,
+    streamed_blocks,
+    weights_loaded,
+)
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.errors import find_mistakes
 from pipeline.recipe.yaml_document import dotted
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
+from pipeline.trained_lora.worker.base_model import stream_denoiser
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.offload import streamed_blocks as module
-from pipeline.trained_lora.worker.offload.streamed_blocks import (
-    StreamedBlocks,
-    repeated_blocks,
-    stream_blocks,
-    streamed_blocks,
-    weights_loaded,
-)
+from tests.pipeline.models.worker.offload.streamed import PoisoningStore
 from tests.pipeline.trained_lora.runs import run_until
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, one_step
-from tests.pipeline.trained_lora.worker.offload.streamed import PoisoningStore
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -228,7 +228,7 @@ class Unlisted(nn.Module):
 
 def test_a_denoiser_without_repeated_blocks_is_an_error() -> None:
     with pytest.raises(TrainingError, match="Unlisted does not consist of repeated blocks") as excinfo:
-        stream_blocks(Unlisted(), 0, torch.device("cpu"))
+        stream_denoiser(Unlisted(), 0, "cpu")
     assert excinfo.value.fix == "set training.offload: none"
 
 
@@ -242,7 +242,7 @@ SMALLEST: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("training", "what"),
     [
-        ({"offload": -1}, "must be none, auto or a number of blocks, at least 0, got -1"),
+        ({"offload": -1}, "must be none, auto or a number, at least 0, got -1"),
         ({"offload": "half"}, 'at least 0, got "half"'),
         ({"offload": True}, "at least 0, got true"),
         ({"offload": 3, "compile": True}, "offload: 3 cannot be combined with compile: true"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.trained_lora.worker.offload.ring import Ring
-from tests.pipeline.trained_lora.worker.offload.simulated import SimulatedDevice
+from pipeline.models.worker.offload.ring import Ring
+from tests.pipeline.models.worker.offload.simulated import SimulatedDevice
 
 
 def step_s(num_blocks: int, num_slots: int, copy_s: float, compute_s: float, *, resident: int = 0) -> float:

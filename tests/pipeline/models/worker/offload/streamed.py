@@ -6,7 +6,7 @@ import os
 import signal
 from typing import ClassVar
 
-from pipeline.trained_lora.worker.offload.host_store import CpuStore
+from pipeline.models.worker.offload.host_store import CpuStore
 
 NAN_BYTE = 0xFF
 """A byte that makes a NaN of every floating-point format if all bytes of a number have it."""

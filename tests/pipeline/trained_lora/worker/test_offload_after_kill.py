@@ -18,14 +18,15 @@ import pytest
 import torch
 
 from demo.tiny_models import TINY
+from pipeline.models.worker.offload import streamed_blocks as module
 from pipeline.processes.launch import THREADS_VARIABLE
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
-from pipeline.trained_lora.worker.loop import StopRequest, train
-from pipeline.trained_lora.worker.offload import streamed_blocks as module
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.pipeline.models.worker.offload.streamed import KillingStore, PoisoningStore
 from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until
-from tests.pipeline.trained_lora.worker.offload.streamed import KillingStore, PoisoningStore
 
 if TYPE_CHECKING:
     from conftest import Project
