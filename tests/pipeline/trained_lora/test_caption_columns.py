@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_p
 from PIL import Image
 
 from demo.tiny_models import make_tiny_qwen_image_edit
+from pipeline.cache.requests import SEEN, RecipeEntries
+from pipeline.cache.text_requests import text_rows
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
@@ -38,8 +41,18 @@ from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until
 QUIET: dict[str, Any] = {"log": lambda _: None}
 
 
-def trained(root: Path, photos: Path, launch: InProcessLaunch, **training: Any) -> tuple[Job, TrainingJob]:
-    """Train on two photographs, each with its negative as its reference."""
+def trained(
+    root: Path,
+    photos: Path,
+    launch: InProcessLaunch,
+    *,
+    meanwhile: Callable[[Job], None] = lambda _: None,
+    **training: Any,
+) -> tuple[Job, TrainingJob]:
+    """Train on two photographs, each with its negative as its reference.
+
+    `meanwhile` is called between caching and training.
+    """
     for path in photos.glob("*"):
         if path.stem not in ("cat", "coffee"):
             path.unlink()
@@ -57,6 +70,7 @@ def trained(root: Path, photos: Path, launch: InProcessLaunch, **training: Any) 
         latents={"dtype": "float32", "posterior": "mean"},
         text={"dtype": "float32", "compute_dtype": "float32", "caption_dropout": 0.5},
         accelerate={"mixed_precision": "no"},
+        checks={"max_rejected_fraction": 0.5},
         training={
             "steps": 2,
             "batch_size": 2,
@@ -68,6 +82,7 @@ def trained(root: Path, photos: Path, launch: InProcessLaunch, **training: Any) 
     )
     job = Job(recipe, launch)
     job.run()
+    meanwhile(job)
     tables = (job.tables.read(name) for name in ("vae_latents", "text_embeddings"))
     train_lora(recipe, *tables, launch=launch, **QUIET)
     return job, read_job(launch.orders[0])
@@ -177,6 +192,23 @@ def outcome(job: TrainingJob) -> tuple[list[tuple[float, float]], dict[str, str]
     lines = read_metrics(layout.metrics, 5)
     state = load_checkpoint(checkpoint_path(layout.checkpoints, 5), job.run)
     return [(line["loss"], line["grad_norm"]) for line in lines], bits(state.adapter)
+
+
+def test_samples_whose_caption_was_rejected_are_not_trained_on(
+    tmp_path: Path, photos: Path, launch: InProcessLaunch
+) -> None:
+    def change_a_reference(job: Job) -> None:
+        entries = RecipeEntries(job.recipe)
+        row = text_rows(entries, job.tables.read("validated_dataset")).row(-1, named=True)
+        assert row["sample_id"] == "photos/coffee.png"
+        entries.store.path(entries.text_spec(row["caption"], images=row[SEEN])).unlink()
+        (tmp_path / "negative" / "coffee.png").write_bytes(b"changed")
+        job.cache()
+
+    recipe = {"batch_size": 1, "sample_every": 0}
+    cache, job = trained(tmp_path, photos, launch, meanwhile=change_a_reference, **recipe)
+    assert len(cache.tables.read("vae_latents")) == 2
+    assert {item.sample_id for item in job.inputs} == {"photos/cat.png"}
 
 
 def test_default_previews_have_the_references_of_their_samples(
