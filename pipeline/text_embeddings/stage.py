@@ -138,10 +138,11 @@ def _rejected(captions: pl.DataFrame, failures: Mapping[str, Failure]) -> pl.Dat
     Raises:
         DatasetError: A reference of a preview prompt cannot be used.
     """
-    of_previews = [failures[key] for key in failures if key not in set(captions["key"])]
+    of_samples = set(captions["key"]) if failures else set[str]()
+    of_previews = [failure for key, failure in failures.items() if key not in of_samples]
     if of_previews:
-        failure = of_previews[0]
-        raise DatasetError(failure.detail, where="training.sample_prompts", fix=failure.fix)
+        first = of_previews[0]
+        raise DatasetError(first.detail, where="training.sample_prompts", fix=first.fix)
 
     failed = captions.filter(pl.col("key").is_in(list(failures)))
     rows: list[dict[str, Any]] = []
