@@ -54,7 +54,8 @@ def _write_processor(folder: Path) -> str:
         "temporal_patch_size": 2,
         "processor_class": "Qwen3VLProcessor",
     }
-    images = {**reading, "image_processor_type": "Qwen2VLImageProcessor"}
+    size = {"shortest_edge": 64 * 64, "longest_edge": 4096 * 4096}
+    images = {**reading, "image_processor_type": "Qwen2VLImageProcessor", "size": size}
     write_json(folder / "preprocessor_config.json", images)
     write_json(
         folder / "video_preprocessor_config.json",

@@ -36,6 +36,7 @@ def command(recipe: str, images: Path, base: str) -> None:
     never overwrites a recipe.
     """
     from pipeline.maintenance.new_recipe import (
+        accepted_references,
         draft_recipe,
         model_resolution,
         recipe_text,
@@ -55,8 +56,8 @@ def command(recipe: str, images: Path, base: str) -> None:
     if file.exists():
         raise _already_exists(file)
 
-    draft = draft_recipe(images)
     base = as_recipe_path(base)
+    draft = draft_recipe(images, max_references=accepted_references(base))
     size = model_resolution(base)
     text = recipe_text(name, draft, base, size)
     _require_valid(name, text, file)

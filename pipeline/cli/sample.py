@@ -35,6 +35,14 @@ _PATH = click.Path(path_type=Path)
     help="Prompt; repeat it for several. The default is training.sample_prompts.",
 )
 @click.option(
+    "--reference",
+    "references",
+    type=_PATH,
+    multiple=True,
+    help="Reference image, for base models that edit images; repeat it for several, in order. The default is "
+    "those of each prompt in training.sample_prompts.",
+)
+@click.option(
     "--step",
     "steps",
     multiple=True,

@@ -15,6 +15,7 @@ from pipeline.maintenance.foreign_configs import Entry, candidate_paths, read_co
 from pipeline.maintenance.foreign_values import CONVERSIONS
 from pipeline.maintenance.image_folders import SUBFOLDERS, scan_folder, several_lines_remark
 from pipeline.maintenance.recipe_draft import DatasetDraft, RecipeDraft
+from pipeline.recipe import path_in_recipe
 from pipeline.recipe.other_trainers import terms_by_trainer
 
 _DATASET = "datasets."
@@ -23,6 +24,9 @@ _RESOLUTION = "buckets.resolution"
 
 _OTHER_IMAGES = ("mask_path", "control_path", "inpaint_path", "unconditional_path", "clip_image_path")
 """Settings that name folders of images which belong to the training images."""
+
+_CONTROL = ("control_path", "control_path_1", "control_path_2", "control_path_3")
+"""Settings that name folders of control images, whose files are named like the training images."""
 
 _NOT_SET = (None, "", False, 0, [], {})
 """Values of settings that have no effect."""
@@ -89,8 +93,13 @@ class _Lost:
         ]
 
 
-def draft_from_config(file: Path) -> RecipeDraft:
+def draft_from_config(file: Path, *, max_references: int | None = None) -> RecipeDraft:
     """Return the datasets of another trainer's configuration file, and a report of what is taken over.
+
+    Args:
+        file: The configuration file.
+        max_references: Number of references that the base model accepts; control images of datasets with
+            more folders of them are not taken over. None if it is unknown.
 
     Raises:
         DatasetError: The file cannot be read, has an unknown form, or none of its datasets can be used.
@@ -101,7 +110,10 @@ def draft_from_config(file: Path) -> RecipeDraft:
     all_parts: list[_Part] = []
     for number, entry in enumerate(config.entries, 1):
         label = str(entry.settings.get("id") or entry.settings.get("name") or f"dataset {number}")
-        part = _part(config.trainer, entry, label=label, file=file, lost=lost)
+        references = _reference_folders(entry.settings, file)
+        if max_references is not None and len(references) > max_references:
+            references = []
+        part = _part(config.trainer, entry, references, label=label, file=file, lost=lost)
         all_parts += [part] if part else []
 
     draft.not_taken = lost.lines(len(all_parts))
@@ -127,9 +139,11 @@ def draft_from_config(file: Path) -> RecipeDraft:
     return draft
 
 
-def _part(trainer: str, entry: Entry, *, label: str, file: Path, lost: _Lost) -> _Part | None:
-    """Return one dataset, or None with the reason in `lost` if it is skipped."""
-    converted = _convert(trainer, entry)
+def _part(
+    trainer: str, entry: Entry, references: list[Path], *, label: str, file: Path, lost: _Lost
+) -> _Part | None:
+    """Return one dataset with these folders of references, or None with the reason in `lost`."""
+    converted = _convert(trainer, entry, references)
     keys = converted.keys
     path = keys.pop("datasets.path", None)
     folder = None if path is None else _existing_folder(path, file)
@@ -190,6 +204,15 @@ def _caption_remarks(dataset: DatasetDraft, trainer: str, suffix: str) -> list[s
     return remarks
 
 
+def _reference_folders(settings: Mapping[str, Any], file: Path) -> list[Path]:
+    """Return the folders of control images in order; empty if there are none, or if one does not exist."""
+    values = [settings.get(key) for key in _CONTROL]
+    texts = [each for value in values for each in (value if isinstance(value, list) else [value]) if each]
+    folders = [_existing_folder(text, file) if isinstance(text, str) else None for text in texts]
+    existing = [folder for folder in folders if folder is not None]
+    return existing if len(existing) == len(folders) else []
+
+
 def _inner_folders(settings: Mapping[str, Any], folder: Path, file: Path) -> list[str]:
     """Return patterns of folders of masks and control images inside the folder of images."""
     patterns: list[str] = []
@@ -221,10 +244,17 @@ def _merged(parts: list[_Part]) -> list[_Part]:
     return merged
 
 
-def _convert(trainer: str, entry: Entry) -> _Converted:
+def _convert(trainer: str, entry: Entry, references: list[Path]) -> _Converted:
     """Convert one dataset's settings by the rules of foreign_datasets.toml."""
     converted = _Converted()
+    if references:
+        converted.keys["datasets.references"] = [{"path": path_in_recipe(each)} for each in references]
+        number = counted(len(references), "folder")
+        converted.sources["datasets.references"] = f"{number} of control images as references"
+
     for theirs, value in entry.settings.items():
+        if references and theirs in _CONTROL:
+            continue
         rule = _rule(trainer, theirs)
         shown = f"{theirs} {_shown(value)}"
         if isinstance(rule, list):

@@ -60,7 +60,7 @@ class ModelResolution(NamedTuple):
     comment: str
 
 
-def draft_recipe(images: Path) -> RecipeDraft:
+def draft_recipe(images: Path, *, max_references: int | None = None) -> RecipeDraft:
     """Return a draft of the recipe for a folder of images, or another trainer's configuration file.
 
     Raises:
@@ -69,7 +69,7 @@ def draft_recipe(images: Path) -> RecipeDraft:
     if images.is_dir():
         return draft_from_folder(images)
     if images.is_file() and images.suffix.lower() in CONFIG_SUFFIXES:
-        return draft_from_config(images)
+        return draft_from_config(images, max_references=max_references)
     raise DatasetError(
         f"{images} is not a folder" if images.exists() else f"the folder {images} does not exist",
         where=f"--images, resolved to {images.absolute()}",
@@ -89,6 +89,18 @@ def model_resolution(base: str) -> ModelResolution:
     name = base.lower()
     resolution = next((edge for part, edge in _RESOLUTION_BY_NAME.items() if part in name), USUAL_RESOLUTION)
     return _with_step(resolution, "usual for such models; change it if yours differs")
+
+
+def accepted_references(base: str) -> int | None:
+    """Return how many references of an image a base model accepts; None if it is not in a local folder."""
+    folder = in_project(base)
+    if not (folder / "model_index.json").is_file():
+        return None
+    try:
+        spec = detect(folder).spec.references
+    except LatentlineError:  # loading the recipe reports what is wrong with the model
+        return None
+    return 0 if spec is None else spec.max_number
 
 
 def _resolution_of_folder(folder: Path) -> ModelResolution:

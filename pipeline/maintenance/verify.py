@@ -133,3 +133,4 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     if "text" in kinds:
         result = cache_text(recipe, tables.read("validated_dataset"), tables, launch=launch, log=log)
         tables.write("text_embeddings", result.table)
+        tables.write_rejected("text_embeddings", result.rejected)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import BucketError, counted
@@ -69,22 +70,38 @@ def _reference_mistakes(recipe: Recipe, family: Family | None) -> Iterator[Mista
         if family is not None and spec is None and number:
             yield Mistake(path, f"{model} accepts no reference images, got {number}", "remove references")
             continue
-        if spec is not None and number > spec.max_number:
-            what = f"{model} accepts at most {counted(spec.max_number, 'reference image')}, got {number}"
-            yield Mistake(path, what, f"keep at most {spec.max_number} of them")
         if spec is not None and spec.required and not number:
             what = f"{model} requires a reference image for each preview, got none"
             yield Mistake(("training", "sample_prompts", index), what, "add references: [before.png]")
+        yield from reference_mistakes(recipe, family, prompt.references, path)
 
-        for place, file in enumerate(prompt.references):
-            try:
-                size = read_header(file, max_px=recipe.checks.max_image_pixels).size
-                if family is not None and spec is not None:
-                    spec.size(family.model, size)
-            except ImageError as err:
-                yield Mistake((*path, place), f"the reference {file} cannot be read: {err.detail}", err.fix)
-            except BucketError as err:
-                yield Mistake((*path, place), err.what, "use another reference image")
+
+def reference_mistakes(
+    recipe: Recipe, family: Family | None, files: Sequence[Path], path: tuple[str | int, ...]
+) -> Iterator[Mistake]:
+    """Yield a mistake if a picture has too many reference images, and one for each unsuitable file.
+
+    Args:
+        recipe: The recipe.
+        family: Family of the base model, which accepts references; None if it is unknown.
+        files: The reference images.
+        path: Place of the references, to which the number of a file is added.
+    """
+    spec = None if family is None else family.spec.references
+    if family is not None and spec is not None and len(files) > spec.max_number:
+        limit = counted(spec.max_number, "reference image")
+        what = f"the base model {recipe.model.base} ({family.name}) accepts at most {limit}, got {len(files)}"
+        yield Mistake(path, what, f"keep at most {spec.max_number} of them")
+
+    for place, file in enumerate(files):
+        try:
+            size = read_header(file, max_px=recipe.checks.max_image_pixels).size
+            if family is not None and spec is not None:
+                spec.size(family.model, size)
+        except ImageError as err:
+            yield Mistake((*path, place), f"the reference {file} cannot be read: {err.detail}", err.fix)
+        except BucketError as err:
+            yield Mistake((*path, place), err.what, "use another reference image")
 
 
 def _has_no_effect(prompt: PreviewPrompt, family: Family) -> bool:

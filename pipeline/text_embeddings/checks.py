@@ -49,6 +49,8 @@ def run(context: CheckContext) -> list[Finding]:
         lambda row: entries.text_spec(row["caption"], row["text_length"], row.get(SEEN)),
     )
     captions = text_rows(entries, context.tables.read("validated_dataset", CAPTION_COLUMNS))
+    rejected = context.tables.read_rejected(STAGE)
+    captions = captions.join(rejected, on="sample_id", how="anti", maintain_order="left")
     num_captions = int((captions["variant"] > EMPTY_CAPTION).sum())
 
     count = counted(problems.num_entries, "entry", "entries")

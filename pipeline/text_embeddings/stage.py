@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,12 @@ from pipeline.cache.requests import SEEN, STAT_COLUMNS, STATS, RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.cache.text_requests import CAPTION_COLUMNS, FILES, file_images, text_rows
 from pipeline.encoding.fill import EntryRequests, fill
-from pipeline.encoding.jobs import Job
+from pipeline.encoding.jobs import Failure, Job
+from pipeline.errors import DatasetError
 from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
-from pipeline.storage.tables import columns_in, empty, row_names, selected, validated
+from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, selected, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -87,10 +89,11 @@ def cache_text(
         log: Receives a summary of missing and damaged entries.
 
     Returns:
-        Table text_embeddings with one row per caption of a sample, no rejected samples, and counters of
-        entries.
+        Table text_embeddings with one row per caption of a sample, the samples with a reference that changed
+        or cannot be read, which are rejected, and counters of entries.
 
     Raises:
+        DatasetError: A reference of a preview prompt cannot be used.
         ModelError: The base model cannot be found, or its encoder returns values that are not finite.
         RecipeError: A preview prompt does not suit the base model.
         StoreError: The cache cannot be read or written.
@@ -107,7 +110,9 @@ def cache_text(
     result = fill(entries, requests, launch=launch, log=log, watch=watch)
 
     keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))
-    table = captions.with_columns(keys.alias("key"), dtype=pl.lit(recipe.text.dtype))
+    captions = captions.with_columns(keys.alias("key"), dtype=pl.lit(recipe.text.dtype))
+    rejected = _rejected(captions, result.failed)
+    table = captions.join(rejected, on="sample_id", how="anti", maintain_order="left")
     table = table.join(result.entries, on="key", maintain_order="left")
     table = table.select(*columns_in(ASSET, table))
     table = validated(ASSET, table, "result of text_embeddings").sort(row_names(ASSET))
@@ -119,12 +124,32 @@ def cache_text(
         **result.counters(removed),
         "samples": len(validated_table),
         "in": len(validated_table),
-        "kept": len(validated_table),
-        "rejected": 0,
+        "kept": len(validated_table) - len(rejected),
+        "rejected": len(rejected),
         "captions_cut": int((table["num_cut"] > 0).sum()),
         **watch.numbers(),
     }
-    return StageResult(table, empty("rejected"), report)
+    return StageResult(table, rejected, report)
+
+
+def _rejected(captions: pl.DataFrame, failures: Mapping[str, Failure]) -> pl.DataFrame:
+    """Return the rejected samples: those with a reference that the text encoder could not see.
+
+    Raises:
+        DatasetError: A reference of a preview prompt cannot be used.
+    """
+    of_samples = set(captions["key"]) if failures else set[str]()
+    of_previews = [failure for key, failure in failures.items() if key not in of_samples]
+    if of_previews:
+        first = of_previews[0]
+        raise DatasetError(first.detail, where="training.sample_prompts", fix=first.fix)
+
+    failed = captions.filter(pl.col("key").is_in(list(failures)))
+    rows: list[dict[str, Any]] = []
+    for row in failed.unique("sample_id", keep="first", maintain_order=True).iter_rows(named=True):
+        values = {**row, "stage": ASSET, **asdict(failures[row["key"]])}
+        rows.append({name: values.get(name) for name in REJECTED})
+    return frame("rejected", rows)
 
 
 def _entry_requests(

@@ -111,7 +111,7 @@ def run(context: CheckContext) -> list[Finding]:
         "finite_values": problems.outcome(
             "finite_values", f"{count} with valid content", more=_rows(paired_problems, "finite_values")
         ),
-        "rejected_fraction": _rejected_fraction(context, table["sample_id"].n_unique()),
+        "rejected_fraction": _rejected_fraction(context, table["sample_id"]),
         "masks_cropped": cropped_masks(context.recipe, table),
     }
     return findings(context, STAGE, outcomes)
@@ -189,15 +189,18 @@ def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
         yield {"sample_id": f"bucket {bucket}", "problem": f"it has latents of {num_shapes} shapes"}
 
 
-def _rejected_fraction(context: CheckContext, num_kept: int) -> Outcome:
+def _rejected_fraction(context: CheckContext, kept: pl.Series) -> Outcome:
     """Compare the fraction of images rejected by the stages up to this one with the recipe's limit."""
     all_rejected = context.tables.read_rejected()
-    if not num_kept:
+    if kept.is_empty():
         return no_samples_left(all_rejected, REPAIR)
 
     # The recipe's bucket settings decide what aspect_buckets rejects, as its filters do.
     rejected = all_rejected.filter(has_defect() & (pl.col("stage") != "aspect_buckets"))
     rejected_here = rejected.filter(pl.col("stage") == STAGE)
+    # Each of the cache stages rejects a sample whose reference has changed, if it needs to encode it.
+    rejected = rejected.unique("sample_id", keep="first", maintain_order=True)
+    num_kept = kept.filter(~kept.is_in(rejected["sample_id"].implode())).n_unique()
     total, limit = num_kept + len(rejected), context.recipe.checks.max_rejected_fraction
     fraction = len(rejected) / total if total else 0.0
     numbers = {"rejected": len(rejected), "rejected_here": len(rejected_here), "of": total, "limit": limit}

@@ -16,24 +16,14 @@ from PIL import Image
 
 from demo.tiny_models import make_tiny_flux2_klein
 from tests.e2e.conftest import Workspace
-
-NUM_PAIRS = 12
+from tests.e2e.pairs import NUM_PAIRS, closed_gates, preview_references, write_pairs
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Workspace:
-    """A workspace with 12 pairs of image and reference, of which 4 are landscape, and a tiny FLUX.2 klein."""
+    """A workspace with 12 pairs and a tiny FLUX.2 klein."""
     make_tiny_flux2_klein(tmp_path / "model")
-    workspace = Workspace(tmp_path, tmp_path / "model")
-    workspace.data.mkdir()
-    (tmp_path / "before").mkdir()
-    for index in range(NUM_PAIRS):
-        coarse = np.random.default_rng(index).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        width = 96 if index % 3 == 0 else 64
-        image = Image.fromarray(coarse).resize((width, 64), Image.Resampling.BICUBIC)
-        image.save(workspace.data / f"{index}.png")
-        (workspace.data / f"{index}.txt").write_text("make it dark\n", encoding="utf-8")
-        image.resize((width + 16, 80)).save(tmp_path / "before" / f"{index}.webp", lossless=True)
+    workspace = write_pairs(tmp_path)
     dataset = {
         "name": "photos",
         "path": str(workspace.data),
@@ -44,21 +34,6 @@ def pairs(tmp_path: Path) -> Workspace:
         datasets=[dataset], buckets={"resolution": 64, "step": 16}, latents={"flip": True}, training=training
     )
     return workspace
-
-
-def closed_gates(workspace: Workspace, asset: str) -> dict[str, str]:
-    checks = workspace.report(f"{asset}_checks")["checks"]
-    return {check["name"]: check["summary"] for check in checks if check["closed"]}
-
-
-def preview_references(run_folder: Path) -> set[str]:
-    """Return the references that the previews of the only prompt state."""
-    found: set[str] = set()
-    for path in run_folder.rglob("*.png"):
-        with Image.open(path) as image:
-            if image.info.get("prompt") == "make it dark":
-                found.add(image.info["references"])
-    return found
 
 
 def edited(pipe: Any, reference: Path) -> np.ndarray:

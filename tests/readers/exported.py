@@ -17,7 +17,7 @@ from demo.tiny_models import TINY
 from pipeline.errors import FamilyError
 from pipeline.models.families import Family
 from pipeline.models.worker.family import WorkerFamily, load_family
-from pipeline.models.worker.loading import load_text_encoder
+from pipeline.models.worker.loading import read_text_encoder
 from pipeline.trained_lora.export.lora_files import Layout, LoraModule, layout_file
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
@@ -133,7 +133,7 @@ def _networks(family: WorkerFamily) -> Networks:
 
     encoders: dict[str, nn.Module] = {}
     for seed, (role, names) in enumerate(family.trainable_text_encoders().items(), start=2):
-        encoders[role] = load_text_encoder(family, role, "float32", "cpu")
+        encoders[role] = read_text_encoder(family, role, "float32")[0]
         _add_adapter(encoders[role], names.targets("blocks"), seed=seed)
     return adapted_networks(denoiser, encoders)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file
 from torch import nn
 
-from pipeline.models.worker.loading import load_text_encoder
+from pipeline.models.worker.loading import read_text_encoder
 from pipeline.trained_lora.export.lora_files import Layout
 from tests.pipeline.models.convert.state_dicts import State, weights
 from tests.pipeline.models.convert.transformer_originals import flux, lumina2, sd3_transformer
@@ -124,7 +124,7 @@ def _text_encoders(exported: Exported) -> dict[str, nn.Module]:
     """
     encoders: dict[str, nn.Module] = {}
     for role in exported.family.trainable_text_encoders():
-        encoder = load_text_encoder(exported.family, role, "float32", "cpu")
+        encoder = read_text_encoder(exported.family, role, "float32")[0]
         if not hasattr(encoder, "text_model"):
             outer = nn.Module()
             outer.add_module("text_model", encoder)

@@ -1,7 +1,7 @@
-"""Qwen-Image 2.1, text-to-image: a Qwen3-VL, a single-stream transformer, an RGBA VAE of 64 channels.
+"""Qwen-Image 2.1: a Qwen3-VL, a single-stream transformer, an RGBA VAE of 64 channels, optional references.
 
-Of the language model's processor only the tokenizer is loaded: captions need no more, and the image processor
-would require torchvision.
+Of the processor, the tokenizer and the PIL version of the image processor are loaded, because the complete
+processor would require torchvision.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
+from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import QwenImageLatents
 
-_TOKENS = 2048
-"""Maximum number of tokens of an embedding. The pipeline has no limit, and never cuts a caption."""
+_PROMPT_TOKENS = 2048
+"""Maximum number of tokens of caption and template. The pipeline has no limit, and never cuts a caption."""
+
+_TOKENS = _PROMPT_TOKENS + 64
+"""Maximum number of tokens of an embedding, with those that the template adds for three images."""
 
 _SLOT = 2
 """Edge, in tokens, of the squares that the transformer counts an image in."""
@@ -38,11 +42,13 @@ class QwenImage21Latents(QwenImageLatents):
 
 @dataclass(frozen=True)
 class QwenImage21Text(LanguageModelText):
-    """Hidden states of the caption and of the template's end."""
+    """Hidden states of the caption and of the template without its system message."""
+
+    tokens: int = _TOKENS
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`; the system message, which is dropped, is not included."""
-        return {"processor": self.tokens}
+        """See `TextSpec.token_limits`; the system message, which is dropped, and images are not included."""
+        return {"processor": _PROMPT_TOKENS}
 
 
 def sample_sigmas(model: ModelFolder) -> list[float] | None:
@@ -73,7 +79,6 @@ QWEN_IMAGE21 = FamilySpec(
         "qwen3-vl template last layer unnormalised unpadded, 1",
         "families.qwen_image21:QwenImage21Conditioner",
         adds_special_tokens=False,
-        tokens=_TOKENS,
     ),
     noise=FlowNoise(),
     denoiser_call="families.qwen_image21:QwenImage21Call",
@@ -90,4 +95,5 @@ QWEN_IMAGE21 = FamilySpec(
     guidance_scale=1.0,
     pipeline_options=_pipeline_options,
     distillation=_distillation,
+    references=QWEN_IMAGE21_REFERENCES,
 )

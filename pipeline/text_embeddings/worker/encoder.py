@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import as_stored
-from pipeline.encoding.jobs import Encoded, Job, Order, Outcome
+from pipeline.encoding.jobs import Encoded, Failure, Job, Order, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.images.decode import MAX_IMAGE_PX, DecodeLimits, decoded, open_content
 from pipeline.images.failures import image_errors
+from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
 from pipeline.models.families.compute_dtype import dtypes_text
 from pipeline.models.worker.family import load_family
@@ -62,8 +63,13 @@ class TextEncoder:
                 yield job, "present"
                 continue
 
+            images = self._seen_images(job)
+            if isinstance(images, Failure):
+                yield job, images
+                continue
+
             with out_of_memory_as(self._memory_error):
-                caption = self._encode(job)
+                caption = self._encode(job, images)
             facts = {
                 "num_tokens": caption.num_tokens,
                 "num_cut": caption.num_cut,
@@ -72,9 +78,8 @@ class TextEncoder:
             tensors = {name: as_stored(tensor) for name, tensor in self._stored(job, caption).items()}
             yield job, Encoded(tensors, facts)
 
-    def _encode(self, job: Job) -> EncodedCaption:
+    def _encode(self, job: Job, images: Sequence[SeenImage]) -> EncodedCaption:
         """Encode in the compute dtype, and again in float32 if that overflows."""
-        images = [self._seen_image(each) for each in job.work.get("images", ())]
         encoded = self._family.text.encode_caption(self._encoders, job.work["caption"], images)
         if _all_finite(encoded.tensors) or self._is_exact:
             return encoded
@@ -89,6 +94,17 @@ class TextEncoder:
         setting = self._settings["offload"]
         offload = LayerOffload(setting, free_bytes(self._device), self._progress.say)
         return self._family.text.load(dtype, self._device, offload)
+
+    def _seen_images(self, job: Job) -> list[SeenImage] | Failure:
+        """Return the reference images of a job, or why one of them cannot be used."""
+        images: list[SeenImage] = []
+        for number, work in enumerate(job.work.get("images", ())):
+            try:
+                images.append(self._seen_image(work))
+            except ImageError as err:
+                detail = f"references[{number}], {work['path']}: {err.detail}"
+                return Failure(f"reference_{err.reason}", detail, err.fix)
+        return images
 
     def _seen_image(self, work: Mapping[str, Any]) -> SeenImage:
         """Return a reference image of a job.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.errors import DrawingError, counted
-from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.models.preview_prompts import reference_mistakes, require_preview_prompts
+from pipeline.recipe import PreviewPrompt
 from pipeline.recipe.isolation import require_separate_folder
 from pipeline.trained_lora.drawing.choice import Steps, choose_file, choose_loras
 from pipeline.trained_lora.drawing.job import SHEET_FILE, DrawingJob
@@ -18,6 +19,7 @@ from pipeline.trained_lora.prompts import Prompt, recipe_prompts, square_prompts
 from pipeline.trained_lora.run_folder import run_folder
 
 if TYPE_CHECKING:
+    from pipeline.models.families import Family
     from pipeline.recipe import Recipe
 
 MAX_PICTURES = 240
@@ -37,6 +39,7 @@ class Request:
         file: LoRA file to draw with instead of a run's.
         strengths: Factors of the LoRA's effect.
         prompts: Prompts; empty for the recipe's.
+        references: Reference images of all prompts, in order; empty for those of the recipe's prompts.
         seed: Seed of the first noise; None for that of each prompt, or the recipe's.
         output: Folder of the pictures; None for a new one in the reports.
     """
@@ -46,6 +49,7 @@ class Request:
     file: Path | None = None
     strengths: tuple[float, ...] = (1.0,)
     prompts: tuple[str, ...] = ()
+    references: tuple[Path, ...] = ()
     seed: int | None = None
     output: Path | None = None
 
@@ -57,7 +61,8 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     recipe has changed since then.
 
     Raises:
-        DrawingError: The run, a step, the file or the prompts are missing, or pictures would be replaced.
+        DrawingError: The run, a step, the file or the prompts are missing, a reference image does not suit
+            the base model, or pictures would be replaced.
         PathIsolationError: The folder overlaps a dataset, the cache or a folder of the recipe's runs.
         ModelError: The base model cannot be found.
         RecipeError: A preview prompt of the recipe does not suit the base model.
@@ -71,9 +76,17 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     else:
         chosen = choose_loras(recipe.output_dir, request.run, request.steps)
     trained, previews = _trained_recipe(recipe, chosen.run)
+    if request.references:
+        # The recipe names the references, because they decide the prompts' embeddings.
+        trained = _with_referenced_prompts(trained, recipe, request)
 
     entries = RecipeEntries(trained)
-    prompts = _prompts(recipe, request.prompts, entries, previews)
+    if request.references or request.prompts:
+        _require_references(trained, entries.family, request.references)
+    if request.references:
+        prompts = recipe_prompts(entries, trained.training.sample_prompts)
+    else:
+        prompts = _prompts(recipe, request.prompts, entries, previews)
     if request.seed is not None:
         prompts = tuple(replace(prompt, seed=None) for prompt in prompts)
     job = DrawingJob(
@@ -114,6 +127,39 @@ def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prom
     return trained.model_copy(update=update), previews
 
 
+def _with_referenced_prompts(trained: Recipe, recipe: Recipe, request: Request) -> Recipe:
+    """Return `trained` with the request's prompts, or else the recipe's, and the request's references."""
+    given = tuple(PreviewPrompt(prompt=caption) for caption in dict.fromkeys(request.prompts))
+    prompts = given or tuple(dict.fromkeys(recipe.training.sample_prompts))
+    if not prompts:
+        raise _no_prompts(recipe)
+    files = tuple(path.absolute() for path in request.references)
+    prompts = tuple(prompt.model_copy(update={"references": files}) for prompt in prompts)
+    training = trained.training.model_copy(update={"sample_prompts": prompts})
+    return trained.model_copy(update={"training": training})
+
+
+def _require_references(recipe: Recipe, family: Family, files: tuple[Path, ...]) -> None:
+    """Raise DrawingError unless the base model can draw with these reference images."""
+    spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.name})"
+    if spec is None and files:
+        what = f"{model} accepts no reference images, got {len(files)}"
+        raise DrawingError(what, where="--reference", fix="remove --reference")
+    if spec is not None and spec.required and not files:
+        what = f"{model} requires a reference image for each picture, got none"
+        raise DrawingError(what, where="--reference", fix="add --reference before.png")
+    for mistake in reference_mistakes(recipe, family, files, ("--reference",)):
+        raise DrawingError(mistake.what, where="--reference", fix=mistake.fix)
+
+
+def _no_prompts(recipe: Recipe) -> DrawingError:
+    return DrawingError(
+        "prompts are missing: training.sample_prompts is not set in the recipe",
+        where=str(recipe.source),
+        fix='pass --prompt "...", or set training.sample_prompts',
+    )
+
+
 def _prompts(
     recipe: Recipe, given: Iterable[str], entries: RecipeEntries, previews: tuple[Prompt, ...]
 ) -> tuple[Prompt, ...]:
@@ -124,11 +170,7 @@ def _prompts(
         require_preview_prompts(recipe, entries.family)
         return recipe_prompts(entries, own)
     if not previews:
-        raise DrawingError(
-            "prompts are missing: training.sample_prompts is not set in the recipe",
-            where=str(recipe.source),
-            fix='pass --prompt "...", or set training.sample_prompts',
-        )
+        raise _no_prompts(recipe)
     return previews
 
 

@@ -24,9 +24,10 @@ def images(folder: Path, number: int, *suffixes: str) -> Path:
     return folder
 
 
-def taken_over(configs: Path, source: Path) -> tuple[Recipe, str]:
+def taken_over(configs: Path, source: Path, *options: str) -> tuple[Recipe, str]:
     """Return the validated recipe for `source`, and the output of the command."""
-    output = CliRunner().invoke(new, ["roses", "--images", str(source)], catch_exceptions=False).output
+    arguments = ["roses", "--images", str(source), *options]
+    output = CliRunner().invoke(new, arguments, catch_exceptions=False).output
     file = configs / "roses.yaml"
     assert CliRunner().invoke(validate, [str(file)], catch_exceptions=False).exit_code == 0
     return load_recipe(file), output

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from demo.tiny_models import make_tiny_flux2_klein, make_tiny_flux_kontext
 from tests.pipeline.maintenance.foreign_projects import as_dict, directories, images, taken_over
 from tests.trainer_projects import PROJECTS
 
@@ -60,6 +61,46 @@ def test_masks_controls_and_unread_sub_folders_are_excluded_and_reported(
     assert excluded == ignored
     for patterns in ignored.values():
         assert f"exclude: {', '.join(patterns)}" in output
+
+
+CONTROLS = """\
+config:
+  process:
+    - datasets:
+        - folder_path: "after"
+          control_path: ["before", "after/style"]
+          caption_ext: "txt"
+"""
+
+
+def test_control_images_become_references_if_the_base_model_accepts_as_many(
+    configs: Path, tmp_path: Path
+) -> None:
+    images(tmp_path / "after", 3, ".txt")
+    folders = [images(tmp_path / name, 3) for name in ("before", "after/style")]
+    (tmp_path / "edits.yaml").write_text(CONTROLS)
+    make_tiny_flux2_klein(tmp_path / "klein")
+    make_tiny_flux_kontext(tmp_path / "kontext")
+
+    recipe, output = taken_over(configs, tmp_path / "edits.yaml", "--base", str(tmp_path / "klein"))
+    assert [each.path for each in recipe.datasets[0].references] == folders
+    assert "2 folders of control images as references" in output
+    assert "control_path" not in output
+
+    (configs / "roses.yaml").unlink()
+    recipe, output = taken_over(configs, tmp_path / "edits.yaml", "--base", str(tmp_path / "kontext"))
+    assert recipe.datasets[0].references == ()
+    assert "set datasets[].references: [{path: the folder}] if the base model edits images" in output
+
+    # A base model on the Hub is unknown, and a folder that does not exist is reported.
+    (configs / "roses.yaml").unlink()
+    recipe, _ = taken_over(configs, tmp_path / "edits.yaml")
+    assert len(recipe.datasets[0].references) == 2
+    (configs / "roses.yaml").unlink()
+    (tmp_path / "before").rename(tmp_path / "elsewhere")
+    recipe, output = taken_over(configs, tmp_path / "edits.yaml")
+    assert recipe.datasets[0].references == ()
+    assert "control_path" in output
 
 
 @pytest.mark.parametrize("trainer", ["onetrainer", "simpletuner"])

@@ -237,6 +237,7 @@ def test_the_recipes_of_this_repository_load():
     assert broken == []
     assert [recipe.name for recipe in examples] == [
         "edits_flux_kontext",
+        "edits_qwen_image21",
         "edits_qwen_image_edit",
         "flowers_aura_flow",
         "flowers_bria_fibo",

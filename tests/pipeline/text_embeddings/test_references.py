@@ -18,7 +18,7 @@ from demo.tiny_models import make_tiny_qwen_image_edit
 from pipeline.cache.requests import SEEN, RecipeEntries
 from pipeline.cache.text_requests import EMPTY_CAPTION, file_images, text_rows
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.errors import RecipeError
+from pipeline.errors import DatasetError, RecipeError
 from pipeline.images.geometry import Size
 from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
@@ -28,6 +28,7 @@ from pipeline.models.reference_support import require_references
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import SeenImage
 from pipeline.recipe import Recipe
+from pipeline.text_embeddings.stage import cache_text
 from tests.conftest import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
 
@@ -39,8 +40,6 @@ class EditJob(Job):
 
     def report(self) -> dict[str, Any]:
         """Encode what is missing, and return the report of text_embeddings."""
-        from pipeline.text_embeddings.stage import cache_text
-
         self.run()
         validated = self.tables.read("validated_dataset")
         return cache_text(self.recipe, validated, self.tables, launch=self.launch, **QUIET).report
@@ -149,6 +148,42 @@ def test_an_edited_reference_encodes_the_captions_that_see_it_and_no_others(job:
     reasons = job.expected()
     assert reasons["reference changed"] == ["photos/cat.png"] * 2
     assert sorted(reasons["new caption"]) == ["the empty caption", "the preview prompt 'a cat'"]
+
+
+def test_a_reference_that_changed_since_validation_rejects_its_sample_and_no_other(job: EditJob) -> None:
+    """Both stages read the reference, and each rejects the sample only if it needs to encode it."""
+    entries = RecipeEntries(job.recipe)
+    rows = text_rows(entries, job.tables.read("validated_dataset"))
+    for row in rows.filter(pl.col("sample_id") == "photos/coffee.png").iter_rows(named=True):
+        entries.store.path(entries.text_spec(row["caption"], images=row[SEEN])).unlink()
+    edit(root(job) / "half" / "coffee.png")
+    job.cache()
+    assert job.tables.read("vae_latents")["sample_id"].to_list() == ["photos/cat.png", "photos/coffee.png"]
+    assert job.text["sample_id"].to_list() == ["photos/cat.png"] * 2
+    (rejected,) = job.tables.read_rejected().to_dicts()
+    assert (rejected["sample_id"], rejected["stage"]) == ("photos/coffee.png", "text_embeddings")
+    assert rejected["reason"].startswith("reference_")
+    assert rejected["detail"].startswith("references[1], coffee.png: ")
+    assert job.failing("text_embeddings") == {}
+
+    job.run()
+    assert job.tables.read_rejected().is_empty()
+    assert len(job.text) == 4
+
+
+def test_a_reference_of_a_preview_that_changes_meanwhile_is_an_error(job: EditJob) -> None:
+    entries = RecipeEntries(job.recipe)
+    files = [root(job) / "half" / "cat.png"]
+    entries.store.path(entries.text_spec("a cat", images=file_images(entries, files)[0])).unlink()
+
+    def change_and_launch(*arguments: Any) -> None:
+        edit(files[0])
+        InProcessLaunch.__call__(job.launch, *arguments)
+
+    validated = job.tables.read("validated_dataset")
+    with pytest.raises(DatasetError, match=r"references\[0\], cat.png") as raised:
+        cache_text(job.recipe, validated, job.tables, launch=change_and_launch, **QUIET)
+    assert raised.value.where == "training.sample_prompts"
 
 
 def test_an_unchanged_job_launches_nothing(job: EditJob) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +20,39 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_p
 from PIL import Image
 
 from demo.tiny_models import make_tiny_qwen_image_edit
+from pipeline.cache.requests import SEEN, RecipeEntries
+from pipeline.cache.text_requests import text_rows
 from pipeline.cache.worker.tensors import read_torch
+from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
+from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 from pipeline.trained_lora.job import TrainingJob, read_job
-from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.samples import read_entry_keys
 from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.loop import StopRequest, train
 from tests.pipeline.cached_job import Job, recipe_of
 from tests.pipeline.models.families.training_launch import InProcessLaunch
+from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until
 
 QUIET: dict[str, Any] = {"log": lambda _: None}
 
 
-def trained(root: Path, photos: Path, launch: InProcessLaunch, **training: Any) -> tuple[Job, TrainingJob]:
-    """Train on two photographs, each with its negative as its reference."""
+def trained(
+    root: Path,
+    photos: Path,
+    launch: InProcessLaunch,
+    *,
+    meanwhile: Callable[[Job], None] = lambda _: None,
+    **training: Any,
+) -> tuple[Job, TrainingJob]:
+    """Train on two photographs, each with its negative as its reference.
+
+    `meanwhile` is called between caching and training.
+    """
     for path in photos.glob("*"):
         if path.stem not in ("cat", "coffee"):
             path.unlink()
@@ -47,6 +70,7 @@ def trained(root: Path, photos: Path, launch: InProcessLaunch, **training: Any) 
         latents={"dtype": "float32", "posterior": "mean"},
         text={"dtype": "float32", "compute_dtype": "float32", "caption_dropout": 0.5},
         accelerate={"mixed_precision": "no"},
+        checks={"max_rejected_fraction": 0.5},
         training={
             "steps": 2,
             "batch_size": 2,
@@ -58,6 +82,7 @@ def trained(root: Path, photos: Path, launch: InProcessLaunch, **training: Any) 
     )
     job = Job(recipe, launch)
     job.run()
+    meanwhile(job)
     tables = (job.tables.read(name) for name in ("vae_latents", "text_embeddings"))
     train_lora(recipe, *tables, launch=launch, **QUIET)
     return job, read_job(launch.orders[0])
@@ -119,6 +144,71 @@ def test_a_run_trains_on_captions_with_references_and_its_lora_changes_the_pipel
     adapted = edited()
     np.testing.assert_allclose(np.asarray(Image.open(drawn[-1])) / 255, adapted, atol=2 / 255)
     assert np.abs(adapted - plain).max() > 0.01
+
+    check_requests(job, tmp_path)
+
+
+def check_requests(job: TrainingJob, root: Path) -> None:
+    """`latentline sample` encodes its prompts with the references of the request."""
+    files = [root / "negative" / name for name in ("cat.png", "coffee.png")]
+    (preview,) = job.prompts
+    own, other = (prepare_drawing(job.recipe, Request(references=(file,))).prompts[0] for file in files)
+    assert own == preview
+    assert other.text.key != preview.text.key
+    given = prepare_drawing(job.recipe, Request(prompts=("a cat",), references=(files[0],))).prompts[0]
+    assert (given.text, given.negative, given.references) == (preview.text, preview.negative, (files[0],))
+    with pytest.raises(DrawingError, match="requires a reference image for each picture") as missing:
+        prepare_drawing(job.recipe, Request(prompts=("a cat",)))
+    assert missing.value.fix == "add --reference before.png"
+
+
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, photos: Path, launch: InProcessLaunch) -> None:
+    _, complete = trained(tmp_path, photos, launch, steps=5, checkpoint_every=2, sample_every=0)
+    job = replace(complete, run="killed")
+    arguments = (job.write(), 3, torch.get_num_threads())
+    child = multiprocessing.get_context("forkserver").Process(target=train_killed, args=arguments)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    layout = RunLayout(job.folder)
+    assert not layout.result.exists()
+    assert len(read_metrics(layout.metrics, 5)) == 3
+
+    assert run_until(job)[0]
+    assert outcome(job) == outcome(complete)
+    assert json.loads(layout.result.read_text(encoding="utf-8"))["resumed_from"] == 2
+
+
+def train_killed(job_file: Path, steps: int, threads: int) -> None:
+    """Train in this process, which ends itself after some steps."""
+    torch.set_num_threads(threads)  # results depend on it
+    report = RecordingReport(stop_after=steps, act=partial(os.kill, os.getpid(), signal.SIGKILL))
+    train(read_job(job_file), report, StopRequest())
+
+
+def outcome(job: TrainingJob) -> tuple[list[tuple[float, float]], dict[str, str]]:
+    """Return the loss and gradient norm of each step, and the hashes of the LoRA."""
+    layout = RunLayout(job.folder)
+    lines = read_metrics(layout.metrics, 5)
+    state = load_checkpoint(checkpoint_path(layout.checkpoints, 5), job.run)
+    return [(line["loss"], line["grad_norm"]) for line in lines], bits(state.adapter)
+
+
+def test_samples_whose_caption_was_rejected_are_not_trained_on(
+    tmp_path: Path, photos: Path, launch: InProcessLaunch
+) -> None:
+    def change_a_reference(job: Job) -> None:
+        entries = RecipeEntries(job.recipe)
+        row = text_rows(entries, job.tables.read("validated_dataset")).row(-1, named=True)
+        assert row["sample_id"] == "photos/coffee.png"
+        entries.store.path(entries.text_spec(row["caption"], images=row[SEEN])).unlink()
+        (tmp_path / "negative" / "coffee.png").write_bytes(b"changed")
+        job.cache()
+
+    recipe = {"batch_size": 1, "sample_every": 0}
+    cache, job = trained(tmp_path, photos, launch, meanwhile=change_a_reference, **recipe)
+    assert len(cache.tables.read("vae_latents")) == 2
+    assert {item.sample_id for item in job.inputs} == {"photos/cat.png"}
 
 
 def test_default_previews_have_the_references_of_their_samples(

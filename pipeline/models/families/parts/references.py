@@ -137,22 +137,22 @@ KONTEXT_REFERENCES = ReferenceSpec(max_number=1, size=_kontext_size)
 """The reference of FLUX.1 Kontext: stretched to the nearest of its resolutions."""
 
 
-_QWEN_EDIT_VAE_PX, _QWEN_EDIT_TEXT_PX = 1024 * 1024, 384 * 384
-"""Areas, in pixels, of references before the VAE and before the text encoder: `VAE_IMAGE_SIZE` and
-`CONDITION_IMAGE_SIZE` in diffusers."""
+QWEN_PX, _QWEN_EDIT_TEXT_PX = 1024 * 1024, 384 * 384
+"""Areas, in pixels, of references of both Qwen families, and of those that Qwen-Image-Edit's text encoder
+sees: `VAE_IMAGE_SIZE` or `output_resolution` squared, and `CONDITION_IMAGE_SIZE` in diffusers."""
 
-_QWEN_EDIT_MULTIPLE_PX = 32
-"""Number that both edges of a reference of Qwen-Image-Edit are a multiple of."""
+_QWEN_MULTIPLE_PX = 32
+"""Number that both edges of a reference of Qwen-Image-Edit and Qwen-Image 2.1 are a multiple of."""
 
-_QWEN_EDIT_MAX_ASPECT_RATIO = 200
+_QWEN_MAX_ASPECT_RATIO = 200
 """Largest ratio of long to short edge that Qwen2-VL's image processor accepts."""
 
 
-def _qwen_edit_size(model: ModelFolder, original: Size) -> Size:
-    if max(original) > min(original) * _QWEN_EDIT_MAX_ASPECT_RATIO:
-        limit = f"the aspect ratio of a reference must be at most {_QWEN_EDIT_MAX_ASPECT_RATIO}:1"
+def _qwen_size(model: ModelFolder, original: Size) -> Size:
+    if max(original) > min(original) * _QWEN_MAX_ASPECT_RATIO:
+        limit = f"the aspect ratio of a reference must be at most {_QWEN_MAX_ASPECT_RATIO}:1"
         raise _refused(original, limit)
-    return _of_area(original, _QWEN_EDIT_VAE_PX)
+    return _of_area(original, QWEN_PX)
 
 
 def _of_area(original: Size, num_px: int) -> Size:
@@ -160,12 +160,12 @@ def _of_area(original: Size, num_px: int) -> Size:
     aspect_ratio = original.width / original.height
     width = math.sqrt(num_px * aspect_ratio)
     edges = (width / aspect_ratio, width)
-    return Size(*(round(edge / _QWEN_EDIT_MULTIPLE_PX) * _QWEN_EDIT_MULTIPLE_PX for edge in edges))
+    return Size(*(round(edge / _QWEN_MULTIPLE_PX) * _QWEN_MULTIPLE_PX for edge in edges))
 
 
 QWEN_EDIT_REFERENCES = ReferenceSpec(
     max_number=3,
-    size=_qwen_edit_size,
+    size=_qwen_size,
     required=True,
     in_text=TextImages(
         size=lambda original: _of_area(original, _QWEN_EDIT_TEXT_PX),
@@ -176,6 +176,21 @@ QWEN_EDIT_REFERENCES = ReferenceSpec(
 """The references of Qwen-Image-Edit 2509 and later, stretched to a megapixel; the text encoder sees them too.
 
 The publisher recommends one to three: https://huggingface.co/Qwen/Qwen-Image-Edit-2509
+"""
+
+QWEN_IMAGE21_REFERENCES = ReferenceSpec(
+    max_number=3,
+    size=_qwen_size,
+    in_text=TextImages(
+        size=lambda original: _of_area(original, QWEN_PX),
+        processor="Qwen2VLImageProcessorPil, 1",
+        num_tokens=7,
+    ),
+)
+"""The references of Qwen-Image 2.1, stretched to a megapixel for VAE and text encoder.
+
+The pipeline accepts any number; the limit is that of Qwen-Image-Edit. An embedding has only the tokens of the
+text around an image: the transformer puts the image's latent in place of the image's own tokens.
 """
 
 

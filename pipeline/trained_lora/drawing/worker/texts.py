@@ -13,8 +13,9 @@ from pipeline.cache.remote_store import store_at
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.text_requests import file_images
 from pipeline.cache.worker.tensors import from_stored
-from pipeline.encoding.jobs import Encoded, Job, Order
+from pipeline.encoding.jobs import Encoded, Failure, Job, Order
 from pipeline.encoding.progress import Progress
+from pipeline.errors import DrawingError
 from pipeline.processes.worker.devices import free_memory
 from pipeline.text_embeddings.stage import text_settings
 from pipeline.text_embeddings.worker.encoder import TextEncoder
@@ -35,6 +36,7 @@ def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path)
     pictures do not change when the recipe adopts them.
 
     Raises:
+        DrawingError: A reference image has changed or cannot be read.
         ModelError: An encoder's values are not finite.
         LaunchError: The text encoders do not fit into memory.
     """
@@ -80,6 +82,8 @@ def _encoded(
     encoder = TextEncoder(order, device, progress)
     texts: dict[str, Mapping[str, Tensor]] = {}
     for each, outcome in encoder.encoded(order.jobs, store_at(job.recipe.cache_dir)):
+        if isinstance(outcome, Failure):
+            raise DrawingError(outcome.detail, where=each.name, fix=outcome.fix)
         assert isinstance(outcome, Encoded), f"{each.name} appeared in the cache"
         texts[each.spec.key] = {name: from_stored(values).float() for name, values in outcome.tensors.items()}
     return texts

@@ -28,7 +28,7 @@ NAMES = [
 UNSUPPORTED = {"flowers_ernie_image", "flowers_hidream", "flowers_ideogram4", "flowers_qwen_image21"}
 """Examples of models that cannot be forecast; they state no GPU."""
 
-EDITING = {"edits_flux_kontext", "edits_qwen_image_edit"}
+EDITING = {"edits_flux_kontext", "edits_qwen_image21", "edits_qwen_image_edit"}
 """Examples whose memory depends on the reference images; they state no GPU."""
 
 

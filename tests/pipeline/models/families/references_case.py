@@ -141,25 +141,36 @@ def random_latents(family: WorkerFamily, sizes: Iterable[Size], *, batch: int = 
     return [torch.randn(batch, *family.latent_shape(size), generator=draw) for size in sizes]
 
 
-def check_loss(family: WorkerFamily, pipe: Any) -> None:
-    """The loss depends on each value predicted for the target, and on none predicted for a reference."""
+def check_loss(
+    family: WorkerFamily, pipe: Any, *, caption: dict[str, Any] | None = None, target_last: bool = False
+) -> None:
+    """The loss depends on each value predicted for the target, and on none predicted for a reference.
+
+    `caption` is as for `check_calls`. With `target_last`, the denoiser's last tokens are those of the target.
+    """
     noisy, target, *references = random_latents(family, [TARGET, TARGET, Size(64, 64)])
     denoiser = Recording(pipe.transformer)
-    conditions = {**caption_conditions(family), "references": tuple(references)}
+    conditions = {**(caption or caption_conditions(family)), "references": tuple(references)}
     prediction = family.denoiser.predict(denoiser, noisy, torch.tensor([500.0]), conditions)
     (prediction - target).square().mean().backward()
     ((_, tokens),) = denoiser.calls
     assert tokens.grad is not None
     num_target = noisy.numel() // tokens.shape[2]
     assert tokens.shape[1] > num_target
-    assert bool(tokens.grad[:, :num_target].all())
-    assert not bool(tokens.grad[:, num_target:].any())
+    gradient = tokens.grad.flip(1) if target_last else tokens.grad
+    assert bool(gradient[:, :num_target].all())
+    assert not bool(gradient[:, num_target:].any())
 
 
-def check_order(family: WorkerFamily, pipe: Any, *, number: int) -> None:
-    """Order, height and width of references change the prediction; a batch changes nothing."""
+def check_order(
+    family: WorkerFamily, pipe: Any, *, number: int, captions: dict[str, Any] | None = None
+) -> None:
+    """Order, height and width of references change the prediction; a batch changes nothing.
+
+    `captions` holds the conditions of two captions if their embeddings depend on the references.
+    """
     noisy, *references = random_latents(family, [TARGET, *(Size(64, 128),) * number], batch=2)
-    conditions = caption_conditions(family, 2)
+    conditions = captions or caption_conditions(family, 2)
 
     def predict(references: Iterable[torch.Tensor] | None, sample: slice = slice(None)) -> torch.Tensor:
         its = {name: value[sample] for name, value in conditions.items()}

@@ -89,7 +89,7 @@ WITH_UNUSED_PARTS = {
     "Kandinsky 5 (image)": {"lm_head": "Identity", "model.visual": None},
     "FLUX.2 dev": {"lm_head": "Identity", "model.vision_tower": None, "model.multi_modal_projector": None},
     "Krea 2": {"visual": None},
-    "Qwen-Image 2.1": {"lm_head": "Identity", "model.visual": None},
+    "Qwen-Image 2.1": {"lm_head": "Identity", "model.visual": "Qwen3VLVisionModel"},
     "ERNIE-Image": {"vision_tower": None, "multi_modal_projector": None},
 }
 """Modules of text encoders that captions do not use, and the class that replaces each."""

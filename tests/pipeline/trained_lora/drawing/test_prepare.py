@@ -95,6 +95,12 @@ def test_a_recipe_that_was_not_trained_or_has_no_prompts_is_an_error_with_a_fix(
     assert prepare_drawing(recipe, Request(prompts=("a dog",))).prompts[0].caption == "a dog"
 
 
+def test_references_for_a_model_that_accepts_none_are_an_error(trained: Project, tmp_path: Path) -> None:
+    refused = problem(trained, references=(tmp_path / "before.png",))
+    assert "accepts no reference images, got 1" in refused.what
+    assert (refused.where, refused.fix) == ("--reference", "remove --reference")
+
+
 def test_a_run_is_drawn_as_it_was_trained_although_the_recipe_has_changed(trained: Project) -> None:
     changed = trained.recipe.model_copy(
         update={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from pipeline.cache.remote_store import store_at
+from pipeline.errors import DrawingError
 from pipeline.trained_lora.previews import preview_file
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.loader import read_entry
@@ -198,3 +200,14 @@ def test_pictures_with_references_equal_the_previews_and_those_of_diffusers(
     both, swapped, plain = all_pixels(job)
     assert not np.array_equal(both, swapped)
     assert not np.array_equal(both, plain)
+
+    again = drawn(project, references=tuple(files[::-1]))
+    assert all(np.array_equal(picture, swapped) for picture in all_pixels(again))
+    absent = tmp_path / "absent.png"
+    for references, what in (
+        ((files[0],) * 5, "at most 4 reference images, got 5"),
+        ((absent,), str(absent)),
+    ):
+        with pytest.raises(DrawingError, match=re.escape(what)) as raised:
+            drawn(project, references=references)
+        assert raised.value.where == "--reference"
