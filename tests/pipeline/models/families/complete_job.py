@@ -87,6 +87,10 @@ class Case(ABC):
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         """Return the conditions that the pipeline gives its denoiser, named as in the entries."""
 
+    def pixels(self, pipe: Any, image: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Return an image (H, W, 3) as the pipeline's VAE takes it."""
+        return pipe.image_processor.preprocess(image[None].astype(np.float32) / 255)
+
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """Return the latent of pixels (1, 3, H, W) in [-1, 1], as in the image-to-image pipeline."""
         config = pipe.vae.config
@@ -184,7 +188,7 @@ def complete_job(recipe: Any, tables: Tables, launch: InProcessLaunch) -> tuple[
 def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeEntries, pipe: Any) -> None:
     file = photos / row["path"]
     image = load_pixels(file, Geometry.from_row(row), (255, 255, 255), content_hash=row["content_hash"])
-    pixels = pipe.image_processor.preprocess(image[None].astype(np.float32) / 255)
+    pixels = case.pixels(pipe, image)
     pixels = pixels.contiguous(memory_format=torch.channels_last)
     assert tuple(pixels.shape[2:]) == image.shape[:2]
     with torch.no_grad():
@@ -205,7 +209,8 @@ def check_decoding(
     def replaced(pipe: Any, step: int, time: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         tokens = arguments["latents"]
         if tokens.ndim == 4:
-            return {"latents": latent}
+            edge = round((latent.shape[1] / tokens.shape[1]) ** 0.5)  # of a patch, in the stored latent only
+            return {"latents": torch.nn.functional.pixel_shuffle(latent, edge)}
         if tokens.ndim == 5:  # frames, and channels last
             return {"latents": latent.movedim(1, -1)[:, None]}
         edge = round((tokens.shape[2] / latent.shape[1]) ** 0.5)  # of a patch, packed channels first
