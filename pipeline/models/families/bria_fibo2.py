@@ -12,6 +12,7 @@ from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
+from pipeline.models.families.parts.references import FIBO2_REFERENCES
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import PatchedLatents
 
@@ -24,7 +25,7 @@ PERCEIVER_BUNDLE = 2
 _LAYERS_PER_BUNDLE = 3
 
 _TOKENS = 4096
-"""`tokenizer_max_length` of the pipeline, template included; captions for this model are long."""
+"""`tokenizer_max_length` of the pipeline, with template and images; captions for this model are long."""
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -71,4 +72,6 @@ BRIA_FIBO2 = FamilySpec(
     ),
     architecture="bria-fibo-2",
     guidance_scale=5.0,
+    drawing="families.bria_fibo2:BriaFibo2Drawing",
+    references=FIBO2_REFERENCES,
 )

@@ -59,6 +59,11 @@ class Case(ABC):
     seen: Sequence[SeenImage] = ()
     """Reference images of all samples and previews, as the text encoder sees them."""
 
+    @property
+    def seen_in_negative(self) -> Sequence[SeenImage]:
+        """Those that the text encoder sees with the empty caption and negative prompts."""
+        return self.seen
+
     def sections(self, folder: Path, photos: Path) -> dict[str, Any]:
         """Return sections of the recipe that differ from those of `settings`."""
         return {}
@@ -266,8 +271,8 @@ def check_cut(family: WorkerFamily) -> None:
 def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     """A preview equals the picture of the complete pipeline."""
     encoders = family.text.load("float32", "cpu")
-    captions = ("a cat", "")
-    text, empty = (family.text.encode_caption(encoders, each, case.seen).tensors for each in captions)
+    text = family.text.encode_caption(encoders, "a cat", case.seen).tensors
+    empty = family.text.encode_caption(encoders, "", case.seen_in_negative).tensors
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     settings = PictureSettings(Size(64, 64), steps=2, seed=1)
     images = [each.image for each in case.seen]
@@ -279,9 +284,11 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
 def check_preview_settings(case: Case, family: WorkerFamily, pipe: Any) -> None:
     """A preview with its own settings equals the picture of the complete pipeline with these arguments."""
     encoders = family.text.load("float32", "cpu")
-    captions, images = ("a cat", "", "a dog, a dog"), [each.image for each in case.seen]
-    text, empty, negative = (
-        family.text.encode_caption(encoders, caption, case.seen).tensors for caption in captions
+    images = [each.image for each in case.seen]
+    text = family.text.encode_caption(encoders, "a cat", case.seen).tensors
+    empty, negative = (
+        family.text.encode_caption(encoders, caption, case.seen_in_negative).tensors
+        for caption in ("", "a dog, a dog")
     )
     arguments = {**case.previewing, "height": 64, "width": 96, "num_inference_steps": 3}
     if family.no_negative_prompts:
