@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import BriaFibo2Pipeline
 from diffusers.pipelines.bria_fibo2.image_processor import BriaFibo2ImageProcessor
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -68,6 +69,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkerFamily, Any]
     folder = tmp_path_factory.mktemp("base")
     make_tiny_bria_fibo2(folder)
     pipe = Fibo2Case().pipeline(folder)
+    assert isinstance(pipe, BriaFibo2Pipeline)
     pipe.set_progress_bar_config(disable=True)
     channels_last(pipe.vae)  # `test_vae.py` compares with the usual order
     return load_family(folder), pipe
