@@ -138,9 +138,11 @@ class BriaFibo2Call(DenoiserCall):
 class OwnSizeImageProcessor(BriaFibo2ImageProcessor):
     """Crops a single reference by its own aspect ratio, as several, whatever the size of the result."""
 
-    def preprocess(self, image: Any, height: Any = None, width: Any = None, **options: Any) -> Any:
+    def preprocess(
+        self, image: Any, height: Any = None, width: Any = None, *args: Any, **options: Any
+    ) -> Any:
         """See `BriaFibo2ImageProcessor.preprocess`."""
-        return super().preprocess(image, **options)
+        return super().preprocess(image, None, None, *args, **options)
 
 
 class BriaFibo2Drawing(PipelineDrawing):
