@@ -2,9 +2,9 @@
 
 The memory forecast reads nothing else of a model. Keys that equal the defaults of diffusers or transformers
 are omitted here and added in the files; the defaults of diffusers 0.42 are the published values of FLUX.1,
-Qwen-Image, Z-Image, FLUX.2 dev, Chroma and Krea 2. The comments state where the other values come from. They
-were compared without access to the Hub, by public code that quotes the models' files, and a test compares
-numbers of weights with the published sizes.
+Qwen-Image, Z-Image, FLUX.2 dev, Chroma, Krea 2 and Bria FIBO 2. The comments state where the other values
+come from. They were compared without access to the Hub, by public code that quotes the models' files, and a
+test compares numbers of weights with the published sizes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.gpu import text_encoders as text
 from bench.gpu.published import FLUX, FLUX2_DEV, SDXL, Config
+from pipeline.models.diffusers_folder import is_tokenizer
 from pipeline.models.families import FAMILIES, FamilySpec
 
 _FLUX_VAE: Config = FLUX["vae"]
@@ -129,7 +130,7 @@ class Published:
             config: Config = {"_class_name": kind}
             if role == "scheduler":
                 name = "scheduler_config.json"
-            elif role.startswith("tokenizer"):
+            elif is_tokenizer(role):
                 name, config = "tokenizer_config.json", {"tokenizer_class": kind, "model_max_length": 77}
             elif role.startswith("text_encoder"):
                 config = self.networks[role]
@@ -273,6 +274,12 @@ PUBLISHED = (
             "text_encoder": text.PILE_T5_XL,
             "transformer": {"pos_embed_max_size": 9216},
         },
+    ),
+    Published(
+        "Bria FIBO 2",
+        "briaai/Fibo-2.0-dev",
+        "BriaFibo2Pipeline",
+        {"text_encoder": text.QWEN3_VL_4B},
     ),
     Published(
         "Bria FIBO",

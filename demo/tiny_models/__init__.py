@@ -11,6 +11,7 @@ from pathlib import Path
 
 from demo.tiny_models.aura_flow import make_tiny_aura_flow
 from demo.tiny_models.bria_fibo import make_tiny_bria_fibo
+from demo.tiny_models.bria_fibo2 import make_tiny_bria_fibo2
 from demo.tiny_models.chroma import make_tiny_chroma
 from demo.tiny_models.cogview4 import make_tiny_cogview4
 from demo.tiny_models.ernie_image import make_tiny_ernie_image
@@ -57,6 +58,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Ideogram 4": make_tiny_ideogram4,
     "Kandinsky 5 (image)": make_tiny_kandinsky5,
     "Bria FIBO": make_tiny_bria_fibo,
+    "Bria FIBO 2": make_tiny_bria_fibo2,
 }
 """Functions that write a tiny model into a folder, by kind of model; at least one for each family."""
 
@@ -65,6 +67,7 @@ __all__ = [
     "make_tiny",
     "make_tiny_aura_flow",
     "make_tiny_bria_fibo",
+    "make_tiny_bria_fibo2",
     "make_tiny_chroma",
     "make_tiny_cogview4",
     "make_tiny_ernie_image",

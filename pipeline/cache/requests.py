@@ -221,6 +221,11 @@ class RecipeEntries:
             return None
         return self.family.text_images
 
+    @property
+    def sees_images_in_negative(self) -> bool:
+        """Whether negative prompts and the empty caption are encoded with the recipe's references."""
+        return self.text_images is not None and self.text_images.in_negative
+
     def text_inputs(self, caption: str, images: str | None = None) -> TextInputs:
         """Return everything that decides the text embeddings of a canonical caption.
 

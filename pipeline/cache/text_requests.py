@@ -50,9 +50,9 @@ def caption_variants(validated: pl.DataFrame) -> pl.DataFrame:
 def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
     """Return one row per caption of a sample, sorted by `sample_id` and `variant`.
 
-    If the text encoder sees references, the rows have `IMAGES`, `SEEN` and `FILES`. Dropout and guidance use
-    the empty caption with the same images, which is then the variant `EMPTY_CAPTION` of a sample. Samples
-    with a reference that the base model refuses have no rows; vae_latents rejects them.
+    If the text encoder sees references, the rows have `IMAGES`, `SEEN` and `FILES`. If the family's pipeline
+    encodes the empty caption with images too, it is the variant `EMPTY_CAPTION` of a sample, for dropout and
+    guidance. Samples with a reference that the base model refuses have no rows; vae_latents rejects them.
 
     Args:
         entries: Entries of the recipe.
@@ -64,7 +64,7 @@ def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
 
     rows = with_seen_images(entries, rows)
     rows = rows.filter(rows[SEEN].is_not_null() | ~has_references(entries.recipe, rows))
-    if uses_empty_captions(entries.recipe):
+    if entries.sees_images_in_negative and uses_empty_captions(entries.recipe):
         first = rows.filter((pl.col("variant") == 0) & pl.col(SEEN).is_not_null())
         variant = pl.lit(EMPTY_CAPTION, pl.Int32)
         rows = pl.concat([rows, first.with_columns(caption=pl.lit(""), variant=variant)])

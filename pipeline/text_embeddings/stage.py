@@ -66,7 +66,9 @@ def needed_texts(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     more: list[tuple[str, str | None, str | None]] = [("", None, None)]
     for each in training.sample_prompts:
         images = file_images(entries, each.references)
-        more += [(caption, *images) for caption in (each.prompt, each.negative_prompt or "")]
+        more.append((each.prompt, *images))
+        negative = each.negative_prompt or ""
+        more.append((negative, *images) if entries.sees_images_in_negative else (negative, None, None))
     columns = ("caption", SEEN, FILES)
     of_recipe = pl.DataFrame(more, schema=dict.fromkeys(columns, pl.String), orient="row")
     texts = pl.concat([rows.select(columns), of_recipe])

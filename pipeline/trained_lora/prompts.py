@@ -49,8 +49,8 @@ class Prompt:
         text: Its cache entry.
         size_hw: Height and width of the picture in pixels.
         has_own_size: Whether the recipe sets the size.
-        negative: Negative prompt, which is empty with references that the text encoder sees; None for the
-            empty caption of the job.
+        negative: Negative prompt, which may be empty with references that the text encoder sees; None for
+            the empty caption of the job.
         steps: Number of denoising steps.
         guidance_scale: Guidance scale; None for the family's.
         seed: Seed of the first noise; None for that of the job.
@@ -125,7 +125,7 @@ def preview_prompts(
     references = _reference_files(recipe, latents, [item.sample_id for item in chosen])
     if entries.text_images is not None:
         # The embeddings of captions contain the references, so those at addresses cannot be omitted.
-        chosen = [item for item in chosen if item.empty_text is None or item.sample_id in references]
+        chosen = [item for item in chosen if not item.views[0].references or item.sample_id in references]
     prompts = (
         Prompt(
             item.variants[0].caption,
@@ -175,7 +175,8 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
             own_size = Size(preview.height, preview.width)
         images, _ = file_images(entries, preview.references)
         negative = preview.negative_prompt
-        if images is not None:
+        negative_images = images if entries.sees_images_in_negative else None
+        if negative_images is not None:
             negative = negative or ""
         prompt = Prompt(
             caption=preview.prompt,
@@ -184,7 +185,7 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
             has_own_size=own_size is not None,
             negative=None
             if negative is None
-            else CaptionEntry(negative, entries.text_spec(negative, images=images)),
+            else CaptionEntry(negative, entries.text_spec(negative, images=negative_images)),
             steps=preview.steps,
             guidance_scale=preview.guidance_scale,
             seed=preview.seed,

@@ -128,7 +128,7 @@ def _references(family: Family) -> str:
     if references is None:
         return "none"
     number = "1" if references.max_number == 1 else f"up to {references.max_number}"
-    rule = "shrunk to at most a megapixel and cropped" if references.crops else "stretched"
+    rule = "scaled and cropped" if references.crops else "stretched"
     seen = "; the text encoder sees them too" if references.in_text is not None else ""
     return f"{number}, {rule} as in the pipeline{seen}"
 

@@ -9,6 +9,7 @@ from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import ModelFolder, read_json
 from pipeline.models.families.aura_flow import AURA_FLOW
 from pipeline.models.families.bria_fibo import BRIA_FIBO
+from pipeline.models.families.bria_fibo2 import BRIA_FIBO2
 from pipeline.models.families.chroma import CHROMA
 from pipeline.models.families.cogview4 import COGVIEW4
 from pipeline.models.families.ernie_image import ERNIE_IMAGE
@@ -59,6 +60,7 @@ FAMILIES: tuple[FamilySpec, ...] = (
     IDEOGRAM4,
     KANDINSKY5,
     BRIA_FIBO,
+    BRIA_FIBO2,
 )
 """All families, in the order in which they are listed to users."""
 

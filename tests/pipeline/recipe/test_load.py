@@ -241,6 +241,7 @@ def test_the_recipes_of_this_repository_load():
         "edits_qwen_image_edit",
         "flowers_aura_flow",
         "flowers_bria_fibo",
+        "flowers_bria_fibo2",
         "flowers_chroma",
         "flowers_cogview4",
         "flowers_ernie_image",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from demo.tiny_models import make_tiny_qwen_image_edit
+from demo.tiny_models import make_tiny_bria_fibo2, make_tiny_qwen_image_edit
 from pipeline.cache.requests import SEEN, RecipeEntries
 from pipeline.cache.text_requests import EMPTY_CAPTION, file_images, text_rows
 from pipeline.cache.worker.tensors import read_torch
@@ -29,6 +29,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import SeenImage
 from pipeline.recipe import Recipe
 from pipeline.text_embeddings.stage import cache_text
+from pipeline.trained_lora.prompts import recipe_prompts
 from tests.conftest import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
 
@@ -258,3 +259,37 @@ def test_mirrored_images_are_refused(job: EditJob) -> None:
     recipe = edit_recipe(root(job), job.recipe.model.base, latents={"flip": True})
     with pytest.raises(RecipeError, match="sees the references"):
         require_references(recipe)
+
+
+def test_a_family_may_encode_the_empty_caption_and_negative_prompts_without_references(
+    job: EditJob, tmp_path: Path
+) -> None:
+    """As the pipeline of Bria FIBO 2 does."""
+    base = tmp_path / "fibo2"
+    make_tiny_bria_fibo2(base)
+    prompt = {
+        "prompt": "a cat",
+        "negative_prompt": "a dog",
+        "references": [str(root(job) / "half" / "cat.png")],
+    }
+    training = {"sample_prompts": [prompt], "sample_every": 10}
+    other = EditJob(edit_recipe(root(job), base, training=training), job.launch)
+    other.run()
+    assert list(other.keys()) == [("photos/cat.png", 0), ("photos/coffee.png", 0)]
+    assert other.failing("text_embeddings") == {}
+    assert other.expected() == {}
+
+    entries = RecipeEntries(other.recipe)
+    (drawn,) = recipe_prompts(entries, other.recipe.training.sample_prompts)
+    assert drawn.negative is not None
+    assert drawn.negative.text.key == entries.text_spec("a dog").key
+    assert drawn.text.key != entries.text_spec("a cat").key
+    assert all(entries.store.check(each.text).valid for each in drawn.entries())
+    assert entries.store.check(entries.text_spec("")).valid
+
+    before = other.keys()
+    edit(root(job) / "negative" / "coffee.png")
+    assert other.expected() == {"reference changed": ["photos/coffee.png"]}
+    other.run()
+    after = other.keys()
+    assert {name for name in before if before[name] != after[name]} == {("photos/coffee.png", 0)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Crop, Geometry, Size
@@ -21,11 +22,13 @@ class TextImages:
         processor: Name and version of the image processor, part of each text key with images. Its settings,
             which are also part of these keys, come from the base model.
         num_tokens: Number of tokens that one image adds to an embedding, for estimates.
+        in_negative: Whether the pipeline encodes negative prompts and the empty caption with the images too.
     """
 
     size: Callable[[Size], Size]
     processor: str
     num_tokens: int
+    in_negative: bool = True
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,64 @@ QWEN_IMAGE21_REFERENCES = ReferenceSpec(
 
 The pipeline accepts any number; the limit is that of Qwen-Image-Edit. An embedding has only the tokens of the
 text around an image: the transformer puts the image's latent in place of the image's own tokens.
+"""
+
+
+_FIBO2_PX = 1024 * 1024
+"""Area of references of Bria FIBO 2: that of `default_sample_size` in its pipeline."""
+
+_FIBO2_MULTIPLE_PX, _FIBO2_MIN_EDGE_PX = 16, 64
+"""Number that both edges of such a reference are a multiple of, and its shortest edge."""
+
+_FIBO2_AREA_TOLERANCE = 0.1
+
+
+@cache
+def _fibo2_sizes(num_px: int) -> tuple[Size, ...]:
+    """Return the sizes that Bria FIBO 2 was trained at, for an area in pixels."""
+    min_px, max_px = ((1 + sign * _FIBO2_AREA_TOLERANCE) * num_px for sign in (-1, 1))
+    return tuple(
+        Size(height, width)
+        for width in range(_FIBO2_MIN_EDGE_PX, 2 * num_px // _FIBO2_MIN_EDGE_PX, _FIBO2_MULTIPLE_PX)
+        for height in range(_FIBO2_MIN_EDGE_PX, 2 * num_px // width, _FIBO2_MULTIPLE_PX)
+        if min_px <= height * width <= max_px
+    )
+
+
+def _fibo2_size(original: Size) -> Size:
+    """Return the size that loses the least to the crop, and then the one with the closest area."""
+    aspect_ratio = original.width / original.height
+
+    def order(size: Size) -> tuple[float, int, int]:
+        ratio = size.width / size.height / aspect_ratio
+        cropped = 1 - min(ratio, 1 / ratio)
+        return round(cropped, 9), abs(size.height * size.width - _FIBO2_PX), -size.width
+
+    return min(_fibo2_sizes(_FIBO2_PX), key=order)
+
+
+def _fibo2_scaled(original: Size) -> Size:
+    """Return the size that covers the target."""
+    target = _fibo2_size(original)
+    scale = max(target.height / original.height, target.width / original.width)
+    return Size(*(math.ceil(edge * scale) for edge in original))
+
+
+FIBO2_REFERENCES = ReferenceSpec(
+    max_number=5,
+    size=lambda model, original: _fibo2_size(original),
+    crops=True,
+    scaled=_fibo2_scaled,
+    in_text=TextImages(
+        size=_fibo2_size,
+        processor="BriaFibo2ImageProcessor and Qwen2VLImageProcessorPil, 1",
+        num_tokens=576,
+        in_negative=False,
+    ),
+)
+"""The references of Bria FIBO 2, cropped to a megapixel; the text encoder sees the crops, shrunk to 768 px.
+
+The pipeline crops a single reference to the size of the result if the call sets it, otherwise by this rule.
 """
 
 

@@ -62,7 +62,8 @@ def _jobs(job: DrawingJob) -> Iterator[Job]:
         images = {} if files is None else {"images": json.loads(files)}
         for each in prompt.entries():
             name = f"the prompt {each.caption[:60]!r}"
-            yield Job(each.text, {}, {"caption": each.caption, **images}, name, 1)
+            seen = images if each.text == prompt.text or entries.sees_images_in_negative else {}
+            yield Job(each.text, {}, {"caption": each.caption, **seen}, name, 1)
 
 
 def _encoded(

@@ -14,7 +14,7 @@ from pipeline.errors import TrainingError
 if TYPE_CHECKING:
     from pipeline.recipe import LoraSettings
 
-_BLOCKS = re.compile(r"(.+_)?blocks|mid_block|layers|.+_refiner|text_fusion")
+_BLOCKS = re.compile(r"(.+_)?blocks|mid_block|layers|.+_refiner|text_fusion|perceiver")
 """First path component of the repeated blocks in diffusers' UNets and transformers."""
 
 _ATTENTION = re.compile(r"attn\d*|(.+_)?attention")

@@ -59,6 +59,11 @@ class Case(ABC):
     seen: Sequence[SeenImage] = ()
     """Reference images of all samples and previews, as the text encoder sees them."""
 
+    @property
+    def seen_in_negative(self) -> Sequence[SeenImage]:
+        """Those that the text encoder sees with the empty caption and negative prompts."""
+        return self.seen
+
     def sections(self, folder: Path, photos: Path) -> dict[str, Any]:
         """Return sections of the recipe that differ from those of `settings`."""
         return {}
@@ -86,6 +91,10 @@ class Case(ABC):
     @abstractmethod
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         """Return the conditions that the pipeline gives its denoiser, named as in the entries."""
+
+    def pixels(self, pipe: Any, image: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Return an image (H, W, 3) as the pipeline's VAE takes it."""
+        return pipe.image_processor.preprocess(image[None].astype(np.float32) / 255)
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """Return the latent of pixels (1, 3, H, W) in [-1, 1], as in the image-to-image pipeline."""
@@ -184,7 +193,7 @@ def complete_job(recipe: Any, tables: Tables, launch: InProcessLaunch) -> tuple[
 def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeEntries, pipe: Any) -> None:
     file = photos / row["path"]
     image = load_pixels(file, Geometry.from_row(row), (255, 255, 255), content_hash=row["content_hash"])
-    pixels = pipe.image_processor.preprocess(image[None].astype(np.float32) / 255)
+    pixels = case.pixels(pipe, image)
     pixels = pixels.contiguous(memory_format=torch.channels_last)
     assert tuple(pixels.shape[2:]) == image.shape[:2]
     with torch.no_grad():
@@ -205,7 +214,8 @@ def check_decoding(
     def replaced(pipe: Any, step: int, time: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         tokens = arguments["latents"]
         if tokens.ndim == 4:
-            return {"latents": latent}
+            edge = round((latent.shape[1] / tokens.shape[1]) ** 0.5)  # of a patch, in the stored latent only
+            return {"latents": torch.nn.functional.pixel_shuffle(latent, edge)}
         if tokens.ndim == 5:  # frames, and channels last
             return {"latents": latent.movedim(1, -1)[:, None]}
         edge = round((tokens.shape[2] / latent.shape[1]) ** 0.5)  # of a patch, packed channels first
@@ -261,8 +271,8 @@ def check_cut(family: WorkerFamily) -> None:
 def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     """A preview equals the picture of the complete pipeline."""
     encoders = family.text.load("float32", "cpu")
-    captions = ("a cat", "")
-    text, empty = (family.text.encode_caption(encoders, each, case.seen).tensors for each in captions)
+    text = family.text.encode_caption(encoders, "a cat", case.seen).tensors
+    empty = family.text.encode_caption(encoders, "", case.seen_in_negative).tensors
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     settings = PictureSettings(Size(64, 64), steps=2, seed=1)
     images = [each.image for each in case.seen]
@@ -274,9 +284,11 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
 def check_preview_settings(case: Case, family: WorkerFamily, pipe: Any) -> None:
     """A preview with its own settings equals the picture of the complete pipeline with these arguments."""
     encoders = family.text.load("float32", "cpu")
-    captions, images = ("a cat", "", "a dog, a dog"), [each.image for each in case.seen]
-    text, empty, negative = (
-        family.text.encode_caption(encoders, caption, case.seen).tensors for caption in captions
+    images = [each.image for each in case.seen]
+    text = family.text.encode_caption(encoders, "a cat", case.seen).tensors
+    empty, negative = (
+        family.text.encode_caption(encoders, caption, case.seen_in_negative).tensors
+        for caption in ("", "a dog, a dog")
     )
     arguments = {**case.previewing, "height": 64, "width": 96, "num_inference_steps": 3}
     if family.no_negative_prompts:

@@ -73,6 +73,7 @@ NAMES: dict[str, Names] = {
     "Ideogram 4": Names(ideogram4, None),
     "Kandinsky 5 (image)": Names(weights, weights),
     "Bria FIBO": Names(weights, weights),
+    "Bria FIBO 2": Names(weights, weights),
 }
 """Names by kind of model. sd-scripts and ComfyUI read diffusers' names where no original code is given."""
 
