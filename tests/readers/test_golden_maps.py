@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from demo.tiny_models import TINY
 from pipeline.trained_lora.export.lora_files import LoraModule
+from pipeline.trained_lora.export.metadata import READERS_KEY
 from tests.readers import comfyui, golden, musubi, sd_scripts
 from tests.readers.exported import Exported, export
 from tests.readers.readings import TOLERANCE, stem
@@ -30,6 +32,7 @@ NO_GOLDEN_MAP = {
     "Sana": "none of the readers has code for it",
     "CogView4": "none of the readers has code for it",
     "Bria FIBO": "none of the readers has code for it",
+    "Bria FIBO 2": "none of the readers has been tried with it",
     "Qwen-Image 2.1": "ComfyUI 0.33.0 does not have it yet, the others not at all",
     "Qwen-Image 2.1 Turbo": "ComfyUI 0.33.0 does not have it yet, the others not at all",
 }
@@ -122,6 +125,15 @@ def test_a_reader_ignores_no_module_that_gets_an_adapter_by_default(
         module.name for module in files.modules if files.is_default(module) and entries[module.name] is None
     ]
     assert not ignored, f"{MAPS[reader].reader}, {kind}: {ignored}"
+
+
+@pytest.mark.parametrize("kind", ["Z-Image", "Z-Image Turbo", "AuraFlow", "Lumina Image 2"])
+def test_a_file_in_kohyas_layout_that_comfyui_ignores_in_part_says_so(
+    exported: Callable[[str], Exported], kind: str
+) -> None:
+    with safe_open(exported(kind).file("kohya"), framework="pt") as file:
+        note = file.metadata().get(READERS_KEY, "")
+    assert ("ComfyUI ignores" in note) == (kind != "Lumina Image 2")
 
 
 def test_every_kind_of_model_has_a_golden_map_or_a_reason() -> None:

@@ -38,7 +38,10 @@ AURA_FLOW = FamilySpec(
     ),
     noise=FlowNoise(),
     denoiser_call="families.aura_flow:AuraFlowCall",
-    lora=LoraKeys([f"attn.{end}" for end in _ATTENTION]),
+    lora=LoraKeys(
+        [f"attn.{end}" for end in _ATTENTION],
+        kohya_note="ComfyUI ignores all layers in this file. Load the file whose name ends in _comfyui.",
+    ),
     architecture="auraflow",
     guidance_scale=3.5,
 )

@@ -61,6 +61,8 @@ Z_IMAGE = FamilySpec(
             *(f"feed_forward.w{number}" for number in (1, 2, 3)),
         ],
         kohya_readable=True,
+        kohya_note="ComfyUI ignores the attention layers in this file. Load the file whose name ends in "
+        "_comfyui.",
     ),
     architecture="z-image",
     guidance_scale=4.0,
