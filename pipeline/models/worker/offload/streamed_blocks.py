@@ -209,10 +209,20 @@ def stream_blocks(
 
 
 def move_weights(network: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Move a network to a device, with weights converted one by one; buffers keep their dtype."""
+    """Move a network to a device, with weights converted one by one.
+
+    Buffers that are stored in the network's file are converted to half precision, too: ChatGLM rounds its
+    rotary embedding to their dtype, and does not run if it differs from that of the weights. In float32 they
+    keep their dtype, as they did when existing cache entries were encoded.
+    """
     if dtype is not None:
         for weight in network.parameters():
             weight.data = weight.data.to(device, dtype)
+    if dtype in (torch.float16, torch.bfloat16):
+        stored = network.state_dict()
+        for name, buffer in network.named_buffers():
+            if name in stored and buffer.is_floating_point():
+                buffer.data = buffer.data.to(device, dtype)
     network.to(device)
 
 
