@@ -56,6 +56,9 @@ IN_CI = [("lokr", "adamw"), ("lora", "lion")]
 MIN_CONCEPT = 0.3
 """Minimum score of the concept. It is 0 for the base model, and for a LoRA trained with shuffled captions."""
 
+SLOW_CPU = pytest.mark.timeout(1_200)
+"""A cell takes one to two minutes alone, more beside other tests, and bf16 more on a CPU without it."""
+
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -97,6 +100,7 @@ def test_a_lora_teaches_the_concept(lesson: Teach, adapter: str, optimizer: str)
 
 
 @pytest.mark.slow
+@SLOW_CPU
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_each_adapter_and_optimizer_teaches_the_concept(lesson: Teach, adapter: str, optimizer: str) -> None:
@@ -105,7 +109,7 @@ def test_each_adapter_and_optimizer_teaches_the_concept(lesson: Teach, adapter: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1_200)  # bf16 is slow on a CPU without instructions for it
+@SLOW_CPU
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_setting_teaches_the_concept(lesson: Teach, name: str) -> None:
     learned = lesson(**SETTINGS[name])
@@ -113,12 +117,14 @@ def test_each_setting_teaches_the_concept(lesson: Teach, name: str) -> None:
 
 
 @pytest.mark.slow
+@SLOW_CPU
 def test_a_lora_of_shuffled_captions_does_not_teach_the_concept(lesson: Teach) -> None:
     learned = lesson(shuffled=True)
     assert learned.concept_after <= MIN_CONCEPT / 3, learned.summary()
 
 
 @pytest.mark.slow
+@SLOW_CPU
 def test_a_training_that_is_continued_teaches_the_concept(tmp_path: Path, cache: Path) -> None:
     training = {"steps": 150, "lr_scheduler": "constant", "learning_rate": 2e-3, "sample_every": 0}
     recipe = changed_demo(tmp_path, cache_dir=str(cache), training=training)
