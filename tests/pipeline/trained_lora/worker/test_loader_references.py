@@ -172,6 +172,7 @@ def test_references_of_held_out_images_are_measured_but_never_trained_on(
 
     class Engine:
         accelerator = Accelerator(cpu=True)
+        is_sharded = False
 
         def errors(self, micro: MicroInput, scheduler: object) -> torch.Tensor:
             numbers.update(dict.fromkeys(micro.variant_ids, len(micro.conditions["references"])))
