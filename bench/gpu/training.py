@@ -130,6 +130,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 PACKING = ("int8", "nf4")
 """Kinds of packed weights that are compared with bf16 on FLUX.1, all with gradient checkpointing."""
 
+PRODUCTS = ("int8", "fp8")
+"""Kinds of 8-bit matrix products that are compared with bf16 on FLUX.1, all with gradient checkpointing."""
+
 _SECONDS_AND_MEMORY = (Part("", "seconds", "steps"), Part("memory", "bytes", "peak", "bytes"))
 
 EXPERIMENTS = [
@@ -168,5 +171,18 @@ EXPERIMENTS = [
             ),
         )
         for kind in PACKING
+    ),
+    *(
+        Experiment(
+            f"FLUX.1 LoRA step, checkpointed, {kind} products",
+            f"our steps with compute: {kind} and gradient checkpointing",
+            "our steps with bf16 weights and gradient checkpointing",
+            _SECONDS_AND_MEMORY,
+            60.0,
+            _opening(
+                _against_itself, model=MODELS[1], training={"compute": kind, "gradient_checkpointing": True}
+            ),
+        )
+        for kind in PRODUCTS
     ),
 ]

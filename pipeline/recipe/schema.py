@@ -144,8 +144,8 @@ class AccelerateSettings(Settings):
         default=False,
         description="Divide the frozen base weights among the GPUs in training, for base models that one GPU "
         "cannot hold. Each block is gathered for its use, which takes time; the LoRA is the same. Requires "
-        "`num_processes` of at least 2, and excludes `offload`, `quantize`, `compile`, `lora.dora`, "
-        "`lora.text_encoders` and `lora.init` from base weights.",
+        "`num_processes` of at least 2, and excludes `offload`, `quantize`, `compute`, `compile`, "
+        "`lora.dora`, `lora.text_encoders` and `lora.init` from base weights.",
     )
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = Field(
         default="auto",

@@ -19,6 +19,7 @@ def shard_violations(num_processes: int, training: TrainingSettings) -> Iterator
     conflicts = (
         (training.offload != "none", f"training.offload: {training.offload}", "offload: none"),
         (training.quantize != "none", f"training.quantize: {training.quantize}", "quantize: none"),
+        (training.compute != "none", f"training.compute: {training.compute}", "compute: none"),
         (training.compile, "training.compile: true", "compile: false"),
         (lora.dora, "training.lora.dora: true", "lora.dora: false"),
         (lora.starts_from_base_weights, f"training.lora.init: {lora.init}", "lora.init: kaiming"),

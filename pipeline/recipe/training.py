@@ -148,6 +148,14 @@ class TrainingSettings(Settings):
         "name of int8. Use it with `gradient_checkpointing`. Requires `kind: lora` without `dora` and with "
         "`init: kaiming` or `gaussian`. Text encoders are not quantized.",
     )
+    compute: Literal["none", "int8", "fp8"] = Field(
+        default="none",
+        description="Matrix products of the frozen base weights in 8 bits, to save time and memory: "
+        "weights and inputs of the layers in blocks are rounded, gradients are not. Uses torchao. int8 works "
+        "on any device; fp8 needs an NVIDIA GPU of compute capability 8.9 or higher. Requires `kind: lora` "
+        "without `dora` and with `init: kaiming` or `gaussian`, and `quantize: none` or the same format. "
+        "none multiplies in the dtype of `accelerate.mixed_precision`.",
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="Recompute activations in the backward pass instead of storing them. Saves much memory, "
@@ -217,7 +225,14 @@ class TrainingSettings(Settings):
         gradient checkpointing saves nothing with them. Before it was called nf4_double, nf4 packed all
         layers, with scales of 32 bits.
         """
+        if self.compute != "none":
+            return f"{self.compute}_products"
         return {"int8": "int8_torchao", "nf4": "nf4_double"}.get(self.quantize, self.quantize)
+
+    @property
+    def weight_format(self) -> str:
+        """Format of the packed base weights as a value of `quantize`, whichever key asks for it."""
+        return {"none": self.quantize, "int8": "int8", "fp8": "fp8_torchao"}[self.compute]
 
     @property
     def preview_captions(self) -> list[str]:
@@ -234,6 +249,7 @@ class TrainingSettings(Settings):
         for violation in argument_violations(self.optimizer, self.optimizer_arguments.given()):
             yield replace(violation, involves=("optimizer", "optimizer_arguments"))
         yield from self._adapter_violations()
+        yield from self._compute_violations()
         yield from self._offload_violations()
         yield from self._schedule_violations()
 
@@ -262,10 +278,20 @@ class TrainingSettings(Settings):
             (self.lora.kind != "lora", f"lora.kind: {self.lora.kind}", "training.lora.kind: lora"),
         )
         for is_conflict, setting, alternative in conflicts:
-            if self.quantize != "none" and is_conflict:
-                what = f"quantize: {self.quantize} cannot be combined with {setting}"
-                fix = f"set quantize: none, or {alternative}"
-                yield Violation("quantize", what, fix, involves=("quantize", "lora"))
+            for key, value in (("quantize", self.quantize), ("compute", self.compute)):
+                if value != "none" and is_conflict:
+                    what = f"{key}: {value} cannot be combined with {setting}"
+                    fix = f"set {key}: none, or {alternative}"
+                    yield Violation(key, what, fix, involves=(key, "lora"))
+
+    def _compute_violations(self) -> Iterator[Violation]:
+        """Yield a format of the weights that 8-bit products do not use."""
+        same = {"int8": ("int8", "int8_torchao"), "fp8": ("fp8_torchao",)}
+        if self.compute != "none" and self.quantize not in ("none", *same[self.compute]):
+            what = f"compute: {self.compute} cannot be combined with quantize: {self.quantize}, because the "
+            what += "weights are stored in the format of the products"
+            fix = "set training.quantize: none, or training.compute: none"
+            yield Violation("compute", what, fix, involves=("compute", "quantize"))
 
     def _offload_violations(self) -> Iterator[Violation]:
         """Yield the settings that streamed blocks do not work with."""

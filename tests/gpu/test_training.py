@@ -85,6 +85,24 @@ def test_quantized_weights_take_less_memory_and_give_almost_the_same_losses(
     assert sizes[kind] < 0.8 * sizes["none"]
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_eight_bit_products_take_less_memory_and_give_almost_the_same_losses(
+    device: str, rig: Rig, kind: str
+) -> None:
+    if kind == "fp8" and device == "cpu":
+        pytest.skip("fp8 products need a GPU")
+    losses: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
+    for compute in ("none", kind):
+        job = rig.training_job(compute=compute)
+        engine = engine_of(job)
+        sizes[compute] = sum(map(_size, engine.denoiser.parameters()))
+        losses[compute] = [outcome.loss for outcome in outcomes(job, engine)]
+    assert losses[kind] != losses["none"]
+    assert losses[kind] == pytest.approx(losses["none"], rel=0.15)
+    assert sizes[kind] < 0.8 * sizes["none"]
+
+
 def _size(weight: Tensor) -> int:
     packed: Any = getattr(weight, "__tensor_flatten__", None)
     parts = [getattr(weight, name) for name in packed()[0]] if packed else [weight]

@@ -135,6 +135,7 @@ EFFECTS: dict[str, Effect] = {
     "training.max_grad_norm": _run({"max_grad_norm": 2.0}),
     "training.seed": _run({"seed": 43}),
     "training.quantize": _run({"quantize": "int8"}),
+    "training.compute": _run({"compute": "int8"}),
     "training.gradient_checkpointing": _nothing({"training": {"gradient_checkpointing": True}}),
     "training.offload": _nothing({"training": {"offload": "auto"}}),
     "training.compile": _run({"compile": True}),

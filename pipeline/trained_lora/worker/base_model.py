@@ -11,6 +11,7 @@ import torch
 from pipeline.errors import TrainingError
 from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stream_blocks, streamed_blocks
 from pipeline.trained_lora.worker.compiled import allow_recompilation
+from pipeline.trained_lora.worker.eight_bit import use_eight_bit_products
 from pipeline.trained_lora.worker.nf4 import unpacked_layers
 from pipeline.trained_lora.worker.sharding import shard_base
 
@@ -31,6 +32,15 @@ _TORCHAO_CONFIGS = {
 }
 """Classes of `torchao.quantization` by `training.quantize`."""
 
+_PRODUCT_CONFIGS = {
+    "int8": "Int8DynamicActivationInt8WeightConfig",
+    "fp8": "Float8DynamicActivationFloat8WeightConfig",
+}
+"""Classes of `torchao.quantization` by `training.compute`."""
+
+_FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability of NVIDIA GPUs that multiply fp8: Ada and Hopper."""
+
 _QUANTIZE_KEY = "training.quantize"
 
 
@@ -45,22 +55,30 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     `training.offload` must be resolved, see `memory.resident_blocks`.
 
     Raises:
-        TrainingError: The quantisation needs a missing package or GPU, or applies to no weight, or the
-            denoiser has no blocks to stream.
+        TrainingError: The quantisation or 8-bit products need a missing package or GPU, or apply to no
+            weight, or the denoiser has no blocks to stream.
     """
-    dtype, kind, offload = base_dtype(family, recipe), recipe.training.quantize, recipe.training.offload
+    training, dtype = recipe.training, base_dtype(family, recipe)
+    kind, compute, offload = training.quantize, training.compute, training.offload
     assert offload != "auto", "training.offload is not resolved"
-    config = quantization(kind, dtype, device, unpacked=unpacked_layers(family) if kind == "nf4" else ())
+    unpacked = unpacked_layers(family) if kind == "nf4" or compute != "none" else ()
+    if compute == "none":
+        config = quantization(kind, dtype, device, unpacked=unpacked)
+    else:
+        config = eight_bit_products(compute, device, unpacked=unpacked)
     # Streamed and sharded weights may not fit on the device together. Only a GPU can pack nf4.
     shard = recipe.accelerate.shard
     load_device = "cpu" if shard or (offload != "none" and kind != "nf4") else device
     denoiser = family.denoiser.load(dtype, load_device, quantization=config)
-    if kind != "none" and not any(map(_is_quantized, denoiser.parameters())):
+    if config is not None and not any(map(_is_quantized, denoiser.parameters())):
+        key, value = ("compute", compute) if compute != "none" else ("quantize", kind)
         raise TrainingError(
-            f"{kind} quantised no weight of {type(denoiser).__name__}",
-            where=_QUANTIZE_KEY,
-            fix="set training.quantize: none",
+            f"{value} quantised no weight of {type(denoiser).__name__}",
+            where=f"training.{key}",
+            fix=f"set training.{key}: none",
         )
+    if compute != "none":
+        use_eight_bit_products(denoiser)
     cast_inputs_of_quantized_layers(denoiser, getattr(torch, dtype))
     if offload != "none":
         stream_denoiser(denoiser, offload, device)
@@ -149,13 +167,46 @@ def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] 
     )
 
 
+def eight_bit_products(compute: str, device: str, *, unpacked: Sequence[str]) -> Any:
+    """Return diffusers' quantisation config for "int8" or "fp8" of `training.compute`.
+
+    Args:
+        compute: Value of `training.compute`.
+        device: Device of the training.
+        unpacked: Names of layers that stay as they are.
+
+    Raises:
+        TrainingError: The GPU cannot multiply such numbers, or torchao is missing.
+    """
+    import diffusers
+
+    if compute == "fp8":
+        is_cuda = device.startswith("cuda")
+        if not is_cuda or torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+            raise TrainingError(
+                f"fp8 products need a GPU of compute capability 8.9 or higher, but the device is {device}",
+                where="training.compute",
+                fix="set training.compute: int8 or none",
+            )
+    try:
+        config = getattr(import_module("torchao.quantization"), _PRODUCT_CONFIGS[compute])
+        return diffusers.TorchAoConfig(config(), modules_to_not_convert=list(unpacked))
+    except ImportError as err:
+        raise TrainingError(
+            f"compute: {compute} needs torchao: {err}",
+            where="training.compute",
+            fix="install it with `pip install -e '.[gpu]'`, or set training.compute: none",
+        ) from err
+
+
 def memory_warning(training: TrainingSettings) -> str | None:
     """Return a warning about settings that take more memory than without quantisation, or None.
 
     In the backward pass, torchao's layers need their unpacked weights. Without gradient checkpointing, those
     of all layers are kept from the forward pass until then.
     """
-    if training.quantize not in _TORCHAO_CONFIGS or training.gradient_checkpointing:
+    is_kept = training.quantize in _TORCHAO_CONFIGS and training.compute == "none"
+    if not is_kept or training.gradient_checkpointing:
         return None
     return (
         f"training.quantize: {training.quantize} without gradient checkpointing takes more memory than none, "

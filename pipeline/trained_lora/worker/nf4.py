@@ -1,4 +1,4 @@
-"""The layers of a denoiser that nf4 leaves as they are."""
+"""The layers of a denoiser that nf4 and 8-bit products leave as they are."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def unpacked_layers(family: Family) -> list[str]:
 
 
 def layers_outside_blocks(denoiser: nn.Module) -> list[str]:
-    """Return the names of the linear layers outside of repeated blocks, which nf4 does not pack.
+    """Return the names of the linear layers outside of repeated blocks.
 
-    These are embedders, modulations that all blocks share, and the output layer: few weights that every
-    sample depends on. A layer at the top with the name of a layer of the blocks, such as FLUX.1's `proj_out`,
-    is not included, because diffusers would exclude both.
+    Neither nf4 nor 8-bit products pack them. These are embedders, modulations that all blocks share, and the
+    output layer: few weights that every sample depends on. A layer at the top with the name of a layer of the
+    blocks, such as FLUX.1's `proj_out`, is not included, because diffusers would exclude both.
     """
     lists = [module for module in denoiser.modules() if isinstance(module, nn.ModuleList)]
     repeated = {id(module) for blocks in lists for module in blocks.modules()}

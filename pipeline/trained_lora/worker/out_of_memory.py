@@ -25,7 +25,8 @@ def out_of_memory_error(
     where = (
         f"training.batch_size {training.batch_size}, buckets.resolution {recipe.buckets.resolution}, "
         f"accelerate.mixed_precision {recipe.accelerate.mixed_precision}, "
-        f"training.quantize {training.quantize}, training.offload {training.offload}, "
+        f"training.quantize {training.quantize}, training.compute {training.compute}, "
+        f"training.offload {training.offload}, "
         f"training.gradient_checkpointing {str(training.gradient_checkpointing).lower()}"
     )
     what = f"memory ran out {when}" + (f" ({usage})" if usage else "")
@@ -70,7 +71,7 @@ def _advice(recipe: Recipe) -> list[str]:
     if not shard and not any(shard_violations(num_processes, training)):
         advice.append("set accelerate.shard: true, which divides the base weights among the GPUs")
     can_pack = training.lora.kind == "lora" and not training.lora.dora
-    if training.quantize == "none" and can_pack and not shard:
+    if training.weight_format == "none" and can_pack and not shard:
         advice.append("set training.quantize: int8 or nf4")
     if training.offload != 0 and not training.compile and not shard:
         advice.append(

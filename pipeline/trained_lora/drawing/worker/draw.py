@@ -163,10 +163,11 @@ def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
 def _memory_error(job: DrawingJob, usage: str) -> DrawingError:
     training, precision = job.recipe.training, job.recipe.accelerate.mixed_precision
     fix = "close other programs that use the device, such as a training"
-    if training.quantize == "none" and job.run is None:
+    if training.weight_format == "none" and job.run is None:
         fix += ", or set training.quantize: int8 or nf4"
     return DrawingError(
         "memory ran out while pictures were drawn" + (f" ({usage})" if usage else ""),
-        where=f"accelerate.mixed_precision {precision}, training.quantize {training.quantize}",
+        where=f"accelerate.mixed_precision {precision}, training.quantize {training.quantize}, "
+        f"training.compute {training.compute}",
         fix=fix,
     )

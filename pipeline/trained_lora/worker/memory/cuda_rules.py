@@ -15,9 +15,9 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
-Packing = Literal["dequantized_again", "dequantized_once"]
-"""Whether a packed layer unpacks its weight again in the backward pass (bitsandbytes), or autograd keeps the
-unpacked weight of the forward pass (torchao)."""
+Packing = Literal["dequantized_again", "dequantized_once", "multiplied"]
+"""Whether a packed layer unpacks its weight again in the backward pass (bitsandbytes), autograd keeps the
+unpacked weight of the forward pass (torchao), or the forward pass multiplies 8-bit numbers."""
 
 _LOWER = frozenset(
     [
@@ -138,6 +138,8 @@ class CudaRules(TorchFunctionMode):
         dtype = self._autocast or hidden.dtype
         if packing == "dequantized_again":
             result = cast("Tensor", _PackedLinear.apply(hidden, weight, bias, dtype, self._count))
+        elif packing == "multiplied":
+            result = cast("Tensor", _EightBitProduct.apply(hidden, weight, dtype, self._count))
         else:
             unpacked = torch.empty(weight.shape, dtype=dtype, device=weight.device)
             self._count(unpacked)
@@ -209,6 +211,40 @@ class _PackedLinear(Function):
         result = torch.empty(ctx.shape, dtype=ctx.dtype, device=unpacked.device)
         ctx.count((unpacked, result))
         return result, None, None, None, None
+
+
+class _EightBitProduct(Function):
+    """torchao's int8 product, in the order of `Int8Tensor`'s linear layer; its fp8 product takes less."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype, count: Any) -> Any:
+        ctx.unpacked = lambda: torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        ctx.count, ctx.shape, ctx.dtype = count, hidden.shape, hidden.dtype
+        shape, device = (*hidden.shape[:-1], weight.shape[0]), hidden.device
+
+        # The input is divided by its scales in float32, then rounded.
+        divided = torch.empty(hidden.shape, dtype=torch.float32, device=device)
+        rounded = torch.empty(hidden.shape, dtype=torch.int8, device=device)
+        count((divided, rounded))
+        del divided
+
+        product = torch.empty(shape, dtype=torch.int32, device=device)
+        scaled = torch.empty(shape, dtype=torch.float32, device=device)
+        count((product, scaled))
+        del product
+
+        # Multiplied with the weight's scales in float32, then rounded to the output's dtype.
+        rescaled = torch.empty(shape, dtype=torch.float32, device=device)
+        output = torch.empty(shape, dtype=dtype, device=device)
+        count((rescaled, output))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        unpacked = ctx.unpacked()
+        result = torch.empty(ctx.shape, dtype=ctx.dtype, device=unpacked.device)
+        ctx.count((unpacked, result))
+        return result, None, None, None
 
 
 def _cast(values: Any, dtype: torch.dtype, packed: Mapping[int, Packing]) -> Any:

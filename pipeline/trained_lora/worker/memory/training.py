@@ -57,11 +57,12 @@ class Variant:
     """The settings of a training that decide its memory.
 
     Attributes:
-        quantize: Value of `training.quantize`.
+        quantize: Format of the packed base weights, a value of `training.quantize`.
         checkpointing: Value of `training.gradient_checkpointing`.
         batch_size: Value of `training.batch_size`.
         mixed_precision: "no", "fp16" or "bf16".
         offload: Resolved value of `training.offload`.
+        compute: Value of `training.compute`.
     """
 
     quantize: str
@@ -69,6 +70,7 @@ class Variant:
     batch_size: int
     mixed_precision: str
     offload: Literal["none"] | int
+    compute: str = "none"
 
     @property
     def dtype(self) -> str:
@@ -80,6 +82,8 @@ class Variant:
         """How packed weights are used; None if they are not packed."""
         if self.quantize == "none":
             return None
+        if self.compute != "none":
+            return "multiplied"
         return "dequantized_again" if self.quantize == "nf4" else "dequantized_once"
 
 
@@ -121,11 +125,12 @@ class TrainingForecast:
         """The recipe's own settings; `training.offload: auto` counts as none."""
         training = self._recipe.training
         return Variant(
-            training.quantize,
+            training.weight_format,
             training.gradient_checkpointing,
             training.batch_size,
             self._family.mixed_precision(self._recipe.accelerate.mixed_precision),
             "none" if training.offload == "auto" else training.offload,
+            training.compute,
         )
 
     @property
@@ -138,7 +143,7 @@ class TrainingForecast:
         """Return the memory of a training with these settings."""
         denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
         base = [weight for weight in tensors_of(denoiser) if not weight.requires_grad]
-        packed = _packable(denoiser, variant.quantize) if variant.packing else {}
+        packed = _packable(denoiser, variant) if variant.packing else {}
         packed_bytes = sum(_packed_bytes(weight, variant.quantize) for weight in packed.values())
         largest = max(map(_unpacked_bytes, packed.values()), default=0)
         plain_bytes = num_bytes(weight for weight in base if id(weight) not in packed)
@@ -198,7 +203,7 @@ class TrainingForecast:
         packing = variant.packing
         packed: dict[int, Packing] = {}
         if packing is not None:
-            packed = dict.fromkeys(_packable(denoiser, variant.quantize), packing)
+            packed = dict.fromkeys(_packable(denoiser, variant), packing)
         autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
 
         # The gradients of trained weights are counted with these weights.
@@ -257,9 +262,10 @@ def _num_values(shapes: list[tuple[int, int, int]]) -> int:
     return sum(map(prod, shapes))
 
 
-def _packable(denoiser: nn.Module, kind: str) -> dict[int, Tensor]:
-    """Return the base weights of the linear layers that a kind of packing packs, by id."""
-    unpacked = set(layers_outside_blocks(denoiser)) if kind == "nf4" else set[str]()
+def _packable(denoiser: nn.Module, variant: Variant) -> dict[int, Tensor]:
+    """Return the base weights of the linear layers that a variant packs, by id."""
+    only_blocks = variant.quantize == "nf4" or variant.compute != "none"
+    unpacked = set(layers_outside_blocks(denoiser)) if only_blocks else set[str]()
     return {
         id(module.weight): module.weight
         for name, module in denoiser.named_modules()

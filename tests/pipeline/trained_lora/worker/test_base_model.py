@@ -172,12 +172,12 @@ def flux(tmp_path: Path) -> WorkerFamily:
     return load_family(tmp_path / "flux")
 
 
-def recipe_with(base: Path, quantize: str, precision: str = "bf16") -> Recipe:
+def recipe_with(base: Path, quantize: str, precision: str = "bf16", compute: str = "none") -> Recipe:
     values = {
         "datasets": [{"name": "photos", "path": "photos"}],
         "output_dir": "output",
         "model": {"base": str(base)},
-        "training": {"quantize": quantize},
+        "training": {"quantize": quantize, "compute": compute},
         "accelerate": {"mixed_precision": precision},
     }
     return recipe_from_mapping("demo", values)
@@ -188,6 +188,8 @@ def packed(flux: WorkerFamily, kind: str) -> nn.Module:
 
     diffusers packs nf4 on a GPU only, so that is done layer by layer.
     """
+    if kind == "int8 products":
+        return load_base(flux, recipe_with(flux.folder, "none", compute="int8"), "cpu")
     if kind != "nf4":
         return load_base(flux, recipe_with(flux.folder, kind), "cpu")
     import bitsandbytes
@@ -221,6 +223,7 @@ def predict(flux: WorkerFamily, denoiser: nn.Module) -> torch.Tensor:
 KINDS = [
     pytest.param("int8", marks=needs_torchao),
     pytest.param("fp8_torchao", marks=needs_torchao),
+    pytest.param("int8 products", marks=needs_torchao),
     pytest.param("nf4", marks=needs_bitsandbytes),
 ]
 
@@ -288,7 +291,8 @@ def alive_inputs(flux: WorkerFamily, denoiser: nn.Module) -> int:
     for name, layer in denoiser.named_modules():
         if "transformer_blocks" in name and isinstance(layer, nn.Linear):
             layer.register_forward_hook(lambda _layer, given, _output: inputs.append(weakref.ref(given[0])))
-    prediction = predict(flux, denoiser)
+    with torch.autocast("cpu", torch.bfloat16):
+        prediction = predict(flux, denoiser)
     gc.collect()
     assert prediction.requires_grad
     assert len(inputs) > 8

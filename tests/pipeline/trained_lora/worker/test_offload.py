@@ -134,6 +134,14 @@ def test_streamed_packed_weights_train_the_same_lora(
     assert_equal(make_project(), quantize=kind, gradient_checkpointing=checkpointing)
 
 
+@needs_torchao
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+def test_streamed_weights_of_eight_bit_products_train_the_same_lora(
+    make_project: Callable[..., Project], checkpointing: bool
+) -> None:
+    assert_equal(make_project(), compute="int8", gradient_checkpointing=checkpointing)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize(

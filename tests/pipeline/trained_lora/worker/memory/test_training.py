@@ -7,7 +7,7 @@ from demo.tiny_models import make_tiny_flux2_klein
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import recipe_from_mapping
-from pipeline.trained_lora.worker.memory.training import TrainingForecast
+from pipeline.trained_lora.worker.memory.training import TrainingForecast, TrainingMemory
 
 
 def step_bytes(folder: Path, *references: dict[str, Any]) -> int:
@@ -31,3 +31,23 @@ def test_each_reference_adds_memory_and_a_lower_resolution_saves_some(tmp_path: 
     assert without < one < two
     assert without < step_bytes(tmp_path, {**before, "resolution": 64}) < one
     assert step_bytes(tmp_path, {"path": "/data/before"}) > two
+
+
+def test_eight_bit_products_pack_the_weights_of_the_blocks_alone(tmp_path: Path) -> None:
+    make_tiny_flux2_klein(tmp_path)
+
+    def memory(**training: Any) -> TrainingMemory:
+        values = {
+            "datasets": [{"name": "plain", "path": "/data/plain"}],
+            "output_dir": "/out",
+            "model": {"base": str(tmp_path)},
+            "training": training,
+        }
+        forecast = TrainingForecast(
+            load_family(tmp_path), recipe_from_mapping("memory", values), Size(64, 64)
+        )
+        return forecast.memory(forecast.variant)
+
+    plain, packed, products = memory(), memory(quantize="int8"), memory(compute="int8")
+    assert packed.base < products.base < plain.base
+    assert products.step != packed.step
