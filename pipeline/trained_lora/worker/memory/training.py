@@ -167,11 +167,12 @@ class TrainingForecast:
         """Return the peak bytes of a step's tensors.
 
         For packed variants other than the recipe's, it is that of the unpacked model plus the largest weight,
-        which is unpacked while it is used. This needs no further run of the model.
+        which is unpacked while it is used. This needs no further run of the model. 8-bit products create more.
         """
         # Where the weights of blocks are between their uses does not change what a step creates.
         own, variant = (replace(each, offload="none") for each in (self.variant, variant))
-        if variant.packing is None or variant == own or not variant.checkpointing:
+        is_added = variant.packing not in (None, "multiplied") and variant.checkpointing
+        if variant == own or not is_added:
             return self.step_bytes(variant)
         return self.step_bytes(replace(variant, quantize="none")) + largest
 
