@@ -167,8 +167,8 @@ class TrainingForecast:
         """Return the peak bytes of a step's tensors.
 
         For packed variants other than the recipe's, it is that of the unpacked model plus the largest weight,
-        which is unpacked while it is used. This needs no further run of the model. 8-bit products create other
-        tensors and are always run.
+        which is unpacked while it is used. This needs no further run of the model. 8-bit products create
+        other tensors and are always run.
         """
         # Where the weights of blocks are between their uses does not change what a step creates.
         own, variant = (replace(each, offload="none") for each in (self.variant, variant))
