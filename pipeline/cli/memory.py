@@ -27,6 +27,26 @@ def show_memory(memory: MemoryForecast) -> None:
         usable = _gib(memory.usable_bytes)
         echo(f"Training does not fit into {memory.card}, of which about {usable} are usable.")
         _show_change(memory.change)
+    _show_host(memory)
+
+
+def _show_host(memory: MemoryForecast) -> None:
+    """Print a warning if one process of a stage needs more than the memory of this machine."""
+    stage = max(memory.stages, key=lambda stage: stage.host_bytes)
+    if stage.host_bytes <= memory.machine_bytes:
+        return
+    needed, available = _gib(stage.host_bytes), _gib(memory.machine_bytes)
+    echo(
+        f"warning: {stage.stage} needs {needed} of the host's memory per process, but this machine has "
+        f"{available}"
+    )
+    if stage.stage == "train":
+        echo(
+            "  fix: set training.quantize: int8 or nf4, keep more blocks on the GPU if training.offload is "
+            "set, or use a machine with more memory"
+        )
+    else:
+        echo("  fix: use a machine with more memory")
 
 
 def _show_change(change: Change) -> None:

@@ -75,6 +75,7 @@ class MemoryForecast:
         card_bytes: Memory of the GPU.
         usable_bytes: Part of it that tensors can use.
         change: Cheapest changes that make training fit; None if it fits, or without a GPU.
+        machine_bytes: Memory of this machine, or of the container that the forecast ran in.
     """
 
     stages: tuple[StageMemory, ...]
@@ -82,6 +83,7 @@ class MemoryForecast:
     card_bytes: int | None
     usable_bytes: int | None
     change: Change | None
+    machine_bytes: int
 
 
 def write_job(job: MemoryJob, path: Path) -> None:

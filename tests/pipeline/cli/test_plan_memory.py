@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -38,6 +39,7 @@ def test_plan_forecasts_a_published_model_from_its_configuration_files(configs: 
     completed = CliRunner().invoke(latentline, ["plan", "flowers", "--only-memory", "--json", "--vram", "5"])
     assert completed.exception is None, completed.output
     memory = json.loads(completed.stdout)["memory"]
+    assert GIB < memory["machine_bytes"] <= psutil.virtual_memory().total
     assert [stage["stage"] for stage in memory["stages"]] == ["encode latents", "encode text", "train"]
     assert memory["card_bytes"] == 5 * GIB
     # Batch 2 without checkpointing needs about 10 GiB.
@@ -74,7 +76,25 @@ def test_the_table_says_whether_training_fits_and_what_to_change(
 ) -> None:
     stages = (StageMemory("encode latents", GIB, GIB, "a note"), StageMemory("train", 25 * GIB, 2 * GIB))
     bytes_of = (None, None) if card is None else (24 * GIB, 23 * GIB)
-    show_memory(MemoryForecast(stages, card, *bytes_of, change))
+    show_memory(MemoryForecast(stages, card, *bytes_of, change, machine_bytes=2 * GIB))
     shown = capsys.readouterr().out
     assert "encode latents        1.0 GiB    1.0 GiB   a note" in shown
     assert line in shown
+    assert "host's memory" not in shown
+
+
+@pytest.mark.parametrize(
+    ("stage", "fix"),
+    [("train", "set training.quantize: int8 or nf4"), ("encode text", "use a machine with more memory")],
+)
+def test_a_stage_that_needs_more_than_the_machines_memory_is_a_warning(
+    stage: str, fix: str, capsys: Any
+) -> None:
+    stages = (StageMemory("encode latents", GIB, GIB), StageMemory(stage, GIB, 2 * GIB + 1))
+    show_memory(MemoryForecast(stages, None, None, None, None, machine_bytes=2 * GIB))
+    _, warning, last = capsys.readouterr().out.rstrip().rsplit("\n", 2)
+    assert warning == (
+        f"warning: {stage} needs 2.0 GiB of the host's memory per process, but this machine has 2.0 GiB"
+    )
+    assert last.startswith("  fix: ")
+    assert fix in last

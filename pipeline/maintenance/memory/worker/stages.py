@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import psutil
@@ -69,6 +70,7 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
         card_bytes=card_bytes,
         usable_bytes=usable_bytes,
         change=None if fits or usable_bytes is None else cheapest_change(training, recipe, usable_bytes),
+        machine_bytes=machine_bytes(),
     )
 
 
@@ -89,6 +91,19 @@ def _offload_note(training: TrainingForecast, recipe: Recipe, offload: Literal["
 def _text_note(dtypes: Mapping[str, str], streaming: Sequence[str]) -> str:
     is_float32 = set(dtypes.values()) == {"float32"}
     return "; ".join([*streaming, *(["text.compute_dtype: bfloat16 takes half of it"] if is_float32 else [])])
+
+
+def machine_bytes(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Return the memory of this machine, or the limit of its container if that is lower.
+
+    Linux shows a container its own limit in `limit_file` (cgroup v2), or "max" if it has none.
+    """
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = limit_file.read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def _card(job: MemoryJob) -> tuple[str | None, int | None]:

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench.gpu.configurations import PUBLISHED
 from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob
-from pipeline.maintenance.memory.worker.stages import forecast_stages
+from pipeline.maintenance.memory.worker.stages import forecast_stages, machine_bytes
 from pipeline.recipe import recipe_from_mapping
 
 GIB = 2**30
@@ -164,3 +165,15 @@ def test_no_change_of_a_sharded_recipe_is_proposed_that_sharding_excludes(foreca
     change = forecast(card_bytes=2 * GIB, accelerate=accelerate).change
     assert not change.fits
     assert not any("offload" in setting or "quantize" in setting for setting in change.settings)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("1073741824\n", GIB), ("max\n", None), (f"{2**62}\n", None), (None, None)]
+)
+def test_the_machines_memory_is_at_most_the_limit_of_its_container(
+    limit: str | None, expected: int | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "memory.max"
+    if limit is not None:
+        file.write_text(limit)
+    assert machine_bytes(file) == (expected or psutil.virtual_memory().total)
