@@ -166,8 +166,8 @@ class TrainingSettings(Settings):
         description="Number of the denoiser's repeated blocks that stay on the GPU. The weights of the "
         "others are on the host and copied to the GPU for each use, which takes time and gives the same "
         "LoRA. 0 saves the most memory; none keeps all blocks on the GPU; auto keeps as many as the memory "
-        "forecast allows on the GPU of the run, and all of them on a CPU. Cannot be combined with `compile`; "
-        "with `quantize: nf4` it requires `gradient_checkpointing`. auto cannot be combined with "
+        "forecast allows on the GPU of the run, and all of them on a CPU. "
+        "With `quantize: nf4` it requires `gradient_checkpointing`. auto cannot be combined with "
         "`lora.text_encoders`, which the forecast does not count.",
     )
     compile: bool = Field(
@@ -297,10 +297,6 @@ class TrainingSettings(Settings):
         """Yield the settings that streamed blocks do not work with."""
         if self.offload == "none":
             return
-        if self.compile:
-            what = f"offload: {self.offload} cannot be combined with compile: true"
-            fix = "set training.offload: none, or training.compile: false"
-            yield Violation("offload", what, fix, involves=("offload", "compile"))
         if self.quantize == "nf4" and not self.gradient_checkpointing:
             # The layers of bitsandbytes keep their weights for the backward pass out of autograd's sight.
             what = f"offload: {self.offload} with quantize: nf4 needs gradient_checkpointing: true"

@@ -229,7 +229,7 @@ def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module,
             family.denoiser.recompute_activations(denoiser, streamed and streamed.checkpoint)
         if recipe.training.compile:
             allow_recompilation()
-            cast("Any", denoiser).compile_repeated_blocks()
+            _compile_blocks(denoiser)
     except ValueError as err:
         key = "compile" if recipe.training.compile else "gradient_checkpointing"
         raise TrainingError(
@@ -237,3 +237,12 @@ def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module,
             where=f"training.{key}",
             fix=f"set {key}: false",
         ) from err
+
+
+def _compile_blocks(denoiser: nn.Module) -> None:
+    if streamed_blocks(denoiser) is None:
+        cast("Any", denoiser).compile_repeated_blocks()
+        return
+    # The hooks that copy the weights of streamed blocks stay outside of the compiled functions.
+    for block in repeated_blocks(denoiser).values():
+        block.forward = torch.compile(block.forward)

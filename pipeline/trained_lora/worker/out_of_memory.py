@@ -73,7 +73,7 @@ def _advice(recipe: Recipe) -> list[str]:
     can_pack = training.lora.kind == "lora" and not training.lora.dora
     if training.weight_format == "none" and can_pack and not shard:
         advice.append("set training.quantize: int8 or nf4")
-    if training.offload != 0 and not training.compile and not shard:
+    if training.offload != 0 and not shard:
         advice.append(
             "set training.offload: 0, which copies the base model's blocks from the host for each use"
         )

@@ -58,7 +58,7 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
         yield settings, variant
     if recipe.accelerate.shard:
         return
-    if variant.offload != 0 and not recipe.training.compile and recipe.training.offload != "auto":
+    if variant.offload != 0 and recipe.training.offload != "auto":
         settings += (AUTO if recipe.training.lora.text_encoders is None else "training.offload: 0",)
         variant = replace(variant, offload=0)
         yield settings, variant

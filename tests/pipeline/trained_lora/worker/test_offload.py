@@ -156,6 +156,24 @@ def test_streamed_blocks_train_the_same_adapter_of_other_kinds(
     assert_equal(make_project(), steps=3, lora=settings, gradient_checkpointing=checkpointing)
 
 
+@pytest.mark.parametrize(
+    ("kind", "training"),
+    [
+        ("FLUX.1 dev", {}),
+        pytest.param("FLUX.1 dev", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param("Stable Diffusion XL", {"compute": "int8"}, marks=[pytest.mark.slow, needs_torchao]),
+        pytest.param("Stable Diffusion XL", {"quantize": "int8"}, marks=[pytest.mark.slow, needs_torchao]),
+        pytest.param("Stable Diffusion XL", {}, marks=pytest.mark.slow),
+        pytest.param("Stable Diffusion XL", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_streamed_blocks_that_are_compiled_train_the_same_lora(
+    project_of: Callable[..., Project], kind: str, training: dict[str, Any]
+) -> None:
+    assert_equal(project_of(kind), compile=True, **training)
+
+
 def test_some_blocks_may_stay_on_the_device(make_project: Callable[..., Project]) -> None:
     assert_equal(make_project(), offload=2)
 
@@ -253,7 +271,6 @@ SMALLEST: dict[str, Any] = {
         ({"offload": -1}, "must be none, auto or a number, at least 0, got -1"),
         ({"offload": "half"}, 'at least 0, got "half"'),
         ({"offload": True}, "at least 0, got true"),
-        ({"offload": 3, "compile": True}, "offload: 3 cannot be combined with compile: true"),
         ({"offload": 0, "quantize": "nf4"}, "with quantize: nf4 needs gradient_checkpointing: true"),
     ],
 )

@@ -44,7 +44,6 @@ def test_running_out_of_memory_in_a_step_names_the_settings(
         ({"batch_size": 1}, "batch_size"),
         ({"lora": {"rank": 4, "alpha": 2.0, "dora": True}}, "quantize"),
         ({"offload": 0}, "offload"),
-        ({"compile": True}, "offload"),
     ],
 )
 def test_advice_omits_settings_that_are_already_set_or_impossible(

@@ -60,10 +60,10 @@ def test_the_host_holds_no_unpacked_model_if_weights_are_packed_on_the_gpu(forec
     assert forecast(training=same_kind).stages[2].device_bytes == packed.device_bytes
 
 
-def test_packing_is_proposed_with_the_gentlest_kind_that_fits_if_streaming_is_not_possible(
+def test_packing_is_proposed_with_the_gentlest_kind_that_fits_if_all_blocks_are_streamed(
     forecast: Any,
 ) -> None:
-    training = {"gradient_checkpointing": True, "compile": True}
+    training = {"gradient_checkpointing": True, "offload": 0}
     needed = forecast(training={**training, "quantize": "int8"}).stages[2].device_bytes
     change = forecast(card_bytes=needed + int(1.2 * GIB), training=training).change
     assert (change.settings, change.fits) == (("training.quantize: int8",), True)
