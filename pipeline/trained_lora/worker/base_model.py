@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.errors import TrainingError
+from pipeline.models.worker.offload.host_memory import training_memory
 from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stream_blocks, streamed_blocks
 from pipeline.trained_lora.worker.compiled import allow_recompilation
 from pipeline.trained_lora.worker.eight_bit import use_eight_bit_products
@@ -99,7 +100,8 @@ def stream_denoiser(denoiser: nn.Module, num_resident: int, device: str) -> None
             where=f"training.offload: {num_resident}",
             fix="set training.offload: none",
         )
-    stream_blocks(denoiser, num_resident, torch.device(device))
+    target = torch.device(device)
+    stream_blocks(denoiser, num_resident, target, memory=training_memory(target))
 
 
 def cast_inputs_of_quantized_layers(denoiser: nn.Module, dtype: torch.dtype) -> None:

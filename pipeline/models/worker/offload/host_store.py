@@ -19,6 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from pipeline.models.worker.offload.host_memory import HostMemory, OwnMemory
+
 ALIGNMENT = 256
 """Alignment of tensors in bytes, that of CUDA's own allocations."""
 
@@ -74,9 +76,16 @@ class HostStore(ABC):
         slots: Bytes of each slot, on the device.
     """
 
-    def __init__(self, device: torch.device, num_slots: int) -> None:
-        """Begin without blocks; add all of them, then call `allocate`."""
+    def __init__(self, device: torch.device, num_slots: int, memory: HostMemory | None = None) -> None:
+        """Begin without blocks; add all of them, then call `allocate`.
+
+        Args:
+            device: Device that computes.
+            num_slots: Number of blocks that are on the device at a time.
+            memory: Holds the blocks; None for this process's own memory.
+        """
         self._device = device
+        self._memory = memory or OwnMemory(device)
         self._num_slots = num_slots
         self._places: list[list[_Place]] = []
         self._chunks: list[list[Tensor]] = []
@@ -98,10 +107,7 @@ class HostStore(ABC):
             place.view(buffer).copy_(tensor.detach())
             place.refer_to(place.evicted)
         self._places.append(places)
-        chunks = [self._host_memory(part.numel()) for part in buffer.split(CHUNK_BYTES)]
-        for chunk, part in zip(chunks, buffer.split(CHUNK_BYTES), strict=True):
-            chunk.copy_(part)
-        self._chunks.append(chunks)
+        self._chunks.append([self._memory.hold(part) for part in buffer.split(CHUNK_BYTES)])
 
     def allocate(self) -> None:
         """Allocate the slots, each for the largest block."""
@@ -139,10 +145,6 @@ class HostStore(ABC):
         return torch.tensor(value).to(self._device, tensor.dtype).expand(tensor.shape)
 
     @abstractmethod
-    def _host_memory(self, num_bytes: int) -> Tensor:
-        """Return bytes on the host."""
-
-    @abstractmethod
     def _copy(self, chunks: Sequence[Tensor], slot: int) -> None:
         """Start to copy bytes from the host to the beginning of a slot."""
 
@@ -158,9 +160,6 @@ class HostStore(ABC):
 class CpuStore(HostStore):
     """Copies between two parts of the host's memory, which end before the call returns."""
 
-    def _host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
     def _copy(self, chunks: Sequence[Tensor], slot: int) -> None:
         _copy_chunks(chunks, self.slots[slot])
 
@@ -172,9 +171,9 @@ class CpuStore(HostStore):
 class CudaStore(HostStore):
     """Copies from pinned memory on a stream of its own, so that they overlap with computation."""
 
-    def __init__(self, device: torch.device, num_slots: int) -> None:
+    def __init__(self, device: torch.device, num_slots: int, memory: HostMemory | None = None) -> None:
         """See `HostStore`."""
-        super().__init__(device, num_slots)
+        super().__init__(device, num_slots, memory)
         self._stream = torch.cuda.Stream(device)
         self._copied = [torch.cuda.Event() for _ in range(num_slots)]
         self._used = [torch.cuda.Event() for _ in range(num_slots)]
@@ -184,9 +183,6 @@ class CudaStore(HostStore):
         super().allocate()
         # The slots were filled with zeros on the stream that computes.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def _host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _copy(self, chunks: Sequence[Tensor], slot: int) -> None:
         self._stream.wait_event(self._used[slot])
@@ -201,9 +197,9 @@ class CudaStore(HostStore):
         self._used[slot].record(torch.cuda.current_stream(self._device))
 
 
-def host_store(device: torch.device, num_slots: int) -> HostStore:
+def host_store(device: torch.device, num_slots: int, memory: HostMemory | None = None) -> HostStore:
     """Return the store for a device."""
-    return (CudaStore if device.type == "cuda" else CpuStore)(device, num_slots)
+    return (CudaStore if device.type == "cuda" else CpuStore)(device, num_slots, memory)
 
 
 def plain_tensors(tensor: Tensor, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Tensor]]:

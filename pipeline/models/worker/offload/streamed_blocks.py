@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.models.worker.offload.host_memory import HostMemory
 from pipeline.models.worker.offload.host_store import HostStore, host_store
 from pipeline.models.worker.offload.ring import Ring
 
@@ -183,7 +184,11 @@ class StreamedBlocks:
 
 
 def stream_blocks(
-    network: nn.Module, num_resident: int, device: torch.device, dtype: torch.dtype | None = None
+    network: nn.Module,
+    num_resident: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    memory: HostMemory | None = None,
 ) -> None:
     """Keep `num_resident` of the repeated blocks on the device and stream all others.
 
@@ -195,11 +200,12 @@ def stream_blocks(
         num_resident: Number of blocks that stay on the device.
         device: Device that computes.
         dtype: Dtype that weights are converted to; None leaves them as they are.
+        memory: Holds the streamed blocks on the host; None for this process's own memory.
     """
     blocks = repeated_blocks(network)
     names = spread_evenly(list(blocks), num_resident)
     if names:
-        store = host_store(device, NUM_SLOTS)
+        store = host_store(device, NUM_SLOTS, memory)
         for name in names:
             move_weights(blocks[name], device, dtype)
             store.add(list(blocks[name].parameters()))

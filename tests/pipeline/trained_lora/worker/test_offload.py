@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,6 +231,30 @@ def test_two_processes_with_streamed_blocks_train_the_same_lora(make_project: Ca
     resident, streamed = weights
     assert resident.keys() == streamed.keys() != set()
     assert all(torch.equal(resident[name], streamed[name]) for name in resident)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
+@pytest.mark.parametrize("quantize", ["none", pytest.param("int8", marks=needs_torchao)])
+def test_two_processes_hold_the_streamed_blocks_once(
+    make_project: Callable[..., Project], quantize: str
+) -> None:
+    project = make_project(sizes={"64x64": 4}, gradient_accumulation=1)
+    job = project.changed("streamed", num_processes=2, batch_size=1, quantize=quantize, offload=0).job()
+    file = job.write()
+    LocalLaunch(job.recipe.accelerate)("tests.pipeline.trained_lora.worker.streamed_shares", file)
+    one, other = (json.loads(file.with_name(f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one["mapped"].keys() == other["mapped"].keys()
+    assert one["blocks"] == other["blocks"]
+
+    for result in (one, other):
+        resident, proportional = (
+            sum(size[name] for size in result["mapped"].values()) * 1024 for name in ("Rss", "Pss")
+        )
+        # Whole pages are mapped, at least one for each block.
+        assert sum(result["blocks"]) <= resident <= sum(result["blocks"]) + 4096 * len(result["blocks"])
+        assert proportional == pytest.approx(resident / 2, rel=0.01)
+        assert result["open"] == 0
 
 
 def test_an_evicted_weight_is_nan_until_it_is_loaded(make_project: Callable[..., Project]) -> None:

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.models.worker.offload.host_memory import OwnMemory, training_memory
+from tests.pipeline.models.worker.offload.shared_process import SIZES
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
+
+
+def test_two_processes_read_the_same_bytes_from_memory_that_they_map_once(tmp_path: Path) -> None:
+    module = "tests.pipeline.models.worker.offload.shared_process"
+    processes = [
+        subprocess.Popen([sys.executable, "-m", module, str(tmp_path), str(rank)]) for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one["equal"] == other["equal"] == [True, True]
+    assert one["mapped"].keys() == other["mapped"].keys()
+    assert sorted(size["Rss"] for size in one["mapped"].values()) == [4, -(-SIZES[0] // 4096) * 4]
+    for result in (one, other):
+        assert result["open"] == 0
+        assert all(abs(size["Pss"] - size["Rss"] / 2) <= 1 for size in result["mapped"].values())
+
+
+def test_a_single_process_holds_its_own_copy() -> None:
+    memory = training_memory(torch.device("cpu"))
+    assert isinstance(memory, OwnMemory)
+    part = torch.arange(10, dtype=torch.uint8)
+    copy = memory.hold(part)
+    part.zero_()
+    assert copy.tolist() == list(range(10))
