@@ -38,7 +38,7 @@ IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
 
 @dataclass(frozen=True)
 class SensorState:
-    """What the sensor stores between two ticks, as JSON in its cursor.
+    """State of the sensor between two ticks, stored as JSON in its cursor.
 
     Attributes:
         seen: Fingerprint of the files at the last tick.

@@ -37,7 +37,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
             yield from path_isolation_results(context, recipe)
 
             if context.selected_asset_keys:
-                # What does not suit a local base model fails before an image is read.
+                # Settings that do not suit a local base model fail before an image is read.
                 check_local_base(recipe)
                 require_preview_prompts(recipe)
                 require_references(recipe)

@@ -67,7 +67,7 @@ _SHAPE_TYPES = {
 
 
 class RecipeEntries:
-    """Resolves what a recipe needs from the cache; the base model is looked up when it is first used.
+    """Resolves the cache entries that a recipe needs; the base model is looked up when it is first used.
 
     Attributes:
         recipe: The recipe.

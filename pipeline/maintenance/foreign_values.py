@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.recipe.captions import MAX_VARIANTS
 
 _DEFAULT_VARIANTS = 4
-"""Number of tag orders that are cached where a trainer shuffles anew in every step."""
+"""Number of tag orders to cache for a trainer that shuffles tags in every step."""
 
 
 def _choice(choices: Mapping[str, str]) -> Callable[[Any], str]:

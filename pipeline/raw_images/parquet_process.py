@@ -1,4 +1,4 @@
-"""Read a Parquet manifest in a process of its own, with bounded memory and time.
+"""Read a Parquet manifest in a separate process, with bounded memory and time.
 
 170 kB of Parquet can hold 14 GB of text. Polars ends the process when memory is used up, and panics on some
 damaged files, so a manifest from a stranger is not read in the process of the job.
@@ -49,7 +49,7 @@ def read_parquet(
 
     Raises:
         RefusedFileError: Reading it needs too much memory (`too_much_memory`) or time (`too_slow`).
-        pl.exceptions.ComputeError: The file is damaged, or is no Parquet file.
+        pl.exceptions.ComputeError: The file is damaged, or is not a Parquet file.
     """
     is_local = isinstance(file, io.BufferedReader)
     num_bytes = os.fstat(file.fileno()).st_size if is_local else len(file.getvalue())

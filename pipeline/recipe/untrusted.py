@@ -1,4 +1,4 @@
-"""What a recipe from a stranger may not do, for CI that runs the recipes of pull requests.
+"""Restrictions on recipes from strangers, for CI that runs the recipes of pull requests.
 
 With `LATENTLINE_UNTRUSTED=1`, a recipe may name no import path, no address and no path outside the project.
 SECURITY.md states what the variable does not cover.

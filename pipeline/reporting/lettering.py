@@ -40,7 +40,7 @@ def line_height_px(size_px: int) -> int:
 def shortened(text: str, size_px: int, width_px: int) -> str:
     """Return printable text that fits `width_px`; the middle of a longer one is replaced by an ellipsis.
 
-    The ends of file names tell files apart, so both ends remain.
+    File names often differ at their ends only, so both ends remain.
     """
     text = printable(text)
     if _width(text, size_px) <= width_px:

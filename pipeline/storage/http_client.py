@@ -1,4 +1,4 @@
-"""HTTP clients for fsspec that a web server cannot lead elsewhere, keep waiting or fill with data.
+"""HTTP clients for fsspec with limits on redirects, waiting time and the size of answers.
 
 A web server decides where its redirects lead. Without this, one that serves a dataset could make this machine
 read an address that only this machine can reach, such as the metadata service of a cloud, as a caption.

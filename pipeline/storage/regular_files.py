@@ -69,7 +69,7 @@ def read_all(file: io.BufferedReader) -> bytes:
 
 
 def require_size(num_bytes: int, max_bytes: int | None) -> None:
-    """Raise RefusedFileError if a file is larger than the limit; None is no limit."""
+    """Raise RefusedFileError if a file is larger than the limit; None allows any size."""
     if max_bytes is not None and num_bytes > max_bytes:
         detail = f"it must have at most {max_bytes:,} bytes, got {num_bytes:,}"
         fix = f"make it smaller, or remove it; or set checks.max_file_bytes to {num_bytes} if you trust it"

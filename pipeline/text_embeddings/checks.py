@@ -86,7 +86,7 @@ def _sizes(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _text_columns(entries: RecipeEntries) -> tuple[str, ...]:
-    """Return the columns that tell texts apart."""
+    """Return the columns that identify a text."""
     return ("caption",) if entries.text_images is None else ("caption", SEEN)
 
 

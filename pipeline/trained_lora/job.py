@@ -1,4 +1,4 @@
-"""The job of a training run: what the launching process writes and each launched worker process reads.
+"""The job of a training run, which the launching process writes and each launched worker reads.
 
 runs/<run>/
 order.json         recipe, base model, run id, entries of the empty caption and of the preview prompts

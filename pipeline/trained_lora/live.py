@@ -18,10 +18,10 @@ INTERVAL_S = 30.0
 """Shortest time between two states without a new checkpoint or new previews."""
 
 EVENT_INTERVAL_S = 5.0
-"""Shortest time between any two states."""
+"""Shortest time between any two states, in seconds."""
 
 CHECK_S = 1.0
-"""Shortest time between two looks at the run's files."""
+"""Shortest time between two checks of the run's files, in seconds."""
 
 MAX_PROMPTS = 6
 """Maximum number of previews in a live picture."""

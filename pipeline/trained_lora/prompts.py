@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.samples import TrainingInputs
 
 SLIDER_SCALES = (-1.0, 0.0, 1.0)
-"""Scales of a slider's previews: its opposite, the base model, and what it was trained on."""
+"""Scales of a slider's previews: its opposite, the base model, and the trained direction."""
 
 
 NUM_DEFAULT_PROMPTS = 2

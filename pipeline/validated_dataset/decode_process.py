@@ -1,4 +1,4 @@
-"""Decode one image in a process of its own, which ends when the image takes too long.
+"""Decode one image in a separate process, which is ended when the image takes too long.
 
 A thread that decodes cannot be ended, and a decoder that crashes would take the job with it. A process takes
 half a second to start, so only images with much work are decoded in one. It reads the opened file as its

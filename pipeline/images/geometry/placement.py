@@ -2,7 +2,7 @@
 
 An image goes to the nearest bucket of a set. With several sets, one per resolution, it goes to the largest
 one whose size it fills without being enlarged beyond the limit, or to each of those. An image that is too
-small for all sets gets a bucket of its own size, or is rejected.
+small for all sets gets a bucket of its exact size, or is rejected.
 
 Arrays: oh, ow = original height and width; rh, rw = resized; th, tw = target; N images, M >= N rows.
 """

@@ -1,4 +1,4 @@
-"""Forecast the memory of a recipe in a process of its own, from the configuration files of its base model."""
+"""Forecast a recipe's memory in a separate process, from the configuration files of its base model."""
 
 from __future__ import annotations
 

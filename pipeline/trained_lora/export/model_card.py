@@ -72,7 +72,7 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
 
 
 def _slider_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what the LoRA draws at scale 1 and at scale -1 if it is a slider: the names of the datasets."""
+    """Return a slider's datasets at scale 1 and at scale -1, by name; empty for other LoRAs."""
     sides = {
         scale: [each["name"] for each in recipe["datasets"] if each.get("slider") == scale]
         for scale in (1, -1)

@@ -18,7 +18,7 @@ class PlanSample:
     """One training input; counts are at least 1.
 
     Only inputs of the same `bucket`, `references` and `slider` share a micro-batch. `references` is any text
-    that tells numbers and shapes of reference images apart, and "" for an input without. `slider` is 1 or
+    that identifies number and shapes of reference images, and "" for an input without. `slider` is 1 or
     -1, or None for an input that is not part of a slider. Inputs of the same `pair` get the same random
     choices.
     """

@@ -118,7 +118,7 @@ def remove_leftovers(folder: Path) -> None:
 def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
     """Delete the state of the checkpoints up to step `newest`, except the last `keep`; return their steps.
 
-    The LoRA files of a checkpoint stay, since they are what a user chooses a step from.
+    The LoRA files of a checkpoint stay, so that users can choose among all steps.
     """
     steps = sorted(step for step, path in _checkpoints(folder) if not _holds_only_lora(path))
     expired = [step for step in steps if step <= newest][:-keep]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[np.float32]
 
 Place: TypeAlias = tuple[int | str, ...]
-"""What a slot's noise depends on, besides the seed: its step and index, or its pair, epoch and occurrence."""
+"""Origin of a slot's noise, besides the seed: its step and index, or its pair, epoch and occurrence."""
 
 
 @dataclass(frozen=True)

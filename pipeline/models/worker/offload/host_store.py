@@ -1,6 +1,6 @@
 """Host memory of streamed weights, and the slots on the device that they are copied to.
 
-All tensors of a block are in one sequence of bytes, on the host and in a slot alike:
+All tensors of a block are in one sequence of bytes, on the host as in a slot:
 
     | tensor 0 | padding | tensor 1 | padding | ...      each tensor begins at a multiple of 256 bytes
 

@@ -128,7 +128,7 @@ class Exporter:
         *,
         save_dtype: str = "float32",
     ) -> None:
-        """Take what the files of all steps have in common; `metadata` is added to each file's header."""
+        """Prepare the parts that the files of all steps share; `metadata` is added to each file's header."""
         self._family = family
         self._recipe_name = recipe_name
         self._metadata = dict(metadata)

@@ -170,7 +170,7 @@ class TrainingForecast:
         which is unpacked while it is used. This needs no further run of the model. 8-bit products create
         other tensors and are always run.
         """
-        # Where the weights of blocks are between their uses does not change what a step creates.
+        # A step creates the same tensors wherever the weights of blocks are between their uses.
         own, variant = (replace(each, offload="none") for each in (self.variant, variant))
         is_added = variant.packing not in (None, "multiplied") and variant.checkpointing
         if variant == own or not is_added:
