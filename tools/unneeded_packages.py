@@ -27,12 +27,16 @@ Needed = set[tuple[str, str]]
 def main() -> None:
     """Print the names of all unneeded packages, one per line."""
     extras = sys.argv[1].split(",") if len(sys.argv) > 1 and sys.argv[1] else []
-    requirements = {
-        canonicalize_name(each.metadata["Name"]): each.requires or [] for each in distributions()
-    }
-    needed = find_needed(project_requirements(Path("pyproject.toml"), extras), requirements)
-    unneeded = sorted(requirements.keys() - {name for name, _ in needed} - KEPT)
-    sys.stdout.write("".join(f"{name}\n" for name in unneeded))
+    for name in find_unneeded(Path("pyproject.toml"), extras):
+        sys.stdout.write(f"{name}\n")
+
+
+def find_unneeded(file: Path, extras: Iterable[str]) -> list[str]:
+    """Return the installed packages that the project in `file` with the extras does not need, sorted."""
+    wanted = project_requirements(file, extras)
+    requirements = {canonicalize_name(each.metadata["Name"]): each.requires or [] for each in distributions()}
+    needed = find_needed(wanted, requirements)
+    return sorted(requirements.keys() - {name for name, _ in needed} - KEPT)
 
 
 def project_requirements(file: Path, extras: Iterable[str]) -> list[str]:
