@@ -1,4 +1,4 @@
-"""`python -m resources.dead_runs`: end the runs of this machine whose processes are dead.
+"""`python -m resources.dead_runs`: end the runs of this machine that died without reporting it.
 
 deploy/compose.yaml runs it before the code server. When the container of the code server is replaced, the
 processes of its runs are killed with it, and the daemon in another container cannot see that. It also creates

@@ -31,7 +31,7 @@ step() { printf '\n== %s: %s\n' "$(date +%H:%M:%S)" "$1"; }
 
 step "A Debian base with Python"
 packages=ca-certificates,python3,python3-venv
-# shellcheck disable=SC2086  # an empty mirror is no argument
+# shellcheck disable=SC2086  # without a mirror, there must be no argument
 [[ -d $folder/base ]] || debootstrap --variant=minbase --include="$packages" bookworm "$folder/base" ${DEBIAN_MIRROR:-}
 container=$(buildah "${store[@]}" from scratch)
 buildah "${store[@]}" copy --quiet "$container" "$folder/base" /
