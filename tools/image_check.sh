@@ -5,7 +5,8 @@
 #
 #     tools/image_check.sh [FOLDER]
 #
-# FOLDER, a new temporary folder by default, is deleted at the end; KEEP=1 keeps it. Optional variables:
+# FOLDER, a new temporary folder by default, is deleted at the end. KEEP=1 keeps it, and its image is used again.
+# Optional variables:
 #
 #     DEBIAN_MIRROR   mirror for debootstrap
 #     PIP_CONF        configuration file of pip, which the build uses as a secret
@@ -29,22 +30,25 @@ clean() {
 
 step() { printf '\n== %s: %s\n' "$(date +%H:%M:%S)" "$1"; }
 
-step "A Debian base with Python"
-packages=ca-certificates,python3,python3-venv
-# shellcheck disable=SC2086  # without a mirror, there must be no argument
-[[ -d $folder/base ]] || debootstrap --variant=minbase --include="$packages" bookworm "$folder/base" ${DEBIAN_MIRROR:-}
-container=$(buildah "${store[@]}" from scratch)
-buildah "${store[@]}" copy --quiet "$container" "$folder/base" /
-buildah "${store[@]}" commit --quiet --rm "$container" localhost/latentline-base
-rm -rf "$folder/base"
+build() {
+    step "A Debian base with Python"
+    packages=ca-certificates,python3,python3-venv
+    # shellcheck disable=SC2086  # without a mirror, there must be no argument
+    [[ -d $folder/base ]] || debootstrap --variant=minbase --include="$packages" bookworm "$folder/base" ${DEBIAN_MIRROR:-}
+    container=$(buildah "${store[@]}" from scratch)
+    buildah "${store[@]}" copy --quiet "$container" "$folder/base" /
+    buildah "${store[@]}" commit --quiet --rm "$container" localhost/latentline-base
+    rm -rf "$folder/base"
 
-step "The image"
-options=(--build-arg BASE=localhost/latentline-base)
-[[ -z ${PIP_CONF:-} ]] || options+=(--secret "id=pip_conf,src=$PIP_CONF")
-[[ -z ${CA_CERTIFICATES:-} ]] || options+=(--secret "id=ca_certificates,src=$CA_CERTIFICATES")
-[[ -z ${WHEELS:-} ]] || options+=(--volume "$WHEELS:$WHEELS:ro")
-buildah "${store[@]}" bud --pull-never "${options[@]}" --file deploy/Dockerfile --tag localhost/latentline .
-buildah "${store[@]}" images
+    step "The image"
+    options=(--build-arg BASE=localhost/latentline-base)
+    [[ -z ${PIP_CONF:-} ]] || options+=(--secret "id=pip_conf,src=$PIP_CONF")
+    [[ -z ${CA_CERTIFICATES:-} ]] || options+=(--secret "id=ca_certificates,src=$CA_CERTIFICATES")
+    [[ -z ${WHEELS:-} ]] || options+=(--volume "$WHEELS:$WHEELS:ro")
+    buildah "${store[@]}" bud --pull-never "${options[@]}" --file deploy/Dockerfile --tag localhost/latentline .
+    buildah "${store[@]}" images
+}
+buildah "${store[@]}" inspect --type image localhost/latentline > /dev/null 2>&1 || build
 
 container=$(buildah "${store[@]}" from --pull-never localhost/latentline)
 inside() { buildah "${store[@]}" run "$container" -- "$@"; }
@@ -52,7 +56,8 @@ inside() { buildah "${store[@]}" run "$container" -- "$@"; }
 step "The user, and the programs"
 [[ $(inside id -u) == 1000 ]]
 inside sh -c '! touch /app/assets/file 2> /dev/null'
-inside latentline validate
+inside python -m demo.concept_pictures data/demo
+inside latentline validate demo
 inside dagster-webserver --version
 inside dagster-daemon --version
 inside sh -c '! python -c "import pytest" 2> /dev/null'
@@ -64,7 +69,6 @@ inside sh -c 'dagster code-server start -h 127.0.0.1 -p 4000 -m assets.definitio
     dagster api grpc-health-check -p 4000; kill $server; wait $server || true'
 
 step "The job demo_train"
-inside python -m demo.concept_pictures data/demo
 inside dagster job execute -m assets.definitions -j demo_train
 inside sh -c 'ls -l outputs/demo/lora'
 inside test -s outputs/demo/lora/pytorch_lora_weights.safetensors

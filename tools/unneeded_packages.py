@@ -34,7 +34,9 @@ def main() -> None:
 def find_unneeded(file: Path, extras: Iterable[str]) -> list[str]:
     """Return the installed packages that the project in `file` with the extras does not need, sorted."""
     wanted = project_requirements(file, extras)
-    requirements = {canonicalize_name(each.metadata["Name"]): each.requires or [] for each in distributions()}
+    requirements: dict[str, list[str]] = {
+        canonicalize_name(each.metadata["Name"]): each.requires or [] for each in distributions()
+    }
     needed = find_needed(wanted, requirements)
     return sorted(requirements.keys() - {name for name, _ in needed} - KEPT)
 

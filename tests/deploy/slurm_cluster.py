@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.e2e.daemon import running, until
 
 SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun")
 NUM_GPUS = 4
 DEV_NULL = (1, 3)
 """Device that takes the place of a GPU; Slurm only looks for its file and passes its number on."""
@@ -27,9 +27,8 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
+AuthType=auth/none
+CredType=cred/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -85,9 +84,7 @@ def slurm_cluster(folder: Path, nodes: Sequence[str]) -> Generator[SlurmCluster]
         nodes: Names of the nodes. Each has eight cores and `NUM_GPUS` devices.
     """
     _write_settings(folder, nodes)
-    munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
     commands = {
-        "munged": ["munged", "--foreground", "--force", f"--key-file={folder}/munge.key", *munge],
         "slurmctld": ["slurmctld", "-D", "-c"],
         **{name: ["slurmd", "-D", "-N", name] for name in nodes},
     }
@@ -99,8 +96,6 @@ def slurm_cluster(folder: Path, nodes: Sequence[str]) -> Generator[SlurmCluster]
             log = folder / f"{name}.log"
             command = [path, *options]
             stack.enter_context(running(command, environment=cluster.environment, cwd=folder, log=log))
-            if name == "munged":
-                until((folder / "munge.socket").exists, "munge", seconds=60, log=log)
         idle = ["sinfo", "--noheader", "--format=%D %t"]
         until(
             lambda: _output(idle, cluster) == f"{len(nodes)} idle",
@@ -131,8 +126,6 @@ def _write_settings(folder: Path, nodes: Sequence[str]) -> None:
     gres = f"Name=gpu File={folder}/gpu[0-{NUM_GPUS - 1}]\n"
     (folder / "gres.conf").write_text(gres, encoding="utf-8")
     (folder / "state").mkdir()
-    (folder / "munge.key").write_bytes(os.urandom(1024))
-    (folder / "munge.key").chmod(0o400)
 
 
 def _free_port() -> int:

@@ -37,7 +37,7 @@ time.sleep(300)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        bool(missing_programs()), reason="needs Debian's packages munge, slurmctld, slurmd and slurm-client"
+        bool(missing_programs()), reason="needs Debian's packages slurmctld, slurmd and slurm-client"
     ),
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm need root"),
 ]
