@@ -12,7 +12,7 @@ from dagster import validate_run_config
 from ruamel.yaml import YAML
 
 from assets.definitions import build_definitions
-from pipeline.cli.main import COMMANDS
+from pipeline.cli.main import COMMANDS, latentline
 from pipeline.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +61,10 @@ def test_each_command_exists(line: str) -> None:
     if program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == ".venv/bin/latentline":
-        assert arguments[0] in COMMANDS
+        name, *values = arguments
+        assert name in COMMANDS
+        command = latentline.get_command(None, name)  # type: ignore[arg-type]
+        assert len(values) == sum(parameter.required for parameter in command.params)
     elif arguments[:2] == ["job", "execute"]:
         assert program == ".venv/bin/dagster"
         assert arguments[2:4] == ["-m", "assets.definitions"]
