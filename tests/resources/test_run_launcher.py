@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import time
@@ -135,3 +136,13 @@ def test_a_real_job_has_an_event_that_names_its_process(instance: DagsterInstanc
     run = instance.get_run_by_id(result.run_id)
     assert run is not None
     assert status(instance, run) == "RUNNING"
+
+
+def test_O08_the_command_of_a_new_container_ends_the_runs_of_the_old_one(
+    instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of_process(instance, dead_process())
+    instance.report_dagster_event(start_event(), run.run_id)
+    monkeypatch.setenv("DAGSTER_HOME", instance.root_directory)
+    runpy.run_module("resources.dead_runs", run_name="__main__")
+    assert instance.get_run_by_id(run.run_id).status == DagsterRunStatus.FAILURE
