@@ -34,7 +34,6 @@ from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.export.modules import describe_networks
-from pipeline.trained_lora.worker.loader import MicroInput
 from pipeline.trained_lora.worker.loss import (
     MAX_SKIPPED_STEPS,
     not_finite_error,
@@ -44,6 +43,7 @@ from pipeline.trained_lora.worker.loss import (
     snr_weights,
 )
 from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.sharding import is_sharded, may_need_base_prediction

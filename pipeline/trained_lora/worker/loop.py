@@ -39,8 +39,9 @@ from pipeline.trained_lora.worker.compiled import fallbacks_reported
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, micro_inputs
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.metrics import MetricsLog
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews

@@ -24,8 +24,9 @@ from pipeline.trained_lora.sample_losses import sample_statistics
 from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker import loop
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.stop_request import stop_on_signals
 from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until, steps_kept
