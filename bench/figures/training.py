@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pipeline.trained_lora.worker.loader import MicroInput
+    from pipeline.trained_lora.worker.micro_input import MicroInput
 
 COUNT = 24
 RESOLUTION = 256

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.trained_lora.worker.loader import MicroInput
+    from pipeline.trained_lora.worker.micro_input import MicroInput
 
 
 def vae(folder: Path, dtype: str, device: str) -> Any:

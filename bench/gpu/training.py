@@ -14,7 +14,7 @@ from bench.gpu.rig import Bench, Rig
 from bench.gpu.watch import Watch, held_bytes
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.worker.loader import MicroInput
+    from pipeline.trained_lora.worker.micro_input import MicroInput
 
 FASTER = 5
 """Minimum speed of the loader, as a multiple of the speed of training."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.rig import Rig, Silent
+from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.offload.streamed_blocks import streamed_blocks
 from pipeline.processes.launch import LocalLaunch
@@ -139,6 +140,18 @@ def test_fp16_skips_a_step_whose_gradient_overflows_and_trains_on(device: str, r
     assert all(math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm) for outcome in later)
     assert scaler.get_scale() == scale
     assert not all(torch.equal(weight, old) for weight, old in zip(engine.weights, before, strict=True))
+
+
+def test_a_step_that_is_not_finite_is_an_error_and_changes_nothing(device: str, rig: Rig) -> None:
+    """On a GPU the device itself skips the update; the host reads the numbers afterwards."""
+    job = rig.training_job()
+    engine = engine_of(job)
+    assert (engine._on_device is not None) == (device != "cpu")
+    before = [weight.detach().clone() for weight in engine.weights]
+    engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+    with pytest.raises(TrainingError, match="the gradient of step 0 must be finite"):
+        next(outcomes(job, engine))
+    assert all(torch.equal(weight, old) for weight, old in zip(engine.weights, before, strict=True))
 
 
 def test_compiled_blocks_give_almost_the_same_losses(device: str, rig: Rig) -> None:

@@ -73,6 +73,9 @@ class TextConditioner(ABC):
     embeds_batches: ClassVar[bool] = False
     """Whether `embed` accepts a list of captions, which then share one forward pass."""
 
+    is_clip: ClassVar[bool] = False
+    """Whether all text encoders are CLIPs, which pad captions to one length."""
+
     prompt_names: ClassVar[Mapping[str, str]] = {"prompt_embeds": "text_embedding"}
     """The conditions that replace a prompt, by the pipeline's argument."""
 
@@ -159,14 +162,27 @@ class TextConditioner(ABC):
             caption: Any text; tokens beyond the encoders' limits are cut.
             images: Reference images that the text encoder sees, in order.
         """
-        counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits()]
-        num_tokens, num_cut, cut_from = max(counts, key=lambda count: _reach(count[2]))
         with torch.inference_mode():
             batch = (
                 self.embed_with_images(encoders, caption, images) if images else self.embed(encoders, caption)
             )
-            tensors = {name: tensor[0] for name, tensor in batch.items()}
-        return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
+        return self._encoded(encoders, caption, {name: tensor[0] for name, tensor in batch.items()})
+
+    def encode_captions(self, encoders: Any, captions: Sequence[str]) -> list[EncodedCaption]:
+        """Return the text embeddings of prompts in one forward pass; `embeds_batches` must be True.
+
+        They equal those of `encode_caption` up to the arithmetic of a larger batch.
+        """
+        with torch.inference_mode():
+            batch = self.embed(encoders, list(captions))
+        return [
+            self._encoded(encoders, caption, {name: tensor[index] for name, tensor in batch.items()})
+            for index, caption in enumerate(captions)
+        ]
+
+    def _encoded(self, encoders: Any, caption: str, tensors: dict[str, Tensor]) -> EncodedCaption:
+        counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits()]
+        return EncodedCaption(tensors, *max(counts, key=lambda count: _reach(count[2])))
 
     def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return the conditions of a batch as in `stack`, with their autograd graph.

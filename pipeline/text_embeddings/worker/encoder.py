@@ -1,4 +1,4 @@
-"""Encode captions to text embeddings on one device, one at a time."""
+"""Encode captions to text embeddings on one device: one at a time, or with CLIP on a GPU in batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
 from pipeline.models.families.compute_dtype import dtypes_text
-from pipeline.models.worker.family import load_family
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.text import EncodedCaption, SeenImage
 from pipeline.models.worker.text_layers import LayerOffload
 from pipeline.processes.worker.devices import free_bytes, out_of_memory_as
@@ -27,6 +27,20 @@ from pipeline.storage.sources import source_at
 
 if TYPE_CHECKING:
     from pipeline.storage.source import Source
+
+
+GPU_BATCH = 16
+"""Number of captions per forward pass of CLIP on a GPU, which would be idle most of the time with one."""
+
+
+def captions_per_pass(family: WorkerFamily, device: str) -> int:
+    """Return how many captions share a forward pass.
+
+    On the CPU it is one, so that an embedding's bytes depend on its key alone. On a GPU it is more for CLIP,
+    which pads all captions to one length: values differ by the arithmetic of a larger batch. Other encoders
+    are large enough to keep a GPU busy with one caption.
+    """
+    return GPU_BATCH if family.text.is_clip and device != "cpu" else 1
 
 
 class TextEncoder:
@@ -40,6 +54,7 @@ class TextEncoder:
         """
         self._family = load_family(order.model_folder, order.component_folders)
         self._device = device
+        self._captions_per_pass = captions_per_pass(self._family, device)
         self._progress = progress
         self._settings = order.settings
         self._sources: dict[str, Source] = {}
@@ -57,6 +72,7 @@ class TextEncoder:
             ModelError: An encoder returns values that are not finite or do not fit the stored dtype.
             LaunchError: Memory ran out.
         """
+        waiting: list[tuple[Job, Sequence[SeenImage]]] = []
         for job in jobs:
             self._progress.working_on(job.name)
             if store.check(job.spec).valid:
@@ -68,8 +84,29 @@ class TextEncoder:
                 yield job, images
                 continue
 
-            with out_of_memory_as(self._memory_error):
-                caption = self._encode(job, images)
+            waiting.append((job, images))
+            if len(waiting) == self._captions_per_pass:
+                yield from self._encode_waiting(waiting)
+                waiting = []
+        if waiting:
+            yield from self._encode_waiting(waiting)
+
+    def _encode_waiting(
+        self, waiting: Sequence[tuple[Job, Sequence[SeenImage]]]
+    ) -> Iterator[tuple[Job, Outcome]]:
+        """Yield jobs with their embeddings, from one forward pass."""
+        with out_of_memory_as(self._memory_error):
+            if len(waiting) == 1:
+                encoded = [self._encode(*waiting[0])]
+            else:
+                captions = [job.work["caption"] for job, _ in waiting]
+                encoded = self._family.text.encode_captions(self._encoders, captions)
+                encoded = [
+                    caption if _all_finite(caption.tensors) else self._encode(job, images)
+                    for caption, (job, images) in zip(encoded, waiting, strict=True)
+                ]
+
+        for caption, (job, _) in zip(encoded, waiting, strict=True):
             facts = {
                 "num_tokens": caption.num_tokens,
                 "num_cut": caption.num_cut,

@@ -5,7 +5,6 @@ B is the number of slots in one rank's share of a micro-batch.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from pipeline.errors import TrainingError
 from pipeline.processes.worker.devices import allow_tf32, own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
@@ -34,23 +34,23 @@ from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.export.modules import describe_networks
-from pipeline.trained_lora.worker.loader import MicroInput
 from pipeline.trained_lora.worker.loss import (
     MAX_SKIPPED_STEPS,
-    not_finite_error,
     sample_losses,
     share_of_mean,
     skipped_steps_error,
     snr_weights,
 )
 from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.sharding import is_sharded, may_need_base_prediction
-from pipeline.trained_lora.worker.step_outcome import StepOutcome
+from pipeline.trained_lora.worker.step_outcome import QueuedStep, StepOutcome
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
 from pipeline.trained_lora.worker.training_adapter import load_training_adapter
+from pipeline.trained_lora.worker.update_on_device import update_on_device
 from pipeline.trained_lora.worker.weight_groups import weight_groups
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class Engine:
         prepared = cast("Any", self.accelerator.prepare(self._joint_model, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
+        self._on_device = None if scaled else update_on_device(optimizer, self.weights, self._settings)
 
     def _add_adapter(self, denoiser: nn.Module, begin: startup.Report) -> nn.Module:
         begin(startup.ADAPTER)
@@ -152,7 +153,15 @@ class Engine:
     def step(
         self, batch: StepPlan, inputs: Iterator[tuple[StepPlan, MicroInput]], *, stop: bool
     ) -> StepOutcome:
+        """Run a step and wait for its numbers; see `start` and `finish`."""
+        return self.finish(self.start(batch, inputs, stop=stop))
+
+    def start(
+        self, batch: StepPlan, inputs: Iterator[tuple[StepPlan, MicroInput]], *, stop: bool
+    ) -> QueuedStep:
         """Run forward and backward over the step's micro-batches, then the optimizer once.
+
+        A GPU may still be computing when this returns.
 
         Args:
             batch: The step.
@@ -160,16 +169,14 @@ class Engine:
             stop: Whether this rank received a stop request.
 
         Raises:
-            TrainingError: The loss or the gradient is not finite. The weights are unchanged; the error lists
-                the samples.
+            TrainingError: See `finish`.
         """
         # Dropout draws from torch's global generator; seeding it per step makes a resumed run bit-equal.
         torch.manual_seed(
             hash_bits(32, self._settings.seed, "step", batch.step, self.accelerator.process_index)
         )
 
-        # Rows: losses by slot, timesteps by slot, and the stop flag in the first column. One tensor needs one
-        # reduction over the ranks.
+        # Losses and timesteps by slot, and the stop flag: one tensor needs one reduction over the ranks.
         step_values = torch.zeros(3, batch.num_samples, device=self.accelerator.device)
         step_values[2, 0] = float(stop)
         num_micro_batches = len(batch.micro_batches)
@@ -181,35 +188,32 @@ class Engine:
             values = torch.stack([losses, micro.timesteps.float()]) * micro.weights
             step_values[:2].index_add_(1, micro.indices, values)
 
-        (losses_by_slot, timesteps_by_slot, stop_flags), grad_norm = self._reduce(step_values)
-        loss = math.fsum(losses_by_slot) / batch.num_samples
-        if not math.isfinite(loss):
-            samples = [
-                slot.variant_id for slot in batch.slots() if not math.isfinite(losses_by_slot[slot.index])
-            ]
-            raise not_finite_error("loss", batch.step, loss, samples)
-
-        learning_rate = float(self._schedule.get_last_lr()[0])
-        self._update(batch, grad_norm)
-        return StepOutcome(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            stop=stop_flags[0] > 0,
-            losses=tuple(losses_by_slot),
-            timesteps=tuple(timesteps_by_slot),
-        )
-
-    def _reduce(self, step_values: Tensor) -> tuple[list[list[float]], float]:
-        """Sum the rows over all ranks and clip the gradient; return (rows, gradient norm before clipping).
-
-        Both come to the host in one transfer, so that a GPU is synchronised only once per step.
-        """
-        rows = cast("Tensor", self.accelerator.reduce(step_values, reduction="sum"))
+        totals = cast("Tensor", self.accelerator.reduce(step_values, reduction="sum"))
         norm = cast("Tensor", self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm))
-        *numbers, grad_norm = torch.cat([rows.flatten(), norm.detach().float().reshape(1)]).tolist()
-        width = step_values.shape[1]
-        return [numbers[start : start + width] for start in range(0, len(numbers), width)], grad_norm
+        step = QueuedStep(
+            batch,
+            totals,
+            norm,
+            learning_rate=float(self._schedule.get_last_lr()[0]),
+            schedule_state=self._schedule.state_dict(),
+        )
+        self._update(step)
+        return step
+
+    def finish(self, step: QueuedStep) -> StepOutcome:
+        """Wait for the numbers of a step, which may be the last but one.
+
+        Raises:
+            TrainingError: The loss or the gradient is not finite; the error lists the samples. Weights,
+                optimizer and schedule are those from before the step.
+        """
+        try:
+            return step.outcome()
+        except TrainingError:
+            self._schedule.load_state_dict(step.schedule_state)
+            for group, rate in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
+            raise
 
     def _backward(self, micro: MicroInput, num_samples: int, *, last: bool) -> Tensor:
         """Add the micro-batch's gradients; return its losses (B,), detached.
@@ -264,18 +268,24 @@ class Engine:
         with self._adapters_disabled(), torch.no_grad(), self.accelerator.autocast():
             return self._predict(self._joint_model, noisy, micro)
 
-    def _update(self, batch: StepPlan, grad_norm: float) -> None:
-        """Step optimizer, average and schedule; raise `TrainingError` if the gradient is not finite."""
-        # With a gradient scaler an infinite gradient is normal: the scaler skips the step.
-        if not math.isfinite(grad_norm) and self.accelerator.scaler is None:
-            self._optimizer.zero_grad()
-            samples = [slot.variant_id for slot in batch.slots()]
-            raise not_finite_error("gradient", batch.step, grad_norm, samples)
+    def _update(self, step: QueuedStep) -> None:
+        """Step optimizer, average and schedule if the step's numbers are finite.
 
+        Raises:
+            TrainingError: They are not finite, unless the device checks them.
+        """
+        if self._on_device is not None:
+            self._on_device.step(step.is_finite())
+            self._optimizer.zero_grad()
+            self._schedule.step()
+            return
+
+        # With a gradient scaler an infinite gradient is normal: the scaler skips the step.
+        step.outcome(may_overflow=self.accelerator.scaler is not None)
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._optimizer.step_was_skipped:
-            self._count_skipped_step(batch)
+            self._count_skipped_step(step.batch)
         else:
             self._skipped_steps = 0
             self._average.update()
@@ -381,6 +391,8 @@ class Engine:
         self._average.restore(state.optimizer)
         if self.accelerator.scaler is not None and "scaler" in state.optimizer:
             self.accelerator.scaler.load_state_dict(state.optimizer["scaler"])
+        if self._on_device is not None:
+            self._on_device.reset()
 
     def weights_finite(self) -> bool:
         """Return whether every trained weight is finite."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
 from pipeline.trained_lora.worker.loss import mask_loss_weights, mask_prior_weights
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.noise import NoiseSampler, Place, noise_levels
 
 if TYPE_CHECKING:
@@ -38,64 +38,6 @@ PREFETCH = 4
 """Number of micro-batches prepared ahead of training; the number of reader threads if that is larger."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class MicroInput:
-    """One rank's tensors for one forward and backward pass.
-
-    Attributes:
-        variant_ids: Ids of the B slots.
-        latent: Float32 (B, C, h, w).
-        noise: Float32 (B, C, h, w): the noise that the target is computed from.
-        input_noise: Float32 (B, C, h, w): the noise mixed into the latent, `noise` plus any perturbation.
-        timesteps: (B,), see `Family.timesteps`.
-        conditions: See `denoiser.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2), and with
-            references a tuple of float32 (B, C, h, w) in the recipe's order. Text tensors are absent if text
-            encoders are trained.
-        weights: Float32 (B,): 1, or 0 for a placeholder.
-        loss_weights: Float32 (B,): `loss_weight` of each slot's dataset.
-        is_prior: Boolean (B,): whether a slot's target is the base model's prediction; None if no slot's is.
-        place_weights: Float32 (B, 1, h, w): weights of the loss by place; None if no slot has a mask.
-        prior_place_weights: Float32 (B, 1, h, w): weights by place of the distance from the base model's
-            prediction; None if no slot has any.
-        lora_scale: Factor of the LoRA's effect on the slots; -1 for the opposite side of a slider.
-        indices: Int64 (B,): the slots' indices in the step's global batch.
-        captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
-    """
-
-    variant_ids: tuple[str, ...]
-    latent: Tensor
-    noise: Tensor
-    input_noise: Tensor
-    timesteps: Tensor
-    conditions: dict[str, Any]
-    weights: Tensor
-    loss_weights: Tensor
-    indices: Tensor
-    captions: tuple[str, ...] = ()
-    is_prior: Tensor | None = None
-    place_weights: Tensor | None = None
-    prior_place_weights: Tensor | None = None
-    lora_scale: int = 1
-
-    @property
-    def needs_base_prediction(self) -> bool:
-        """Whether the loss needs the prediction of the base model without the LoRA."""
-        return self.is_prior is not None or self.prior_place_weights is not None
-
-    def to(self, device: torch.device) -> MicroInput:
-        """Copy the tensors to `device`; copies from pinned memory are asynchronous."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> MicroInput:
-        """Copy the tensors to pinned memory."""
-        return self._map(Tensor.pin_memory)
-
-    def _map(self, convert: Callable[[Tensor], Tensor]) -> MicroInput:
-        return replace(
-            self, **{each.name: _converted(getattr(self, each.name), convert) for each in fields(self)}
-        )
 
 
 class MicroBatchMaker:
@@ -235,11 +177,12 @@ class MicroBatchMaker:
         tensors = self._read(item.views[slot.view].entry, slot.variant_id)
         if LATENT in tensors:
             return tensors[LATENT]
+        mean, std = tensors[MEAN].float(), tensors[STD].float()
         if use_mean:
-            return tensors[MEAN]
+            return mean
         random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
-        normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
-        return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
+        normal = random.standard_normal(tuple(mean.shape), dtype=np.float32)
+        return mean + std * torch.from_numpy(normal)
 
     def _references(self, pairs: list[tuple[Slot, TrainingInput]]) -> tuple[Tensor, ...]:
         """Return the latents (B, C, h, w) of each reference, in order; empty without references."""
@@ -268,11 +211,12 @@ class MicroBatchMaker:
         masks = [item.views[slot.view].mask for slot, item in pairs]
         if not any(masks):
             return None, None
-        weights, prior_weights = torch.ones_like(latent[:, :1]), torch.zeros_like(latent[:, :1])
+        shape = (len(pairs), 1, *latent.shape[2:])
+        weights, prior_weights = torch.ones(shape), torch.zeros(shape)
         for number, ((slot, item), spec) in enumerate(zip(pairs, masks, strict=True)):
             settings = self._masks[item.dataset]
             if spec is not None and settings is not None:
-                mask = self._read(spec, slot.variant_id)[MASK]
+                mask = self._read(spec, slot.variant_id)[MASK].float()
                 weights[number] = mask_loss_weights(mask, settings)
                 prior_weights[number] = mask_prior_weights(mask, settings)
         return weights, prior_weights if bool(prior_weights.any()) else None
@@ -291,18 +235,7 @@ class MicroBatchMaker:
         return self._family.text.stack(texts)
 
     def _read(self, spec: EntrySpec, variant_id: str) -> dict[str, Tensor]:
-        return read_entry(self._store, spec, f"sample {variant_id}")
-
-
-def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with its tensors converted; they may be in a mapping or a tuple."""
-    if isinstance(value, Tensor):
-        return convert(value)
-    if isinstance(value, dict):
-        return {name: _converted(each, convert) for name, each in cast("dict[str, Any]", value).items()}
-    if isinstance(value, tuple):
-        return tuple(_converted(each, convert) for each in cast("tuple[Any, ...]", value))
-    return value
+        return read_stored(self._store, spec, f"sample {variant_id}")
 
 
 def loss_weights(recipe: Recipe) -> dict[str, float]:
@@ -320,7 +253,12 @@ def _latent_shape(latent: Tensor) -> tuple[int, int, int]:
 
 
 def read_entry(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
-    """Read an entry's tensors as float32 and check their shapes against the table.
+    """Return the tensors of `read_stored` as float32."""
+    return {name: tensor.float() for name, tensor in read_stored(store, spec, owner).items()}
+
+
+def read_stored(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
+    """Read an entry's tensors and check their shapes against the table.
 
     `owner` is the sample or prompt that needs the entry, for errors.
 
@@ -335,7 +273,7 @@ def read_entry(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
 
     tensors: dict[str, Tensor] = {}
     for name, expected in spec.tensors.items():
-        tensors[name] = stored[name].float()
+        tensors[name] = stored[name]
         shape = tuple(tensors[name].shape)
         if not expected.admits(TensorSpec(expected.dtype, shape)):
             raise StoreError(

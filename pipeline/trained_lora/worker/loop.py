@@ -39,8 +39,9 @@ from pipeline.trained_lora.worker.compiled import fallbacks_reported
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, micro_inputs
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.metrics import MetricsLog
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
@@ -50,6 +51,7 @@ from pipeline.trained_lora.worker.step_outcome import StepOutcome
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.trackers import start_trackers
 from pipeline.trained_lora.worker.trial_step import largest_step, require_adapter_effect, run_trial_step
+from pipeline.trained_lora.worker.unread_steps import UnreadSteps
 from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
@@ -137,6 +139,7 @@ class _TrainingRun:
         self.warnings: list[str] = []
         self.started_at_s = 0.0
         self.resumed_from = 0
+        self._unread = UnreadSteps(self.engine, self._log_step)
 
     def train(self, stop: StopRequest) -> bool:
         """Resume, train and export; return whether the plan is complete."""
@@ -231,29 +234,34 @@ class _TrainingRun:
     ) -> int:
         """Train from step `start` to the end of the plan or a stop request; return the steps done."""
         self.startup.begin(self.startup.first_step)
-        steps_done = start
-        if not self._any_rank_stops(stop):
-            for number, batch in self.plan.iterate(start):
-                started_s = time.perf_counter()
-                # The except clause must be inside: after memory ran out, the step may be half done and must
-                # not be saved.
-                with out_of_memory_as(self._memory_error(f"in step {number}", self.engine.resident)):
-                    try:
-                        outcome = self.engine.step(batch, inputs, stop=stop.requested)
-                    except TrainingError as err:
-                        raise self._keep_last_good(err, steps_done) from err
-                steps_done = number + 1
-
-                self._log_step(batch, outcome, time.perf_counter() - started_s)
-                self._checkpoint(steps_done, stopping=outcome.stop)
-                self._validate_and_draw(steps_done)
-                if outcome.stop:
-                    break
+        steps_done, stopping = start, self._any_rank_stops(stop)
+        for number, batch in self.plan.iterate(start):
+            if stopping:
+                break
+            # After memory ran out, the step may be half done and must not be saved.
+            with out_of_memory_as(self._memory_error(f"in step {number}", self.engine.resident)):
+                stopping = self._step(batch, inputs, stop)
+            steps_done = number + 1
+            self._checkpoint(steps_done, stopping=stopping)
+            self._validate_and_draw(steps_done)
 
         if steps_done < len(self.plan) and self.main:
             total = counted(len(self.plan), "step")
             self.report.info(f"stopped on request after {steps_done} of {total}; a checkpoint is saved")
         return steps_done
+
+    def _step(
+        self, batch: StepPlan, inputs: Generator[tuple[StepPlan, MicroInput]], stop: StopRequest
+    ) -> bool:
+        """Start a step and log the steps with known numbers; return whether any rank requested a stop."""
+        started_s = time.perf_counter()
+        try:
+            step = self.engine.start(batch, inputs, stop=stop.requested)
+            self._unread.add(step, started_s)
+            return self._unread.read(at_once=self._is_saved_or_shown(batch.step + 1))
+        except TrainingError as err:
+            oldest = self._unread.oldest
+            raise self._keep_last_good(err, batch.step if oldest is None else oldest) from err
 
     def _any_rank_stops(self, stop: StopRequest) -> bool:
         """Return whether any rank has a stop request; ranks that do not stop together would deadlock."""
@@ -270,8 +278,7 @@ class _TrainingRun:
 
     def _checkpoint(self, steps_done: int, *, stopping: bool) -> None:
         """Save a checkpoint if one is due, the run stops, or the plan is complete."""
-        due = steps_done % self.job.recipe.training.checkpoint_every == 0
-        if self.metrics is not None and (due or stopping or steps_done == len(self.plan)):
+        if self.metrics is not None and (stopping or self._checkpoint_due(steps_done)):
             self.report.phase(f"saving the checkpoint of step {steps_done}")
             self.metrics.sync()
             self._save(self.engine.state(steps_done))
@@ -286,10 +293,7 @@ class _TrainingRun:
             prune_checkpoints(self.paths.checkpoints, keep=keep, newest=state.step)
 
     def _keep_last_good(self, err: TrainingError, steps_done: int) -> TrainingError:
-        """Save and export the weights from before a failed step, and return the error with their location.
-
-        `Engine.step` raises before it changes the weights.
-        """
+        """Save and export the weights from before a failed step, and return the error with their location."""
         if not self.main:
             return err
         try:
@@ -331,6 +335,14 @@ class _TrainingRun:
             self.startup.begin(startup_phase)
         else:
             self.report.phase(f"{text} after step {steps_done}")
+
+    def _checkpoint_due(self, steps_done: int) -> bool:
+        return self._due(self.job.recipe.training.checkpoint_every, steps_done)
+
+    def _is_saved_or_shown(self, steps_done: int) -> bool:
+        settings = self.job.recipe.training
+        others = (settings.validate_every if self.validation else 0, settings.sample_every)
+        return self._checkpoint_due(steps_done) or any(self._due(every, steps_done) for every in others)
 
     def _due(self, every: int, steps_done: int) -> bool:
         return every > 0 and (steps_done % every == 0 or steps_done == len(self.plan))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
     from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import Engine
-    from pipeline.trained_lora.worker.loader import MicroInput
+    from pipeline.trained_lora.worker.micro_input import MicroInput
 
 _NUM_STEPS = 1000
 """Number of steps from the start of the plan among which the largest is tried."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.trained_lora.plan.steps import Slot
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 
 if TYPE_CHECKING:
     from torch import Tensor

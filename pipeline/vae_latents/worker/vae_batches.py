@@ -17,6 +17,7 @@ from pipeline.errors import LaunchError
 from pipeline.models.worker.family import WorkerFamily
 from pipeline.models.worker.vae import Posterior
 from pipeline.processes.worker.devices import is_out_of_memory
+from pipeline.vae_latents.worker.cudnn_tuning import CudnnTuning
 from pipeline.vae_latents.worker.tiling import tiled_posterior
 
 Pixels = npt.NDArray[np.uint8]
@@ -81,6 +82,7 @@ class VaeBatches:
         self.overlap = 1 if device != "cpu" else 0
         self._max_px = GPU_BATCH_PX if device != "cpu" else 1
         self._too_large_px: float = float("inf")
+        self._tuning = CudnnTuning() if device != "cpu" else None
 
     def batch_size(self, image_px: int) -> int:
         """Return how many images of this area fit into one batch now; at least 1."""
@@ -101,6 +103,8 @@ class VaeBatches:
         images = [pixels for _, pixels in batch]
         if len(batch) == 1 and _area(images[0]) >= self._too_large_px:
             return None
+        if self._tuning is not None:
+            self._tuning.before_batch((len(images), *images[0].shape[:2]))
         return self._try(partial(self._pass, self._vae, images))
 
     def finish(

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from bench.figures.training import bare_steps
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, trainable_weights
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 
 
 def test_each_bare_step_changes_the_adapter_and_not_the_base_model(tiny_sd: Path) -> None:

@@ -13,11 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from demo.tiny_models import TINY
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import LaunchError, ModelError
+from pipeline.models.worker.family import load_family
+from pipeline.models.worker.text import TextConditioner
 from pipeline.reporting.reports import StageResult
 from pipeline.text_embeddings.stage import cache_text, needed_captions
+from pipeline.text_embeddings.worker import encoder
+
+DEVICES = ("cpu", "cuda:0")
 
 
 def cached(cache, launch) -> StageResult:
@@ -46,6 +52,43 @@ def test_embeddings_equal_those_of_encode_prompt_in_diffusers(cache, in_process_
         stored = read_torch(entries.store, entries.text_spec(caption))["text_embedding"]
         assert stored.shape == (77, 32)
         torch.testing.assert_close(stored, expected[0], rtol=0, atol=1e-6)
+
+
+def test_captions_encoded_together_as_on_a_gpu_equal_those_encoded_alone(
+    cache, in_process_launch, monkeypatch
+) -> None:
+    """Five captions and the empty one in passes of four; one caption is longer than the encoder's limit."""
+    cache = cache.with_settings(text={"dtype": "float32"})
+    set_caption(cache, "cat", "a cat, " * 60 + "the end")
+    alone = cached(cache, in_process_launch)
+    entries = RecipeEntries(cache.recipe)
+    specs = [entries.text_spec(caption) for caption in ["", *cache.captions()["caption"]]]
+    expected = [read_torch(entries.store, spec)["text_embedding"] for spec in specs]
+
+    shutil.rmtree(entries.store.root / "text")
+    passes: list[int] = []
+    encode = TextConditioner.encode_captions
+
+    def counted(self, encoders, captions):
+        passes.append(len(captions))
+        return encode(self, encoders, captions)
+
+    monkeypatch.setattr(encoder, "captions_per_pass", lambda family, device: 4)
+    monkeypatch.setattr(TextConditioner, "encode_captions", counted)
+    together = cached(cache, in_process_launch)
+    assert passes == [4, 2]
+    assert counts(together) == counts(alone)
+    assert together.table.select("num_tokens", "num_cut").equals(alone.table.select("num_tokens", "num_cut"))
+    for spec, embedding in zip(specs, expected, strict=True):
+        actual = read_torch(entries.store, spec)["text_embedding"]
+        torch.testing.assert_close(actual, embedding, rtol=0, atol=1e-5)
+
+
+def test_only_clip_on_a_gpu_encodes_several_captions_at_once(tmp_path, tiny_sd) -> None:
+    TINY["Kolors"](tmp_path / "kolors")
+    clip, other = load_family(tiny_sd), load_family(tmp_path / "kolors")
+    numbers = [encoder.captions_per_pass(family, device) for family in (clip, other) for device in DEVICES]
+    assert numbers == [1, encoder.GPU_BATCH, 1, 1]
 
 
 def test_embeddings_equal_the_encoders_output_for_hand_written_token_ids(

@@ -6,14 +6,18 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
 
+from pipeline.cache.store import Store
 from pipeline.errors import LaunchError
 from pipeline.trained_lora.job import TrainingJob, read_job
-from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
 
@@ -114,3 +118,46 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def steps_kept(job: TrainingJob) -> list[int]:
     markers = RunLayout(job.folder).checkpoints.glob("*/COMPLETE")
     return sorted(int(marker.parent.name.removeprefix("step-")) for marker in markers)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that a run computed: its metrics by step and sample, and its weights."""
+
+    steps: list[Any]
+    samples: list[Any]
+    adapter: dict[str, str]
+    exported: dict[str, str]
+    validation: list[Any]
+
+
+def outcome(job: TrainingJob) -> Outcome:
+    layout, plan = RunLayout(job.folder), job.plan()
+    steps = read_metrics(layout.metrics, len(plan))
+    assert [line["step"] for line in steps] == list(range(len(plan)))
+    samples = read_metrics(layout.sample_losses, len(plan))
+    state = load_checkpoint(checkpoint_path(layout.checkpoints, len(plan)), job.run)
+    return Outcome(
+        [[line[name] for name in ("step", "epoch", "loss", "learning_rate", "grad_norm")] for line in steps],
+        [
+            [
+                (slot.variant_id, line["timesteps"][slot.index], line["losses"][slot.index])
+                for slot in step.slots()
+            ]
+            for line, step in zip(samples, plan, strict=True)
+        ],
+        bits(state.adapter),
+        bits(load_file(layout.exported / "demo_kohya.safetensors")),
+        [(line["step"], line["loss"]) for line in read_metrics(layout.validation, len(plan) + 1)],
+    )
+
+
+def poisoned(job: TrainingJob) -> tuple[TrainingJob, str]:
+    """Return the job with a NaN latent in one sample after the first two steps, and that sample's id."""
+    drawn_samples = {slot.variant_id for step in job.plan()[:2] for slot in step.slots()}
+    chosen = next(item for item in job.inputs if item.variant_id not in drawn_samples)
+    store, entry = Store(job.recipe.cache_dir), chosen.views[0].entry
+    path, (latent,) = store.path(entry), entry.tensors.values()
+    odd = np.full(latent.shape, np.nan, latent.dtype).tobytes()
+    path.write_bytes(path.read_bytes()[: -len(odd)] + odd)
+    return job, chosen.variant_id

@@ -68,7 +68,8 @@ def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
     job = make_project(prediction=prediction, gradient_accumulation=1, **training).job()
     family = load_family(job.base)
     engine = Engine(job, family)
-    micro = MicroBatchMaker(job, family, engine.scheduler).make(0, job.plan()[0].micro_batches[0][0])
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    micro = maker.make(0, job.plan()[0].micro_batches[0][0]).to(engine.accelerator.device)
     with torch.no_grad():
         losses = engine.losses(micro, engine.denoiser)
 

@@ -13,6 +13,7 @@ class OneClipConditioner(TextConditioner):
     """The last hidden state of one CLIP."""
 
     embeds_batches = True
+    is_clip = True
 
     def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""

@@ -12,6 +12,8 @@ from pipeline.models.worker.text import PooledConditioner
 class TwoClipConditioner(PooledConditioner):
     """The hidden states of two CLIPs, and the projection of the second one."""
 
+    is_clip = True
+
     def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
         embedding, _, pooled, _ = encoders.encode_prompt(

@@ -113,7 +113,7 @@ def _time_ids(order: TrainingJob) -> dict[str, tuple[float, ...]]:
     )
     for step in order.plan():
         for micro in step.micro_batches:
-            batch = maker.make(step.step, micro[0])
+            batch = maker.make(step.step, micro[0]).to(torch.device("cpu"))
             with torch.no_grad():
                 family.denoiser.predict(denoiser, batch.latent, batch.timesteps, batch.conditions)
             time_ids |= dict(zip(batch.variant_ids, (tuple(ids) for ids in calls[-1].tolist()), strict=True))

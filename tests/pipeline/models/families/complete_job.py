@@ -32,7 +32,8 @@ from pipeline.trained_lora.export.lora_files import read_lora_file
 from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.models.families.training_launch import InProcessLaunch
@@ -310,7 +311,7 @@ def check_step(case: Case, job: Any, family: WorkerFamily, pipe: Any) -> None:
     """A fresh adapter has delta weights of zero, so the base model is the oracle."""
     engine = Engine(job, family)
     maker = MicroBatchMaker(job, family, engine.scheduler)
-    micro = maker.make(0, next(iter(job.plan())).micro_batches[0][0])
+    micro = maker.make(0, next(iter(job.plan())).micro_batches[0][0]).to(engine.accelerator.device)
     with torch.no_grad():
         noisy = case.noisy(pipe, micro)
         expected = case.predict(pipe, noisy, micro)
@@ -329,7 +330,7 @@ def check_lengths(job: Any, family: WorkerFamily) -> None:
     engine = Engine(job, family)
     maker = MicroBatchMaker(job, family, engine.scheduler)
     one = next(iter(job.plan())).micro_batches[0][0][0]
-    micro = maker.make(0, (one,) * 3)
+    micro = maker.make(0, (one,) * 3).to(engine.accelerator.device)
     encoders = family.text.load("float32", "cpu")
     texts = [family.text.encode_caption(encoders, words).tensors for words in ("a cat", "", "a cat " * 40)]
     lengths = {len(text["text_embedding"]) for text in texts}

@@ -24,7 +24,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.families.parts import references as declared
 from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES
 from pipeline.models.worker.text import SeenImage
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case, settings
 from tests.pipeline.models.families.references_case import pictures
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
 ATTENTIONS = {

@@ -14,7 +14,7 @@ from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
 SINGLE = ("to_q", "to_k", "to_v", "to_out.0")

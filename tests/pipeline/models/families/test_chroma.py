@@ -16,7 +16,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import project_root
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case, draw_picture
 
 # diffusers' Chroma imports a class from a deprecated path.

@@ -12,7 +12,7 @@ from demo.tiny_models import make_tiny_ernie_image
 from demo.tiny_models.parts import write_json
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
 # numpy 2 deprecates how torch converts the tensor that diffusers' pipeline passes to its scheduler.

@@ -16,7 +16,7 @@ from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
 BROUGHT = ("tokenizer_4", "text_encoder_4")

@@ -11,7 +11,7 @@ from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigma
 from demo.tiny_models import make_tiny_ideogram4
 from pipeline.models.families import Layer
 from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
 ORIGINAL = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")

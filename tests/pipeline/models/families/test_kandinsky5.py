@@ -13,7 +13,7 @@ from demo.tiny_models import make_tiny_kandinsky5
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
 ENDS = ("to_query", "to_key", "to_value", "out_layer")

@@ -26,7 +26,7 @@ from pipeline.models.families.parts.references import QWEN_EDIT_REFERENCES
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.text import SeenImage
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import TOLERANCE, Case, settings
 from tests.pipeline.models.families.qwen_image_case import QwenImageCase
 from tests.pipeline.models.families.references_case import (

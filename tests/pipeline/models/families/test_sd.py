@@ -19,7 +19,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.families import Layer
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
-from pipeline.trained_lora.worker.loader import MicroInput
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
 ATTENTIONS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -137,3 +138,23 @@ def test_the_host_never_waits_for_the_gpu_inside_a_forward_pass(
     predict(model, lengths)  # tables of positions are computed once
     with NeverWaiting():
         assert predict(model, lengths).shape[0] == len(lengths)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_WAITING)
+def test_timesteps_reach_the_denoiser_in_float32(loaded: Callable[[str], Loaded], kind: str) -> None:
+    """Half precision would round them before they are embedded."""
+    family, denoiser = loaded(kind)
+    parameters = inspect.signature(denoiser.forward).parameters
+    (name,) = {"timestep", "timesteps", "t"} & set(parameters)
+    dtypes: list[torch.dtype] = []
+
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        position = list(parameters).index(name)
+        value = kwargs[name] if name in kwargs else args[position]
+        dtypes.append(value.dtype)
+
+    hook = denoiser.register_forward_pre_hook(record, with_kwargs=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        predict((family, denoiser), [5])
+    hook.remove()
+    assert set(dtypes) == {torch.float32}

@@ -8,7 +8,8 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.step_outcome import StepOutcome
 
 
@@ -19,7 +20,8 @@ def engine_of(job: TrainingJob) -> Engine:
 
 def inputs_of(job: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
     maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
-    return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+    device = engine.accelerator.device
+    return [(batch, maker.make(batch.step, micro[0]).to(device)) for micro in batch.micro_batches]
 
 
 def gradients(job: TrainingJob, step: int) -> dict[str, torch.Tensor]:

@@ -28,7 +28,8 @@ from pipeline.trained_lora.worker.base_model import (
 )
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.trained_lora.runs import run_until
 from tests.pipeline.trained_lora.worker.cuda_autocast import (
     FLOAT32,
@@ -56,7 +57,8 @@ def engine_and_input(project: Project, **training: Any) -> tuple[Engine, MicroIn
         for number, weight in enumerate(engine.weights):
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(number))
     maker = MicroBatchMaker(job, family, engine.scheduler)
-    return engine, maker.make(0, next(iter(job.plan())).micro_batches[0][0])
+    micro = maker.make(0, next(iter(job.plan())).micro_batches[0][0])
+    return engine, micro.to(engine.accelerator.device)
 
 
 def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[torch.Tensor], int]:

@@ -17,7 +17,8 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.trained_lora.worker.engine_steps import (
     engine_of,
     gradients,

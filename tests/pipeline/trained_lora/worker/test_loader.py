@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
+CPU = torch.device("cpu")
+
+
 def maker_of(job: TrainingJob) -> MicroBatchMaker:
     family = load_family(job.base)
     return MicroBatchMaker(job, family, family.noise.load_scheduler())
@@ -51,10 +54,15 @@ def test_micro_batches_follow_the_plan_from_any_start(make_project: Callable[...
     store = Store(job.recipe.cache_dir)
     for _, micro in batches:
         for index, variant_id in enumerate(micro.variant_ids):
-            stored = read_torch(store, inputs[variant_id].views[0].entry)["latent"].float()
+            stored = read_torch(store, inputs[variant_id].views[0].entry)["latent"]
             assert torch.equal(micro.latent[index], stored)
+            assert torch.equal(micro.to(CPU).latent[index], stored.float())
         assert micro.conditions["crop_top_left"].tolist() == [[2, 0]] * len(micro.variant_ids)
-        assert micro.latent.dtype == micro.noise.dtype == torch.float32
+        assert micro.latent.dtype == micro.conditions["text_embedding"].dtype == torch.float16
+        on_device = micro.to(CPU)
+        floats = (on_device.latent, on_device.noise, on_device.conditions["text_embedding"])
+        assert {each.dtype for each in floats} == {torch.float32}
+        assert on_device.conditions["crop_top_left"].dtype == torch.int64
 
 
 def test_L03_a_shape_that_differs_from_the_table_is_an_error_with_the_sample(

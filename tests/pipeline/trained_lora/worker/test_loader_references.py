@@ -20,7 +20,8 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.fingerprint import run_facts, run_id
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import TrainingInput, read_entry_keys, read_inputs, write_inputs
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.trial_step import largest_step
 from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.reference_family import with_references
@@ -82,7 +83,7 @@ def test_a_micro_batch_has_one_number_and_shape_of_references_which_are_the_cach
             (of_batch,) = {tuple(shapes(item)) for item in items}
             seen.add(of_batch)
             sizes.add(len(items))
-            conditions = maker.make(step.step, micro[0]).conditions
+            conditions = maker.make(step.step, micro[0]).to(torch.device("cpu")).conditions
             assert ("references" in conditions) == bool(of_batch)
             for number, tensor in enumerate(conditions.get("references", ())):
                 assert tensor.dtype == torch.float32

@@ -6,29 +6,37 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.cache.store import Store
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.job import TrainingJob, read_job
-from pipeline.trained_lora.plan.steps import Slot, StepPlan
-from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.trained_lora.plan.steps import Slot
+from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.sample_losses import sample_statistics
 from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker import loop
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.micro_input import MicroInput
+from pipeline.trained_lora.worker.step_outcome import QueuedStep
 from pipeline.trained_lora.worker.stop_request import stop_on_signals
 from tests.pipeline.reference_family import with_references
-from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until, steps_kept
+from tests.pipeline.trained_lora.runs import (
+    Outcome,
+    RecordingReport,
+    bits,
+    outcome,
+    poisoned,
+    run_until,
+    steps_kept,
+)
 from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
@@ -42,38 +50,6 @@ STEPS = 9
 
 Recorded = dict[tuple[int, tuple[int, ...]], str]
 """Hash of the inputs by step and slots."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Everything that a run computed: its metrics by step and sample, and its weights."""
-
-    steps: list[Any]
-    samples: list[Any]
-    adapter: dict[str, str]
-    exported: dict[str, str]
-    validation: list[Any]
-
-
-def outcome(job: TrainingJob) -> Outcome:
-    layout, plan = RunLayout(job.folder), job.plan()
-    steps = read_metrics(layout.metrics, len(plan))
-    assert [line["step"] for line in steps] == list(range(len(plan)))
-    samples = read_metrics(layout.sample_losses, len(plan))
-    state = load_checkpoint(checkpoint_path(layout.checkpoints, len(plan)), job.run)
-    return Outcome(
-        [[line[name] for name in ("step", "epoch", "loss", "learning_rate", "grad_norm")] for line in steps],
-        [
-            [
-                (slot.variant_id, line["timesteps"][slot.index], line["losses"][slot.index])
-                for slot in step.slots()
-            ]
-            for line, step in zip(samples, plan, strict=True)
-        ],
-        bits(state.adapter),
-        bits(load_file(layout.exported / "demo_kohya.safetensors")),
-        [(line["step"], line["loss"]) for line in read_metrics(layout.validation, len(plan) + 1)],
-    )
 
 
 def torture_project(make_project: Callable[..., Project], **training: Any) -> Project:
@@ -282,17 +258,6 @@ def test_R01_R12_processes_signalled_at_any_one_or_two_steps_end_with_the_weight
             signal_and_compare(project, expected, number, [first, second], recorded)
 
 
-def poisoned(job: TrainingJob) -> tuple[TrainingJob, str]:
-    """Return the job with a NaN latent in one sample after the first two steps, and that sample's id."""
-    drawn_samples = {slot.variant_id for step in job.plan()[:2] for slot in step.slots()}
-    chosen = next(item for item in job.inputs if item.variant_id not in drawn_samples)
-    store, entry = Store(job.recipe.cache_dir), chosen.views[0].entry
-    path, (latent,) = store.path(entry), entry.tensors.values()
-    odd = np.full(latent.shape, np.nan, latent.dtype).tobytes()
-    path.write_bytes(path.read_bytes()[: -len(odd)] + odd)
-    return job, chosen.variant_id
-
-
 def test_R05_a_nan_loss_stops_the_run_names_the_sample_and_keeps_the_last_good_lora(
     make_project: Callable[..., Project],
 ) -> None:
@@ -336,12 +301,12 @@ def test_running_out_of_memory_during_an_update_saves_and_exports_nothing(
     job = make_project().job()
     update, updated_steps = loop.Engine._update, list[int]()
 
-    def half(engine: loop.Engine, batch: StepPlan, grad_norm: float) -> None:
-        if batch.step < 2:
-            return update(engine, batch, grad_norm)
+    def half(engine: loop.Engine, step: QueuedStep) -> None:
+        if step.batch.step < 2:
+            return update(engine, step)
         with torch.no_grad():
             engine.weights[0].add_(1.0)
-        updated_steps.append(batch.step)
+        updated_steps.append(step.batch.step)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(loop.Engine, "_update", half)

@@ -22,7 +22,8 @@ from pipeline.trained_lora.worker.adapter.lora import (
     scaled_adapters,
 )
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
@@ -50,7 +51,7 @@ def micro_batches(job: TrainingJob, steps: int) -> dict[tuple[str, int, int], tu
         (slot.variant_id, slot.epoch, slot.occurrence): (micro, place)
         for step in job.plan()[:steps]
         for shares in step.micro_batches
-        for micro in [maker.make(step.step, shares[0])]
+        for micro in [maker.make(step.step, shares[0]).to(torch.device("cpu"))]
         for place, slot in enumerate(shares[0])
     }
 

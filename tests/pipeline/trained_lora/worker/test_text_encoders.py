@@ -31,8 +31,9 @@ from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.trained_lora.text_encoder_project import (
@@ -53,7 +54,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 def inputs_of(job: TrainingJob, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
     batch = job.plan()[step]
     maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
-    return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+    device = engine.accelerator.device
+    return [(batch, maker.make(batch.step, micro[0]).to(device)) for micro in batch.micro_batches]
 
 
 def step_of(engine: Engine, job: TrainingJob, step: int) -> Any:

@@ -28,7 +28,8 @@ from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, RunLayout
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.read_back import loaded_weights
-from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, read_entry
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.trial_step import require_adapter_effect
 from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders, run_until
 
@@ -101,7 +102,7 @@ def engine_of(job: TrainingJob, scale: float = 0.1) -> Engine:
 def input_of(engine: Engine, job: TrainingJob) -> MicroInput:
     maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
     slot = Slot(job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
-    return maker.make_fixed((slot,), [0.5])
+    return maker.make_fixed((slot,), [0.5]).to(engine.accelerator.device)
 
 
 def trained_and_evaluated(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, torch.Tensor]:

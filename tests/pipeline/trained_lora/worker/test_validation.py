@@ -85,7 +85,7 @@ def test_output_change_is_zero_for_a_fresh_adapter_and_grows_with_its_weights(
     engine = Engine(job, family)
     maker = MicroBatchMaker(job, family, engine.scheduler)
     slot = Slot(job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
-    micro = maker.make_fixed((slot,), [0.5])
+    micro = maker.make_fixed((slot,), [0.5]).to(engine.accelerator.device)
     assert engine.output_change(micro) == 0.0
     moved = []
     for amount in (0.01, 0.1):

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.worker.checkpoint import TrainingState
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.optimizers import make_optimizer
+from pipeline.trained_lora.worker.update_on_device import UpdateOnDevice, update_on_device
+from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+FUSED: dict[str, Any] = {"optimizer": "torch.optim.AdamW", "optimizer_arguments": {"fused": True}}
+
+
+def checking_on_device(job: TrainingJob) -> Engine:
+    """Return an engine whose updates are checked as on a GPU."""
+    engine = engine_of(job)
+    engine._on_device = UpdateOnDevice(engine._optimizer.optimizer, engine.weights)
+    return engine
+
+
+def state_of(engine: Engine) -> TrainingState:
+    return copy.deepcopy(engine.state(0))
+
+
+def require_equal(actual: Any, expected: Any) -> None:
+    """Compare states bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            require_equal(actual[name], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            require_equal(one, other)
+    else:
+        assert actual == expected
+
+
+def test_finite_steps_give_the_weights_of_updates_that_the_host_checks(
+    make_project: Callable[..., Project],
+) -> None:
+    job = make_project(steps=3, lr_scheduler="linear", max_grad_norm=0.05, **FUSED).job()
+    engines = [engine_of(job), checking_on_device(job)]
+    expected, actual = ([one_step(engine, job, step) for step in range(3)] for engine in engines)
+    assert actual == expected
+    on_host, on_device = map(state_of, engines)
+    require_equal(on_device.adapter, on_host.adapter)
+    require_equal(on_device.optimizer, on_host.optimizer)
+
+
+@pytest.mark.parametrize("quantity", ["loss", "gradient"])
+def test_R05_a_step_that_is_not_finite_and_the_steps_queued_after_it_change_nothing(
+    make_project: Callable[..., Project], quantity: str
+) -> None:
+    project = make_project(steps=4, gradient_accumulation=1, lr_scheduler="linear", batch_size=2, **FUSED)
+    job = project.job()
+    engine = checking_on_device(job)
+    one_step(engine, job, 0)
+    before = state_of(engine)
+
+    batch, later = job.plan()[1], job.plan()[2]
+    ((_, micro),) = inputs_of(job, engine, batch)
+    if quantity == "loss":
+        micro.latent[1] = math.nan
+        bad = engine.start(batch, iter([(batch, micro)]), stop=False)
+    else:
+        overflow = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+        bad = engine.start(batch, iter([(batch, micro)]), stop=False)
+        overflow.remove()
+    good = engine.start(later, iter(inputs_of(job, engine, later)), stop=False)
+    assert not bad.is_read
+    assert bool(good.is_finite())
+
+    with pytest.raises(TrainingError, match=f"the {quantity} of step 1 must be finite") as excinfo:
+        engine.finish(bad)
+    assert micro.variant_ids[1] in excinfo.value.where
+    assert (micro.variant_ids[0] in excinfo.value.where) == (quantity == "gradient")
+    after = state_of(engine)
+    require_equal(after.adapter, before.adapter)
+    require_equal(after.optimizer, before.optimizer)
+
+    engine.restore(before)
+    one_step(engine, job, 2)
+    trained = state_of(engine).adapter
+    assert any(not torch.equal(trained[name], weight) for name, weight in before.adapter.items())
+
+
+def test_a_step_on_the_device_does_not_wait_for_the_host(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a value of a tensor is what makes the host wait for a GPU."""
+    job = make_project(steps=2, **FUSED).job()
+    engine = checking_on_device(job)
+    inputs = inputs_of(job, engine, job.plan()[0])
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("the host reads a tensor's value")
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    step = engine.start(job.plan()[0], iter(inputs), stop=False)
+    with pytest.raises(AssertionError, match="reads a tensor's value"):
+        engine.finish(step)
+
+
+def test_on_a_cpu_the_host_checks_each_step_before_the_update(make_project: Callable[..., Project]) -> None:
+    settings = make_project(**FUSED).recipe.training
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    assert update_on_device(make_optimizer(weights, settings), weights, settings) is None
