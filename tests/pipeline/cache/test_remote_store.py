@@ -238,7 +238,7 @@ def test_stats_are_equal_whether_entries_are_listed_or_asked_for(
     assert backend.store.stats("text", keys[:asked]).tolist() == [[0, 0, 0, 0]] * asked
 
 
-def test_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_single_requests(
+def test_H02_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_single_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cache with four entries in each folder is asked for 64 keys, and then for all of them."""
@@ -262,7 +262,7 @@ def test_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_single_
     store.folder.files.rm(store.folder.base, recursive=True)
 
 
-def test_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
+def test_H02_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache with 32 entries in each of four groups of keys counts as one of 32 x 16^4 entries."""
