@@ -1,7 +1,8 @@
 """Automatic cache updates: a schedule, and a sensor that watches the files of the datasets."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from dagster import (
     DagsterInstance,
@@ -35,19 +36,25 @@ _ENDED = {
 IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
 """Statuses of runs that have not ended. Also those that a later Dagster adds, such as SUSPENDED."""
 
+SLICE_S = 20.0
+"""Seconds for which one tick lists files. Dagster ends a tick after 60 s by default."""
+
 
 @dataclass(frozen=True)
 class SensorState:
     """State of the sensor between two ticks, stored as JSON in its cursor.
 
     Attributes:
-        seen: Fingerprint of the files at the last tick.
+        seen: Fingerprint of the files after the last complete listing.
         handled: Fingerprint of the files for which a run was last requested. Files that return to an older
             state are a change again.
+        position: Fields of the `ScanPosition` at which the listing of a large dataset stopped; None between
+            two listings.
     """
 
     seen: str | None = None
     handled: str | None = None
+    position: dict[str, Any] | None = None
 
     def advance(self, fingerprint: str, *, active_run: str | None) -> tuple["SensorState", str | None]:
         """Return the next state, and the reason to skip this tick or None to request a run.
@@ -108,15 +115,25 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         description=f"Starts {recipe.name}_cache when its images or captions have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
-        from pipeline.raw_images.scan_fingerprint import scan_fingerprint
+        from pipeline.raw_images.scan_fingerprint import ScanPosition, scan_slice
 
+        state = SensorState(**json.loads(context.cursor)) if context.cursor else SensorState()
+        position = None
+        if state.position is not None:
+            fields: Any = {**state.position, "after": tuple(state.position["after"])}  # JSON has no tuples
+            position = ScanPosition(**fields)
         try:
-            fingerprint = scan_fingerprint(watched_addresses(recipe))
+            listed = scan_slice(watched_addresses(recipe), position, seconds=SLICE_S)
         except (OSError, DatasetError) as err:
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
 
-        state = SensorState(**json.loads(context.cursor)) if context.cursor else SensorState()
-        state, skip_reason = state.advance(fingerprint, active_run=find_active_run(context.instance, recipe))
+        if isinstance(listed, ScanPosition):
+            cursor = json.dumps(asdict(replace(state, position=asdict(listed))))
+            reason = f"listed {listed.num_files:,} files so far: the next tick continues"
+            return SensorResult(skip_reason=reason, cursor=cursor)
+
+        state = replace(state, position=None)
+        state, skip_reason = state.advance(listed, active_run=find_active_run(context.instance, recipe))
         cursor = json.dumps(asdict(state))
         if skip_reason is not None:
             return SensorResult(skip_reason=skip_reason, cursor=cursor)

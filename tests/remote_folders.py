@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tarfile
 import threading
 import uuid
@@ -52,6 +53,26 @@ def s3_server() -> Generator[str]:
         yield f"http://{host}:{port}"
     finally:
         server.stop()
+
+
+class StoppableS3Server:
+    """An in-memory S3 server on a fixed port; its objects survive a restart."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._server: Any = None
+
+    def start(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop()
 
 
 @contextmanager

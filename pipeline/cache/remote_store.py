@@ -31,9 +31,14 @@ _MAX_SINGLE_REQUESTS = 32
 _MAX_LISTED_ENTRIES = 20_000
 """Estimated number of entries of a kind up to which all of them are listed together: about 30 MB."""
 
-_ENTRIES_PER_REQUEST = 32
-"""Number of listed entries that take as long as a request for one entry. A listing takes 95 to 190 us per
-entry on a Ceph gateway; 5 ms per request is an estimate."""
+_ENTRIES_PER_REQUEST = 16
+"""Number of listed entries that take as much processor time as a request for one entry.
+
+Measured with s3fs and Ceph's gateway on one machine: a listed entry takes 0.30 ms in this process and 0.04 ms
+in the service, a request 4.1 and 2.7 ms, and a request for a missing entry 5.8 and 5.7 ms."""
+
+_MIN_SAMPLED = 16
+"""Number of listed entries from which the number of all entries is estimated, with an error of about 25%."""
 
 _NUM_FOLDERS = 256
 """Number of folders of a kind, which are named by the first two digits of the keys."""
@@ -73,8 +78,8 @@ class FsspecStore(Store):
         """See `Store.stats`.
 
         Few entries are stat one by one, and so are entries that are a small part of a large cache. Otherwise
-        folders are listed. How many entries the cache has is estimated from one of its folders. Memory is
-        bounded by `_MAX_LISTED_ENTRIES` and the entries in `threads` folders.
+        folders are listed. The number of entries in the cache is estimated from those with similar keys.
+        Memory is bounded by `_MAX_LISTED_ENTRIES` and the entries in `threads` folders.
 
         Raises:
             StoreError: The service does not answer.
@@ -97,19 +102,31 @@ class FsspecStore(Store):
         """Return the folders whose listings take least time; none if single requests do."""
         if len(names) <= _MAX_SINGLE_REQUESTS:
             return []
-        folders = sorted({name.rpartition("/")[0] for name in names})
-        num_sampled = len(self._list(folders[0]))
-        if num_sampled * _NUM_FOLDERS <= _MAX_LISTED_ENTRIES:
+        num_entries = self._estimate(names[0])
+        if num_entries <= _MAX_LISTED_ENTRIES:
             return [kind]
-        return folders if num_sampled * len(folders) <= len(names) * _ENTRIES_PER_REQUEST else []
+        folders = sorted({name.rpartition("/")[0] for name in names})
+        num_listed = num_entries * len(folders) / _NUM_FOLDERS
+        return folders if num_listed <= len(names) * _ENTRIES_PER_REQUEST else []
+
+    def _estimate(self, name: str) -> int:
+        """Estimate the number of entries of a kind from those whose keys begin as the key of one entry."""
+        folder, _, file = name.rpartition("/")
+        num_digits = num_listed = 0
+        # A prefix of four digits selects 150 of 10 million entries, and hardly any of a small cache.
+        for num_digits in (4, 3, 2) if self.folder.lists_prefixes else (2,):
+            num_listed = len(self._list(folder, file[:num_digits]))
+            if num_listed >= _MIN_SAMPLED:
+                break
+        return num_listed * 16**num_digits
 
     def _listed(self, folder: str, wanted: Container[str]) -> dict[str, EntryStat]:
         """Return the stats of the wanted entries in a folder."""
         return {name: _entry_stat(info) for name, info in self._list(folder).items() if name in wanted}
 
-    def _list(self, folder: str) -> dict[str, dict[str, Any]]:
+    def _list(self, folder: str, prefix: str = "") -> dict[str, dict[str, Any]]:
         try:
-            return self.folder.list_files(folder)
+            return self.folder.list_files(folder, prefix=prefix)
         except OSError as err:
             raise self._access_error(Path(folder), err, "listed") from err
 

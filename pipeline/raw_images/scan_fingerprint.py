@@ -1,12 +1,21 @@
-"""Hash a dataset's file listing: a cheap way for the sensor to detect that any file has changed."""
+"""Hash a dataset's file listing: a cheap way for the sensor to detect that any file has changed.
+
+The sensor lists a large dataset in slices, one per tick, because a tick may take only a limited time. Entries
+are listed in the order of their paths, so a path shows where a slice ended. Each file adds the hash of one
+line to a sum, and the fingerprint is a hash of this sum. It depends neither on the slices nor on the order.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
+from typing import Protocol, TypeAlias
 
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
@@ -15,67 +24,268 @@ from pipeline.storage.remote_source import RemoteSource
 IGNORED_PREFIX = "."
 """Prefix of names that do not belong to a dataset: editors, file managers and copying tools create them."""
 
+MAX_ENTRIES_IN_MEMORY = 500_000
+"""Largest part of a folder that is sorted in memory at once. All names are read again for each part."""
 
-def scan_fingerprint(folders: Iterable[Address]) -> str:
-    """Return 16 hex digits over the path, size and times of every file below `folders`, in the given order.
+_SUM_LIMIT = 2**128
 
-    No file is opened. Links count by their targets, and each folder is listed once, so loops end. The change
-    time is included: it detects a file that was edited and given its old modification time back. If one of
-    `folders` is a file, it counts as itself. A subfolder that cannot be listed counts as unreadable and does
-    not hide changes in other folders. For a remote address, the hash covers the stat that the server reports
-    for each file.
+
+@dataclass(frozen=True)
+class ScanPosition:
+    """Where a listing in slices stopped. Its size depends on one path, not on the number of files.
+
+    Attributes:
+        addresses: Hash of the listed addresses.
+        index: Number of addresses that are complete.
+        after: Names that lead from the address to the last listed entry; empty before the first.
+        total: Sum over the listed files, modulo 2**128.
+        num_files: Number of listed files.
+    """
+
+    addresses: str
+    index: int = 0
+    after: tuple[str, ...] = ()
+    total: int = 0
+    num_files: int = 0
+
+
+def scan_fingerprint(addresses: Iterable[Address]) -> str:
+    """Return 16 hex digits over the path, size and times of every file below `addresses`.
+
+    No file is opened. Links count by their targets, and loops end. The change time is included: it detects a
+    file that was edited and given its old modification time back. If one of `addresses` is a file, it counts
+    as itself. A subfolder that cannot be listed counts as unreadable and does not hide changes in other
+    folders. For a remote address, the hash covers the stat that the server reports for each file.
 
     Raises:
-        OSError: One of `folders` cannot be listed.
+        OSError: One of `addresses` cannot be listed.
         DatasetError: A remote address cannot be listed.
     """
-    digest = hashlib.sha256()
-    for folder in folders:
-        lines = _remote_lines(folder) if isinstance(folder, Url) else _local_lines(folder)
-        for line in sorted(lines):  # each line has the full path, so folders need no separator
-            digest.update(line)
-    return digest.hexdigest()[:16]
+    fingerprint = scan_slice(list(addresses), None, seconds=math.inf)
+    assert isinstance(fingerprint, str), "an unlimited slice is complete"
+    return fingerprint
 
 
-def _local_lines(top: Path) -> Iterator[bytes]:
-    pending = [top]
-    visited: set[tuple[int, int]] = set()
-    while pending:
-        folder = pending.pop()
+def scan_slice(
+    addresses: Sequence[Address], position: ScanPosition | None, *, seconds: float
+) -> ScanPosition | str:
+    """List files for about `seconds`, and return the new position, or the fingerprint after the last file.
+
+    A slice lists at least one entry. It exceeds its time by reading the names of one local folder, or by
+    listing one remote folder. Files that change during the slices may count in either state.
+
+    Args:
+        addresses: Addresses to list, as for `scan_fingerprint`.
+        position: Position after the previous slice. A position of other addresses counts as None.
+        seconds: Time limit.
+
+    Raises:
+        OSError: One of `addresses` cannot be listed.
+        DatasetError: A remote address cannot be listed.
+    """
+    end = time.monotonic() + seconds
+    start = ScanPosition(_hex(repr([str(each) for each in addresses]).encode("utf-8", "surrogateescape")))
+    at = position if position is not None and position.addresses == start.addresses else start
+
+    total, num_files, after = at.total, at.num_files, at.after
+    for index in range(at.index, len(addresses)):
+        for folder_names, name, line in _lines(addresses[index], after):
+            total += int.from_bytes(hashlib.blake2b(line, digest_size=16).digest(), "big")
+            num_files += 1
+            if time.monotonic() > end:
+                names = (*folder_names, name)
+                return ScanPosition(at.addresses, index, names, total % _SUM_LIMIT, num_files)
+        after = ()
+    return _hex((total % _SUM_LIMIT).to_bytes(16, "big"))
+
+
+def _hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+_Item: TypeAlias = tuple[str, bytes | None]
+"""Name of an entry of a folder, and the line with the state of a file or None for a folder."""
+
+_ListedFile: TypeAlias = tuple[Sequence[str], str, bytes]
+"""Names that lead to a folder, name of a file in it, and the file's line. The first changes later."""
+
+
+class _Tree(Protocol):
+    """Folders to list, by their paths below an address; "" is the address itself."""
+
+    def items(self, folder: str, first: str) -> Iterator[_Item]:
+        """Yield the entries of a folder sorted by name, beginning with `first` or the next one."""
+        ...
+
+    def path(self, folder: str, name: str) -> str:
+        """Return the path of an entry."""
+        ...
+
+    def unreadable(self, folder: str, err: OSError) -> bytes:
+        """Return the line of a subfolder that cannot be listed."""
+        ...
+
+    def is_listed(self, folder: str, open_folders: Sequence[str]) -> bool:
+        """Return whether a folder is, or will be, listed under another path; `open_folders` contain it."""
+        ...
+
+
+def _lines(address: Address, after: tuple[str, ...]) -> Iterator[_ListedFile]:
+    """Yield each file after the position `after`."""
+    if isinstance(address, Url):
+        if address.suffix.lower() not in MANIFEST_SUFFIXES:
+            yield from _walk(_RemoteTree(address), after)
+        elif not after:
+            (stat,) = RemoteSource(address.parent).stats([address.name]).tolist()
+            yield (), "", f"{address}\0{stat}\n".encode()
+        return
+
+    stat = address.stat()
+    if S_ISDIR(stat.st_mode):
+        yield from _walk(_LocalTree(address), after)
+    elif not after:
+        yield (), "", os.fsencode(address) + b"\0" + _file_state(stat) + b"\n"
+
+
+def _walk(tree: _Tree, after: tuple[str, ...]) -> Iterator[_ListedFile]:
+    """Yield each file below a tree in the order of the names.
+
+    Args:
+        tree: Folders to list.
+        after: Names of the last entry that is complete.
+    """
+    names: list[str] = []
+    folders = [""]
+    listings = [tree.items("", after[0] if after else "")]
+    while listings:
         try:
-            stat = folder.stat()
-            identity = (stat.st_dev, stat.st_ino)
-            is_folder = S_ISDIR(stat.st_mode)
-            entries = _entries(folder) if is_folder and identity not in visited else []
+            item = next(listings[-1], None)
         except OSError as err:
-            if folder is top:
+            if not names:
                 raise
-            yield os.fsencode(folder) + b"\0" + _unreadable_state(err) + b"\n"
+            yield names[:-1], names[-1], tree.unreadable(folders[-1], err)
+            item = None
+        if item is None:
+            listings.pop()
+            folders.pop()
+            del names[-1:]
             continue
 
-        visited.add(identity)
-        if not is_folder:
-            yield os.fsencode(folder) + b"\0" + _file_state(stat) + b"\n"
-        for entry in entries:
-            if _is_folder(entry):
-                pending.append(Path(entry.path))
-            else:
-                yield _line(entry)
+        name, line = item
+        depth = len(names)
+        if after and after[depth : depth + 1] != (name,):
+            after = ()
+        if after and (line is not None or len(after) == depth + 1):
+            continue  # listed in an earlier slice
+        if line is not None:
+            yield names, name, line
+            continue
+
+        folder = tree.path(folders[-1], name)
+        if not tree.is_listed(folder, folders):
+            names.append(name)
+            listings.append(tree.items(folder, after[depth + 1] if after else ""))
+            folders.append(folder)
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+class _LocalTree:
+    """Folders on a local disk."""
+
+    def __init__(self, top: Path) -> None:
+        self._top = str(top)
+
+    def items(self, folder: str, first: str) -> Iterator[_Item]:
+        """See `_Tree.items`. A folder of many entries is read in parts of bounded size."""
+        while True:
+            part, next_first = _first_entries(self.path(folder, ""), first)
+            part.reverse()
+            while part:  # an entry that is not referenced any more frees its stat
+                entry = part.pop()
+                yield entry.name, None if _is_folder(entry) else _line(entry)
+            if next_first is None:
+                return
+            first = next_first
+
+    def path(self, folder: str, name: str) -> str:
+        """See `_Tree.path`."""
+        return os.path.join(self._top, folder, name)  # noqa: PTH118 - four times as fast as a Path
+
+    def unreadable(self, folder: str, err: OSError) -> bytes:
+        """See `_Tree.unreadable`."""
+        return os.fsencode(folder) + b"\0" + _unreadable_state(err) + b"\n"
+
+    def is_listed(self, folder: str, open_folders: Sequence[str]) -> bool:
+        """See `_Tree.is_listed`. Only links can lead to a folder that has another path."""
+        if not os.path.islink(folder):  # noqa: PTH114 - as above
+            return False
+        target = Path(folder).resolve()
+        tops = [Path(self.path(each, "")).resolve() for each in open_folders]
+        below_tops = [target.relative_to(top).parts for top in tops if target.is_relative_to(top)]
+        return any(not any(map(_is_ignored, names)) for names in below_tops)
+
+
+def _first_entries(folder: str, first: str) -> tuple[list[os.DirEntry[str]], str | None]:
+    """Return up to `MAX_ENTRIES_IN_MEMORY` entries of a folder sorted by name, beginning with `first`.
+
+    The second result is the name of the next entry, or None if there is none.
+    """
+    limit = MAX_ENTRIES_IN_MEMORY + 1
+    part: list[os.DirEntry[str]] = []
+    last: str | None = None
     with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(IGNORED_PREFIX)]
+        for entry in entries:
+            name = entry.name
+            if name < first or _is_ignored(name) or (last is not None and name > last):
+                continue
+            part.append(entry)
+            if len(part) == 2 * limit:
+                part = sorted(part, key=_name)[:limit]
+                last = part[-1].name
+    part.sort(key=_name)
+    next_first = part[limit - 1].name if len(part) >= limit else None
+    return part[: limit - 1], next_first
 
 
-def _remote_lines(url: Url) -> Iterator[bytes]:
-    if url.suffix.lower() in MANIFEST_SUFFIXES:
-        (stat,) = RemoteSource(url.parent).stats([url.name]).tolist()
-        yield f"{url}\0{stat}\n".encode()
-        return
-    source = RemoteSource(url)
-    for entry in source.walk_files():
-        yield f"{source.where(entry.path)}\0{entry.stat}\n".encode("utf-8", "surrogateescape")
+class _RemoteTree:
+    """Folders on a remote file system."""
+
+    def __init__(self, url: Url) -> None:
+        self._source = RemoteSource(url)
+
+    def items(self, folder: str, first: str) -> Iterator[_Item]:
+        """See `_Tree.items`."""
+        # An object store may have a file and a folder of one name; the folder comes first.
+        items = self._source.list_folder(folder)
+        for item in sorted(items, key=lambda each: (each.path, each.stat is not None)):
+            name = item.path.rpartition("/")[2]
+            if name < first or _is_ignored(name):
+                continue
+            if item.stat is None and not item.is_special:
+                yield name, None
+            else:
+                line = f"{self._source.where(item.path)}\0{item.stat}\n"
+                yield name, line.encode("utf-8", "surrogateescape")
+
+    def path(self, folder: str, name: str) -> str:
+        """See `_Tree.path`."""
+        return f"{folder}/{name}" if folder else name
+
+    def unreadable(self, folder: str, err: OSError) -> bytes:
+        """Raise the error: a service that cannot list one folder may list none."""
+        raise err
+
+    def is_listed(self, folder: str, open_folders: Sequence[str]) -> bool:
+        """Return False, because remote file systems list no links."""
+        del folder, open_folders
+        return False
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith(IGNORED_PREFIX)
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -8,18 +8,21 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.errors import DatasetError, StoreError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.http_client import HTTP_PROTOCOLS, bounded_client
+from pipeline.storage.retry import is_failed_precondition, is_transient, retry
+
+Answer = TypeVar("Answer")
 
 ACCESS_FIX = (
     "check that the address is correct, that the service responds and that this user has access; set "
@@ -140,12 +143,14 @@ class RemoteFolder:
     """Files below a remote address that can be read, listed, replaced and removed.
 
     Names are relative to the address, with slashes. Every failed request raises an `OSError`, including those
-    for which the service's library has its own exception.
+    for which the service's library has its own exception. While the service is unavailable, a request is sent
+    again for up to `RETRY_S` seconds.
 
     Attributes:
         url: Address of the folder.
         base: Path of the folder within its file system.
         files: The `fsspec.AbstractFileSystem`.
+        lists_prefixes: Whether the service can list the files that have a prefix, without all others.
     """
 
     def __init__(self, url: Url) -> None:
@@ -168,6 +173,8 @@ class RemoteFolder:
         self._writes_atomically = bool(_protocols(self.files) & OBJECT_STORES)
         pipe_file: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
         self._can_create_exclusively = "mode" in inspect.signature(pipe_file).parameters
+        find: Any = getattr(self.files, "_find", self.files.find)
+        self.lists_prefixes = "prefix" in inspect.signature(find).parameters
         self._lock = request_lock(self.files)
 
         # A cached listing would hide files written by other machines.
@@ -182,8 +189,7 @@ class RemoteFolder:
             FileNotFoundError: It does not exist.
             OSError: The request failed.
         """
-        with self._request():
-            return dict(self.files.info(self._full(name)))
+        return self._request(lambda: dict(self.files.info(self._full(name))))
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
         """Return the bytes of a file, or its first `num_bytes`.
@@ -192,9 +198,8 @@ class RemoteFolder:
             FileNotFoundError: The file does not exist.
             OSError: The file cannot be read.
         """
-        with self._request():
-            limits = {} if num_bytes is None else {"start": 0, "end": num_bytes}
-            return bytes(self.files.cat_file(self._full(name), **limits))
+        limits = {} if num_bytes is None else {"start": 0, "end": num_bytes}
+        return self._request(lambda: bytes(self.files.cat_file(self._full(name), **limits)))
 
     def put(self, name: str, data: bytes) -> None:
         """Replace a file; a reader sees either the old bytes or the new ones.
@@ -202,50 +207,63 @@ class RemoteFolder:
         Raises:
             OSError: The file cannot be written, and is unchanged.
         """
-        full = self._full(name)
-        with self._request():
-            if self._writes_atomically:
-                self.files.pipe_file(full, data)
-                return
-
-            temp = self._full(str(PurePosixPath(name).with_name(temp_name())))
-            self.files.makedirs(full.rpartition("/")[0], exist_ok=True)
-            try:
-                self.files.pipe_file(temp, data)
-                self.files.mv(temp, full)
-            finally:
-                with suppress(FileNotFoundError):
-                    self.files.rm_file(temp)
+        if self._writes_atomically:
+            self._request(lambda: self.files.pipe_file(self._full(name), data))
+        else:
+            self._request(lambda: self._put_and_rename(name, data))
 
     def put_if_absent(self, name: str, data: bytes) -> bool | None:
-        """Create a file atomically and return True; False if it exists, None if this is not supported."""
+        """Create a file atomically and return True; False if it exists, None if this is not supported.
+
+        If the connection breaks and the request is repeated, False may refer to the file of this call.
+
+        Raises:
+            OSError: The service is unavailable.
+        """
         if not (self._writes_atomically and self._can_create_exclusively):
             return None
         try:
-            with self._request():
-                self.files.pipe_file(self._full(name), data, mode="create")
+            self._request(lambda: self.files.pipe_file(self._full(name), data, mode="create"))
         except FileExistsError:
             return False
-        except OSError:  # some S3-compatible services reject the condition
-            return None
+        except OSError as err:
+            # s3fs gives the refusal of AWS and Ceph the number EINVAL, which it also has for other errors.
+            if is_failed_precondition(err):
+                return False
+            if is_transient(err):
+                raise
+            return None  # some S3-compatible services reject any condition
         return True
 
-    def list_files(self, folder: str = "") -> dict[str, dict[str, Any]]:
+    def list_files(self, folder: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
         """Return the information about every file at any depth below a folder, by name.
+
+        Args:
+            folder: Name of the folder.
+            prefix: Beginning of the paths below the folder. Only with `lists_prefixes` is it faster than
+                listing the folder.
 
         Raises:
             OSError: The folder cannot be listed. A missing folder has no files and raises nothing.
         """
-        with self._request():
+
+        def find() -> dict[str, dict[str, Any]]:
             self.files.invalidate_cache()
-            try:
-                infos: dict[str, dict[str, Any]] = self.files.find(self._full(folder), detail=True)
-            except FileNotFoundError:
-                return {}
+            limits = {"prefix": prefix} if prefix and self.lists_prefixes else {}
+            found: dict[str, dict[str, Any]] = self.files.find(self._full(folder), detail=True, **limits)
+            return found
+
+        try:
+            infos = self._request(find)
+        except FileNotFoundError:
+            return {}
 
         top = f"{self.base.strip('/')}/".lstrip("/")
         by_name = {path.strip("/").removeprefix(top): info for path, info in infos.items()}
-        return {name: info for name, info in by_name.items() if info["type"] == "file"}
+        start = join_path(folder, prefix)
+        return {
+            name: info for name, info in by_name.items() if info["type"] == "file" and name.startswith(start)
+        }
 
     def remove(self, name: str) -> None:
         """Delete a file.
@@ -254,32 +272,44 @@ class RemoteFolder:
             FileNotFoundError: The file does not exist.
             OSError: The file cannot be deleted.
         """
-        with self._request():
-            self.files.rm_file(self._full(name))
+        self._request(lambda: self.files.rm_file(self._full(name)))
 
     def is_folder(self, name: str) -> bool:
         """Return True if `name` is an existing folder."""
-        with self._request():
-            return bool(self.files.isdir(self._full(name)))
+        return self._request(lambda: bool(self.files.isdir(self._full(name))))
 
     def move_folder(self, name: str, to: str) -> None:
         """Rename a folder."""
-        with self._request():
-            self.files.mv(self._full(name), self._full(to), recursive=True)
+        self._request(lambda: self.files.mv(self._full(name), self._full(to), recursive=True))
 
     def _full(self, name: str) -> str:
         return join_path(self.base, name)
 
-    @contextmanager
-    def _request(self) -> Generator[None]:
-        with self._lock:
-            try:
-                yield
-            except OSError:
-                raise
-            except Exception as err:
-                text = f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"
-                raise OSError(without_secrets(text)) from err
+    def _put_and_rename(self, name: str, data: bytes) -> None:
+        full = self._full(name)
+        temp = self._full(str(PurePosixPath(name).with_name(temp_name())))
+        self.files.makedirs(full.rpartition("/")[0], exist_ok=True)
+        try:
+            self.files.pipe_file(temp, data)
+            self.files.mv(temp, full)
+        finally:
+            with suppress(FileNotFoundError):
+                self.files.rm_file(temp)
+
+    def _request(self, send: Callable[[], Answer]) -> Answer:
+        """Return the answer to a request, which `send` may send several times."""
+
+        def send_alone() -> Answer:
+            with self._lock:  # not while waiting for the next attempt
+                return send()
+
+        try:
+            return retry(send_alone)
+        except OSError:
+            raise
+        except Exception as err:
+            text = f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"
+            raise OSError(without_secrets(text)) from err
 
 
 def _protocols(files: Any) -> set[str]:

@@ -18,6 +18,7 @@ from dagster import (
     job,
 )
 
+from assets import automation
 from assets.automation import IN_PROGRESS, SensorState, find_active_run, watched_addresses
 from assets.definitions import build_definitions
 from assets.names import RECIPE_TAG
@@ -89,6 +90,36 @@ def test_O05_a_change_runs_once_after_it_settled(tmp_path: Path, instance: Dagst
     assert ticks.evaluate() == "run"
     assert "nothing has changed" in ticks.evaluate()
     assert "nothing has changed" in ticks.evaluate()
+
+
+def test_O04_O05_a_dataset_that_is_listed_in_slices_runs_once_per_settled_state(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automation, "SLICE_S", 0)  # one file per tick
+    ticks = Ticks(tmp_path, instance)
+    for name in ("a.jpg", "b.jpg", "c.jpg"):
+        (tmp_path / "data" / name).write_bytes(b"1")
+    listing = [f"listed {number} files so far: the next tick continues" for number in (1, 2, 3)]
+
+    assert [ticks.evaluate() for _ in range(3)] == listing
+    assert "settle" in ticks.evaluate()
+    assert [ticks.evaluate() for _ in range(3)] == listing
+    (tmp_path / "data" / "a.jpg").write_bytes(b"22")  # already listed, so the next listing finds it
+    assert ticks.evaluate() == "run"
+    assert [ticks.evaluate() for _ in range(3)] == listing
+    assert "settle" in ticks.evaluate()
+    assert [ticks.evaluate() for _ in range(3)] == listing
+    assert ticks.evaluate() == "run"
+    assert [ticks.evaluate() for _ in range(3)] == listing
+    assert "nothing has changed" in ticks.evaluate()
+    assert len(ticks.cursor or "") < 256
+
+
+def test_the_cursor_of_an_earlier_version_is_read(tmp_path: Path, instance: DagsterInstance) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.cursor = '{"seen": "0123456789abcdef", "handled": "0123456789abcdef"}'
+    assert "settle" in ticks.evaluate()
+    assert ticks.evaluate() == "run"
 
 
 def test_O06_files_that_return_to_an_older_state_run_again() -> None:

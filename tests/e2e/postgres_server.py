@@ -25,17 +25,17 @@ def programs() -> Path | None:
 
 
 class PostgresServer:
-    """A server on 127.0.0.1 that can be stopped and started again.
+    """A server that can be stopped and started again, on 127.0.0.1 or another address of this host.
 
     PostgreSQL refuses to run as root; then it runs as the user `postgres` of its package.
     """
 
-    def __init__(self, bin_folder: Path, folder: Path) -> None:
+    def __init__(self, bin_folder: Path, folder: Path, *, host: str = "127.0.0.1") -> None:
         """Create the data folder below `folder`."""
-        self._bin, self._folder = bin_folder, folder
+        self._bin, self._folder, self.host = bin_folder, folder, host
         self._user = "postgres" if os.geteuid() == 0 else None
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self.port: int = probe.getsockname()[1]
         if self._user is not None:
             shutil.chown(folder, self._user)
@@ -44,10 +44,12 @@ class PostgresServer:
         password_file.write_text(PASSWORD, encoding="utf-8")
         self._call("initdb", "-D", "data", "-U", USER, f"--pwfile={password_file}", "-A", "scram-sha-256")
         password_file.unlink()
+        with (folder / "data" / "pg_hba.conf").open("a", encoding="ascii") as file:
+            file.write("host all all samenet scram-sha-256\n")
 
     def start(self) -> None:
         """Start the server, and return when it accepts connections."""
-        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories="
+        options = f"-p {self.port} -c listen_addresses={self.host} -c unix_socket_directories="
         self._call("pg_ctl", "-D", "data", "-l", "log", "-o", options, "-w", "start")
 
     def stop(self) -> None:
@@ -55,6 +57,20 @@ class PostgresServer:
         if not (self._folder / "data" / "postmaster.pid").exists():
             return
         self._call("pg_ctl", "-D", "data", "-m", "immediate", "-w", "stop")
+
+    def create(self, name: str) -> None:
+        """Create an empty database."""
+        import psycopg2
+
+        connection = psycopg2.connect(
+            host=self.host, port=self.port, user=USER, password=PASSWORD, dbname="postgres"
+        )
+        try:
+            connection.autocommit = True
+            with connection.cursor() as cursor:
+                cursor.execute(f"create database {name}")
+        finally:
+            connection.close()
 
     def _call(self, program: str, *arguments: str) -> None:
         command = [str(self._bin / program), *arguments]
@@ -64,10 +80,10 @@ class PostgresServer:
 
 
 @contextmanager
-def postgres_server(bin_folder: Path) -> Generator[PostgresServer]:
+def postgres_server(bin_folder: Path, *, host: str = "127.0.0.1") -> Generator[PostgresServer]:
     """Provide a running server, and remove it and its data after the body."""
     with tempfile.TemporaryDirectory(prefix="postgres") as folder:
-        server = PostgresServer(bin_folder, Path(folder))
+        server = PostgresServer(bin_folder, Path(folder), host=host)
         server.start()
         try:
             yield server

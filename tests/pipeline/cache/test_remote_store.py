@@ -35,12 +35,14 @@ class RecordedRequests:
 
     def __init__(self, folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.listed: list[str] = []
-        self.num_infos = 0
+        self.num_listed = self.num_infos = 0
         list_files, info = folder.list_files, folder.info
 
-        def record_listing(name: str = "") -> dict[str, dict[str, Any]]:
+        def record_listing(name: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
             self.listed.append(name)
-            return list_files(name)
+            listed = list_files(name, prefix=prefix)
+            self.num_listed += len(listed)
+            return listed
 
         def record_info(name: str) -> dict[str, Any]:
             self.num_infos += 1
@@ -50,7 +52,7 @@ class RecordedRequests:
         monkeypatch.setattr(folder, "info", record_info)
 
     def clear(self) -> None:
-        self.listed, self.num_infos = [], 0
+        self.listed, self.num_listed, self.num_infos = [], 0, 0
 
 
 class Backend:
@@ -236,7 +238,7 @@ def test_stats_are_equal_whether_entries_are_listed_or_asked_for(
     assert backend.store.stats("text", keys[:asked]).tolist() == [[0, 0, 0, 0]] * asked
 
 
-def test_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_single_requests(
+def test_H02_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_single_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cache with four entries in each folder is asked for 64 keys, and then for all of them."""
@@ -258,6 +260,27 @@ def test_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_single_
     assert sorted(set(requests.listed)) == [f"latents/{folder:02x}" for folder in range(256)]
     assert requests.num_infos == 0
     store.folder.files.rm(store.folder.base, recursive=True)
+
+
+def test_H02_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache with 32 entries in each of four groups of keys counts as one of 32 x 16^4 entries."""
+    del s3
+    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", 100)
+    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 1)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("estimated")
+    store = FsspecStore(Url("s3://estimated/cache"))
+    keys = [f"{start}{number:060x}" for start in ("abcd", "abc0", "ab00", "0000") for number in range(32)]
+    for key in keys:
+        store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
+    requests = RecordedRequests(store.folder, monkeypatch)
+
+    assert store.stats("latents", keys)[:, 0].tolist() == [5] * len(keys)
+    assert (requests.listed, requests.num_listed) == (["latents/ab"], 32), "only keys that begin with abcd"
+    assert requests.num_infos == len(keys)
+    listed = store.folder.list_files("latents/ab", prefix="abc")
+    assert sorted(listed) == sorted(f"latents/ab/{key}.safetensors" for key in keys[:64])
 
 
 def test_remove_deletes_an_entry_but_not_a_folder_at_its_path(backend: Backend) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import DatasetError
-from pipeline.raw_images.scan_fingerprint import scan_fingerprint
-from pipeline.storage.addresses import Url
+from pipeline.raw_images import scan_fingerprint as module
+from pipeline.raw_images.scan_fingerprint import ScanPosition, scan_fingerprint, scan_slice
+from pipeline.storage.addresses import Address, Url
 from tests.remote_folders import published_in_bucket
 
 
@@ -120,3 +124,123 @@ def test_O04_a_change_in_an_object_store_is_a_change(folder: Path, s3: str) -> N
     assert scan_fingerprint([listing]) != before[1]
     with pytest.raises(DatasetError):
         scan_fingerprint([Url("s3://no-such-bucket")])
+
+
+def write_tree(top: Path) -> None:
+    """Write files in folders of several depths, with names that sort differently from their paths."""
+    for name in (
+        "a",
+        "a.txt",
+        "b/c.jpg",
+        "b/c/d.jpg",
+        "b/c/e/f.jpg",
+        "b-1.jpg",
+        "ü/\udcff.jpg",
+        "z/1",
+        "z/2",
+    ):
+        path = top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name, encoding="utf-8", errors="surrogateescape")
+    (top / "empty").mkdir()
+    (top / "link").symlink_to(top / "z")
+    (top / "z" / "loop").symlink_to(top)
+
+
+def slices(addresses: Sequence[Address], *, largest: int = 10**6) -> tuple[str, list[ScanPosition]]:
+    """List one entry per slice; return the fingerprint and the positions, which pass through JSON."""
+    positions: list[ScanPosition] = []
+    while True:
+        listed = scan_slice(addresses, positions[-1] if positions else None, seconds=0)
+        if isinstance(listed, str):
+            return listed, positions
+        text = json.dumps(asdict(listed))
+        assert len(text) < largest
+        fields = json.loads(text)
+        positions.append(ScanPosition(**{**fields, "after": tuple(fields["after"])}))
+
+
+@pytest.mark.parametrize("in_memory", [1, 2, 500_000])
+def test_slices_of_one_entry_give_the_same_fingerprint_as_one_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int
+) -> None:
+    monkeypatch.setattr(module, "MAX_ENTRIES_IN_MEMORY", in_memory)
+    write_tree(tmp_path / "one")
+    write_tree(tmp_path / "two")
+    outside = tmp_path / "outside"
+    write_tree(outside)
+    (tmp_path / "one" / "linked").symlink_to(outside)
+    addresses = [tmp_path / "one", tmp_path / "one" / "a.txt", tmp_path / "two"]
+
+    fingerprint, positions = slices(addresses)
+    assert fingerprint == scan_fingerprint(addresses)
+    assert len(positions) == 9 + 9 + 1 + 9, "no file counts twice"
+    assert positions[-1].num_files == len(positions)
+
+
+def test_slices_of_a_bucket_give_the_same_fingerprint_as_one_listing(folder: Path, s3: str) -> None:
+    del s3
+    (folder / "inner.jpg").write_bytes(b"x")
+    url = Url(published_in_bucket(folder).address)
+    fingerprint, positions = slices([url])
+    assert fingerprint == scan_fingerprint([url])
+    assert len(positions) == 4
+
+
+def test_O04_a_change_behind_the_position_is_found_by_the_next_listing(folder: Path) -> None:
+    before = state(folder)
+    first = scan_slice([folder], None, seconds=0)
+    assert isinstance(first, ScanPosition)
+    assert first.after == ("a.jpg",)
+    (folder / "a.jpg").write_bytes(b"changed")
+    assert scan_slice([folder], first, seconds=60) == before, "this listing has passed the file"
+    assert scan_slice([folder], None, seconds=60) != before
+
+
+def test_O04_files_that_appear_and_disappear_around_the_position_count_once(folder: Path) -> None:
+    first = scan_slice([folder], None, seconds=0)
+    assert isinstance(first, ScanPosition)
+    (folder / "a.jpg").unlink()
+    (folder / "Z.jpg").write_bytes(b"before the position")
+    (folder / "b.jpg").write_bytes(b"after the position")
+    rest = scan_slice([folder], first, seconds=0)
+    num_files = 2
+    while isinstance(rest, ScanPosition):
+        assert rest.num_files == num_files
+        num_files += 1
+        rest = scan_slice([folder], rest, seconds=0)
+    assert num_files == 5, "a.jpg, a.txt, b.jpg and inner/b.jpg are counted"
+
+
+def test_a_folder_that_replaces_the_file_at_the_position_and_the_reverse_do_not_stop_the_listing(
+    folder: Path,
+) -> None:
+    position = scan_slice([folder], None, seconds=0)
+    assert isinstance(position, ScanPosition)
+    (folder / "a.jpg").unlink()
+    (folder / "a.jpg").mkdir()
+    assert isinstance(scan_slice([folder], position, seconds=60), str)
+
+    inside = ScanPosition(position.addresses, after=("inner", "a.jpg"))
+    (folder / "inner" / "b.jpg").unlink()
+    (folder / "inner").rmdir()
+    (folder / "inner").write_bytes(b"a file")
+    assert isinstance(scan_slice([folder], inside, seconds=60), str)
+
+
+def test_a_position_of_other_addresses_starts_again(folder: Path, tmp_path: Path) -> None:
+    position = scan_slice([tmp_path, folder], None, seconds=0)
+    assert isinstance(position, ScanPosition)
+    assert scan_slice([folder], position, seconds=60) == state(folder)
+
+
+def test_the_size_of_a_position_does_not_depend_on_the_number_of_files(tmp_path: Path) -> None:
+    sizes: set[int] = set()
+    for number in (10, 1_000):
+        top = tmp_path / f"{number:04}"
+        top.mkdir()
+        for index in range(number):
+            (top / f"{index:06}.jpg").touch()
+        _, positions = slices([top], largest=256)
+        sizes.add(max(len(position.after) for position in positions))
+    assert sizes == {1}

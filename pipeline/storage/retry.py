@@ -1,0 +1,105 @@
+"""Requests to a service that may be away for a short time: which errors pass, and how long to wait.
+
+The libraries of the services raise errors of their own, which must not be imported here. They are recognised
+by the status of the HTTP response, and by the names of their classes.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+RETRY_S = 60.0
+"""Seconds for which a request is repeated. A gateway or a database node restarts within this time."""
+
+_FIRST_WAIT_S = 0.25
+_LONGEST_WAIT_S = 5.0
+
+_PRECONDITION_FAILED = 412
+
+_TRANSIENT_STATUSES = frozenset([408, 429, 500, 502, 503, 504])
+"""HTTP statuses of servers that are overloaded, restart or have lost a backend."""
+
+_TRANSIENT_ERRORS = frozenset(
+    [
+        *("ConnectionError", "TimeoutError"),  # Python, botocore, requests
+        *("HTTPClientError", "IncompleteReadError"),  # botocore
+        *("ClientConnectionError", "ClientPayloadError"),  # aiohttp
+        *("ServiceRequestError", "ServiceResponseError"),  # Azure
+    ]
+)
+"""Names of the classes of errors for connections that failed or broke; subclasses count too."""
+
+Answer = TypeVar("Answer")
+
+
+def retry(send: Callable[[], Answer]) -> Answer:
+    """Return the answer to a request, which is sent again while the service is unavailable.
+
+    The waits grow from 0.25 to 5 s. They are random, so that processes that failed together do not return
+    together. An error that another attempt cannot cure is raised immediately.
+
+    Args:
+        send: Sends the request, and may do so several times.
+
+    Raises:
+        Exception: The last error of `send`, after `RETRY_S`.
+    """
+    end = time.monotonic() + RETRY_S
+    wait_s = _FIRST_WAIT_S
+    while True:
+        try:
+            return send()
+        except Exception as err:
+            if not is_transient(err) or time.monotonic() + wait_s > end:
+                raise
+        time.sleep(wait_s * random.uniform(0.5, 1))
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def is_transient(err: BaseException) -> bool:
+    """Return whether the same request may succeed later.
+
+    A host name that cannot be resolved is a wrong address rather than an outage.
+    """
+    if any(isinstance(each, socket.gaierror) for each in _contexts(err)):
+        return False
+    return any(
+        _http_status(cause) in _TRANSIENT_STATUSES
+        or any(parent.__name__ in _TRANSIENT_ERRORS for parent in type(cause).__mro__)
+        for cause in _causes(err)
+    )
+
+
+def is_failed_precondition(err: BaseException) -> bool:
+    """Return whether a server refused a conditional request because its condition is false."""
+    return any(_http_status(cause) == _PRECONDITION_FAILED for cause in _causes(err))
+
+
+def _causes(err: BaseException) -> Iterator[BaseException]:
+    """Yield the error and what it was raised from."""
+    current: BaseException | None = err
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def _contexts(err: BaseException) -> Iterator[BaseException]:
+    """Yield the error, its causes, and the errors that were being handled; botocore names no causes."""
+    current: BaseException | None = err
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _http_status(err: BaseException) -> int | None:
+    """Return the status of the response to which an error of botocore, aiohttp, gcsfs or Azure belongs."""
+    response: Any = getattr(err, "response", None)
+    if isinstance(response, Mapping):
+        metadata: Any = response.get("ResponseMetadata", {})
+        return metadata.get("HTTPStatusCode")
+    statuses = (getattr(err, name, None) for name in ("status", "status_code", "code"))
+    return next((status for status in statuses if isinstance(status, int)), None)
