@@ -32,16 +32,22 @@ _PREFIX = "latentline"
 Result = TypeVar("Result")
 
 
+class ConnectionLostError(RuntimeError):
+    """The store of machine 0 was reached before, and no longer can be."""
+
+
 class FailureBoard:
     """A connection to the keys; one thread at a time uses it.
 
-    Requests raise RuntimeError if the store of machine 0 cannot be reached.
+    Requests raise RuntimeError if the store of machine 0 cannot be reached. After the connection was lost,
+    all of them do so, because the store ends with the training.
     """
 
     def __init__(self, machines: Machines) -> None:
         """Prepare the connection, which the first request opens."""
         self._machines = machines
         self._store: Store | None = None
+        self._is_lost = False
 
     def beat(self) -> dict[int, float]:
         """Count a beat of this machine; return the beats of all others, infinite for those that are done."""
@@ -95,17 +101,16 @@ class FailureBoard:
         return [rank for rank in range(self._machines.number) if rank != self._machines.rank]
 
     def _request(self, send: Callable[[Store], Result]) -> Result:
+        if self._is_lost:
+            raise ConnectionLostError
         if self._store is None:
-            store = TCPStore(
-                self._machines.host,
-                self._machines.port,
-                is_master=False,
-                timeout=_TIMEOUT,
-                wait_for_workers=False,
-            )
-            self._store = PrefixStore(_PREFIX, store)
+            self._store = PrefixStore(_PREFIX, self._connect())
         try:
             return send(self._store)
         except RuntimeError:
-            self._store = None  # the next request connects again
+            self._is_lost = True
             raise
+
+    def _connect(self) -> Store:
+        host, port = self._machines.host, self._machines.port
+        return TCPStore(host, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)

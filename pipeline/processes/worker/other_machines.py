@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 
 from torch.distributed import DistError
@@ -35,6 +35,9 @@ FAILURE_GRACE_S = 30.0
 
 SEEN_S = 3 * BEAT_S
 """Longest wait of a failed process for the other machines to read its error, and of others for an error."""
+
+STOP_S = 10.0
+"""Longest wait for the threads of a watch at its end."""
 
 _RESUME = "start the same commands again on all machines: training resumes from its last checkpoint"
 
@@ -95,13 +98,34 @@ def explained(err: Exception, machines: Machines) -> LatentlineError | None:
     )
 
 
+def _end(err: LatentlineError) -> None:
+    """End this process, which may wait for another machine forever, with an error."""
+    write_error(err)
+    end_now(1)
+
+
 class MachineWatch:
     """Sends the beats of this machine, and ends the process if another machine has failed or stays silent."""
 
-    def __init__(self, machines: Machines, *, silence_s: float = SILENCE_S, start_s: float = START_S) -> None:
-        """Start to watch; a machine may be silent for `start_s` seconds before its first beat."""
-        self._machines = machines
-        self._silence_s = silence_s
+    def __init__(
+        self,
+        machines: Machines,
+        *,
+        beat_s: float = BEAT_S,
+        silence_s: float = SILENCE_S,
+        start_s: float = START_S,
+        end: Callable[[LatentlineError], object] = _end,
+    ) -> None:
+        """Start to watch.
+
+        Args:
+            machines: Machines of the training.
+            beat_s: Seconds between two beats.
+            silence_s: Seconds without a beat after which a machine counts as lost.
+            start_s: Seconds that a machine has until its first beat.
+            end: Receives the error that ends this process.
+        """
+        self._machines, self._beat_s, self._silence_s, self._end = machines, beat_s, silence_s, end
         others = [rank for rank in range(machines.number) if rank != machines.rank]
         self._beats: dict[int, float] = dict.fromkeys(others, 0.0)
         self._heard_s = dict.fromkeys(others, time.monotonic() + start_s - silence_s)
@@ -110,26 +134,28 @@ class MachineWatch:
         self._stopped = threading.Event()
 
         # Requests to a machine without power block for many minutes, so another thread measures the silence.
-        for work in (self._exchange_beats, self._end_with_others):
-            threading.Thread(target=work, name="other-machines", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name="other-machines", daemon=True)
+            for work in (self._exchange_beats, self._end_with_others)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Stop watching and sending beats."""
         self._stopped.set()
+        # Python must not end while a thread is inside of torch. A request to a lost machine may take longer.
+        for thread in self._threads:
+            thread.join(STOP_S)
 
     def leave(self) -> None:
         """Announce that this machine ends after its work is done, so that others do not miss it."""
         with suppress(RuntimeError):
             FailureBoard(self._machines).leave()
 
-    def lost(self) -> Sequence[int]:
-        """Return the ranks of the machines that have been silent for too long."""
-        now_s = time.monotonic()
-        return [rank for rank, heard_s in self._heard_s.items() if now_s - heard_s > self._silence_s]
-
     def _exchange_beats(self) -> None:
         board = FailureBoard(self._machines)
-        while not self._stopped.wait(BEAT_S):
+        while not self._stopped.wait(self._beat_s):
             with suppress(RuntimeError):  # a machine that cannot be reached is silent
                 self._hear(board.beat())
                 if self._failure is None and (failure := board.failure(of_others=True)) is not None:
@@ -144,11 +170,13 @@ class MachineWatch:
             self._beats[rank] = number
 
     def _end_with_others(self) -> None:
-        while not self._stopped.wait(BEAT_S):
-            if self._failure is not None and time.monotonic() - self._failed_s > FAILURE_GRACE_S:
-                _end(self._failure)
-            if lost := self.lost():
-                _end(self._silence_error(lost))
+        while not self._stopped.wait(self._beat_s):
+            now_s = time.monotonic()
+            lost = [rank for rank, heard_s in self._heard_s.items() if now_s - heard_s > self._silence_s]
+            if self._failure is not None and now_s - self._failed_s > FAILURE_GRACE_S:
+                self._end(self._failure)
+            elif lost:
+                self._end(self._failure or self._silence_error(lost))
 
     def _silence_error(self, lost: Sequence[int]) -> LaunchError:
         names = ", ".join(f"machine {rank}" for rank in lost)
@@ -157,12 +185,6 @@ class MachineWatch:
             where=f"{_name(self._machines)}, --master {self._machines.address}",
             fix=f"check that {names} is running and can be reached; {_RESUME}",
         )
-
-
-def _end(err: LatentlineError) -> None:
-    """End this process, which may wait for another machine forever, with an error."""
-    write_error(err)
-    end_now(1)
 
 
 def _is_lost_connection(err: Exception) -> bool:

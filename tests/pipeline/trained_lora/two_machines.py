@@ -73,6 +73,8 @@ class Machine:
 
     def kill(self) -> None:
         """Kill all processes at once, as if the machine lost its power."""
+        if self.process.poll() is not None:
+            return
         root = psutil.Process(self.process.pid)
         processes = [root, *root.children(recursive=True)]
         for process in processes:
@@ -84,7 +86,7 @@ class Machine:
 
 def wait_for_steps(job: TrainingJob, number: int, *machines: Machine) -> None:
     """Wait until the run has done a number of steps; fail if a machine ends before."""
-    end_s = time.monotonic() + 120
+    end_s = time.monotonic() + 400
     while len(read_metrics(RunLayout(job.folder).metrics, 10**6)) < number:
         for machine in machines:
             assert machine.process.poll() is None, machine.text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, distributed
@@ -86,7 +86,7 @@ def training_memory(device: torch.device) -> HostMemory:
     if num_local_processes == distributed.get_world_size():
         return SharedMemory(device)
     machine, _ = distributed.new_subgroups(group_size=num_local_processes)
-    return SharedMemory(device, machine)
+    return SharedMemory(device, cast("distributed.ProcessGroup", machine))
 
 
 def _pin(memory: Tensor) -> None:

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from pipeline.processes.worker.other_machines import SEEN_S
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
+from pipeline.trained_lora.run_folder import RunLayout
+from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.pipeline.trained_lora.rank_server import Rank, RankServer
 from tests.pipeline.trained_lora.two_machines import copied_order, free_port, wait_for_steps
 
@@ -32,22 +30,6 @@ def start(server: RankServer, job: TrainingJob, disk: Path | None = None) -> lis
     orders = [order, order if disk is None else copied_order(job, disk)]
     machines = 1 if disk is None else 2
     return [server.start(each, rank, port, machines=machines) for rank, each in enumerate(orders)]
-
-
-def assert_equal_runs(actual: TrainingJob, expected: TrainingJob) -> None:
-    layouts = [RunLayout(job.folder) for job in (actual, expected)]
-    losses = [[line["loss"] for line in read_metrics(layout.metrics, STEPS)] for layout in layouts]
-    assert losses[0] == losses[1] != []
-    names = [sorted(path.name for path in layout.exported.glob("*.safetensors")) for layout in layouts]
-    assert names[0] == names[1] != []
-    for name in names[0]:
-        tensors = [load_file(layout.exported / name) for layout in layouts]
-        assert all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items())
-    states = [
-        load_checkpoint(checkpoint_path(layout.checkpoints, STEPS), job.run)
-        for layout, job in zip(layouts, (actual, expected), strict=True)
-    ]
-    assert all(torch.equal(weight, states[1].adapter[key]) for key, weight in states[0].adapter.items())
 
 
 @pytest.mark.timeout(600)
@@ -80,7 +62,7 @@ def test_H03_a_run_resumes_bit_for_bit_on_a_machine_that_lost_its_disk(
         assert [rank.end() for rank in ranks] == [0, 0], ranks[1].text()
     resumed_from = json.loads(RunLayout(job.folder).result.read_text(encoding="utf-8"))["resumed_from"]
     assert 4 <= resumed_from < STEPS
-    assert_equal_runs(job, alone)
+    assert_equal_runs(job, alone, STEPS)
     assert sorted(path.name for path in (disk / "runs" / job.run).iterdir()) == [
         "inputs.parquet",
         "order.json",
