@@ -97,8 +97,8 @@ def without_scheduler(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def parse_master(text: str) -> tuple[str, int]:
-    """Return host and port of a text such as "node1:29500".
+def parse_master(text: str, *, where: str = "--master") -> tuple[str, int]:
+    """Return host and port of a text such as "node1:29500", which comes from `where`.
 
     Raises:
         LaunchError: The text has another form, or the port cannot exist.
@@ -108,7 +108,7 @@ def parse_master(text: str) -> tuple[str, int]:
         return host, int(port)
     raise LaunchError(
         f"the address of machine 0 must be host:port with a port from 1 to 65535, got {text!r}",
-        where="--master",
+        where=where,
         fix="use a host name or an IPv4 address, for example node1:29500",
     )
 

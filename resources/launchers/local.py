@@ -117,7 +117,7 @@ class AccelerateLauncher(ConfigurableResource):
         """Return the machines of a training, of which this one is machine 0."""
         if self.machines == 1:
             return ONE_MACHINE
-        host, port = parse_master(self.master)
+        host, port = parse_master(self.master, where="launcher.master")
         return Machines(self.machines, 0, host, port, self.wait_s)
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,7 @@ from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot, StepPlan
-from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.run_folder import RunLayout, hold_training
 from pipeline.trained_lora.worker import startup
 from pipeline.trained_lora.worker.agreement import require_agreement
 from pipeline.trained_lora.worker.base_model import memory_warning
@@ -89,7 +89,8 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
     run = _TrainingRun(job, report)
     accelerator = run.engine.accelerator
     try:
-        finished = run.train(stop)
+        with hold_training(run.paths) if run.main else nullcontext():
+            finished = run.train(stop)
     except BaseException:
         # `end_training` would also close the process group, which the other ranks may still use.
         for tracker in accelerator.trackers:

@@ -26,6 +26,7 @@ def order(tmp_path: Path) -> Path:
     values = {
         "datasets": [{"name": "photos", "path": tmp_path / "photos"}],
         "output_dir": tmp_path / "output",
+        "cache_dir": tmp_path,
         "model": {"base": "no/model"},
         "accelerate": {"num_processes": 2},
     }
@@ -33,6 +34,7 @@ def order(tmp_path: Path) -> Path:
     folder = tmp_path / "output" / "runs" / RUN
     folder.mkdir(parents=True)
     job: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "prompts": [], "run": RUN}
+    job |= {"base": str(tmp_path), "elsewhere": {}}
     (folder / "order.json").write_text(json.dumps(job), encoding="utf-8")
     (folder / "inputs.parquet").write_bytes(b"")
     return folder / "order.json"
@@ -62,12 +64,12 @@ def free_port() -> int:
 def test_an_order_that_is_not_on_this_machine_is_an_error(tmp_path: Path, order: Path) -> None:
     missing = invoke(tmp_path / "order.json").exception
     assert isinstance(missing, TrainingError)
-    assert missing.what == "order.json does not exist on this machine"
+    assert missing.what == "order.json does not exist there"
 
     (order.parent / "inputs.parquet").unlink()
     incomplete = invoke(order.parent).exception
     assert isinstance(incomplete, TrainingError)
-    assert incomplete.what == "inputs.parquet does not exist on this machine"
+    assert incomplete.what == "inputs.parquet does not exist there"
     assert "copy order.json and inputs.parquet" in incomplete.fix
 
 
