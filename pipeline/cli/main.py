@@ -27,6 +27,7 @@ COMMANDS = {
     "explain": "pipeline.cli.explain",
     "verify": "pipeline.cli.verify",
     "gc": "pipeline.cli.gc",
+    "train": "pipeline.cli.train",
     "sample": "pipeline.cli.sample",
     "export": "pipeline.cli.export",
     "provenance": "pipeline.cli.provenance",

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pipeline.errors
 from pipeline.errors import LatentlineError, LaunchError
+from pipeline.processes.machines import ONE_MACHINE, Machines
+from pipeline.processes.schedulers import without_scheduler
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -28,6 +30,9 @@ OUTPUT_TAIL_LINES = 20
 
 ERROR_FILE_VARIABLE = "LATENTLINE_ERROR_FILE"
 """Environment variable with the path of the file to which a launched process writes its `LatentlineError`."""
+
+TRAINING_MODULE = "pipeline.trained_lora.worker"
+"""Entry module of training, the only one whose processes may be on several machines."""
 
 WITHOUT_ACCELERATE = (
     "pipeline.vae_latents.worker",
@@ -75,19 +80,29 @@ class Launch(Protocol):
         ...
 
 
-def launch_command(settings: AccelerateSettings, module: str, order: Path) -> list[str]:
-    """Return the arguments of `accelerate launch` on one machine, or of Python for `WITHOUT_ACCELERATE`.
+def launch_command(
+    settings: AccelerateSettings, module: str, order: Path, machines: Machines = ONE_MACHINE
+) -> list[str]:
+    """Return the arguments of `accelerate launch` on this machine, or of Python for `WITHOUT_ACCELERATE`.
 
     Every option is explicit, and the configuration file is the project's own, so that the user's accelerate
     configuration has no effect. The launched process looks for a GPU, because only it imports torch.
+
+    Raises:
+        LaunchError: The processes cannot be divided among the machines.
     """
+    machines.num_processes_here(settings)
     if settings.num_processes == 1 and module in WITHOUT_ACCELERATE:
         return [sys.executable, "-m", module, str(order)]
 
     command = [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
     command += ["--config_file", str(Path(__file__).parent / "accelerate.yaml")]
-    command += ["--num_processes", str(settings.num_processes), "--num_machines", "1"]
-    command += ["--main_process_port", "0"]  # any free port, for concurrent launches
+    command += ["--num_processes", str(settings.num_processes), "--num_machines", str(machines.number)]
+    if machines.number == 1:
+        command += ["--main_process_port", "0"]  # any free port, for concurrent launches
+    else:
+        command += ["--machine_rank", str(machines.rank), "--main_process_ip", machines.host]
+        command += ["--main_process_port", str(machines.port), "--rdzv_conf", f"timeout={machines.wait_s}"]
     # With "auto", the process resolves the precision for its model and passes it to its `Accelerator`.
     precision = "no" if settings.mixed_precision == "auto" else settings.mixed_precision
     command += ["--mixed_precision", precision, "--dynamo_backend", "no"]
@@ -96,17 +111,22 @@ def launch_command(settings: AccelerateSettings, module: str, order: Path) -> li
     return [*command, "-m", module, str(order)]
 
 
-def launch_environment(settings: AccelerateSettings, error_file: Path) -> dict[str, str]:
+def launch_environment(
+    settings: AccelerateSettings, error_file: Path, machines: Machines = ONE_MACHINE
+) -> dict[str, str]:
     """Return this process's environment with the variables of a launched process.
+
+    Variables of a scheduler, such as RANK, are removed, because accelerate's launcher sets its own.
 
     Args:
         settings: The recipe's `accelerate` section.
         error_file: Path to which the launched process writes its error.
+        machines: Machines of a training.
     """
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
     return {
-        **os.environ,
+        **without_scheduler(os.environ),
         # The project must be importable from any working directory.
         "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
         "PYTHONUNBUFFERED": "1",
@@ -122,6 +142,7 @@ def launch_environment(settings: AccelerateSettings, error_file: Path) -> dict[s
         ERROR_FILE_VARIABLE: str(error_file),
         PARENT_VARIABLE: str(os.getpid()),
         **_allocator_settings(),
+        **machines.environment(),
     }
 
 

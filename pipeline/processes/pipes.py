@@ -85,7 +85,7 @@ def reporter() -> Generator[Reporter]:
             traceback.print_exc()
 
     if isinstance(error, LatentlineError):
-        _write_error(error)
+        write_error(error)
         sys.exit(1)
     if error is not None:
         raise error
@@ -113,7 +113,8 @@ def _print(text: str) -> None:
     print(_shown(text), file=sys.stderr, flush=True)  # noqa: T201 - the log of a process without Dagster
 
 
-def _write_error(err: LatentlineError) -> None:
+def write_error(err: LatentlineError) -> None:
+    """Write an error for the launching process, which raises it again, and print it."""
     # Written before it is printed, so that `LocalLaunch` can recognise the printed lines.
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is not None:

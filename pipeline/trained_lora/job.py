@@ -125,10 +125,17 @@ class TrainingJob:
 
 
 def read_job(path: Path) -> TrainingJob:
-    """Read the job that `TrainingJob.write` wrote to `path` and its folder."""
+    """Read the job that `TrainingJob.write` wrote to `path` and its folder.
+
+    The folder may be a copy on another machine, where the recipe's `output_dir` does not exist.
+    """
     job = json.loads(path.read_text(encoding="utf-8"))
+    recipe = recipe_from_json(job["recipe"])
+    output_dir = path.absolute().parents[2]
+    if run_folder(output_dir, job["run"]) == path.absolute().parent:
+        recipe = recipe.model_copy(update={"output_dir": output_dir})
     return TrainingJob(
-        recipe=recipe_from_json(job["recipe"]),
+        recipe=recipe,
         base=Path(job["base"]),
         component_folders={role: Path(folder) for role, folder in job.get("elsewhere", {}).items()},
         training_adapter=Path(job["training_adapter"]) if job.get("training_adapter") else None,

@@ -30,6 +30,9 @@ OPTIMIZER_FILE = "optimizer.pt"
 LORA_RECORD = "lora.json"
 """File in the folder of each checkpoint that holds LoRA files, with their hashes."""
 
+TRAINING_LOCK_S = 30.0
+"""Longest wait of a training for the end of the run's earlier training, which may still be stopping."""
+
 _POLL_S = 0.5
 
 
@@ -46,7 +49,8 @@ class RunLayout:
         facts: Facts that the run's id is a hash of, as JSON.
         result: Result that the worker reports.
         finished: Marker of a finished run: the result with the hash of each exported file.
-        lock: Lock file, held by the process that trains the run.
+        lock: Lock file, held by the step that trains the run.
+        training_lock: Lock file, held by the training process that writes the folder.
         checkpoints: Folder with one sub-folder per checkpoint.
         exported: Folder of this run's LoRA files, from which they are published.
         metrics: JSON lines, one per step.
@@ -64,6 +68,7 @@ class RunLayout:
         self.result = folder / "result.json"
         self.finished = folder / "finished.json"
         self.lock = folder / "lock"
+        self.training_lock = folder / "training.lock"
         self.checkpoints = folder / "checkpoints"
         self.exported = folder / "lora"
         self.metrics = folder / "logs" / "metrics.jsonl"
@@ -88,6 +93,31 @@ def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
     except Timeout:
         log(f"another process is training this run; waiting for it to finish ({layout.lock})")
         lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def hold_training(layout: RunLayout, wait_s: float = TRAINING_LOCK_S) -> Generator[None]:
+    """Hold the lock of the only process that writes the run's folder, rank 0 of a training, for the body.
+
+    `hold_run` is held by the step that launches the training, which may run on another machine.
+
+    Raises:
+        TrainingError: Another training of the run is active.
+    """
+    layout.folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(layout.training_lock, poll_interval=_POLL_S, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=wait_s)
+    except Timeout as err:
+        raise TrainingError(
+            f"run {layout.folder.name} is already being trained",
+            where=str(layout.training_lock),
+            fix="stop the other training, for example an earlier job of the scheduler, or wait until it ends",
+        ) from err
     try:
         yield
     finally:
@@ -131,10 +161,14 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
 
 
 def is_being_trained(layout: RunLayout) -> bool:
-    """Return whether a process holds the run's lock."""
-    if not layout.lock.is_file():
+    """Return whether a process holds one of the run's locks."""
+    return _is_held(layout.lock) or _is_held(layout.training_lock)
+
+
+def _is_held(file: Path) -> bool:
+    if not file.is_file():
         return False
-    lock = FileLock(layout.lock, fallback_to_soft=False)
+    lock = FileLock(file, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
     except Timeout:

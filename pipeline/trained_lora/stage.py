@@ -25,6 +25,7 @@ from pipeline.models.families import detect
 from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.models.reference_support import require_references
 from pipeline.models.training_adapter import resolve_training_adapter
+from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
@@ -78,8 +79,6 @@ _UPSTREAM_CHECKS = {
 """Checks of all upstream assets, in the order of the graph."""
 
 NO_OVERRIDES: Mapping[str, Any] = {}
-
-MODULE = "pipeline.trained_lora.worker"
 
 CURVE_POINTS = 100
 """Maximum number of points of the loss curve in the report."""
@@ -263,7 +262,7 @@ def _train(
     write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
     log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()
-    launch(MODULE, job.write())
+    launch(TRAINING_MODULE, job.write())
     returned_at_s = time.time()
 
     num_steps = len(job.plan())

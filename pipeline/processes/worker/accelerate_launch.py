@@ -15,7 +15,10 @@ import subprocess
 from functools import partial
 from types import FrameType
 
+from pipeline.errors import LaunchError
 from pipeline.processes.guard import end_now, end_with_parent, watch_parent
+from pipeline.processes.machines import Machines, machines_of_this_process
+from pipeline.processes.pipes import write_error
 from pipeline.processes.tree import ProcessTree
 
 ORPHAN_GRACE_S = 4.0
@@ -25,16 +28,20 @@ ORPHAN_GRACE_S = 4.0
 def launch() -> int:
     """Run accelerate's launcher with this process's arguments, and return the first failed worker's status.
 
-    A worker that was ended by a signal counts as 128 plus the signal's number, as in a shell.
+    A worker that was ended by a signal counts as 128 plus the signal's number, as in a shell. An error of the
+    connection to other machines is written for the launching process.
     """
     tree = ProcessTree(os.getpid())
     watch_parent(on_death=partial(tree.stop_below, grace_s=ORPHAN_GRACE_S))
     end_with_parent()
-    signal.signal(signal.SIGTERM, _forward)
+    machines = machines_of_this_process()
+    # While other machines are awaited, a signal ends this process; afterwards torch's launcher handles it.
+    signal.signal(signal.SIGTERM, _forward if machines.number == 1 else signal.SIG_DFL)
 
     # These imports take seconds, in which the parent may die: the guards above come first.
     import torch
     from accelerate.commands.launch import main
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -49,7 +56,30 @@ def launch() -> int:
     except ChildFailedError as err:
         _, first = err.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except (DistError, ConnectionError) as err:
+        if machines.number == 1:
+            raise
+        write_error(_not_connected(machines, err))
+        return 1
     return 0
+
+
+def _not_connected(machines: Machines, err: Exception) -> LaunchError:
+    """Return the error for machines that did not meet before their processes started."""
+    reason = str(err).strip().partition("\n")[0]
+    if "EADDRINUSE" in reason or isinstance(err, ConnectionError):
+        return LaunchError(
+            f"port {machines.port} of this machine is in use: {reason}",
+            where=f"--master {machines.address}",
+            fix="wait until an earlier training has ended, or choose another port on every machine",
+        )
+    missing = "not all other machines connected" if machines.rank == 0 else "machine 0 could not be reached"
+    return LaunchError(
+        f"{missing} within {machines.wait_s} s: {reason}",
+        where=f"machine {machines.rank} of {machines.number}, --master {machines.address}",
+        fix="start latentline train on every machine, with the same --machines and --master and its own "
+        "--rank; the port must be open between them",
+    )
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import LatentlineError, LaunchError, counted
+from pipeline.processes.machines import machines_of_this_process
 from pipeline.reporting import progress
 
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
@@ -28,11 +29,12 @@ def own_device() -> str:
     """
     if not torch.cuda.is_available():
         return "cpu"
-    return gpu_of(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
+    num_machines = machines_of_this_process().number
+    return gpu_of(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count(), num_machines)
 
 
-def gpu_of(local_rank: int, num_gpus: int) -> str:
-    """Return the GPU of the process with this index on its machine.
+def gpu_of(local_rank: int, num_gpus: int, num_machines: int = 1) -> str:
+    """Return the GPU of the process with this index on its machine, of which there are `num_machines`.
 
     Raises:
         LaunchError: No GPU is left for the process.
@@ -42,7 +44,7 @@ def gpu_of(local_rank: int, num_gpus: int) -> str:
         raise LaunchError(
             f"process {local_rank + 1} has no GPU to itself: {visible} visible",
             where="accelerate.num_processes",
-            fix=f"set it to {num_gpus} or less, or list more GPUs in CUDA_VISIBLE_DEVICES",
+            fix=f"set it to {num_gpus * num_machines} or less, or list more GPUs in CUDA_VISIBLE_DEVICES",
         )
     return f"cuda:{local_rank}"
 

@@ -26,12 +26,13 @@ def main(order_path: Path) -> None:
 
         keep_quiet()
         from pipeline.processes.worker.devices import used_memory_text
+        from pipeline.processes.worker.other_machines import other_machines_watched
         from pipeline.trained_lora.worker.loop import train
         from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())
-        with stop_on_signals() as stop:
+        with other_machines_watched(), stop_on_signals() as stop:
             finished = train(job, report, stop)
         if not finished:
             raise SystemExit(STOPPED_STATUS)

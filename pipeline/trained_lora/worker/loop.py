@@ -6,13 +6,12 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 from pipeline.errors import LatentlineError, TrainingError, counted
 from pipeline.models.training_adapter import missing_adapter_warning
@@ -22,13 +21,12 @@ from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot, StepPlan
-from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.run_folder import RunLayout, hold_training
 from pipeline.trained_lora.worker import startup
+from pipeline.trained_lora.worker.agreement import require_agreement
 from pipeline.trained_lora.worker.base_model import memory_warning
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
-    checkpoint_path,
-    load_checkpoint,
     newest_checkpoint,
     prune_checkpoints,
     remove_leftovers,
@@ -45,6 +43,7 @@ from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
+from pipeline.trained_lora.worker.sent_checkpoint import shared_checkpoint
 from pipeline.trained_lora.worker.sharding import share_bytes
 from pipeline.trained_lora.worker.startup import Startup
 from pipeline.trained_lora.worker.step_outcome import StepOutcome
@@ -92,7 +91,8 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
     run = _TrainingRun(job, report)
     accelerator = run.engine.accelerator
     try:
-        finished = run.train(stop)
+        with hold_training(run.paths) if run.main else nullcontext():
+            finished = run.train(stop)
     except BaseException:
         # `end_training` would also close the process group, which the other ranks may still use.
         for tracker in accelerator.trackers:
@@ -143,6 +143,7 @@ class _TrainingRun:
 
     def train(self, stop: StopRequest) -> bool:
         """Resume, train and export; return whether the plan is complete."""
+        require_agreement(self.job, self.family)
         start = self._resume()
         self.started_at_s = time.time()
         with ExitStack() as stack:
@@ -163,26 +164,26 @@ class _TrainingRun:
         return finished
 
     def _resume(self) -> int:
-        """Load the newest valid checkpoint, chosen by the main process; return its step, or 0 without one."""
-        choice: list[int | None] = [None]
-        if self.main:
-            remove_leftovers(self.paths.checkpoints)
-            newest = newest_checkpoint(
-                self.paths.checkpoints, self.job.run, last_step=len(self.plan), log=self._warn
-            )
-            choice = [newest.step if newest else None]
-        broadcast_object_list(choice)
-        if choice[0] is None:
+        """Load the newest valid checkpoint of the main process; return its step, or 0 without one."""
+        step = self._newest_step() if self.main else None
+        if step is not None:
+            self._log_start(step)
+            self.startup.begin(startup.RESUME)
+        state = shared_checkpoint(self.engine.accelerator, self.paths.checkpoints, self.job.run, step=step)
+        if state is None:
             self._test_before_training()
-
-        self._log_start(choice[0])
-        if choice[0] is None:
+            self._log_start(None)
             return 0
-        self.startup.begin(startup.RESUME)
-        path = checkpoint_path(self.paths.checkpoints, choice[0])
-        self.engine.restore(load_checkpoint(path, self.job.run))
-        self.resumed_from = choice[0]
-        return choice[0]
+        self.engine.restore(state)
+        self.resumed_from = state.step
+        return state.step
+
+    def _newest_step(self) -> int | None:
+        remove_leftovers(self.paths.checkpoints)
+        newest = newest_checkpoint(
+            self.paths.checkpoints, self.job.run, last_step=len(self.plan), log=self._warn
+        )
+        return newest.step if newest else None
 
     def _test_before_training(self) -> None:
         """Surface what would otherwise fail later: memory in a step first, then saving and exporting."""
@@ -247,7 +248,8 @@ class _TrainingRun:
 
         if steps_done < len(self.plan) and self.main:
             total = counted(len(self.plan), "step")
-            self.report.info(f"stopped on request after {steps_done} of {total}; a checkpoint is saved")
+            source = "on request" if stop.requested else "on request of another process"
+            self.report.info(f"stopped {source} after {steps_done} of {total}; a checkpoint is saved")
         return steps_done
 
     def _step(

@@ -16,6 +16,7 @@ from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.text_requests import caption_variants
 from pipeline.models.families import FAMILIES
+from pipeline.processes.machines import Machines
 from pipeline.recipe import Recipe, TrainingSettings, recipe_from_mapping
 from pipeline.recipe.schema import all_keys
 from pipeline.storage.tables import SCHEMAS, frame
@@ -127,6 +128,18 @@ def test_L04_R11_a_setting_changes_exactly_the_keys_and_the_run_id_that_it_decid
 
 def test_R11_the_steps_do_not_change_the_run_id_of_a_constant_rate(samples: Samples) -> None:
     assert samples.ids({"training": {"steps": 50}}).run == samples.unchanged.run
+
+
+def test_R11_the_machines_of_a_training_do_not_change_the_run_id(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = {"accelerate": {"num_processes": 4}}
+    alone = samples.ids(change).run
+    assert alone != samples.unchanged.run
+    variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5", "SLURM_NNODES": "2"}
+    for name, value in {**variables, **Machines(2, 1, "127.0.0.1", 5).environment()}.items():
+        monkeypatch.setenv(name, value)
+    assert samples.ids(change).run == alone
 
 
 FACTS_OF_ROWS: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {

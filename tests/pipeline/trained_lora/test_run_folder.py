@@ -4,7 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list, hold_run
+import pytest
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.run_folder import (
+    RunLayout,
+    checkpoint_list,
+    hold_run,
+    hold_training,
+    is_being_trained,
+)
 
 
 def checkpoint(layout: RunLayout, name: str, *, complete: bool = True) -> None:
@@ -60,3 +69,15 @@ def test_an_unlocked_run_is_locked_without_waiting(tmp_path: Path) -> None:
         with hold_run(RunLayout(tmp_path / "run"), log.append):
             assert (tmp_path / "run" / "lock").is_file()
     assert log == []
+
+
+def test_only_one_process_trains_a_run(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "0123")
+    assert not is_being_trained(layout)
+    with hold_training(layout):
+        assert is_being_trained(layout)
+        with pytest.raises(TrainingError, match="run 0123 is already being trained"):
+            hold_training(layout, 0.2).__enter__()
+    assert not is_being_trained(layout)
+    with hold_training(layout):
+        pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, distributed
@@ -31,35 +31,43 @@ class OwnMemory:
 
 
 class SharedMemory:
-    """Memory that all processes of a process group map, so that a machine holds frozen weights once.
+    """Memory that the processes of one machine map, so that a machine holds frozen weights once.
 
-    Rank 0 fills an anonymous file of Linux (`memfd_create`), the others map it through /proc:
+    The first process of each machine fills an anonymous file of Linux (`memfd_create`), the others map it
+    through /proc:
 
-        rank 0   create, fill -- path --> barrier, close
+        first    create, fill -- path --> barrier, close
         others                            map, barrier
 
     The file has no name in any folder, and its memory is freed with the last process that maps it, however
     that process ends.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Prepare for copies to `device`; every process of the default group does so."""
+    def __init__(self, device: torch.device, group: distributed.ProcessGroup | None = None) -> None:
+        """Prepare for copies to `device`; every process of the machine does so.
+
+        Args:
+            device: Device of this process.
+            group: Processes of this machine; None if these are all processes.
+        """
         self._is_pinned = device.type == "cuda"
+        self._group = group
+        self._first_rank = 0 if group is None else distributed.get_global_rank(group, 0)
 
     def hold(self, part: Tensor) -> Tensor:
         """See `HostMemory`; every process calls it in the same order, with the same bytes."""
-        is_writer = distributed.get_rank() == 0
+        is_writer = distributed.get_rank() == self._first_rank
         descriptor, path = -1, [""]
         if is_writer:
             descriptor = os.memfd_create("latentline")
             os.truncate(descriptor, part.numel())
             path = [f"/proc/{os.getpid()}/fd/{descriptor}"]
-        distributed.broadcast_object_list(path, src=0)
+        distributed.broadcast_object_list(path, src=self._first_rank, group=self._group)
 
         memory = torch.from_file(path[0], shared=True, size=part.numel(), dtype=torch.uint8)
         if is_writer:
             memory.copy_(part)
-        distributed.barrier()
+        distributed.barrier(group=self._group)
         if is_writer:
             os.close(descriptor)
         if self._is_pinned:
@@ -68,14 +76,17 @@ class SharedMemory:
 
 
 def training_memory(device: torch.device) -> HostMemory:
-    """Return memory for a training's streamed weights, shared if all processes are on one Linux machine."""
-    is_shared = (
-        distributed.is_initialized()
-        and distributed.get_world_size() > 1
-        and os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
-        and hasattr(os, "memfd_create")
-    )
-    return SharedMemory(device) if is_shared else OwnMemory(device)
+    """Return memory for a training's streamed weights, shared by the processes of a Linux machine.
+
+    Every process of a training calls it.
+    """
+    num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_local_processes == 1 or not distributed.is_initialized() or not hasattr(os, "memfd_create"):
+        return OwnMemory(device)
+    if num_local_processes == distributed.get_world_size():
+        return SharedMemory(device)
+    machine, _ = distributed.new_subgroups(group_size=num_local_processes)
+    return SharedMemory(device, cast("distributed.ProcessGroup", machine))
 
 
 def _pin(memory: Tensor) -> None:

@@ -14,20 +14,28 @@ from tests.pipeline.models.worker.offload.shared_process import SIZES
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 
 
-def test_two_processes_read_the_same_bytes_from_memory_that_they_map_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_the_two_processes_of_a_machine_read_the_same_bytes_from_memory_that_they_map_once(
+    tmp_path: Path, num_machines: int
+) -> None:
     module = "tests.pipeline.models.worker.offload.shared_process"
+    size = 2 * num_machines
     processes = [
-        subprocess.Popen([sys.executable, "-m", module, str(tmp_path), str(rank)]) for rank in range(2)
+        subprocess.Popen([sys.executable, "-m", module, str(tmp_path), str(rank), str(size)])
+        for rank in range(size)
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert [process.wait(timeout=120) for process in processes] == [0] * size
 
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
-    assert one["equal"] == other["equal"] == [True, True]
-    assert one["mapped"].keys() == other["mapped"].keys()
-    assert sorted(size["Rss"] for size in one["mapped"].values()) == [4, -(-SIZES[0] // 4096) * 4]
-    for result in (one, other):
-        assert result["open"] == 0
-        assert all(abs(size["Pss"] - size["Rss"] / 2) <= 1 for size in result["mapped"].values())
+    results = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(size)]
+    for one, other in zip(results[::2], results[1::2], strict=True):
+        assert one["equal"] == other["equal"] == [True, True]
+        assert one["mapped"].keys() == other["mapped"].keys()
+        assert sorted(size["Rss"] for size in one["mapped"].values()) == [4, -(-SIZES[0] // 4096) * 4]
+        for result in (one, other):
+            assert result["open"] == 0
+            assert all(abs(size["Pss"] - size["Rss"] / 2) <= 1 for size in result["mapped"].values())
+    files = [set(result["mapped"]) for result in results[::2]]
+    assert len(set.union(*files)) == sum(map(len, files)), "two machines map the same memory"
 
 
 def test_a_single_process_holds_its_own_copy() -> None:

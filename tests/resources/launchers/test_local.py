@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,11 +15,11 @@ import pytest
 from dagster import AssetExecutionContext, DagsterInstance, Output, asset, materialize
 
 from pipeline.errors import LaunchError, StoreError, TrainingError
-from pipeline.processes.launch import Meanwhile
+from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 from pipeline.recipe import AccelerateSettings
-from resources.launcher import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 ENTRY = """
 import json, os, pathlib, signal, sys, time
@@ -57,7 +58,7 @@ import sys
 from pathlib import Path
 from dagster import AssetExecutionContext, asset, materialize
 from pipeline.recipe import AccelerateSettings
-from resources.launcher import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher
 
 @asset
 def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
@@ -80,20 +81,29 @@ def order(folder: Path, do: str) -> Path:
     return file
 
 
-def launch_in_process(file: Path, meanwhile: Meanwhile | None = None) -> tuple[list[str], Exception | None]:
+def launch_in_process(
+    file: Path,
+    meanwhile: Meanwhile | None = None,
+    *,
+    module: str = "entry_under_test",
+    num_processes: int = 1,
+    launcher: AccelerateLauncher | None = None,
+) -> tuple[list[str], Exception | None]:
     """Return the messages in Dagster's log, and the error that the launch raised."""
     errors: list[Exception] = []
+    resources = {"launcher": launcher or AccelerateLauncher()}
 
     @asset
     def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
         try:
-            launcher.bind(context, AccelerateSettings())("entry_under_test", file, meanwhile)
+            settings = AccelerateSettings(num_processes=num_processes)
+            launcher.bind(context, settings)(module, file, meanwhile)
         except Exception as err:
             errors.append(err)
         yield Output(1)
 
     with DagsterInstance.ephemeral() as instance:
-        result = materialize([work], resources={"launcher": AccelerateLauncher()}, instance=instance)
+        result = materialize([work], resources=resources, instance=instance)
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
     return messages, errors[0] if errors else None
 
@@ -212,3 +222,27 @@ def test_R12_workers_end_when_accelerate_itself_is_killed(tmp_path: Path) -> Non
     assert step.wait(60) != 0
     assert alive(processes) == []
     assert (tmp_path / "checkpoint-0").is_file()
+
+
+def test_encoding_uses_the_processes_of_this_machine_alone(tmp_path: Path) -> None:
+    launcher = AccelerateLauncher(machines=2, master="node1:29500")
+    messages, error = launch_in_process(order(tmp_path, "nothing"), num_processes=2, launcher=launcher)
+    assert error is None
+    assert "rank 0 of 1 is up" in messages
+
+    _, error = launch_in_process(order(tmp_path, "nothing"), num_processes=3, launcher=launcher)
+    assert isinstance(error, LaunchError)
+    assert "divisible by the number of machines" in error.what
+
+
+def test_a_training_waits_for_the_other_machines_and_logs_their_command(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    launcher = AccelerateLauncher(machines=2, master=master, wait_s=1)
+    file = order(tmp_path, "nothing")
+    messages, error = launch_in_process(file, module=TRAINING_MODULE, num_processes=2, launcher=launcher)
+    command = f"on machine 1: latentline train {file} --machines 2 --rank 1 --master {master}"
+    assert f"waiting for the other machines; {command}" in messages
+    assert isinstance(error, LaunchError)
+    assert error.what.startswith("not all other machines connected within 1 s")

@@ -26,7 +26,16 @@ from dagster import (
 )
 from pydantic import Field
 
-from pipeline.processes.launch import Launch, Meanwhile, launch_command, launch_environment, launch_error
+from pipeline.processes.launch import (
+    TRAINING_MODULE,
+    Launch,
+    Meanwhile,
+    launch_command,
+    launch_environment,
+    launch_error,
+)
+from pipeline.processes.machines import ONE_MACHINE, WAIT_S, Machines
+from pipeline.processes.schedulers import parse_master
 
 if TYPE_CHECKING:
     from pipeline.processes.tree import ProcessTree
@@ -49,6 +58,20 @@ class AccelerateLauncher(ConfigurableResource):
         description="Seconds between the stop of a run and the kill of its remaining processes; a training "
         "writes its checkpoint in this time.",
     )
+    machines: int = Field(
+        default=1,
+        ge=1,
+        description="Number of machines of a training. This one is machine 0, and the log has the command "
+        "for the others. Encoding uses this machine alone.",
+    )
+    master: str = Field(
+        default="",
+        description="host:port where the machines of a training meet: a name or address of this machine, and "
+        "a free port on it. Required for several machines.",
+    )
+    wait_s: int = Field(
+        default=WAIT_S, ge=1, description="Longest wait for the other machines to start, in seconds."
+    )
 
     def bind(
         self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
@@ -63,11 +86,17 @@ class AccelerateLauncher(ConfigurableResource):
         """
 
         def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-            command = launch_command(settings, module, order)
+            all_machines = self._all_machines()
+            is_training = module == TRAINING_MODULE
+            machines = all_machines if is_training else ONE_MACHINE
+            used = settings if is_training else all_machines.on_one(settings)
+            command = launch_command(used, module, order, machines)
             observe = _observe_nothing if observer is None else observer(order)
+            if machines.number > 1:
+                context.log.info(f"waiting for the other machines; {machines.command_of_others(order)}")
 
             with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
-                variables = launch_environment(settings, Path(folder) / "error.json")
+                variables = launch_environment(used, Path(folder) / "error.json", machines)
                 variables |= session_variables
                 output = _Output(Path(folder) / "output.txt")
                 status = _run_watched(
@@ -83,6 +112,13 @@ class AccelerateLauncher(ConfigurableResource):
                     raise launch_error(module, status, output=output.lines(), error_file=error_file)
 
         return launch
+
+    def _all_machines(self) -> Machines:
+        """Return the machines of a training, of which this one is machine 0."""
+        if self.machines == 1:
+            return ONE_MACHINE
+        host, port = parse_master(self.master, where="launcher.master")
+        return Machines(self.machines, 0, host, port, self.wait_s)
 
 
 def _observe_nothing(final: bool) -> None:

@@ -1,0 +1,135 @@
+"""The machines of one training: their number, the rank of this one, and the address where they meet.
+
+    machine 0    hosts the meeting point, a TCP port, and the first processes
+    machine 1    connects to it, and hosts the next processes
+
+`accelerate.num_processes` is the number of processes on all machines together, so that the plan of a run, and
+with it the run's id, does not depend on the machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.errors import LaunchError, counted
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.recipe import AccelerateSettings
+
+MACHINES_VARIABLE = "LATENTLINE_MACHINES"
+"""Environment variable of launched processes with the `Machines` of a training, as JSON."""
+
+WAIT_S = 600
+"""Default of `Machines.wait_s`, which is also torch's default."""
+
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface that torch uses between processes on CPUs."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of one training, as one of them sees them.
+
+    Attributes:
+        number: Number of machines.
+        rank: Rank of this machine, from 0.
+        host: Host name or IPv4 address of machine 0; empty for a single machine.
+        port: Port on machine 0 where the machines meet; 0 for a single machine.
+        wait_s: Seconds that a machine waits for the others to start.
+    """
+
+    number: int = 1
+    rank: int = 0
+    host: str = ""
+    port: int = 0
+    wait_s: int = WAIT_S
+
+    @property
+    def address(self) -> str:
+        """The meeting point, such as "node1:29500"."""
+        return f"{self.host}:{self.port}"
+
+    def num_processes_here(self, settings: AccelerateSettings) -> int:
+        """Return the number of processes on each machine.
+
+        Raises:
+            LaunchError: The machines cannot have equally many.
+        """
+        total = settings.num_processes
+        if total % self.number == 0:
+            return total // self.number
+        raise LaunchError(
+            f"accelerate.num_processes must be divisible by the number of machines, got {total} on "
+            f"{counted(self.number, 'machine')}",
+            where="accelerate.num_processes",
+            fix="it is the number of processes on all machines together: set it to the number of machines "
+            "times the GPUs of one, or change the number of machines",
+        )
+
+    def on_one(self, settings: AccelerateSettings) -> AccelerateSettings:
+        """Return the settings of a launch that uses this machine alone, such as encoding.
+
+        Raises:
+            LaunchError: See `num_processes_here`.
+        """
+        return settings.model_copy(update={"num_processes": self.num_processes_here(settings)})
+
+    def command_of_others(self, order: Path) -> str:
+        """Return the command to start on each other machine, and on which ones."""
+        rank = "1" if self.number == 2 else "<rank>"
+        ranks = (
+            "machine 1" if self.number == 2 else f"machines 1 to {self.number - 1}, each with its own rank"
+        )
+        options = f"--machines {self.number} --rank {rank} --master {self.address}"
+        return f"on {ranks}: latentline train {shlex.quote(str(order))} {options}"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables for the processes of a training on several machines."""
+        if self.number == 1:
+            return {}
+        variables = {MACHINES_VARIABLE: json.dumps(asdict(self))}
+        interface = interface_towards(self.host)
+        if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
+            # By default, gloo listens at the address of the host's name, often 127.0.1.1 on Debian.
+            variables[GLOO_INTERFACE_VARIABLE] = interface
+        return variables
+
+
+ONE_MACHINE = Machines()
+
+
+def machines_of_this_process() -> Machines:
+    """Return the machines of the training that this launched process belongs to."""
+    text = os.environ.get(MACHINES_VARIABLE)
+    return Machines(**json.loads(text)) if text else ONE_MACHINE
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the network interface with the route to a host; None if the name cannot be resolved.
+
+    None as well if another name than localhost belongs to the loopback interface, which other machines cannot
+    reach. Nothing is sent.
+    """
+    import psutil
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # any port: connecting a UDP socket only chooses its own address
+            own_address = probe.getsockname()[0]
+    except OSError:
+        return None
+    if own_address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+        return None
+    names = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address == own_address for address in addresses)
+    )
+    return next(names, None)

@@ -1,0 +1,110 @@
+"""`latentline train`: its order, its machines, and the errors of machines that do not meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli.train import command
+from pipeline.errors import LaunchError, TrainingError
+from pipeline.recipe import recipe_from_mapping
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Path:
+    """An order of two processes; its inputs are not read before the machines meet."""
+    values = {
+        "datasets": [{"name": "photos", "path": tmp_path / "photos"}],
+        "output_dir": tmp_path / "output",
+        "cache_dir": tmp_path,
+        "model": {"base": "no/model"},
+        "accelerate": {"num_processes": 2},
+    }
+    recipe = recipe_from_mapping("demo", values)
+    folder = tmp_path / "output" / "runs" / RUN
+    folder.mkdir(parents=True)
+    job: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "prompts": [], "run": RUN}
+    job |= {"base": str(tmp_path), "elsewhere": {}}
+    (folder / "order.json").write_text(json.dumps(job), encoding="utf-8")
+    (folder / "inputs.parquet").write_bytes(b"")
+    return folder / "order.json"
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    latentline = [sys.executable, "-c", "from pipeline.cli.main import main; main()", "train"]
+    return subprocess.run(
+        [*latentline, *map(str, arguments)],
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_an_order_that_is_not_on_this_machine_is_an_error(tmp_path: Path, order: Path) -> None:
+    missing = invoke(tmp_path / "order.json").exception
+    assert isinstance(missing, TrainingError)
+    assert missing.what == "order.json does not exist there"
+
+    (order.parent / "inputs.parquet").unlink()
+    incomplete = invoke(order.parent).exception
+    assert isinstance(incomplete, TrainingError)
+    assert incomplete.what == "inputs.parquet does not exist there"
+    assert "copy order.json and inputs.parquet" in incomplete.fix
+
+
+def test_processes_that_the_machines_cannot_share_equally_are_an_error(order: Path) -> None:
+    error = invoke(order, "--machines", 3, "--rank", 0, "--master", "a:1").exception
+    assert isinstance(error, LaunchError)
+    assert "must be divisible by the number of machines, got 2 on 3 machines" in error.what
+
+
+def test_a_machine_without_the_others_ends_with_the_address_and_a_fix(order: Path) -> None:
+    port = free_port()
+    alone = train(order, "--machines", 2, "--rank", 0, "--master", f"127.0.0.1:{port}", "--wait", 1)
+    assert alone.returncode == 1
+    assert "LaunchError: not all other machines connected within 1 s" in alone.stderr
+    assert f"machine 0 of 2, --master 127.0.0.1:{port}" in alone.stderr
+    assert "start latentline train on every machine" in alone.stderr
+    assert alone.stderr.count("LaunchError") == 1
+
+
+@pytest.mark.slow
+def test_a_machine_that_cannot_reach_machine_0_ends_with_the_address_and_a_fix(order: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    alone = train(order, "--machines", 2, "--rank", 1, "--master", address, "--wait", 1)
+    assert alone.returncode == 1
+    assert "LaunchError: machine 0 could not be reached within 1 s" in alone.stderr
+    assert f"machine 1 of 2, --master {address}" in alone.stderr
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_an_error_that_names_it(order: Path) -> None:
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        port = used.getsockname()[1]
+        done = train(order, "--machines", 2, "--rank", 0, "--master", f"127.0.0.1:{port}", "--wait", 1)
+    assert done.returncode == 1
+    assert f"LaunchError: port {port} of this machine is in use" in done.stderr
+    assert "choose another port on every machine" in done.stderr
