@@ -11,14 +11,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, JsonValue
 
 from pipeline.errors import DeploymentError
 from pipeline.recipe.address_types import FolderPath
 from pipeline.recipe.credentials import credential_mistakes
-from pipeline.recipe.errors import PlacedMistake, file_error
+from pipeline.recipe.errors import Mistake, PlacedMistake, file_error
 from pipeline.recipe.file_kind import FileKind
 from pipeline.recipe.keys import keys_of
 from pipeline.recipe.project import in_project, path_in_recipe
@@ -32,7 +32,9 @@ DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
 
 SCHEMA_FILE = "deploy/deployment.schema.json"
 
-EXECUTORS = ("in_process", "multiprocess", "k8s")
+ExecutorName: TypeAlias = Literal["in_process", "multiprocess", "k8s"]
+
+EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 """Executors that have a name; others are given by their import path."""
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -95,13 +97,13 @@ def _name_as_section(value: object) -> Any:
     return value
 
 
-class LocalLauncher(Settings):
+class LocalSettings(Settings):
     """Encoding and training run on the machine of the step."""
 
     kind: Literal["local"] = Field(default="local", description="Launcher of encoding and training.")
 
 
-class SlurmLauncher(Settings):
+class SlurmSettings(Settings):
     """Encoding and training run as jobs of Slurm."""
 
     kind: Literal["slurm"] = Field(description="Launcher of encoding and training.")
@@ -121,7 +123,7 @@ class SlurmLauncher(Settings):
                 yield Violation(f"options[{index}]", what, "write it as one text, such as --partition=gpu")
 
 
-class KubernetesLauncher(Settings):
+class KubernetesSettings(Settings):
     """Encoding and training run in pods of Kubernetes."""
 
     kind: Literal["kubernetes"] = Field(description="Launcher of encoding and training.")
@@ -142,7 +144,7 @@ class KubernetesLauncher(Settings):
     )
 
 
-class RayLauncher(Settings):
+class RaySettings(Settings):
     """Encoding and training run as jobs of a Ray cluster."""
 
     kind: Literal["ray"] = Field(description="Launcher of encoding and training.")
@@ -158,7 +160,7 @@ class RayLauncher(Settings):
     num_cpus: float = Field(default=1.0, ge=0.0, description="CPUs of each process, as Ray counts them.")
 
 
-Launcher: TypeAlias = LocalLauncher | SlurmLauncher | KubernetesLauncher | RayLauncher
+LauncherSettings: TypeAlias = LocalSettings | SlurmSettings | KubernetesSettings | RaySettings
 
 
 class DeploymentFile(Settings):
@@ -166,7 +168,7 @@ class DeploymentFile(Settings):
 
     executor: Annotated[
         ExecutorSettings,
-        BeforeValidator(_name_as_section, json_schema_input_type=str | ExecutorSettings),
+        BeforeValidator(_name_as_section, json_schema_input_type=ExecutorName | ExecutorSettings),
     ] = Field(
         default_factory=lambda: ExecutorSettings.model_validate({"import": "in_process"}),
         description="Dagster executor of all jobs. in_process: steps run one after another in the process of "
@@ -174,8 +176,8 @@ class DeploymentFile(Settings):
         "each step runs in a pod (requires dagster-k8s). Any other executor: a section with `import` and "
         "`config`.",
     )
-    launcher: Launcher = Field(
-        default_factory=LocalLauncher,
+    launcher: LauncherSettings = Field(
+        default_factory=LocalSettings,
         discriminator="kind",
         description="Where encoding and training run. All other work of a step runs where the executor runs "
         "the step.",
@@ -253,6 +255,24 @@ def read_deployment(file: Path) -> Deployment:
         placed = sorted([*mistakes, *credentials], key=lambda each: each.line or 0)
         raise file_error(placed, DeploymentError, DEPLOYMENT)
     return _loaded(document.data, file)
+
+
+def deployment_values(deployment: Deployment) -> dict[str, Any]:
+    """Return all settings, defaults included, as the content of an equivalent file."""
+    values = deployment.model_dump(mode="json", exclude={"source"})
+    executor = deployment.executor
+    if executor.import_path in EXECUTORS and not executor.config:
+        values["executor"] = executor.import_path
+    return values
+
+
+def deployment_error(deployment: Deployment, key: str, what: str, fix: str) -> DeploymentError:
+    """Return an error about a top-level key of a loaded deployment."""
+    place, line = DEPLOYMENT_VARIABLE, None
+    if deployment.source is not None:
+        place = path_in_recipe(deployment.source)
+        line = read_yaml_file(deployment.source, DEPLOYMENT)[0].line((key,))
+    return file_error([PlacedMistake(place, Mistake((key,), what, fix), line)], DeploymentError, DEPLOYMENT)
 
 
 def _contains(path: KeyPath, other: KeyPath) -> bool:

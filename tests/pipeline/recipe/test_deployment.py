@@ -13,10 +13,10 @@ from pipeline.recipe import project_root
 from pipeline.recipe.deployment import (
     DEPLOYMENT_VARIABLE,
     Deployment,
-    KubernetesLauncher,
-    LocalLauncher,
-    RayLauncher,
-    SlurmLauncher,
+    KubernetesSettings,
+    LocalSettings,
+    RaySettings,
+    SlurmSettings,
     load_deployment,
     read_deployment,
 )
@@ -47,7 +47,7 @@ def test_without_the_variable_everything_is_as_on_one_machine(monkeypatch: pytes
     monkeypatch.delenv(DEPLOYMENT_VARIABLE, raising=False)
     deployment = load_deployment()
     assert deployment.executor.import_path == "in_process"
-    assert deployment.launcher == LocalLauncher()
+    assert deployment.launcher == LocalSettings()
     assert deployment.pools == "instance"
     assert deployment.scratch == project_root() / ".cache/scratch"
     assert deployment.source is None
@@ -67,10 +67,10 @@ def test_the_variable_names_a_file_relative_to_the_working_directory(
 @pytest.mark.parametrize(
     ("name", "launcher"),
     [
-        ("local", LocalLauncher),
-        ("slurm", SlurmLauncher),
-        ("kubernetes", KubernetesLauncher),
-        ("ray", RayLauncher),
+        ("local", LocalSettings),
+        ("slurm", SlurmSettings),
+        ("kubernetes", KubernetesSettings),
+        ("ray", RaySettings),
     ],
 )
 def test_each_example_in_deploy_is_valid_and_of_its_kind(name: str, launcher: type) -> None:
@@ -86,17 +86,17 @@ def test_the_local_example_has_the_values_of_the_defaults(monkeypatch: pytest.Mo
 
 def test_each_launcher_has_the_settings_that_its_class_reads(tmp_path: Path) -> None:
     slurm = read(tmp_path, "launcher: {kind: slurm, workers: 8, machines: 2, options: [--partition=gpu]}")
-    assert slurm.launcher == SlurmLauncher(kind="slurm", workers=8, machines=2, options=("--partition=gpu",))
+    assert slurm.launcher == SlurmSettings(kind="slurm", workers=8, machines=2, options=("--partition=gpu",))
     pod = "{nodeSelector: {disk: ssd}, tolerations: [{key: gpu, operator: Exists}]}"
     kubernetes = read(tmp_path, f"launcher: {{kind: kubernetes, image: a/b:1, pod: {pod}}}").launcher
-    assert isinstance(kubernetes, KubernetesLauncher)
+    assert isinstance(kubernetes, KubernetesSettings)
     assert (kubernetes.namespace, kubernetes.workers, kubernetes.machines) == ("default", 1, 1)
     assert kubernetes.pod == {
         "nodeSelector": {"disk": "ssd"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
     }
     ray = read(tmp_path, "launcher: {kind: ray, num_gpus: 0.5, num_cpus: 4}").launcher
-    assert isinstance(ray, RayLauncher)
+    assert isinstance(ray, RaySettings)
     assert (ray.address, ray.num_gpus, ray.num_cpus) == (None, 0.5, 4)
 
 
