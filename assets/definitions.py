@@ -14,6 +14,7 @@ from assets.deployment import build_executor, build_launcher, gpu_pool
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
 from assets.run_summary import print_summary_at_exit, run_tables
+from assets.summarized_executor import summarized
 from pipeline.errors import RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
@@ -40,13 +41,14 @@ def build_definitions(
         DeploymentError: The deployment is invalid, or names something that is not installed.
     """
     deployment = load_deployment() if deployment is None else deployment
+    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: run_tables({recipe.name: recipe.output_dir for recipe in recipes}),
+            TABLES_RESOURCE: run_tables(output_dirs),
             LAUNCHER_RESOURCE: build_launcher(deployment),
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
-        executor=build_executor(deployment),
+        executor=summarized(build_executor(deployment), output_dirs),
     )
     usable_graphs = [recipe_graph(recipe, pool=gpu_pool(deployment)) for recipe in recipes]
     names = [recipe.name for recipe in recipes]

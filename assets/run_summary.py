@@ -1,10 +1,12 @@
 """The summary that Dagster's command line prints last: what the run did, or what failed, where and its fix.
 
 Dagster ends a failed run with a long stack trace and "Run ... resulted in failure". People and CI read the
-last lines, so the summary must follow those. Three hooks are needed for that:
+last lines, so the summary must follow those. Four hooks are needed for that:
 
     resource teardown   Dagster tears resources down after the last step, however the run ended. `run_tables`
                         reads the run's events then.
+    executor            With steps in other processes, the process of the run has no resources.
+                        `summarized_executor` reads the run's events at the end of the executor.
     sys.excepthook      An error may end the command without a run: a broken recipe, or a full disk below
                         Dagster's history. Only this hook sees it, because Dagster's CLI does not catch it.
     atexit              Dagster's CLI prints its own last line after all hooks that Dagster offers.
@@ -128,11 +130,16 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
         try:
             yield TableIOManager(output_dirs)
         finally:
-            if context.run is not None and context.instance is not None and in_dagster_command():
-                run_id = context.run.run_id
-                _summaries[run_id] = summarize_run(context.instance, run_id, output_dirs)
+            if context.run is not None and context.instance is not None:
+                add_summary(context.instance, context.run.run_id, output_dirs)
 
     return tables
+
+
+def add_summary(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> None:
+    """Summarize a run for the end of the command, if this process executes a `dagster` or `dg` command."""
+    if in_dagster_command():
+        _summaries[run_id] = summarize_run(instance, run_id, output_dirs)
 
 
 def summarize_run(
