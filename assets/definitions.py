@@ -7,32 +7,50 @@ Nothing imported from here may import torch, diffusers, transformers or accelera
 from collections.abc import Sequence
 
 import click
-from dagster import Definitions, colored_console_logger, in_process_executor
+from dagster import Definitions, colored_console_logger
 
 from assets.broken_recipe import broken_recipe_graphs
+from assets.deployment import build_executor, build_launcher, gpu_pool
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
 from assets.run_summary import print_summary_at_exit, run_tables
+from assets.summarized_executor import summarized
 from pipeline.errors import RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder
+from pipeline.recipe.deployment import Deployment, load_deployment
 from pipeline.reporting.terminal import find_terminal
-from resources.launchers.local import AccelerateLauncher
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 
-def build_definitions(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe] = ()) -> Definitions:
-    """Return the definitions of `recipes`, and the errors of `broken` ones, all in one code location."""
+def build_definitions(
+    recipes: Sequence[Recipe],
+    broken: Sequence[BrokenRecipe] = (),
+    *,
+    deployment: Deployment | None = None,
+) -> Definitions:
+    """Return the definitions of `recipes`, and the errors of `broken` ones, all in one code location.
+
+    Args:
+        recipes: The usable recipes.
+        broken: The other ones.
+        deployment: Where the recipes run; the default of `load_deployment`.
+
+    Raises:
+        DeploymentError: The deployment is invalid, or names something that is not installed.
+    """
+    deployment = load_deployment() if deployment is None else deployment
+    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: run_tables({recipe.name: recipe.output_dir for recipe in recipes}),
-            LAUNCHER_RESOURCE: AccelerateLauncher(),
+            TABLES_RESOURCE: run_tables(output_dirs),
+            LAUNCHER_RESOURCE: build_launcher(deployment),
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
-        executor=in_process_executor,
+        executor=summarized(build_executor(deployment), output_dirs),
     )
-    usable_graphs = [recipe_graph(recipe) for recipe in recipes]
+    usable_graphs = [recipe_graph(recipe, pool=gpu_pool(deployment)) for recipe in recipes]
     names = [recipe.name for recipe in recipes]
     return Definitions.merge(shared, *usable_graphs, *broken_recipe_graphs(broken, names))
 

@@ -12,7 +12,8 @@ RECIPE_TAG = "latentline/recipe"
 """Tag on each run of a recipe's jobs, by which the schedule and the sensor find runs in progress."""
 
 GPU_POOL = "gpu"
-"""Pool of the steps that may load a model; `.dagster/dagster.yaml` runs one of them at a time."""
+"""Pool of the steps that may load a model; `.dagster/dagster.yaml` runs one of them at a time. With a pool
+per machine, the machine's name is appended (assets/deployment.py)."""
 
 DEFAULT_RUN_CONFIG = {"loggers": {TERMINAL_LOGGER: {}}}
 """Configuration of runs that have none. It logs the messages of the stages without Dagster's events, so

@@ -70,7 +70,12 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
 
     `interrupts` lists the interruptions so far, see `_noted_interrupts`.
     """
-    from dagster import DagsterExecutionInterruptedError, build_reconstructable_job, execute_job
+    from dagster import (
+        DagsterExecutionInterruptedError,
+        build_reconstructable_job,
+        execute_job,
+        in_process_executor,
+    )
 
     from assets.run_summary import summarize_run
     from pipeline.recipe import load_recipe
@@ -78,7 +83,7 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
     from resources.terminal_log import TERMINAL_LOGGER, show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.
-    load_job(job_name)
+    executor = load_job(job_name).executor_def
     recipe = load_recipe(recipe_file)
     job = build_reconstructable_job("assets.run", "load_job", reconstructable_args=(job_name,))
 
@@ -86,7 +91,8 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
         end_dead_runs(instance)
         if interrupts:
             raise KeyboardInterrupt
-        with _redirected_output() as stream, show_run(stream) as handler:
+        in_process = executor.name == in_process_executor.name
+        with _redirected_output() as stream, show_run(stream, None if in_process else instance) as handler:
             try:
                 execute_job(job, instance, run_config={"loggers": {TERMINAL_LOGGER: {}}})
             except (DagsterExecutionInterruptedError, KeyboardInterrupt):

@@ -1,10 +1,12 @@
-"""The summary that a `dagster` command prints last: what the run did, or what failed, where and its fix.
+"""The summary that Dagster's command line prints last: what the run did, or what failed, where and its fix.
 
 Dagster ends a failed run with a long stack trace and "Run ... resulted in failure". People and CI read the
-last lines, so the summary must follow those. Three hooks are needed for that:
+last lines, so the summary must follow those. Four hooks are needed for that:
 
     resource teardown   Dagster tears resources down after the last step, however the run ended. `run_tables`
                         reads the run's events then.
+    executor            With steps in other processes, the process of the run has no resources.
+                        `summarized_executor` reads the run's events at the end of the executor.
     sys.excepthook      An error may end the command without a run: a broken recipe, or a full disk below
                         Dagster's history. Only this hook sees it, because Dagster's CLI does not catch it.
     atexit              Dagster's CLI prints its own last line after all hooks that Dagster offers.
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -56,8 +59,14 @@ _EVENT_TYPES = {
     DagsterEventType.STEP_FAILURE,
 }
 
-_numbers: dict[str, str] = {}
+_COMMANDS = {"dagster", "python -m dagster", "dg", "python -m dagster_dg_cli.cli"}
+"""Names of Dagster's command lines, as click shows them."""
+
+_summaries: dict[str, "RunSummary"] = {}
+"""Newest summary of each run, by its id: Dagster initializes the resources again after the last step."""
+
 _problems: list[str] = []
+"""Errors that ended the command without a summary of a run."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +85,27 @@ class RunSummary:
 
 
 def in_dagster_command() -> bool:
-    """Return whether this code runs inside a command of Dagster's CLI."""
+    """Return whether this code runs inside a command of Dagster's CLI, `dagster` or `dg`."""
     context = click.get_current_context(silent=True)
-    return context is not None and context.find_root().info_name in ("dagster", "python -m dagster")
+    return context is not None and context.find_root().info_name in _COMMANDS
 
 
 def print_summary_at_exit() -> None:
-    """Print the summary when this process exits, if it executes a `dagster` command."""
-    if not in_dagster_command():
-        return
+    """Print the summary when this process exits, if it executes a `dagster` or `dg` command."""
+    if in_dagster_command():
+        _register_hooks()
+
+
+@cache
+def _register_hooks() -> None:
+    """Register the hooks once: Dagster may load the definitions several times, for some executors."""
     previous_hook = sys.excepthook
 
     def add_problem(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-        problem = command_problem(err, " ".join(["dagster", *sys.argv[1:]]))
+        problem = command_problem(err, " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
         if BUG in problem:
             previous_hook(kind, err, trace)
-        if not _problems:
+        if not any(summary.problems for summary in _summaries.values()):
             _problems.append(problem)
 
     sys.excepthook = add_problem
@@ -116,12 +130,16 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
         try:
             yield TableIOManager(output_dirs)
         finally:
-            if context.run is not None and context.instance is not None and in_dagster_command():
-                summary = summarize_run(context.instance, context.run.run_id, output_dirs)
-                _numbers.update(summary.numbers)
-                _problems.extend(summary.problems)
+            if context.run is not None and context.instance is not None:
+                add_summary(context.instance, context.run.run_id, output_dirs)
 
     return tables
+
+
+def add_summary(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> None:
+    """Summarize a run for the end of the command, if this process executes a `dagster` or `dg` command."""
+    if in_dagster_command():
+        _summaries[run_id] = summarize_run(instance, run_id, output_dirs)
 
 
 def summarize_run(
@@ -220,7 +238,9 @@ def _print_summary() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    write_parts([*_numbers.values(), *dict.fromkeys(_problems)], sys.stderr if _problems else sys.stdout)
+    numbers = [text for summary in _summaries.values() for text in summary.numbers.values()]
+    problems = [*_problems, *(text for summary in _summaries.values() for text in summary.problems)]
+    write_parts([*numbers, *dict.fromkeys(problems)], sys.stderr if problems else sys.stdout)
 
 
 def write_parts(parts: Sequence[str], stream: TextIO) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
 from assets.checks import check_results, check_specs, path_isolation_results
-from assets.names import GPU_POOL, step_name
+from assets.names import step_name
 from assets.publishing import picture_metadata, publish
 from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
@@ -20,7 +20,7 @@ DESCRIPTION = (
 )
 
 
-def build_text_embeddings(recipe: Recipe) -> AssetsDefinition:
+def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
     """Build the asset `<recipe>/text_embeddings` with its checks."""
 
     @multi_asset(
@@ -29,7 +29,7 @@ def build_text_embeddings(recipe: Recipe) -> AssetsDefinition:
         ins={"validated": table_in(recipe, "validated_dataset", reader="text_embeddings")},
         check_specs=check_specs(recipe, "text_embeddings"),
         can_subset=True,
-        pool=GPU_POOL,
+        pool=pool,
     )
     def text_embeddings(
         context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any

@@ -18,7 +18,7 @@ from dagster import (
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.live_training import observe_training
-from assets.names import GPU_POOL, step_name
+from assets.names import step_name
 from assets.publishing import picture_metadata, publish, table_metadata
 from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
@@ -33,7 +33,7 @@ DESCRIPTION = (
 )
 
 
-def build_trained_lora(recipe: Recipe) -> AssetsDefinition:
+def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
     """Build the asset `<recipe>/trained_lora` with its checks."""
 
     @multi_asset(
@@ -49,7 +49,7 @@ def build_trained_lora(recipe: Recipe) -> AssetsDefinition:
         },
         check_specs=check_specs(recipe, "trained_lora"),
         can_subset=True,
-        pool=GPU_POOL,
+        pool=pool,
         config_schema=_run_config(recipe),
     )
     def trained_lora(

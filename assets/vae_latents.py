@@ -13,7 +13,7 @@ from dagster import (
 )
 
 from assets.checks import check_results, check_specs, path_isolation_results
-from assets.names import GPU_POOL, step_name
+from assets.names import step_name
 from assets.publishing import captioned_pictures, publish
 from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
@@ -29,7 +29,7 @@ DESCRIPTION = (
 )
 
 
-def build_vae_latents(recipe: Recipe) -> AssetsDefinition:
+def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
     """Build the asset `<recipe>/vae_latents` with its checks."""
 
     @multi_asset(
@@ -38,7 +38,7 @@ def build_vae_latents(recipe: Recipe) -> AssetsDefinition:
         ins={"buckets": table_in(recipe, "aspect_buckets", reader="vae_latents")},
         check_specs=check_specs(recipe, "vae_latents"),
         can_subset=True,
-        pool=GPU_POOL,
+        pool=pool,
     )
     def vae_latents(
         context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any

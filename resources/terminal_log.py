@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import threading
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from dagster import DagsterEvent, DagsterEventType, logger
@@ -18,10 +19,13 @@ from dagster import DagsterEvent, DagsterEventType, logger
 from pipeline.escaping import printable_lines
 
 if TYPE_CHECKING:
-    from dagster import InitLoggerContext
+    from dagster import DagsterInstance, EventLogEntry, InitLoggerContext
 
 TERMINAL_LOGGER = "terminal"
 """Name of the logger in `Definitions` and in run configurations."""
+
+POLL_S = 0.5
+"""Seconds between two reads of the event log."""
 
 _PYTHON_LOGGER = "latentline.terminal"
 _STANDARD_ERROR = "standard error"
@@ -52,16 +56,52 @@ def terminal_logger(context: InitLoggerContext) -> logging.Logger:
 
 
 @contextmanager
-def show_run(stream: TextIO) -> Generator[TerminalHandler]:
-    """Write what `terminal_logger` receives in the body to `stream`, and provide the handler."""
-    handler = TerminalHandler(stream)
+def show_run(stream: TextIO, instance: DagsterInstance | None = None) -> Generator[TerminalHandler]:
+    """Write the messages of the run in the body to `stream`, and provide the handler.
+
+    Args:
+        stream: Stream to write to.
+        instance: Instance with the event log of a run with steps in other processes. Those cannot write to
+            `stream`, so their messages are read from the event log.
+    """
+    handler = TerminalHandler(stream, shows_records=instance is None)
     python_logger = logging.getLogger(_PYTHON_LOGGER)
     python_logger.addHandler(handler)
     try:
-        yield handler
+        with nullcontext() if instance is None else _event_log_shown(instance, handler):
+            yield handler
     finally:
         python_logger.removeHandler(handler)
         handler.close()
+
+
+@contextmanager
+def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Generator[None]:
+    """Show the entries of the run's event log, in a thread, and the last ones at the end of the body."""
+    ended = threading.Event()
+    cursor: str | None = None
+
+    def show_new_entries() -> None:
+        nonlocal cursor
+        has_more = handler.run_id is not None
+        while has_more:
+            new = instance.get_records_for_run(str(handler.run_id), cursor=cursor)
+            for record in new.records:
+                handler.show_entry(record.event_log_entry)
+            cursor, has_more = new.cursor, new.has_more
+
+    def follow() -> None:
+        while not ended.wait(POLL_S):
+            show_new_entries()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        show_new_entries()
 
 
 class TerminalHandler(logging.Handler):
@@ -74,9 +114,15 @@ class TerminalHandler(logging.Handler):
         run_id: Id of the run; None until it has logged something.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        """Write to `stream`, which stays open."""
+    def __init__(self, stream: TextIO, *, shows_records: bool = True) -> None:
+        """Write to `stream`, which stays open.
+
+        Args:
+            stream: Stream to write to.
+            shows_records: False to show only what `show_entry` receives.
+        """
         super().__init__(logging.DEBUG)
+        self._shows_records = shows_records
         self.run_id: str | None = None
         self._stream = stream
         self._has_status_line = stream.isatty()
@@ -88,18 +134,38 @@ class TerminalHandler(logging.Handler):
         if metadata is None:
             return
         self.run_id = metadata["run_id"]
-        event: DagsterEvent | None = getattr(record, "dagster_event", None)
-        name = _asset_name(metadata["step_key"])
-        message = printable_lines(str(metadata["orig_message"]))
+        if self._shows_records:
+            self._show(
+                getattr(record, "dagster_event", None),
+                metadata["step_key"],
+                message=str(metadata["orig_message"]),
+                level=record.levelno,
+                time_s=record.created,
+            )
 
+    def show_entry(self, entry: EventLogEntry) -> None:
+        """Show an entry of the event log, as `emit` shows a record."""
+        level = entry.level if isinstance(entry.level, int) else logging.INFO
+        self._show(
+            entry.dagster_event,
+            entry.step_key,
+            message=entry.user_message,
+            level=level,
+            time_s=entry.timestamp,
+        )
+
+    def _show(
+        self, event: DagsterEvent | None, step_key: str | None, *, message: str, level: int, time_s: float
+    ) -> None:
+        name, message = _asset_name(step_key), printable_lines(message)
         try:
             if event is not None:
-                self._show_event(event, name, record.created)
+                self._show_event(event, name, time_s)
             elif message.startswith(_DAGSTERS_OWN):
                 pass
-            elif record.levelno >= logging.WARNING:
+            elif level >= logging.WARNING:
                 self._write_line(f"  {name:<{_NAME_WIDTH}}  warning: {message}")
-            elif record.levelno >= logging.INFO:
+            elif level >= logging.INFO:
                 self._show_message(name, message)
         except OSError:  # a closed terminal must not stop the run
             self._has_status_line = False

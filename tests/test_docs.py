@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import COMMANDS, latentline
+from pipeline.recipe.deployment import (
+    Deployment,
+    DeploymentFile,
+    KubernetesSettings,
+    RaySettings,
+    SlurmSettings,
+    deployment_values,
+)
+from pipeline.recipe.keys import all_keys_of, keys_of
 from pipeline.recipe.schema import all_keys
 from tools.docs import checks_page, recipes_page
 from tools.docs import coming_from_page as coming_from
@@ -38,6 +48,21 @@ def test_every_key_of_a_recipe_is_on_its_page() -> None:
         body = text.split(title + "\n", 1)[1].split("\n## ", 1)[0]
         assert f"| `{name}` |" in body, key
     assert "| anything |" not in text, "the type of a key is missing"
+
+
+def test_every_key_of_a_deployment_is_on_its_page_with_its_default() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (\S.*?) \|", page, re.MULTILINE))
+    assert set(rows) == set(all_keys_of(DeploymentFile))
+    defaults = deployment_values(Deployment())
+    assert rows["pools"] == f"`{defaults['pools']}`"
+    assert rows["executor"] == f"`{defaults['executor']}`"
+    for model in (SlurmSettings, KubernetesSettings, RaySettings):
+        for key, info in keys_of(model).items():
+            default = info.get_default(call_default_factory=True)
+            text = json.dumps(list(default) if isinstance(default, tuple) else default, default=str)
+            shown = "required" if info.is_required() else f"`{text.strip(chr(34))}`"
+            assert rows[f"launcher.{key}"] == shown, key
 
 
 def commands() -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ usage.
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -17,6 +18,9 @@ import click
 
 from pipeline.errors import LatentlineError
 from pipeline.reporting.terminal import find_terminal
+
+DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
+"""See pipeline/recipe/deployment.py, which is imported only if the variable is set."""
 
 COMMANDS = {
     "new": "pipeline.cli.new",
@@ -66,6 +70,11 @@ class _Commands(click.Group):
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def latentline() -> None:
     """Create, run and inspect recipes, and maintain caches and LoRAs."""
+    # Every command reports a broken deployment file, also those that do not need it.
+    if os.environ.get(DEPLOYMENT_VARIABLE):
+        from pipeline.recipe.deployment import load_deployment
+
+        load_deployment()
 
 
 def main() -> None:

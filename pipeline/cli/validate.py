@@ -1,8 +1,11 @@
-"""`latentline validate`: check a recipe, its folders, its datasets and its base model."""
+"""`latentline validate`: check a recipe, its folders, its datasets and its base model; or the deployment."""
 
 from __future__ import annotations
 
+from io import StringIO
+
 import click
+from ruamel.yaml import YAML
 
 from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import counted
@@ -11,18 +14,36 @@ from pipeline.models.reference_support import require_references
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import Recipe
+from pipeline.recipe.deployment import (
+    DEPLOYMENT_VARIABLE,
+    Deployment,
+    deployment_values,
+    load_deployment,
+)
 from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
 
 
-@click.command(short_help="Check a recipe without computing anything.")
-@click.argument("recipe", type=RECIPE)
-def command(recipe: Recipe) -> None:
+@click.command(short_help="Check a recipe, or the deployment file, without computing anything.")
+@click.argument("recipe", type=RECIPE, required=False)
+@click.option("--deployment", is_flag=True, help="Print the settings of the deployment, with its defaults.")
+@click.pass_context
+def command(context: click.Context, recipe: Recipe | None, deployment: bool) -> None:
     """Check RECIPE, given by name or file: its keys, folders, datasets, and base model if it is local.
 
-    Nothing is downloaded.
+    Nothing is downloaded. With --deployment, RECIPE may be omitted. The file that LATENTLINE_DEPLOYMENT names
+    is checked in either case.
     """
+    if recipe is None and not deployment:
+        raise click.MissingParameter(ctx=context, param=context.command.params[0], param_hint="'RECIPE'")
+    if recipe is not None:
+        _check(recipe)
+    if deployment:
+        echo(_deployment_text(load_deployment()))
+
+
+def _check(recipe: Recipe) -> None:
     from pipeline.raw_images.walk import require_readable  # imports Polars, which only valid recipes need
 
     check_settings(recipe)
@@ -30,6 +51,15 @@ def command(recipe: Recipe) -> None:
         require_readable(dataset, max_file_bytes=recipe.checks.max_file_bytes)
     datasets = counted(len(recipe.datasets), "dataset")
     echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
+
+
+def _deployment_text(deployment: Deployment) -> str:
+    """Return the settings as the text of an equivalent deployment file."""
+    origin = deployment.source or f"{DEPLOYMENT_VARIABLE} is not set; these are the defaults"
+    text = StringIO()
+    yaml = YAML()
+    yaml.dump(deployment_values(deployment), text)
+    return f"# {origin}\n{text.getvalue().rstrip()}"
 
 
 def check_settings(recipe: Recipe) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from dagster import AssetCheckSeverity, AssetKey, AssetSelection, ExecuteInProcessResult, materialize
 
 from assets.definitions import build_definitions
-from assets.recipe_graph import ASSET_BUILDERS
+from assets.names import GPU_POOL
+from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe, recipe_from_mapping
 
 
@@ -26,7 +27,7 @@ def run(recipe: Recipe, selection: AssetSelection) -> ExecuteInProcessResult:
     resources = build_definitions([recipe]).resources
     assert resources is not None
     return materialize(
-        [build(recipe) for build in ASSET_BUILDERS],
+        recipe_assets(recipe, pool=GPU_POOL),
         selection=selection,
         resources=resources,
         raise_on_error=False,

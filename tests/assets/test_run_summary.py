@@ -32,12 +32,13 @@ from assets import run_summary
 sys.argv = ["dagster", "job", "execute", "-j", "demo_train"]
 with click.Context(click.Command("cli"), info_name={program!r}):
     run_summary.print_summary_at_exit()
-run_summary._numbers["demo"] = "demo_train: done \u2714"
+    run_summary.print_summary_at_exit()
+run_summary._summaries["123"] = run_summary.RunSummary({{"demo": "demo_train: done \u2714"}}, [])
 {body}
 """
 
 FAILURE = """
-run_summary._problems += ["StoreError: one", "StoreError: one", "StoreError: two"]
+run_summary._summaries["123"].problems.extend(["StoreError: one", "StoreError: one", "StoreError: two"])
 print("Error: Run 123 resulted in failure.", file=sys.stderr)
 sys.exit(1)
 """
@@ -54,7 +55,7 @@ def run_command(program: str, body: str, **variables: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("program", ["dagster", "python -m dagster"])
+@pytest.mark.parametrize("program", ["dagster", "python -m dagster", "dg"])
 def test_each_problem_is_printed_once_after_dagsters_own_last_line(program: str) -> None:
     completed = run_command(program, FAILURE)
     assert completed.returncode == 1
@@ -64,6 +65,7 @@ def test_each_problem_is_printed_once_after_dagsters_own_last_line(program: str)
 
 
 def test_the_numbers_of_a_good_run_are_the_only_text_on_standard_output() -> None:
+    """They are printed once, although COMMAND loads the definitions twice, as an executor may."""
     completed = run_command("dagster", "print('log', file=sys.stderr)")
     assert (completed.returncode, completed.stdout, completed.stderr) == (
         0,

@@ -4,6 +4,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 from dagster import (
@@ -36,7 +37,7 @@ def output_of(body: Body, stream: io.StringIO) -> str:
     return stream.getvalue()
 
 
-def execute(body: Body) -> str:
+def execute(body: Body, shared: DagsterInstance | None = None) -> str:
     """Execute an asset with the terminal logger alone, and return the id of the run."""
 
     @asset(name="small__raw_images")
@@ -45,11 +46,30 @@ def execute(body: Body) -> str:
 
     job = define_asset_job("small_cache", config={"loggers": {TERMINAL_LOGGER: {}}})
     definitions = Definitions([step], jobs=[job], loggers={TERMINAL_LOGGER: terminal_logger})
-    with DagsterInstance.ephemeral() as instance:
+    with nullcontext(shared) if shared is not None else DagsterInstance.ephemeral() as instance:
         result = definitions.resolve_job_def("small_cache").execute_in_process(
             instance=instance, raise_on_error=False
         )
     return result.run_id
+
+
+def test_the_event_log_shows_the_same_lines_as_the_logger() -> None:
+    """Steps in other processes write to the event log only."""
+
+    def body(context: AssetExecutionContext) -> None:
+        context.log.info("5 image files")
+        context.log.warning("no\x1b GPU")
+        context.log.debug("details")
+
+    stream = io.StringIO()
+    with DagsterInstance.ephemeral() as instance, show_run(stream, instance) as handler:
+        assert execute(body, instance) == handler.run_id
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["  raw_images         5 image files", "  raw_images         warning: no\\x1b GPU"]
+    finished = lines[2]
+    assert finished.startswith("  raw_images  ")
+    assert finished.endswith(" s")
+    assert len(lines) == 3
 
 
 def log(level: int, *messages: str) -> Body:

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe.load import project_root
+from pydantic import BaseModel
+
+from pipeline.recipe.project import project_root
 from pipeline.recipe.schema import RecipeFile
 from pipeline.storage.atomic import write_text
 
@@ -18,8 +20,7 @@ SCHEMA_FILE = "recipe.schema.json"
 
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema (2020-12) of a recipe file; it does not contain rules across keys."""
-    schema = _without_titles(RecipeFile.model_json_schema(by_alias=True, mode="validation"))
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Latentline recipe", **schema}
+    return json_schema(RecipeFile, "Latentline recipe")
 
 
 def schema_text() -> str:
@@ -30,6 +31,12 @@ def schema_text() -> str:
 def schema_path() -> Path:
     """Return the path of the schema, next to the project's recipes."""
     return project_root() / "configs" / SCHEMA_FILE
+
+
+def json_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
+    """Return the JSON schema (2020-12) of a file that `model` validates."""
+    schema = _without_titles(model.model_json_schema(by_alias=True, mode="validation"))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
 
 
 def _without_titles(node: Any) -> Any:

@@ -1,0 +1,106 @@
+"""What a deployment decides in the definitions: executor, launcher, and the pool of steps that use a GPU.
+
+Packages of schedulers are imported only if the deployment names them.
+"""
+
+import platform
+import re
+from importlib import import_module
+from typing import Any
+
+from dagster import (
+    ConfigurableResource,
+    DagsterError,
+    ExecutorDefinition,
+    GraphDefinition,
+    validate_run_config,
+)
+
+from assets.names import GPU_POOL
+from pipeline.recipe.deployment import Deployment, deployment_error
+
+EXECUTORS = {
+    "in_process": "dagster.in_process_executor",
+    "multiprocess": "dagster.multiprocess_executor",
+    "k8s": "dagster_k8s.k8s_job_executor",
+}
+"""Import paths of the executors that have a name."""
+
+LAUNCHERS = {
+    "local": "resources.launchers.local.AccelerateLauncher",
+    "slurm": "resources.launchers.slurm.SlurmLauncher",
+    "kubernetes": "resources.launchers.kubernetes.KubernetesLauncher",
+    "ray": "resources.launchers.ray.RayLauncher",
+}
+"""Import path of each kind's launcher, a `ConfigurableResource` with a field for each setting of its kind."""
+
+EXTRAS = {"dagster_k8s": "k8s", "kubernetes": "k8s", "dagster_ray": "ray", "ray": "ray"}
+"""Extra in pyproject.toml that installs a package, by the package's import name."""
+
+
+def build_executor(deployment: Deployment) -> ExecutorDefinition:
+    """Return the executor of all jobs.
+
+    Raises:
+        DeploymentError: The executor cannot be imported, or does not accept its configuration.
+    """
+    settings = deployment.executor
+    path = EXECUTORS.get(settings.import_path, settings.import_path)
+    executor = _imported(path, deployment, "executor")
+    if not isinstance(executor, ExecutorDefinition):
+        what = f"executor must be an executor of Dagster, but {path} is of type {type(executor).__name__}"
+        raise deployment_error(deployment, "executor", what, "name an ExecutorDefinition")
+    if not settings.config:
+        return executor
+
+    configured = executor.configured(settings.config)
+    try:
+        validate_run_config(GraphDefinition(name="empty").to_job(executor_def=configured), {})
+    except DagsterError as err:
+        what = f"{path} does not accept executor.config: {' '.join(str(err).split())}"
+        fix = "compare executor.config with the documentation of the executor"
+        raise deployment_error(deployment, "executor", what, fix) from err
+    return configured
+
+
+def build_launcher(deployment: Deployment) -> ConfigurableResource[Any]:
+    """Return the launcher of encoding and training.
+
+    Raises:
+        DeploymentError: The launcher cannot be imported.
+    """
+    launcher = _imported(LAUNCHERS[deployment.launcher.kind], deployment, "launcher")
+    return launcher(**deployment.launcher.model_dump(mode="json", exclude={"kind"}))
+
+
+def gpu_pool(deployment: Deployment) -> str:
+    """Return the pool of the steps that may load a model: `gpu`, or `gpu_<machine>` with a pool per machine.
+
+    The machine is the one on which the definitions load. Characters that Dagster does not allow in names
+    become `_`. Machines whose names differ only in such characters share a pool.
+    """
+    if deployment.pools == "instance":
+        return GPU_POOL
+    return f"{GPU_POOL}_{re.sub(r'[^A-Za-z0-9_]', '_', platform.node())}"
+
+
+def _imported(path: str, deployment: Deployment, key: str) -> Any:
+    """Return the object at an import path that the deployment's `key` chooses.
+
+    Raises:
+        DeploymentError: A package is not installed, or the module lacks the name.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as err:
+        missing = str(err.name)
+        what = f"{key} needs {path}, but Python finds no module {missing}"
+        extra = EXTRAS.get(missing.partition(".")[0])
+        fix = f"use one of the other values of {key}, or install the package that contains {missing}"
+        if extra is not None:
+            fix = f"pip install -e '.[{extra}]'"
+        raise deployment_error(deployment, key, what, fix) from err
+    except AttributeError as err:
+        what = f"{key} needs {path}, but {module} contains no {name}"
+        raise deployment_error(deployment, key, what, "correct the import path") from err

@@ -1,0 +1,145 @@
+"""What a deployment decides in the definitions: executor, launcher, pool and its limit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from dagster import (
+    DagsterInstance,
+    ExecutorDefinition,
+    in_process_executor,
+    multiprocess_executor,
+    validate_run_config,
+)
+
+import assets.deployment
+from assets.definitions import build_definitions
+from assets.deployment import LAUNCHERS, build_executor, build_launcher, gpu_pool
+from pipeline.errors import DeploymentError
+from pipeline.recipe import Recipe, project_root, recipe_from_mapping
+from pipeline.recipe.deployment import Deployment, LauncherSettings, read_deployment
+from resources.launchers.local import AccelerateLauncher
+
+GPU_ASSETS = {"vae_latents", "text_embeddings", "trained_lora"}
+
+
+def recipe(folder: Path) -> Recipe:
+    values = {
+        "datasets": [{"name": "photos", "path": folder / "data"}],
+        "output_dir": folder / "out",
+        "model": {"base": "models/none"},
+    }
+    return recipe_from_mapping("flowers", values)
+
+
+def deployment(folder: Path, text: str) -> Deployment:
+    file = folder / "site.yaml"
+    file.write_text(text, encoding="utf-8")
+    return read_deployment(file)
+
+
+def pools_of(settings: Deployment, folder: Path) -> dict[str, str | None]:
+    """Return the pool of each step of a recipe's job."""
+    job = build_definitions([recipe(folder)], deployment=settings).resolve_job_def("flowers_train")
+    return {node.name.removeprefix("flowers__"): node.definition.pool for node in job.nodes}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("in_process", in_process_executor), ("multiprocess", multiprocess_executor)]
+)
+def test_an_executor_has_a_name(tmp_path: Path, name: str, expected: ExecutorDefinition) -> None:
+    settings = deployment(tmp_path, f"executor: {name}")
+    assert build_executor(settings) is expected
+    job = build_definitions([recipe(tmp_path)], deployment=settings).resolve_job_def("flowers_cache")
+    assert job.executor_def.name == expected.name
+
+
+def test_the_executor_k8s_is_that_of_dagster_k8s(tmp_path: Path) -> None:
+    dagster_k8s = pytest.importorskip("dagster_k8s")
+    assert build_executor(deployment(tmp_path, "executor: k8s")) is dagster_k8s.k8s_job_executor
+
+
+def test_a_missing_package_is_an_error_with_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dagster_k8s", None)
+    with pytest.raises(DeploymentError) as excinfo:
+        build_executor(deployment(tmp_path, "pools: instance\nexecutor: k8s\n"))
+    assert "Python finds no module dagster_k8s" in excinfo.value.what
+    assert excinfo.value.where == f"{tmp_path / 'site.yaml'}:2, executor"
+    assert excinfo.value.fix == "pip install -e '.[k8s]'"
+
+
+def test_an_executor_of_another_package_has_an_import_path_and_config(tmp_path: Path) -> None:
+    text = "executor: {import: dagster.multiprocess_executor, config: {max_concurrent: 2}}"
+    settings = deployment(tmp_path, text)
+    job = build_definitions([recipe(tmp_path)], deployment=settings).resolve_job_def("flowers_cache")
+    resolved = validate_run_config(job, {})
+    assert resolved is not None
+    assert resolved["execution"]["multiprocess"]["max_concurrent"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{import: dagster.nothing}", "dagster contains no nothing"),
+        ("{import: nothing_here.executor}", "Python finds no module nothing_here"),
+        ("{import: dagster.Definitions}", "must be an executor of Dagster"),
+        ("{import: multiprocess, config: {max_concurrentt: 2}}", "does not accept executor.config"),
+    ],
+)
+def test_an_executor_that_cannot_be_used_is_an_error(tmp_path: Path, text: str, what: str) -> None:
+    settings = deployment(tmp_path, f"executor: {text}")
+    with pytest.raises(DeploymentError, match=what) as excinfo:
+        build_executor(settings)
+    assert excinfo.value.where == f"{tmp_path / 'site.yaml'}:1, executor"
+
+
+def test_the_local_launcher_is_that_of_accelerate(tmp_path: Path) -> None:
+    assert isinstance(build_launcher(deployment(tmp_path, "launcher: {kind: local}")), AccelerateLauncher)
+
+
+def test_each_kind_of_launcher_has_an_import_path() -> None:
+    kinds = {settings.model_fields["kind"].annotation.__args__[0] for settings in LauncherSettings.__args__}
+    assert kinds == set(LAUNCHERS)
+
+
+def test_a_launcher_without_a_class_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(assets.deployment.LAUNCHERS, "slurm", "resources.launchers.absent.SlurmLauncher")
+    with pytest.raises(DeploymentError) as excinfo:
+        build_launcher(deployment(tmp_path, "launcher: {kind: slurm}"))
+    assert "launcher needs resources.launchers.absent.SlurmLauncher" in excinfo.value.what
+    assert excinfo.value.where.endswith("site.yaml:1, launcher")
+
+
+def test_one_pool_serves_the_instance_by_default(tmp_path: Path) -> None:
+    pools = pools_of(deployment(tmp_path, "pools: instance"), tmp_path)
+    assert {name for name, pool in pools.items() if pool == "gpu"} == GPU_ASSETS
+    assert {pool for name, pool in pools.items() if name not in GPU_ASSETS} == {None}
+
+
+def test_each_machine_has_a_pool_with_a_name_that_dagster_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = deployment(tmp_path, "pools: machine")
+    for machine, pool in {"gpu-1.example.com": "gpu_gpu_1_example_com", "größe": "gpu_gr__e"}.items():
+        monkeypatch.setattr("platform.node", lambda machine=machine: machine)
+        assert gpu_pool(settings) == pool
+        pools = pools_of(settings, tmp_path)
+        assert {name for name, each in pools.items() if each == pool} == GPU_ASSETS
+
+
+def test_the_limit_of_the_projects_instance_holds_for_the_pool_of_each_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dagster.yaml").write_text((project_root() / ".dagster" / "dagster.yaml").read_text())
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
+    with DagsterInstance.get() as instance:
+        storage = instance.event_log_storage
+        for pool in ("gpu_a", "gpu_b"):
+            storage.initialize_concurrency_limit_to_default(pool)
+            first = storage.claim_concurrency_slot(pool, "run_1", "flowers__vae_latents")
+            second = storage.claim_concurrency_slot(pool, "run_2", "faces__vae_latents")
+            assert (first.is_claimed, second.is_claimed) == (True, False)
