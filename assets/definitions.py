@@ -18,7 +18,7 @@ from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder
 from pipeline.reporting.terminal import find_terminal
-from resources.launcher import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 

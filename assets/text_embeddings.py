@@ -12,7 +12,7 @@ from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
-from resources.launcher import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher
 
 DESCRIPTION = (
     "The cache entry of each caption's embedding: one for each distinct caption, and one for the empty "

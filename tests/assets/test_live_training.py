@@ -21,7 +21,7 @@ from dagster import (
 from assets.definitions import build_definitions
 from assets.live_training import observe_training
 from pipeline.recipe import Recipe, recipe_from_mapping
-from resources.launcher import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = AssetKey(["flowers", "trained_lora"])

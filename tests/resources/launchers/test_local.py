@@ -16,9 +16,9 @@ from dagster import AssetExecutionContext, DagsterInstance, Output, asset, mater
 from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import Meanwhile
 from pipeline.recipe import AccelerateSettings
-from resources.launcher import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 ENTRY = """
 import json, os, pathlib, signal, sys, time
@@ -57,7 +57,7 @@ import sys
 from pathlib import Path
 from dagster import AssetExecutionContext, asset, materialize
 from pipeline.recipe import AccelerateSettings
-from resources.launcher import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher
 
 @asset
 def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:

@@ -1,0 +1,1 @@
+"""Launchers: where the processes of a step run."""
