@@ -29,6 +29,7 @@ COMMANDS = {
     "gc": "pipeline.cli.gc",
     "sample": "pipeline.cli.sample",
     "export": "pipeline.cli.export",
+    "encode": "pipeline.cli.encode",
     "provenance": "pipeline.cli.provenance",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",
 }
