@@ -13,7 +13,7 @@ import yaml
 from demo.concept_pictures import write_pictures
 from demo.learned import Learned, load_pipeline, measure
 from pipeline.recipe import Recipe, in_project, load_recipe
-from pipeline.recipe.load import project_root
+from pipeline.recipe.project import project_root
 
 PLACES = {"data/demo": "pictures", ".cache/latentline": "cache", "outputs/demo": "out"}
 """Folder below the copy, by the folder in the demo's recipe."""

@@ -41,6 +41,10 @@ class RecipeError(LatentlineError):
     """A recipe is invalid."""
 
 
+class DeploymentError(LatentlineError):
+    """The deployment file is invalid, or names something that is not installed."""
+
+
 class PathIsolationError(LatentlineError):
     """Two of dataset, cache_dir and output_dir overlap."""
 

@@ -7,11 +7,8 @@ from pipeline.recipe.datasets import DatasetSettings, FilterSettings
 from pipeline.recipe.load import (
     BrokenRecipe,
     RecipeFolder,
-    in_project,
     load_recipe,
     load_recipe_folder,
-    path_in_recipe,
-    project_root,
     recipe_from_mapping,
     recipes_dir,
 )
@@ -20,6 +17,7 @@ from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
 from pipeline.recipe.previews import PreviewPrompt
+from pipeline.recipe.project import in_project, path_in_recipe, project_root
 from pipeline.recipe.references import ReferenceSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,

@@ -8,46 +8,21 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError
 from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe_error
+from pipeline.recipe.file_kind import RECIPE
+from pipeline.recipe.project import path_in_recipe, project_root
 from pipeline.recipe.schema import NAME_PATTERN, Recipe
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
+from pipeline.recipe.yaml_file import read_yaml_file
 from pipeline.storage.addresses import absolute
 
 CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable with the folder of recipes; the default is configs/."""
-
-MAX_RECIPE_BYTES = 4_000_000
-"""Maximum size of a recipe's file; `yaml_document` limits its characters further."""
-
-
-@cache
-def project_root() -> Path:
-    """Return the folder that contains pipeline/; relative paths in a recipe start there."""
-    return Path(__file__).resolve().parents[2]
-
-
-def in_project(text: str) -> Path:
-    """Return the path that a recipe's text refers to, relative to the project root; `~` is expanded."""
-    return project_root() / Path(text).expanduser()
-
-
-def path_in_recipe(path: Path) -> str:
-    """Return `path` as a recipe writes it: relative if it is inside the project root, absolute otherwise.
-
-    Args:
-        path: A path, relative to the working directory; symbolic links are not resolved.
-    """
-    absolute_path, root = path.expanduser().absolute(), project_root()
-    if absolute_path.is_relative_to(root):
-        return absolute_path.relative_to(root).as_posix()
-    return str(absolute_path)
 
 
 def recipes_dir() -> Path:
@@ -185,66 +160,14 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
     if is_untrusted() and (link := link_mistake(file, file.parent)) is not None:
         return None, [PlacedMistake(shown, link)]
 
-    name_mistakes = [PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)]
-    try:
-        text = _read_bytes(file).decode("utf-8")
-    except OSError as error:
-        mistake = Mistake((), f"cannot read the recipe: {error.strerror or error}", "name a readable file")
-        return None, [*name_mistakes, PlacedMistake(shown, mistake)]
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        what = f"a recipe must be UTF-8, got byte {error.object[error.start]:#04x}"
-        return None, [*name_mistakes, PlacedMistake(shown, Mistake((), what, "save the file as UTF-8"), line)]
-
-    document = parse(text)
-    mistakes = name_mistakes + _document_mistakes(document, shown)
+    document, file_mistakes = read_yaml_file(file, RECIPE)
+    mistakes = [*(PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)), *file_mistakes]
     if not mistakes and is_untrusted():
         untrusted = untrusted_mistakes(document.data, project_root())
         mistakes = [PlacedMistake(shown, each, document.line(each.path)) for each in untrusted]
     if mistakes:
         return None, mistakes
     return _recipe(document.data, name=file.stem, source=file), []
-
-
-def _read_bytes(file: Path) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        OSError: The file cannot be read, is not a regular file, or is too large for a recipe.
-    """
-    # A repository can hold a link to a device, and reading it would never end.
-    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(descriptor, "rb") as opened:
-        if not S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError("it is not a regular file")
-        content = opened.read(MAX_RECIPE_BYTES + 1)
-    if len(content) > MAX_RECIPE_BYTES:
-        raise OSError(f"a recipe must have at most {MAX_RECIPE_BYTES:,} bytes")
-    return content
-
-
-def _document_mistakes(document: Document, shown: str) -> list[PlacedMistake]:
-    """Return the YAML flaws of a document and the mistakes in its values, by line."""
-    mistakes: list[Mistake] = []
-    if isinstance(document.data, dict):
-        mistakes = find_mistakes(document.data)
-    elif document.data is not None:
-        what = "a recipe must be a mapping of keys"
-        mistakes = [Mistake((), what, "start with datasets: at the top level")]
-    elif not document.flaws:
-        mistakes = [Mistake((), "the recipe is empty", "start from a recipe in configs/, such as demo.yaml")]
-
-    placed = [
-        PlacedMistake(shown, Mistake(flaw.path, flaw.what, flaw.fix), flaw.line) for flaw in document.flaws
-    ]
-    # A value with a flaw was read as None, and what pydantic reports about None would mislead.
-    flawed = {flaw.path for flaw in document.flaws}
-    placed += [
-        PlacedMistake(shown, mistake, document.line(mistake.path))
-        for mistake in mistakes
-        if mistake.path not in flawed
-    ]
-    return sorted(placed, key=lambda one: one.line or 0)
 
 
 def _name_mistakes(name: str) -> list[Mistake]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from pipeline.recipe.address_types import FolderAddress, FolderPath
@@ -18,6 +18,7 @@ from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.gates import GATES
+from pipeline.recipe.keys import all_keys_of, field_below
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.sharding import shard_violations
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings
@@ -354,43 +355,11 @@ class Recipe(RecipeFile):
     source: Path = Field(description="Path of the YAML file.")
 
 
-def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the model of the section at `path`, or None if there is no such section."""
-    if not path:
-        return RecipeFile
-    info = field_at(path)
-    return None if info is None else _section_in(info.annotation)
-
-
 def field_at(path: KeyPath) -> FieldInfo | None:
-    """Return the field of the key at `path`, or None for an unknown key."""
-    model: type[BaseModel] | None = RecipeFile
-    info = None
-    for part in path:
-        if isinstance(part, int):
-            continue
-        info = None if model is None else keys_of(model).get(part)
-        model = None if info is None else _section_in(info.annotation)
-    return info
+    """Return the field of a recipe's key at `path`, or None for an unknown key."""
+    return field_below(RecipeFile, path)
 
 
-def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of `model` by the key used in YAML."""
-    return {info.alias or name: info for name, info in model.model_fields.items()}
-
-
-def all_keys(model: type[BaseModel] = RecipeFile, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted name of every key below `model`, each section before its own keys."""
-    for key, info in keys_of(model).items():
-        yield f"{prefix}{key}"
-        section = _section_in(info.annotation)
-        if section is not None:
-            yield from all_keys(section, f"{prefix}{key}.")
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that `annotation` is, or that is the type of its items, annotated or not."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    sections = (_section_in(argument) for argument in get_args(annotation))
-    return next((section for section in sections if section is not None), None)
+def all_keys() -> Iterator[str]:
+    """Yield the dotted name of every key of a recipe, each section before its own keys."""
+    return all_keys_of(RecipeFile)

@@ -87,7 +87,7 @@ def parse(text: str) -> Document:
     if len(nodes) > 1 and nodes[1] is not None:
         line = nodes[1].start_mark.line + 1
         document.flaws.append(
-            Flaw((), line, "a second YAML document starts here", "write one recipe per file")
+            Flaw((), line, "a second YAML document starts here", "write one document per file")
         )
     if nodes and nodes[0] is not None:
         try:
@@ -112,7 +112,7 @@ class _LimitExceededError(Exception):
 
 
 def _too_deep(line: int) -> Flaw:
-    return Flaw((), line, "lists or mappings are nested too deeply", "use the sections of a recipe")
+    return Flaw((), line, "lists or mappings are nested too deeply", "use the documented sections")
 
 
 def _yaml() -> YAML:
@@ -222,7 +222,7 @@ class _Reader:
 
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         kind = str(node.tag).removeprefix(_TAG)
-        # A recipe has dates only in captions and names, where they are text.
+        # Dates appear only in captions and names, where they are text.
         if kind == "timestamp" and node.style is None:
             return str(node.value)
         if kind not in _PLAIN:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.recipe.load import project_root
 from pipeline.recipe.other_trainers import Term, terms_by_trainer
+from pipeline.recipe.project import project_root
 from pipeline.storage.atomic import write_text
 
 _TOP = """\

@@ -18,7 +18,7 @@ import click
 
 from demo.experiments import changed_demo, shuffle_captions, teach
 from demo.learned import MAX_BEFORE, MAX_LOST, MIN_AFTER, SHEET_FILE, Learned
-from pipeline.recipe.load import project_root
+from pipeline.recipe.project import project_root
 
 PAGE = Path("docs/gallery.md")
 IMAGES = Path("docs/images")

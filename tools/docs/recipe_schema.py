@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe.load import project_root
+from pipeline.recipe.project import project_root
 from pipeline.recipe.schema import RecipeFile
 from pipeline.storage.atomic import write_text
 

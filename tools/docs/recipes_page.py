@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe.load import project_root
 from pipeline.recipe.optimizers import OPTIMIZERS
+from pipeline.recipe.project import project_root
 from pipeline.recipe.settings import MAX_COUNT
 from pipeline.storage.atomic import write_text
 from tools.docs.recipe_schema import recipe_schema

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from demo.learned import MIN_AFTER, Learned
-from pipeline.recipe.load import project_root
+from pipeline.recipe.project import project_root
 from tools.docs.gallery import PAGE, SCORES_FILE, render
 
 

@@ -13,7 +13,7 @@ from pipeline.cache.requests import RecipeEntries
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings, recipe_from_mapping
-from pipeline.recipe.load import project_root
+from pipeline.recipe.project import project_root
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
 from pipeline.trained_lora.fingerprint import run_facts
 from pipeline.trained_lora.start_file import require_start_file

@@ -1,0 +1,267 @@
+"""The deployment file: where recipes run, in one YAML file that `LATENTLINE_DEPLOYMENT` names.
+
+A recipe decides what is trained and is the same everywhere. The deployment decides the executor, launcher,
+pools and scratch folder of one installation. Nothing in it changes cache entries, or the weights of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, JsonValue
+
+from pipeline.errors import DeploymentError
+from pipeline.recipe.address_types import FolderPath
+from pipeline.recipe.credentials import credential_mistakes
+from pipeline.recipe.errors import PlacedMistake, file_error
+from pipeline.recipe.file_kind import FileKind
+from pipeline.recipe.keys import keys_of
+from pipeline.recipe.project import in_project, path_in_recipe
+from pipeline.recipe.schema import RecipeFile
+from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, one_of, reject
+from pipeline.recipe.yaml_document import KeyPath
+from pipeline.recipe.yaml_file import read_yaml_file
+
+DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
+"""Environment variable with the path of the deployment file; without it, all defaults apply."""
+
+SCHEMA_FILE = "deploy/deployment.schema.json"
+
+EXECUTORS = ("in_process", "multiprocess", "k8s")
+"""Executors that have a name; others are given by their import path."""
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+NumShards = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=MAX_COUNT,
+        description="Number of shards of equal cost into which an encoding is divided. Each runs as one "
+        "process or pod.",
+    ),
+]
+NumMachines = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=MAX_COUNT,
+        description="Number of machines of a training. The recipe's `accelerate.num_processes` is the total "
+        "number of processes, which the machines share equally.",
+    ),
+]
+
+
+class ExecutorSettings(Settings):
+    """Dagster executor that runs the steps of a job. A plain name is the same as a section with `import`."""
+
+    import_path: str = Field(
+        alias="import",
+        description="in_process, multiprocess, k8s, or the import path of an executor, such as "
+        "package.module.name.",
+        examples=["dagster_celery_k8s.celery_k8s_job_executor"],
+    )
+    config: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Configuration of the executor, as its documentation describes it. `{env: NAME}` reads a "
+        "text from an environment variable.",
+        examples=[{"max_concurrent": 2}],
+    )
+
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        if self.import_path not in EXECUTORS and not _IMPORT_PATH.fullmatch(self.import_path):
+            what = f"executor must be {one_of([*EXECUTORS, 'an import path'])}, got {self.import_path!r}"
+            yield Violation("import", what, "use one of the names, or an import path such as package.name")
+
+
+def _name_as_section(value: object) -> Any:
+    """Return the name of an executor as the section that it is short for."""
+    if isinstance(value, str):
+        if value not in EXECUTORS:
+            reject(
+                f"executor must be {one_of([*EXECUTORS, 'a section with import'])}, got {json.dumps(value)}",
+                f"use {one_of(EXECUTORS)}, or write {{import: {value}}} if it is an import path",
+            )
+        return {"import": value}
+    if not isinstance(value, dict | ExecutorSettings):
+        shown = json.dumps(value, default=str)
+        reject(f"executor must be a name or a section of keys, got {shown}", f"use {one_of(EXECUTORS)}")
+    return value
+
+
+class LocalLauncher(Settings):
+    """Encoding and training run on the machine of the step."""
+
+    kind: Literal["local"] = Field(default="local", description="Launcher of encoding and training.")
+
+
+class SlurmLauncher(Settings):
+    """Encoding and training run as jobs of Slurm."""
+
+    kind: Literal["slurm"] = Field(description="Launcher of encoding and training.")
+    workers: NumShards = 1
+    machines: NumMachines = 1
+    options: tuple[str, ...] = Field(
+        default=(),
+        description="Options of `sbatch` for each job, one text per option, such as `--partition=gpu`.",
+        examples=[["--partition=gpu", "--gres=gpu:1"]],
+    )
+
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        for index, option in enumerate(self.options):
+            if not option.startswith("-") or option != option.strip():
+                what = f"an option of sbatch must start with - and have no spaces around it, got {option!r}"
+                yield Violation(f"options[{index}]", what, "write it as one text, such as --partition=gpu")
+
+
+class KubernetesLauncher(Settings):
+    """Encoding and training run in pods of Kubernetes."""
+
+    kind: Literal["kubernetes"] = Field(description="Launcher of encoding and training.")
+    namespace: str = Field(
+        default="default", min_length=1, description="Namespace in which the pods are created."
+    )
+    image: str = Field(
+        min_length=1,
+        description="Image with this version of Latentline, such as registry.example.com/latentline:0.2.0.",
+    )
+    workers: NumShards = 1
+    machines: NumMachines = 1
+    pod: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Keys merged into the specification of each pod (PodSpec), such as nodeSelector and "
+        "tolerations.",
+        examples=[{"nodeSelector": {"accelerator": "h100"}}],
+    )
+
+
+class RayLauncher(Settings):
+    """Encoding and training run as jobs of a Ray cluster."""
+
+    kind: Literal["ray"] = Field(description="Launcher of encoding and training.")
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Address of the cluster's job server, such as http://ray-head:8265; null uses the "
+        "environment variable RAY_ADDRESS.",
+    )
+    workers: NumShards = 1
+    machines: NumMachines = 1
+    num_gpus: float = Field(default=1.0, ge=0.0, description="GPUs of each process, as Ray counts them.")
+    num_cpus: float = Field(default=1.0, ge=0.0, description="CPUs of each process, as Ray counts them.")
+
+
+Launcher: TypeAlias = LocalLauncher | SlurmLauncher | KubernetesLauncher | RayLauncher
+
+
+class DeploymentFile(Settings):
+    """A deployment of Latentline: where recipes run."""
+
+    executor: Annotated[
+        ExecutorSettings,
+        BeforeValidator(_name_as_section, json_schema_input_type=str | ExecutorSettings),
+    ] = Field(
+        default_factory=lambda: ExecutorSettings.model_validate({"import": "in_process"}),
+        description="Dagster executor of all jobs. in_process: steps run one after another in the process of "
+        "the run. multiprocess: each step runs in its own process, independent steps at the same time. k8s: "
+        "each step runs in a pod (requires dagster-k8s). Any other executor: a section with `import` and "
+        "`config`.",
+    )
+    launcher: Launcher = Field(
+        default_factory=LocalLauncher,
+        discriminator="kind",
+        description="Where encoding and training run. All other work of a step runs where the executor runs "
+        "the step.",
+    )
+    pools: Literal["instance", "machine"] = Field(
+        default="instance",
+        description="Pool of the steps that encode or train. By default, one step per pool runs at a time. "
+        "instance: one pool `gpu` for all runs of the Dagster instance. machine: one pool `gpu_<machine>` "
+        "for each machine.",
+    )
+    scratch: FolderPath = Field(
+        default=Path(".cache/scratch"),
+        description="Local folder for working copies of output folders that are addresses. Relative to the "
+        "project root.",
+    )
+
+
+class Deployment(DeploymentFile):
+    """A loaded deployment: the file's values plus its path, with an absolute `scratch`."""
+
+    source: Path | None = Field(default=None, description="Path of the YAML file; None for the defaults.")
+
+
+def _recipe_key_fix(path: KeyPath) -> str | None:
+    if len(path) == 1 and path[0] in keys_of(RecipeFile):
+        return "remove it; it is a key of recipes, which are in configs/"
+    return None
+
+
+DEPLOYMENT = FileKind(
+    name="deployment file",
+    model=DeploymentFile,
+    first_key="executor",
+    example=f"a file in deploy/, such as local.yaml, or unset {DEPLOYMENT_VARIABLE}",
+    schema=SCHEMA_FILE,
+    unknown_key_fix=_recipe_key_fix,
+)
+
+
+def load_deployment() -> Deployment:
+    """Return the deployment that `LATENTLINE_DEPLOYMENT` names, or the default one without the variable.
+
+    The path is relative to the working directory, `~` is expanded.
+
+    Raises:
+        DeploymentError: The file is not a valid deployment; the message lists all mistakes with line, key
+            and fix.
+    """
+    chosen = os.environ.get(DEPLOYMENT_VARIABLE, "")
+    return read_deployment(Path(chosen)) if chosen else _loaded({}, None)
+
+
+def read_deployment(file: Path) -> Deployment:
+    """Return the deployment in `file`.
+
+    Raises:
+        DeploymentError: See `load_deployment`.
+    """
+    file = file.expanduser().absolute()
+    if not file.exists():
+        fix = f"set {DEPLOYMENT_VARIABLE} to a deployment file, or unset it for the defaults"
+        raise DeploymentError("the deployment file does not exist", where=path_in_recipe(file), fix=fix)
+
+    document, mistakes = read_yaml_file(file, DEPLOYMENT)
+    credentials = [
+        PlacedMistake(path_in_recipe(file), each, document.line(each.path))
+        for each in credential_mistakes(document.data)
+    ]
+    # Other messages about these values could show them.
+    secret_paths = [each.mistake.path for each in credentials]
+    mistakes = [
+        each for each in mistakes if not any(_contains(each.mistake.path, path) for path in secret_paths)
+    ]
+    if mistakes or credentials:
+        placed = sorted([*mistakes, *credentials], key=lambda each: each.line or 0)
+        raise file_error(placed, DeploymentError, DEPLOYMENT)
+    return _loaded(document.data, file)
+
+
+def _contains(path: KeyPath, other: KeyPath) -> bool:
+    """Return True if `other` is `path` or below it; the path of a complete file contains nothing."""
+    return bool(path) and other[: len(path)] == path
+
+
+def _loaded(data: dict[str, Any], source: Path | None) -> Deployment:
+    values = {"scratch": str(DeploymentFile.model_fields["scratch"].default), **data}
+    values["scratch"] = str(in_project(values["scratch"]))
+    values["source"] = None if source is None else str(source)
+    return Deployment.model_validate_json(json.dumps(values))

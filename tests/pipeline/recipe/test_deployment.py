@@ -1,0 +1,292 @@
+"""A deployment file loads, or one error lists every mistake with file, line, key and fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import DeploymentError
+from pipeline.recipe import project_root
+from pipeline.recipe.deployment import (
+    DEPLOYMENT_VARIABLE,
+    Deployment,
+    KubernetesLauncher,
+    LocalLauncher,
+    RayLauncher,
+    SlurmLauncher,
+    load_deployment,
+    read_deployment,
+)
+
+MANY_MISTAKES = """\
+executor: multi
+executorr: x
+launcher: {kind: slurms, workers: 0}
+pools: machines
+scratch: s3://bucket/scratch
+datasets: []
+"""
+
+
+def read(folder: Path, text: str) -> Deployment:
+    file = folder / "site.yaml"
+    file.write_text(text, encoding="utf-8")
+    return read_deployment(file)
+
+
+def error_of(folder: Path, text: str) -> str:
+    with pytest.raises(DeploymentError) as excinfo:
+        read(folder, text)
+    return str(excinfo.value)
+
+
+def test_without_the_variable_everything_is_as_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEPLOYMENT_VARIABLE, raising=False)
+    deployment = load_deployment()
+    assert deployment.executor.import_path == "in_process"
+    assert deployment.launcher == LocalLauncher()
+    assert deployment.pools == "instance"
+    assert deployment.scratch == project_root() / ".cache/scratch"
+    assert deployment.source is None
+
+
+def test_the_variable_names_a_file_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site.yaml").write_text("executor: multiprocess\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(DEPLOYMENT_VARIABLE, "site.yaml")
+    deployment = load_deployment()
+    assert deployment.executor.import_path == "multiprocess"
+    assert deployment.source == tmp_path / "site.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("local", LocalLauncher),
+        ("slurm", SlurmLauncher),
+        ("kubernetes", KubernetesLauncher),
+        ("ray", RayLauncher),
+    ],
+)
+def test_each_example_in_deploy_is_valid_and_of_its_kind(name: str, launcher: type) -> None:
+    deployment = read_deployment(project_root() / "deploy" / f"{name}.yaml")
+    assert isinstance(deployment.launcher, launcher)
+
+
+def test_the_local_example_has_the_values_of_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEPLOYMENT_VARIABLE, raising=False)
+    example = read_deployment(project_root() / "deploy" / "local.yaml")
+    assert example.model_copy(update={"source": None}) == load_deployment()
+
+
+def test_each_launcher_has_the_settings_that_its_class_reads(tmp_path: Path) -> None:
+    slurm = read(tmp_path, "launcher: {kind: slurm, workers: 8, machines: 2, options: [--partition=gpu]}")
+    assert slurm.launcher == SlurmLauncher(kind="slurm", workers=8, machines=2, options=("--partition=gpu",))
+    pod = "{nodeSelector: {disk: ssd}, tolerations: [{key: gpu, operator: Exists}]}"
+    kubernetes = read(tmp_path, f"launcher: {{kind: kubernetes, image: a/b:1, pod: {pod}}}").launcher
+    assert isinstance(kubernetes, KubernetesLauncher)
+    assert (kubernetes.namespace, kubernetes.workers, kubernetes.machines) == ("default", 1, 1)
+    assert kubernetes.pod == {
+        "nodeSelector": {"disk": "ssd"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    }
+    ray = read(tmp_path, "launcher: {kind: ray, num_gpus: 0.5, num_cpus: 4}").launcher
+    assert isinstance(ray, RayLauncher)
+    assert (ray.address, ray.num_gpus, ray.num_cpus) == (None, 0.5, 4)
+
+
+def test_another_executor_is_a_section_with_import_path_and_config(tmp_path: Path) -> None:
+    text = "executor: {import: dagster.multiprocess_executor, config: {max_concurrent: 2}}"
+    executor = read(tmp_path, text).executor
+    assert executor.import_path == "dagster.multiprocess_executor"
+    assert executor.config == {"max_concurrent": 2}
+
+
+def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    assert (
+        error_of(tmp_path, MANY_MISTAKES)
+        == f"""6 mistakes in {file}
+
+  executor must be in_process, multiprocess, k8s or a section with import, got "multi"
+    where: {file}:1, executor
+    fix:   use in_process, multiprocess or k8s, or write {{import: multi}} if it is an import path
+
+  unknown key executorr
+    where: {file}:2, executorr
+    fix:   did you mean executor?
+
+  launcher.kind must be local, slurm, kubernetes or ray, got "slurms"
+    where: {file}:3, launcher.kind
+    fix:   did you mean slurm?
+
+  pools must be instance or machine, got "machines"
+    where: {file}:4, pools
+    fix:   did you mean machine?
+
+  this path must be a local folder, got the address "s3://bucket/scratch"
+    where: {file}:5, scratch
+    fix:   use a local folder
+
+  unknown key datasets
+    where: {file}:6, datasets
+    fix:   remove it; it is a key of recipes, which are in configs/
+
+  where: {file}
+  fix:   apply the 6 fixes above"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "key", "fix"),
+    [
+        ("executor: 3", "must be a name or a section of keys, got 3", "executor", "use in_process"),
+        ("executor: {import: a-b}", "got 'a-b'", "executor.import", "such as package.name"),
+        ("executor: {config: {}}", "required key import is missing", "executor.import", "add import: "),
+        ("executor: {import: k8s, config: 3}", "a mapping of keys, got 3", "executor.config", "a mapping"),
+        ("launcher: slurm", 'must be a mapping of keys, got "slurm"', "launcher", "launcher: {kind: slurm}"),
+        ("launcher:", "got an empty value", "launcher", "write launcher: {kind: local}"),
+        ("launcher: {workers: 2}", "required key kind is missing", "launcher.kind", "add kind: local, slurm"),
+        (
+            "launcher: {kind: local, workers: 2}",
+            "unknown key workers",
+            "launcher.workers",
+            "remove it; the keys of launcher are kind",
+        ),
+        (
+            "launcher: {kind: slurm, worker: 2}",
+            "unknown key worker",
+            "launcher.worker",
+            "did you mean workers?",
+        ),
+        (
+            "launcher: {kind: slurm, workers: '2'}",
+            'launcher.workers must be an integer, got "2"',
+            "launcher.workers",
+            "write 2, without quotes",
+        ),
+        (
+            "launcher: {kind: slurm, machines: 0}",
+            "must be at least 1, got 0",
+            "launcher.machines",
+            "at least 1",
+        ),
+        (
+            "launcher: {kind: slurm, options: [partition=gpu]}",
+            "must start with -",
+            "launcher.options[0]",
+            "--partition=gpu",
+        ),
+        ("launcher: {kind: kubernetes}", "required key image is missing", "launcher.image", "add image: "),
+        ("launcher: {kind: ray, num_gpus: -1}", "at least 0, got -1", "launcher.num_gpus", "at least 0"),
+        ("pools: gpu", 'pools must be instance or machine, got "gpu"', "pools", "use instance or machine"),
+    ],
+)
+def test_a_mistake_names_the_key_the_value_and_a_fix(
+    tmp_path: Path, text: str, what: str, key: str, fix: str
+) -> None:
+    error = error_of(tmp_path, text + "\n")
+    first, where, fix_line = error.splitlines()
+    assert what in first
+    assert where == f"  where: {tmp_path / 'site.yaml'}:1, {key}"
+    assert fix in fix_line
+
+
+def test_a_file_that_does_not_exist_is_an_error_that_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEPLOYMENT_VARIABLE, str(tmp_path / "absent.yaml"))
+    with pytest.raises(DeploymentError, match="does not exist") as excinfo:
+        load_deployment()
+    assert excinfo.value.where == str(tmp_path / "absent.yaml")
+    assert DEPLOYMENT_VARIABLE in excinfo.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "the deployment file is empty"),
+        ("- 1\n", "a deployment file must be a mapping of keys"),
+        ("executor: [\n", "not valid YAML"),
+        ("executor: k8s\nexecutor: k8s\n", "duplicate key executor"),
+    ],
+)
+def test_unreadable_yaml_is_an_error(tmp_path: Path, text: str, what: str) -> None:
+    assert what in error_of(tmp_path, text)
+
+
+def test_a_folder_and_text_that_is_not_utf_8_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match="cannot read the deployment file: Is a directory"):
+        read_deployment(tmp_path)
+    (tmp_path / "site.yaml").write_bytes(b"pools: caf\xe9\n")
+    with pytest.raises(DeploymentError, match="a deployment file must be UTF-8, got byte 0xe9"):
+        read_deployment(tmp_path / "site.yaml")
+
+
+def test_a_deployment_survives_a_round_trip_through_json() -> None:
+    deployment = read_deployment(project_root() / "deploy" / "kubernetes.yaml")
+    assert Deployment.model_validate_json(deployment.model_dump_json()) == deployment
+
+
+def test_loading_imports_neither_torch_nor_dagster_nor_kubernetes() -> None:
+    code = (
+        "import sys; from pipeline.recipe.deployment import load_deployment; load_deployment(); "
+        "print([m for m in sys.modules if m.split('.')[0] in "
+        "('torch', 'dagster', 'kubernetes', 'ray', 'polars', 'fsspec')])"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=project_root(), capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "[]"
+
+
+SECRET = "hunter2hunter2"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (f"password: {SECRET}", "password"),
+        (
+            f"executor: {{import: a.b, config: {{broker: 'redis://me:{SECRET}@host/0'}}}}",
+            "executor.config.broker",
+        ),
+        (f"executor: {{import: a.b, config: 'token={SECRET}'}}", "executor.config"),
+        (f"executor: {{import: a.b, config: {{clientSecret: {SECRET}}}}}", "executor.config.clientSecret"),
+        (f"launcher: {{kind: slurm, options: ['--export=ALL,HF_TOKEN={SECRET}']}}", "launcher.options[0]"),
+        (f"launcher: {{kind: ray, address: 'https://{SECRET}@host'}}", "launcher.address"),
+        (
+            "launcher: {kind: kubernetes, image: a, pod: {containers: [{env: "
+            f"[{{name: AWS_SECRET_ACCESS_KEY, value: {SECRET}}}]}}]}}}}",
+            "launcher.pod.containers[0].env[0].value",
+        ),
+        (f"scratch: hf_{SECRET}{SECRET}", "scratch"),
+    ],
+)
+def test_credentials_are_refused_and_not_shown(tmp_path: Path, text: str, key: str) -> None:
+    error = error_of(tmp_path, text)
+    assert f"{key} must not contain credentials" in error
+    assert f":1, {key}" in error
+    assert SECRET not in error
+
+
+def test_references_to_secrets_are_accepted(tmp_path: Path) -> None:
+    env = (
+        "[{name: HF_TOKEN, valueFrom: {secretKeyRef: {name: hub, key: token}}}, "
+        "{name: PLACE, value: here}, {name: OTHER_TOKEN, value: $(HF_TOKEN)}]"
+    )
+    pod = (
+        f"{{containers: [{{env: {env}, envFrom: [{{secretRef: {{name: s3}}}}]}}], "
+        "automountServiceAccountToken: false, imagePullSecrets: [{name: registry}], "
+        "volumes: [{name: tokens, secret: {secretName: tokens}}]}"
+    )
+    read(tmp_path, f"launcher: {{kind: kubernetes, image: a, pod: {pod}}}")
+    read(tmp_path, "launcher: {kind: slurm, options: ['--export=ALL,HF_TOKEN', '--export=T_TOKEN=$T']}")
+    read(
+        tmp_path, "executor: {import: a.b, config: {password: {env: DB_PASSWORD}, broker: 'redis://host/0'}}"
+    )
