@@ -13,6 +13,7 @@ from pipeline.cli.conventions import log_to_stderr
 from pipeline.encoding.shard import encode_shard
 from pipeline.encoding.shared_order import Shard, SharedOrder, parse_shard
 from pipeline.errors import LaunchError
+from pipeline.processes.guard import watch_parent
 from pipeline.storage.addresses import absolute
 
 INDEX_VARIABLES = ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX")
@@ -50,6 +51,8 @@ def command(order: str, shard: Shard | None) -> None:
     """
     # A scheduler's stop ends the encoding process too, and its last results are still copied.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    watch_parent()
 
     # A scheduler's rank is not that of the one encoding process, whose log is that of this command.
     for name in _FOREIGN_VARIABLES:

@@ -28,8 +28,8 @@ _MAX_NAMED = 10
 POLL_INTERVAL_S = 3.0
 """Shortest time between two listings of an order's results."""
 
-RunWorkers: TypeAlias = Callable[[SharedOrder], Sequence[str]]
-"""Runs the workers of an order until all have ended, and returns their last lines of output."""
+RunWorkers: TypeAlias = Callable[[SharedOrder, int], Sequence[str]]
+"""Runs a worker for each of so many shards until all have ended, and returns their last lines of output."""
 
 
 def encode_on_workers(
@@ -39,7 +39,7 @@ def encode_on_workers(
 
     Args:
         order_file: File of the order; its jobs are complete.
-        run_workers: Runs a worker for each shard. It does not raise for workers that failed.
+        run_workers: Runs the workers. It does not raise for workers that failed.
         max_workers: Number of shards, if there are enough jobs.
         cpu_threads: The recipe's `accelerate.cpu_threads`.
         log: Receives one line of progress for all workers.
@@ -58,7 +58,7 @@ def encode_on_workers(
     log(f"{counted(num_jobs, 'entry', 'entries')} for {shards}: {without_secrets(str(order.address))}")
 
     with progress(collector.poll_sometimes, num_jobs, DESCRIPTIONS[local.kind], log=log):
-        last_output = run_workers(order)
+        last_output = run_workers(order, num_shards)
     collector.poll()
     collector.require_finished(num_shards, last_output)
     if local.pictures is not None:

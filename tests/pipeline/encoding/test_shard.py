@@ -65,7 +65,7 @@ class OnWorkers:
             meanwhile()
         run = self.run_workers or self.run_here
         settings = {"max_workers": NUM_SHARDS, "cpu_threads": 2, "log": self.lines.append}
-        encode_on_workers(order, lambda shared: (self.orders.append(shared), run(shared))[1], **settings)
+        encode_on_workers(order, lambda shared, _: (self.orders.append(shared), run(shared))[1], **settings)
 
     def run_here(self, order: SharedOrder) -> Sequence[str]:
         for index in range(NUM_SHARDS):
