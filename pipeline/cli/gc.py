@@ -88,7 +88,7 @@ def command(
         if given:
             _require_cache(cache_dir, surveyed)
         _show(cache_dir, surveyed, grace_hours)
-        has_garbage = bool(surveyed.orphans or surveyed.leftovers)
+        has_garbage = bool(surveyed.orphans or surveyed.leftovers or surveyed.old_orders)
         if has_garbage and do_delete:
             num_files, num_bytes = delete(cache_dir, surveyed)
             echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
@@ -191,6 +191,11 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
     if surveyed.leftovers:
         leftover_bytes = bytes_text(sum(surveyed.leftovers.values()))
         echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
+    if surveyed.num_young_orders:
+        echo(f"  {surveyed.num_young_orders:>9,} encoding orders younger than {grace_hours:g} h: kept")
+    if surveyed.num_old_orders:
+        order_bytes = bytes_text(sum(surveyed.old_orders.values()))
+        echo(f"  {surveyed.num_old_orders:>9,} encoding orders of jobs that failed, {order_bytes}")
     if surveyed.foreign:
         names = ", ".join(surveyed.foreign[:MAX_SHOWN])
         names += ", ..." if len(surveyed.foreign) > MAX_SHOWN else ""

@@ -34,6 +34,7 @@ COMMANDS = {
     "train": "pipeline.cli.train",
     "sample": "pipeline.cli.sample",
     "export": "pipeline.cli.export",
+    "encode": "pipeline.cli.encode",
     "provenance": "pipeline.cli.provenance",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",
 }

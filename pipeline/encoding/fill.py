@@ -19,6 +19,7 @@ from pipeline.encoding.jobs import (
     Failure,
     Job,
     Order,
+    OrderedModel,
     PictureJobs,
     Results,
     read_results,
@@ -247,6 +248,7 @@ class _Fill:
             jobs=[],
             component_folders=self._entries.component_folders,
             pictures=self._requests.pictures,
+            model=_ordered_model(self._entries, kind),
         )
         missing = pl.DataFrame()
         find_s = 0.0
@@ -312,6 +314,14 @@ class _Fill:
             self._log(
                 f"damaged entry of {self._requests.job(row).name}: {reason} ({self._store.where(spec)})"
             )
+
+
+def _ordered_model(entries: RecipeEntries, kind: Kind) -> OrderedModel | None:
+    if kind == "masks":
+        return None
+    recipe = entries.recipe
+    settings = recipe.model.model_dump(mode="json")
+    return OrderedModel(settings, str(recipe.source), entries.fingerprint(kind))
 
 
 class _LazyJobs:

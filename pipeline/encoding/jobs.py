@@ -24,6 +24,9 @@ from pipeline.storage.addresses import Address, address
 
 ORDER_FILE = "order.json"
 JOBS_FILE = "jobs.jsonl"
+DESCRIPTIONS: dict[Kind, str] = {"latents": "latents encoded", "text": "text embeddings encoded"}
+"""Description of the jobs of each kind for progress."""
+
 RESULTS_PATTERN = "results-*.jsonl"
 
 NUM_PROBES = 3
@@ -107,6 +110,21 @@ class PictureJobs:
 
 
 @dataclass(frozen=True)
+class OrderedModel:
+    """The base model as the recipe names it, for workers on machines without its folder.
+
+    Attributes:
+        settings: The recipe's section `model`, as JSON values.
+        source: The recipe's file, for messages.
+        fingerprint: Fingerprint of the parts that decide the bytes of the entries.
+    """
+
+    settings: Mapping[str, Any]
+    source: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class Order:
     """Everything that the processes of one launch encode together.
 
@@ -118,6 +136,7 @@ class Order:
         jobs: Jobs with distinct keys, in the order in which they are encoded.
         component_folders: Folders of model components that replace those in `model_folder`, by role.
         pictures: Latents to decode for the report.
+        model: The base model by name; None if no other machine takes part.
     """
 
     kind: Kind
@@ -127,6 +146,7 @@ class Order:
     jobs: Jobs
     component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
     pictures: PictureJobs | None = None
+    model: OrderedModel | None = None
 
 
 class JobsFile:
@@ -200,6 +220,8 @@ def write_order(order: Order, folder: Path, *, jobs_follow: bool = False) -> Pat
     if order.pictures is not None:
         jobs = [_job_to_json(job) for job in order.pictures.jobs]
         fields["pictures"] = {"folder": str(order.pictures.folder), "jobs": jobs}
+    if order.model is not None:
+        fields["model"] = asdict(order.model)
 
     path = folder / ORDER_FILE
     path.write_text(json.dumps(fields), encoding="utf-8")
@@ -232,6 +254,7 @@ def read_order(path: Path) -> Order:
         jobs=JobsFile(path.parent / JOBS_FILE),
         component_folders={role: Path(folder) for role, folder in fields["component_folders"].items()},
         pictures=pictures,
+        model=OrderedModel(**fields["model"]) if "model" in fields else None,
     )
 
 
@@ -290,6 +313,8 @@ def read_results(folder: Path) -> Results:
         for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if text.endswith("\n"):
                 _add_result(json.loads(text), results)
+    # A restarted worker finds the entries of its first attempt.
+    results.present -= results.made
     return results
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -12,6 +13,7 @@ import polars as pl
 from pipeline.cache.folder import CacheFile, cache_folder
 from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.users import FOLDER, CacheUser, access_fix, read_users
+from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
@@ -37,6 +39,9 @@ class Survey:
         orphans: Size of each entry that no user needs and that is older than the grace period.
         young: Number of entries that no user needs within the grace period, or of unknown age.
         leftovers: Size of each temporary file older than the grace period.
+        old_orders: Size of each file of an order whose newest file is older than the grace period.
+        num_old_orders: Number of these orders.
+        num_young_orders: Number of the other orders, which workers may be encoding.
         foreign: Files that Latentline did not write and never touches.
     """
 
@@ -46,7 +51,19 @@ class Survey:
     orphans: dict[str, int] = field(default_factory=dict[str, int])
     young: int = 0
     leftovers: dict[str, int] = field(default_factory=dict[str, int])
+    old_orders: dict[str, int] = field(default_factory=dict[str, int])
+    num_old_orders: int = 0
+    num_young_orders: int = 0
     foreign: list[str] = field(default_factory=list[str])
+
+    def add_orders(self, orders: Mapping[str, Sequence[CacheFile]], oldest_kept_s: float) -> None:
+        """Add orders, by id. One with a file of unknown age counts as young."""
+        for files in orders.values():
+            if all(file.modified_s is not None and file.modified_s < oldest_kept_s for file in files):
+                self.num_old_orders += 1
+                self.old_orders |= {file.name: file.num_bytes for file in files}
+            else:
+                self.num_young_orders += 1
 
 
 def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
@@ -62,6 +79,7 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
     result = Survey(users=list(read_users(cache_dir)))
     needed = _needed_keys(result.users)
     oldest_kept_s = time.time() - grace_s
+    orders: defaultdict[str, list[CacheFile]] = defaultdict(list)
     for file in _list_files(cache_dir):
         path = PurePosixPath(file.name)
         is_old = file.modified_s is not None and file.modified_s < oldest_kept_s
@@ -72,16 +90,19 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
                 result.orphans[file.name] = file.num_bytes
             elif path.stem not in needed:
                 result.young += 1
+        elif path.parts[0] == ORDERS and len(path.parts) > 2:
+            orders[path.parts[1]].append(file)
         elif _is_leftover(path):
             if is_old:
                 result.leftovers[file.name] = file.num_bytes
         elif not _is_bookkeeping(path):
             result.foreign.append(file.name)
+    result.add_orders(orders, oldest_kept_s)
     return result
 
 
 def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
-    """Delete the survey's orphans and leftovers, except entries that a user has requested since.
+    """Delete the survey's orphans, leftovers and old orders, except entries that a user has requested since.
 
     Returns:
         Number of deleted files, and their total size in bytes.
@@ -91,7 +112,7 @@ def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
         TableError: A table of a registered output folder cannot be read.
     """
     cache = cache_folder(cache_dir)
-    sizes = {**surveyed.orphans, **surveyed.leftovers}
+    sizes = {**surveyed.orphans, **surveyed.leftovers, **surveyed.old_orders}
     names = sorted(sizes)
     num_files = num_bytes = 0
 
@@ -117,7 +138,7 @@ def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
             num_files += 1
             num_bytes += sizes[name]
 
-        cache.tidy(sorted({str(PurePosixPath(name).parent) for name in batch}))
+        cache.tidy(sorted({str(PurePosixPath(name).parent) for name in batch}, reverse=True))
     return num_files, num_bytes
 
 

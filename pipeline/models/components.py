@@ -7,7 +7,7 @@ are not on this machine.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import is_tokenizer, tokenizer_files, weight_files
@@ -23,13 +23,27 @@ from pipeline.recipe import in_project
 from pipeline.reporting.reports import Log, discard
 
 if TYPE_CHECKING:
-    from pipeline.recipe import Recipe
+    from pipeline.recipe import ModelSettings
 
 _CONFIG_NAMES = ("config.json", "tokenizer_config.json")
 """Configuration files, one of which is in the folder of every component."""
 
 
-def resolve_components(recipe: Recipe, *, log: Log = discard) -> dict[str, Path]:
+class NamesModel(Protocol):
+    """Names a base model: a recipe, or the order of a worker on another machine."""
+
+    @property
+    def model(self) -> ModelSettings:
+        """Settings of the base model."""
+        ...
+
+    @property
+    def source(self) -> Path:
+        """The recipe's file, for messages."""
+        ...
+
+
+def resolve_components(recipe: NamesModel, *, log: Log = discard) -> dict[str, Path]:
     """Return the folder of each replaced component, complete, by role.
 
     `log` receives the progress of downloads.
@@ -43,7 +57,7 @@ def resolve_components(recipe: Recipe, *, log: Log = discard) -> dict[str, Path]
     }
 
 
-def local_components(recipe: Recipe) -> dict[str, Path]:
+def local_components(recipe: NamesModel) -> dict[str, Path]:
     """Return the folders of the replaced components that are local, by role, without checking them."""
     folders = {role: in_project(name) for role, name in recipe.model.components.given().items()}
     return {role: _component_folder(folder, role) for role, folder in folders.items() if folder.is_dir()}

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
-from pipeline.models.components import local_components, resolve_components
+from pipeline.models.components import NamesModel, local_components, resolve_components
 from pipeline.models.diffusers_folder import require_whole
 from pipeline.models.download import download_files
 from pipeline.models.families import Family, FamilySpec, detect, family_spec
@@ -24,9 +23,6 @@ from pipeline.models.hub import (
 from pipeline.recipe import in_project
 from pipeline.reporting.reports import Log, discard
 
-if TYPE_CHECKING:
-    from pipeline.recipe import Recipe
-
 _INDEX = "model_index.json"
 
 _CHECKPOINT_SUFFIXES = frozenset([".safetensors", ".ckpt", ".pt", ".bin", ".gguf"])
@@ -39,7 +35,7 @@ _SINGLE_FILE_FIX = (
 _INCOMPLETE_FIX = "download the model again, or set model.base to a complete diffusers folder"
 
 
-def resolve_base(recipe: Recipe, *, log: Log = discard) -> Path:
+def resolve_base(recipe: NamesModel, *, log: Log = discard) -> Path:
     """Return the diffusers folder of the recipe's base model, with every file that its family needs.
 
     `model.base` is a local folder, relative to the project root, if one exists, and otherwise a Hub id. A
@@ -69,7 +65,7 @@ def resolve_base(recipe: Recipe, *, log: Log = discard) -> Path:
     return folder
 
 
-def check_local_base(recipe: Recipe) -> None:
+def check_local_base(recipe: NamesModel) -> None:
     """Raise if the files on this machine already show that `resolve_base` will fail.
 
     A base model or component on the Hub is not checked.
@@ -142,11 +138,11 @@ def wanted_files(
     return wanted
 
 
-def _where(recipe: Recipe) -> str:
+def _where(recipe: NamesModel) -> str:
     return f"{recipe.source}, model.base"
 
 
-def local_base(recipe: Recipe) -> Path | None:
+def local_base(recipe: NamesModel) -> Path | None:
     """Return the folder named by `model.base`, or None for a Hub id.
 
     Raises:
@@ -181,7 +177,7 @@ def local_base(recipe: Recipe) -> Path | None:
     return None
 
 
-def _require_roles(recipe: Recipe, family: FamilySpec) -> None:
+def _require_roles(recipe: NamesModel, family: FamilySpec) -> None:
     """Raise ModelError unless the family has every component in `model.components`."""
     # The scheduler's settings are always those of the base model.
     roles = [role for role in family.components if role != "scheduler"]
@@ -206,7 +202,7 @@ def _require_complete(family: Family) -> None:
                     require_whole(path)
 
 
-def _require_no_pickles(recipe: Recipe, family: Family) -> None:
+def _require_no_pickles(recipe: NamesModel, family: Family) -> None:
     """Raise ModelError if a weight file is a pickle and the recipe does not allow it.
 
     Raises:
@@ -237,7 +233,7 @@ def _pickle_error(where: str) -> ModelError:
     return ModelError(what, where=where, fix=fix)
 
 
-def _download(recipe: Recipe, replaced: Mapping[str, Path], log: Log) -> Path:
+def _download(recipe: NamesModel, replaced: Mapping[str, Path], log: Log) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
     base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)

@@ -251,9 +251,7 @@ def launch_error(module: str, status: int, *, output: list[str], error_file: Pat
         The error that the module raised if it wrote one, otherwise a `LaunchError`.
     """
     if error_file.is_file():
-        parts = json.loads(error_file.read_text(encoding="utf-8"))
-        kind = getattr(pipeline.errors, parts["kind"], LatentlineError)
-        return kind(parts["what"], where=parts["where"], fix=parts["fix"])
+        return error_from_json(error_file.read_text(encoding="utf-8"))
 
     lines = [line for line in output if line.strip() and not _is_stack_frame(line)][-OUTPUT_TAIL_LINES:]
     last_line = f": {lines[-1].strip()}" if lines else ""
@@ -262,6 +260,18 @@ def launch_error(module: str, status: int, *, output: list[str], error_file: Pat
         where="\n".join([f"the processes of {module}, last output:", *(lines or ["(none)"])]),
         fix=_fix(status),
     )
+
+
+def error_to_json(err: LatentlineError) -> str:
+    """Return an error as text, with which a launched process hands it to the launching one."""
+    return json.dumps({"kind": type(err).__name__, "what": err.what, "where": err.where, "fix": err.fix})
+
+
+def error_from_json(text: str) -> LatentlineError:
+    """Return the error of `error_to_json`."""
+    parts = json.loads(text)
+    kind = getattr(pipeline.errors, parts["kind"], LatentlineError)
+    return kind(parts["what"], where=parts["where"], fix=parts["fix"])
 
 
 def _is_stack_frame(line: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -15,7 +14,7 @@ from dagster_pipes import DAGSTER_PIPES_CONTEXT_ENV_VAR, open_dagster_pipes
 from pipeline.errors import LatentlineError
 from pipeline.escaping import printable_lines, without_secrets
 from pipeline.processes.guard import end_with_parent
-from pipeline.processes.launch import ERROR_FILE_VARIABLE
+from pipeline.processes.launch import ERROR_FILE_VARIABLE, error_to_json
 from pipeline.reporting.progress import ProgressLines
 from pipeline.reporting.terminal import ProgressBar, open_progress_bar
 from pipeline.storage.atomic import write_text
@@ -118,6 +117,5 @@ def write_error(err: LatentlineError) -> None:
     # Written before it is printed, so that `LocalLaunch` can recognise the printed lines.
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is not None:
-        parts = {"kind": type(err).__name__, "what": err.what, "where": err.where, "fix": err.fix}
-        write_text(Path(file), json.dumps(parts))
+        write_text(Path(file), error_to_json(err))
     _print(f"{type(err).__name__}: {err}")

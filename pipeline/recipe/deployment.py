@@ -101,6 +101,23 @@ class LocalSettings(Settings):
     """Encoding and training run on the machine of the step."""
 
     kind: Literal["local"] = Field(default="local", description="Launcher of encoding and training.")
+    machines: NumMachines = 1
+    master: str = Field(
+        default="",
+        description="host:port where the machines of a training meet: a name or address of the machine of the "
+        "step, and a free port on it. Required for several machines; the log has the command for the others.",
+        examples=["node1:29500"],
+    )
+    wait_s: int = Field(
+        default=600, ge=1, description="Longest wait for the other machines to start, in seconds."
+    )
+
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        if self.machines > 1 and not self.master:
+            yield Violation(
+                "master", "several machines need an address to meet", "add it, such as node1:29500"
+            )
 
 
 class SlurmSettings(Settings):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -36,6 +32,7 @@ from pipeline.processes.launch import (
 )
 from pipeline.processes.machines import ONE_MACHINE, WAIT_S, Machines
 from pipeline.processes.schedulers import parse_master
+from resources.launchers.output import ForwardedOutput, uninterrupted
 
 if TYPE_CHECKING:
     from pipeline.processes.tree import ProcessTree
@@ -98,7 +95,7 @@ class AccelerateLauncher(ConfigurableResource):
             with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
                 variables = launch_environment(used, Path(folder) / "error.json", machines)
                 variables |= session_variables
-                output = _Output(Path(folder) / "output.txt")
+                output = ForwardedOutput(Path(folder) / "output.txt")
                 status = _run_watched(
                     partial(subprocess.Popen, command, env=variables),
                     output=output,
@@ -146,7 +143,7 @@ def _session(context: AssetExecutionContext) -> Generator[Mapping[str, str]]:
 def _run_watched(
     start: Callable[..., subprocess.Popen[bytes]],
     *,
-    output: _Output,
+    output: ForwardedOutput,
     grace_s: float,
     context: AssetExecutionContext,
     meanwhile: Meanwhile | None,
@@ -171,7 +168,7 @@ def _run_watched(
             meanwhile()
         _wait(process, tree, output, observe)
     except BaseException as err:
-        with _uninterrupted():
+        with uninterrupted():
             context.log.info(f"stopping all processes within {grace_s:g} s ({type(err).__name__})")
             killed = tree.stop(grace_s=grace_s)
             process.wait()
@@ -179,7 +176,7 @@ def _run_watched(
             context.log.info(f"all processes have ended; {len(killed)} were killed")
         raise
 
-    with _uninterrupted():
+    with uninterrupted():
         tree.stop(grace_s=grace_s)
         output.forward(final=True)
     observe(True)
@@ -187,7 +184,10 @@ def _run_watched(
 
 
 def _wait(
-    process: subprocess.Popen[bytes], tree: ProcessTree, output: _Output, observe: Callable[[bool], object]
+    process: subprocess.Popen[bytes],
+    tree: ProcessTree,
+    output: ForwardedOutput,
+    observe: Callable[[bool], object],
 ) -> None:
     next_scan_s = 0.0
     while process.poll() is None:
@@ -197,39 +197,3 @@ def _wait(
             tree.members()
             next_scan_s = time.monotonic() + SCAN_INTERVAL_S
         time.sleep(POLL_S)
-
-
-@contextmanager
-def _uninterrupted() -> Generator[None]:
-    """Defer SIGINT and SIGTERM until the clean-up is done; only the main thread receives them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-@dataclass
-class _Output:
-    """The output of launched processes, in a file: a pipe would break when the step is killed."""
-
-    file: Path
-    _forwarded_bytes: int = 0
-
-    def forward(self, *, final: bool = False) -> None:
-        """Copy new output to standard error, which Dagster captures: complete lines only, unless `final`."""
-        with self.file.open("rb") as file:
-            file.seek(self._forwarded_bytes)
-            new = file.read()
-        new = new if final else new[: new.rfind(b"\n") + 1]
-        self._forwarded_bytes += len(new)
-        if new:
-            sys.stderr.write(new.decode("utf-8", errors="replace"))
-            sys.stderr.flush()
-
-    def lines(self) -> list[str]:
-        """Return all lines."""
-        return self.file.read_text(encoding="utf-8", errors="replace").splitlines()

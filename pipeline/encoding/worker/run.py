@@ -13,6 +13,7 @@ import torch
 from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import (
+    DESCRIPTIONS,
     Encoded,
     Job,
     Order,
@@ -93,10 +94,11 @@ def run(
     all_jobs = _RecordKeys(order.jobs, picture_keys)
     own_jobs = _RecordKeys(share(all_jobs, rank, num_ranks), picture_keys)
 
-    what = "latents encoded" if order.kind == "latents" else "text embeddings encoded"
     with (
         ResultsWriter(order_file, rank) as results,
-        Progress(report, order_file.parent, jobs=order.jobs, what=what, rank=rank) as progress,
+        Progress(
+            report, order_file.parent, jobs=order.jobs, what=DESCRIPTIONS[order.kind], rank=rank
+        ) as progress,
         counted_warnings(progress.say),
     ):
         device = own_device()

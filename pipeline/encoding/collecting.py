@@ -1,0 +1,170 @@
+"""Results of an order's workers on other machines, collected by the stage."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from pipeline.encoding.jobs import DESCRIPTIONS, read_order
+from pipeline.encoding.shared_order import PICTURES, Shard, SharedOrder, publish_order
+from pipeline.errors import LatentlineError, LaunchError, StoreError, counted
+from pipeline.escaping import without_secrets
+from pipeline.processes.launch import error_from_json
+from pipeline.reporting.progress import progress
+from pipeline.reporting.reports import Log
+from pipeline.storage.atomic import write_bytes
+
+_RESULTS = re.compile(r"results-(\d+)-of-(\d+)-[0-9a-f]+-\d+\.jsonl")
+_ERROR = re.compile(r"error-(\d+)-of-(\d+)-[0-9a-f]+\.json")
+
+_MAX_NAMED = 10
+
+POLL_INTERVAL_S = 3.0
+"""Shortest time between two listings of an order's results."""
+
+RunWorkers: TypeAlias = Callable[[SharedOrder, int], Sequence[str]]
+"""Runs a worker for each of so many shards until all have ended, and returns their last lines of output."""
+
+
+def encode_on_workers(
+    order_file: Path, run_workers: RunWorkers, *, max_workers: int, cpu_threads: int, log: Log
+) -> None:
+    """Let workers on other machines encode a local order, and copy their results to its folder.
+
+    Args:
+        order_file: File of the order; its jobs are complete.
+        run_workers: Runs the workers. It does not raise for workers that failed.
+        max_workers: Number of shards, if there are enough jobs.
+        cpu_threads: The recipe's `accelerate.cpu_threads`.
+        log: Receives one line of progress for all workers.
+
+    Raises:
+        StoreError: The cache cannot be read or written.
+        LatentlineError: See `Collector.require_finished`. The order stays, so that its workers can be started
+            again by hand; `latentline gc` deletes it later.
+    """
+    local = read_order(order_file)
+    num_jobs = len(local.jobs)
+    num_shards = max(1, min(max_workers, num_jobs))
+    order = publish_order(order_file, num_shards=num_shards, cpu_threads=cpu_threads)
+    collector = Collector(order, order_file.parent)
+    shards = counted(num_shards, "worker")
+    log(f"{counted(num_jobs, 'entry', 'entries')} for {shards}: {without_secrets(str(order.address))}")
+
+    with progress(collector.poll_sometimes, num_jobs, DESCRIPTIONS[local.kind], log=log):
+        last_output = run_workers(order, num_shards)
+    collector.poll()
+    collector.require_finished(num_shards, last_output)
+    if local.pictures is not None:
+        collector.fetch_pictures(local.pictures.folder)
+    order.remove()
+
+
+@dataclass
+class Collector:
+    """Copies the results of all workers into the local folder of the order.
+
+    Attributes:
+        order: Order of the workers.
+        folder: Local folder; `read_results` reads the copies.
+    """
+
+    order: SharedOrder
+    folder: Path
+    _ended: set[str] = field(default_factory=set[str])
+    _finished: set[Shard] = field(default_factory=set[Shard])
+    _sizes: dict[str, int] = field(default_factory=dict[str, int])
+    _errors: dict[Shard, str] = field(default_factory=dict[Shard, str])
+    _polled_s: float = 0.0
+
+    def has_finished(self, shard: Shard) -> bool:
+        """Return whether an attempt at the shard has finished, as far as `poll` has seen."""
+        return shard in self._finished
+
+    def poll(self) -> None:
+        """Copy the files that are new or have grown since the last call.
+
+        Raises:
+            StoreError: The order cannot be listed, or a file cannot be read.
+        """
+        for file in self.order.files():
+            if self._sizes.get(file.name) == file.num_bytes:
+                continue
+            results, error = _RESULTS.fullmatch(file.name), _ERROR.fullmatch(file.name)
+            if results is not None:
+                data = self.order.read(file.name)
+                (self.folder / file.name).write_bytes(data)
+                self._count(_shard(results), data)
+            elif error is not None:
+                self._errors[_shard(error)] = self.order.read(file.name).decode()
+            self._sizes[file.name] = file.num_bytes
+
+    def poll_sometimes(self) -> int:
+        """Return the number of jobs that have ended, after a poll if the last one was some time ago.
+
+        A failed poll is ignored: the last one, after the end of the workers, counts.
+        """
+        if time.monotonic() - self._polled_s >= POLL_INTERVAL_S:
+            with suppress(StoreError, FileNotFoundError):
+                self.poll()
+            self._polled_s = time.monotonic()
+        return len(self._ended)
+
+    def fetch_pictures(self, folder: Path) -> None:
+        """Copy the pictures for the report into `folder`.
+
+        Raises:
+            StoreError: A picture cannot be read.
+        """
+        for file in self.order.files():
+            if file.name.startswith(f"{PICTURES}/"):
+                write_bytes(folder / file.name.removeprefix(f"{PICTURES}/"), self.order.read(file.name))
+
+    def require_finished(self, num_shards: int, last_output: Sequence[str]) -> None:
+        """Raise the error of a worker, or a LaunchError that names the shards which are not finished.
+
+        Args:
+            num_shards: Number of shards.
+            last_output: Last lines that the workers printed, as far as they are known.
+
+        Raises:
+            LatentlineError: A worker raised it.
+            LaunchError: A worker ended for another reason.
+        """
+        shards = [Shard(index, num_shards) for index in range(num_shards)]
+        unfinished = [shard for shard in shards if shard not in self._finished]
+        for shard in unfinished:
+            if shard in self._errors:
+                raise _with_shard(error_from_json(self._errors[shard]), shard)
+        if unfinished:
+            names = ", ".join(map(str, unfinished[:_MAX_NAMED])) + (
+                ", ..." if len(unfinished) > _MAX_NAMED else ""
+            )
+            raise LaunchError(
+                f"{counted(len(unfinished), 'encoding worker')} ended before the end of its shard: {names}",
+                where="\n".join([f"{self.order.address}, last output:", *(last_output or ["(none)"])]),
+                fix="correct the cause in the output, often too little memory or time, and start the job "
+                "again: it encodes only what is missing",
+            )
+
+    def _count(self, shard: Shard, data: bytes) -> None:
+        for text in data.splitlines():
+            line = json.loads(text)
+            if "work_s" in line:
+                self._finished.add(shard)
+            else:
+                self._ended.add(line["key"])
+
+
+def _shard(match: re.Match[str]) -> Shard:
+    return Shard(int(match[1]), int(match[2]))
+
+
+def _with_shard(error: LatentlineError, shard: Shard) -> LatentlineError:
+    return type(error)(error.what, where=f"encoding shard {shard}: {error.where}", fix=error.fix)

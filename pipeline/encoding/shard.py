@@ -1,0 +1,207 @@
+"""Encode one shard of an order on any machine: `latentline encode`."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+from pipeline.encoding.collecting import Collector
+from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.jobs import Job, Jobs, Order, ResultsWriter, read_order, share, write_order
+from pipeline.encoding.shared_order import PICTURES, ResultsUpload, Shard, SharedOrder
+from pipeline.errors import LatentlineError, ModelError, StoreError, counted
+from pipeline.models.components import resolve_components
+from pipeline.models.families import Use, detect
+from pipeline.models.fingerprints import Fingerprints
+from pipeline.models.resolve import resolve_base
+from pipeline.processes.launch import Launch, LocalLaunch, error_to_json
+from pipeline.recipe import AccelerateSettings, ModelSettings
+from pipeline.reporting.reports import Log
+
+UPLOAD_INTERVAL_S = 2.0
+"""Seconds between two copies of the results, which decide how current the stage's progress is."""
+
+
+def encode_shard(order: SharedOrder, shard: Shard, *, log: Log, launch: Launch | None = None) -> None:
+    """Encode the entries of a shard that the cache lacks; results and pictures go to the order.
+
+    A shard may be encoded any number of times, also at the same time: entries that exist are skipped, and a
+    shard that an earlier attempt has finished is not read again.
+
+    Args:
+        order: Order of a stage.
+        shard: Shard to encode.
+        log: Receives progress and warnings.
+        launch: Starts the encoding process; by default as a subprocess on this machine.
+
+    Raises:
+        StoreError: The order or the cache cannot be read or written.
+        ModelError: The base model is not on this machine, or differs from the stage's.
+        LatentlineError: The encoding process raised it.
+        LaunchError: The encoding process died.
+    """
+    with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
+        own_folder, pictures = Path(folder, "shard"), Path(folder, PICTURES)
+        own_folder.mkdir()
+        upload = ResultsUpload(order, shard, own_folder / "results-0.jsonl")
+        with _error_uploaded(upload):
+            order_file, settings = order.fetch(Path(folder))
+            if is_finished(order, shard):
+                log(f"shard {shard} of {order.order_id} was finished earlier")
+                return
+
+            complete = read_order(order_file)
+            own = _own_order(_with_model(complete, Path(folder), log), shard, pictures)
+            own_file = write_order(own, own_folder)
+            with _uploaded(upload, log):
+                if len(own.jobs) or (own.pictures is not None and own.pictures.jobs):
+                    accelerate = AccelerateSettings(cpu_threads=settings["cpu_threads"])
+                    (launch or LocalLaunch(accelerate, log))(WORKERS[own.kind], own_file)
+                else:
+                    with ResultsWriter(own_file, 0) as results:
+                        results.finish(0.0)
+                for file in pictures.glob("*"):
+                    order.put(f"{PICTURES}/{file.name}", file.read_bytes())
+        log(f"shard {shard} of {order.order_id} is complete: {counted(len(own.jobs), 'job')}")
+
+
+def is_finished(order: SharedOrder, shard: Shard) -> bool:
+    """Return whether an attempt at the shard has finished.
+
+    Raises:
+        StoreError: The order cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
+        collector = Collector(order, Path(folder))
+        collector.poll()
+        return collector.has_finished(shard)
+
+
+class _ShardJobs:
+    """Jobs of a shard, chosen anew by each iteration, so that only one is in memory."""
+
+    def __init__(self, jobs: Jobs, shard: Shard) -> None:
+        self._jobs = jobs
+        self._shard = shard
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Job]:
+        return share(self._jobs, self._shard.index, self._shard.count)
+
+    @cached_property
+    def _count(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _own_order(order: Order, shard: Shard, pictures: Path) -> Order:
+    """Return the order of one shard, with its jobs and the pictures of its latents.
+
+    Shard 0 also draws the latents of earlier runs.
+    """
+    jobs = _ShardJobs(order.jobs, shard)
+    if order.pictures is None:
+        return replace(order, jobs=jobs)
+    keys = order.pictures.keys
+    own_keys = {job.spec.key for job in jobs if job.spec.key in keys}
+    if shard.index == 0:
+        own_keys |= keys - {job.spec.key for job in order.jobs if job.spec.key in keys}
+    return replace(order, jobs=jobs, pictures=replace(order.pictures.select(own_keys), folder=pictures))
+
+
+@dataclass(frozen=True)
+class _NamedModel:
+    """The base model of an order, in the form that `resolve_base` needs."""
+
+    model: ModelSettings
+    source: Path
+
+
+def _with_model(order: Order, temp: Path, log: Log) -> Order:
+    """Return the order with folders of this machine that hold exactly the stage's base model.
+
+    Raises:
+        ModelError: The base model is not on this machine and cannot be downloaded, or it differs.
+    """
+    assert order.model is not None, "only stages publish orders, and they name the model"
+    folder, components = order.model_folder, dict(order.component_folders)
+    if not all(each.is_dir() for each in (folder, *components.values())):
+        settings = ModelSettings.model_validate(order.model.settings)
+        named = _NamedModel(settings, Path(order.model.source))
+        try:
+            folder, components = resolve_base(named, log=log), resolve_components(named, log=log)
+        except ModelError as err:
+            raise ModelError(
+                f"the base model is not on this worker ({platform.node()}): {err.what}",
+                where=f"{err.where}; the stage has it at {order.model_folder}",
+                fix="put the model on a disk that all machines mount at the same path, or set model.base to "
+                f"a Hub id; otherwise: {err.fix}",
+            ) from err
+
+    # The keys of the entries contain the stage's fingerprint, so the worker must encode with the same files.
+    memory = order.store_root if isinstance(order.store_root, Path) else temp
+    parts = detect(folder, components).fingerprint_parts(cast("Use", order.kind))
+    fingerprint = Fingerprints(memory, log=log).of(parts)
+    if fingerprint != order.model.fingerprint:
+        raise ModelError(
+            f"the base model of this worker ({platform.node()}) differs from the stage's: fingerprint "
+            f"{fingerprint[:16]} instead of {order.model.fingerprint[:16]}",
+            where=str(folder),
+            fix="set model.revision to one commit if model.base is a Hub id; copy the model's folder to this "
+            "machine again if it is local",
+        )
+    return replace(order, model_folder=folder, component_folders=components)
+
+
+@contextmanager
+def _uploaded(upload: ResultsUpload, log: Log) -> Generator[None]:
+    """Copy results in the background until the body ends, and the last ones then.
+
+    Raises:
+        StoreError: The last results cannot be written.
+    """
+    over = threading.Event()
+
+    def push_repeatedly() -> None:
+        is_failing = False
+        while not over.wait(UPLOAD_INTERVAL_S):
+            try:
+                upload.push()
+                is_failing = False
+            except StoreError as err:
+                if not is_failing:
+                    log(f"warning: {err.what}; trying again")
+                is_failing = True
+
+    thread = threading.Thread(target=push_repeatedly, name="upload", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        over.set()
+        thread.join()
+        with suppress(StoreError):  # the first error is the cause
+            upload.push()
+        raise
+    over.set()
+    thread.join()
+    upload.push()
+
+
+@contextmanager
+def _error_uploaded(upload: ResultsUpload) -> Generator[None]:
+    """Hand an error of the body to the stage."""
+    try:
+        yield
+    except LatentlineError as err:
+        with suppress(StoreError):  # printed by this process in any case
+            upload.put_error(error_to_json(err))
+        raise

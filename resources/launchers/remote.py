@@ -1,0 +1,96 @@
+"""What launchers on other machines have in common: orders of encoding, and which module goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagster import AssetExecutionContext
+from pydantic import Field
+
+from pipeline.encoding.collecting import encode_on_workers
+from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.shared_order import SharedOrder
+from pipeline.processes.launch import (
+    ERROR_FILE_VARIABLE,
+    PARENT_VARIABLE,
+    TRAINING_MODULE,
+    Launch,
+    Meanwhile,
+    launch_environment,
+)
+from resources.launchers.local import AccelerateLauncher, Observer
+
+if TYPE_CHECKING:
+    from pipeline.recipe import AccelerateSettings
+
+
+class RemoteLauncher(AccelerateLauncher):
+    """Base of launchers that encode and train on other machines.
+
+    An order of encoding goes to the cache, where the workers find it. Subclasses run the workers, and the
+    training if they can.
+    """
+
+    workers: int = Field(default=1, ge=1, description="Number of shards of an encoding.")
+    machines: int = Field(default=1, ge=1, description="Number of machines of a training.")
+
+    def bind(
+        self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
+    ) -> Launch:
+        """See `AccelerateLauncher.bind`; a launched module starts when `meanwhile` has ended."""
+
+        def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+            # The processes start on complete orders, because they may start on several machines.
+            if meanwhile is not None:
+                meanwhile()
+            if module in WORKERS.values():
+                encode_on_workers(
+                    order,
+                    partial(self.encode, context, settings),
+                    max_workers=self.workers,
+                    cpu_threads=settings.cpu_threads,
+                    log=context.log.info,
+                )
+            else:
+                self.train(context, settings, order, observer)
+
+        return launch
+
+    def encode(
+        self,
+        context: AssetExecutionContext,
+        settings: AccelerateSettings,
+        order: SharedOrder,
+        num_shards: int,
+    ) -> Sequence[str]:
+        """Run `latentline encode` for each shard until all have ended, and return their last output.
+
+        Raises:
+            LaunchError: The workers could not be started.
+        """
+        raise NotImplementedError
+
+    def train(
+        self,
+        context: AssetExecutionContext,
+        settings: AccelerateSettings,
+        order: Path,
+        observer: Observer | None,
+    ) -> None:
+        """Run a training until it has ended; by default, on the machine of the step.
+
+        Raises:
+            LatentlineError: See `Launch`.
+        """
+        super().bind(context, settings, observer)(TRAINING_MODULE, order)
+
+
+def remote_environment(settings: AccelerateSettings) -> dict[str, str]:
+    """Return `launch_environment` without the variables that refer to a process or file of this machine."""
+    variables = launch_environment(settings, Path())
+    return {
+        name: value for name, value in variables.items() if name not in (PARENT_VARIABLE, ERROR_FILE_VARIABLE)
+    }

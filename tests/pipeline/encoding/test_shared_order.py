@@ -1,0 +1,101 @@
+"""The files of an order at an address: parts of jobs and results, and attempts at one shard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.encoding.collecting import Collector
+from pipeline.encoding.jobs import Failure, Job, Order, ResultsWriter, read_order, read_results, write_order
+from pipeline.encoding.shared_order import ResultsUpload, Shard, SharedOrder, publish_order
+from pipeline.errors import StoreError
+
+
+def job(number: int) -> Job:
+    spec = EntrySpec("latents", f"{number:064x}", {"latent": TensorSpec("float16", (4, 8, 8))})
+    return Job(spec, {"inputs": {"n": number}}, {"path": f"{number}.png"}, f"photos/{number}", number + 1)
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Order:
+    return Order("latents", tmp_path, tmp_path / "cache", {}, [job(number) for number in range(500)])
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PART_BYTES", "JOBS_PART_BYTES"):
+        monkeypatch.setattr(f"pipeline.encoding.shared_order.{name}", 1000)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_jobs_travel_in_parts_and_arrive_in_order(order: Order, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    shared = publish_order(write_order(order, tmp_path / "here"), num_shards=3, cpu_threads=2)
+    assert sum(file.name.startswith("jobs-") for file in shared.files()) > 10
+    file, settings = SharedOrder(shared.address).fetch(tmp_path / "there")
+    assert list(read_order(file).jobs) == list(order.jobs)
+    assert (settings["num_shards"], settings["cpu_threads"]) == (3, 2)
+    shared.remove()
+    assert shared.files() == []
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_results_grow_in_parts_and_several_attempts_are_one_result(tmp_path: Path) -> None:
+    shared, collected = SharedOrder(tmp_path / "order"), tmp_path / "collected"
+    collected.mkdir()
+    collector = Collector(shared, collected)
+    for attempt, outcome in enumerate(("made", "present")):
+        local = tmp_path / f"attempt-{attempt}"
+        local.mkdir()
+        upload = ResultsUpload(shared, Shard(1, 2), local / "results-0.jsonl")
+        upload.push()  # nothing is written yet
+        with ResultsWriter(local / "order.json", 0) as results:
+            for number in range(0 if attempt else 20, 60):
+                results.ended(f"{number:064x}", outcome)
+                upload.push()
+                assert not collector.has_finished(Shard(1, 2))
+            results.ended("f" * 64, Failure("undecodable", "a detail", "a fix"))
+            results.finish(1.0)
+        upload.push()
+        collector.poll()
+        assert collector.has_finished(Shard(1, 2))
+        uploaded = sorted(file.name for file in shared.files() if upload.attempt in file.name)
+        assert len(uploaded) > 4
+        assert b"".join(map(shared.read, uploaded)) == (local / "results-0.jsonl").read_bytes()
+        collector = Collector(shared, collected)
+
+    results = read_results(collected)
+    assert results.made == {f"{number:064x}" for number in range(20, 60)}
+    assert results.present == {f"{number:064x}" for number in range(20)}
+    assert results.failed.keys() == {"f" * 64}
+
+
+def test_a_failed_copy_is_repeated_and_a_half_written_line_waits(tmp_path: Path) -> None:
+    local = tmp_path / "results-0.jsonl"
+    folder = tmp_path / "order"
+    upload = ResultsUpload(SharedOrder(folder), Shard(0, 1), local)
+    local.write_text('{"key": "a", "outcome": "made"}\n{"key": "b"')
+    folder.write_text("a file in place of the folder")
+    with pytest.raises(StoreError, match="cannot be written"):
+        upload.push()
+    folder.unlink()
+    upload.push()
+    (name,) = [path.name for path in folder.iterdir()]
+    assert json.loads((folder / name).read_text()) == {"key": "a", "outcome": "made"}
+
+
+def test_progress_counts_a_job_once_and_ignores_a_missing_order(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pipeline.encoding.collecting.POLL_INTERVAL_S", 0.0)
+    (tmp_path / "collected").mkdir()
+    collector = Collector(SharedOrder(tmp_path / "order"), tmp_path / "collected")
+    assert collector.poll_sometimes() == 0
+    for attempt in range(2):
+        local = tmp_path / f"results-{attempt}.jsonl"
+        local.write_text('{"key": "a", "outcome": "made", "failure": null}\n')
+        ResultsUpload(SharedOrder(tmp_path / "order"), Shard(0, 1), local).push()
+    assert collector.poll_sometimes() == 1
