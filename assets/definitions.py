@@ -26,7 +26,7 @@ def build_definitions(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe] 
     """Return the definitions of `recipes`, and the errors of `broken` ones, all in one code location."""
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: run_tables({recipe.name: recipe.output_dir for recipe in recipes}),
+            TABLES_RESOURCE: run_tables(recipes),
             LAUNCHER_RESOURCE: AccelerateLauncher(),
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},

@@ -11,13 +11,13 @@ last lines, so the summary must follow those. Three hooks are needed for that:
 """
 
 import atexit
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -35,8 +35,11 @@ from dagster import (
     io_manager,
 )
 
+from assets.names import RECIPE_TAG
 from pipeline.errors import LatentlineError
+from pipeline.recipe import Recipe
 from pipeline.recipe.gates import SPECS
+from pipeline.storage.addresses import Url
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
 from resources.run_worker import end_with_code_server, record_machine
@@ -44,6 +47,7 @@ from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
     from pipeline.reporting.summary import CheckResult, RunResult
+    from pipeline.storage.mirror import Mirror
 
 BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
 STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
@@ -98,12 +102,10 @@ def print_summary_at_exit() -> None:
     atexit.register(_print_summary)
 
 
-def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
-    """Return the table IO manager, which also watches the code server and summarizes the run at its end.
-
-    Args:
-        output_dirs: `output_dir` by recipe name.
-    """
+def run_tables(recipes: Sequence[Recipe]) -> IOManagerDefinition:
+    """Return the table IO manager, which also watches the code server and summarizes the run at its end."""
+    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
+    remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
 
     # Dagster accepts a generator, and resumes it at the end of the run, but its annotation omits this.
     @io_manager(  # pyright: ignore[reportArgumentType]
@@ -114,14 +116,38 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
         if context.run is not None and context.instance is not None:
             record_machine(context.instance, context.run.run_id)
         try:
-            yield TableIOManager(output_dirs)
+            yield TableIOManager(output_dirs, {recipe.name: partial(_mirror_of, recipe) for recipe in remote})
         finally:
             if context.run is not None and context.instance is not None and in_dagster_command():
+                pull_reports([recipe for recipe in remote if _is_in_run(recipe, context.run)])
                 summary = summarize_run(context.instance, context.run.run_id, output_dirs)
                 _numbers.update(summary.numbers)
                 _problems.extend(summary.problems)
 
     return tables
+
+
+def pull_reports(recipes: Sequence[Recipe]) -> None:
+    """Pull the reports of recipes with their outputs at an address: steps may have run on other machines.
+
+    If the service does not answer, the summary lacks the numbers of those steps.
+    """
+    for recipe in recipes:
+        with suppress(LatentlineError):
+            _mirror_of(recipe).pull("reports/*.json", "!reports/*/*")
+
+
+def _mirror_of(recipe: Recipe) -> "Mirror":
+    from pipeline.recipe.outputs import mirror_of
+
+    return mirror_of(recipe)
+
+
+def _is_in_run(recipe: Recipe, run: DagsterRun) -> bool:
+    return (
+        any(key.path[0] == recipe.name for key in run.asset_selection or ())
+        or run.tags.get(RECIPE_TAG) == recipe.name
+    )
 
 
 def summarize_run(
@@ -248,6 +274,7 @@ def _all_steps_succeeded(
 
 def _run_results(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> Iterator["RunResult"]:
     """Yield the reports and checks of each recipe that has any in the run."""
+    from pipeline.reporting.reports import read_report
     from pipeline.reporting.summary import RunResult
 
     for recipe, output_dir in output_dirs.items():
@@ -261,8 +288,8 @@ def _run_results(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]
             if checked:
                 checks.append(_check_result(event))
             elif event.event_type == DagsterEventType.ASSET_MATERIALIZATION:
-                path = output_dir / "reports" / f"{key.path[-1]}.json"
-                reports[key.path[-1]] = json.loads(path.read_text(encoding="utf-8"))
+                report = read_report(output_dir, key.path[-1])
+                reports |= {} if report is None else {key.path[-1]: report}
         if reports or checks:
             yield RunResult(recipe, output_dir, reports, checks)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline.errors import DatasetError, StoreError
@@ -148,21 +148,26 @@ class RemoteFolder:
         files: The `fsspec.AbstractFileSystem`.
     """
 
-    def __init__(self, url: Url) -> None:
+    def __init__(self, url: Url, *, key: str = "cache_dir") -> None:
         """Open the file system without reading anything.
+
+        Args:
+            url: Address of the folder.
+            key: Recipe key that sets the address, for messages.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
         """
         self.url = url
+        kind = key.removesuffix("_dir")
         try:
             self.files, base = open_url(url)
         except ImportError as err:
-            what = f"the cache address needs a package that is not installed: {err}"
+            what = f"the {kind} address needs a package that is not installed: {err}"
             raise StoreError(what, where=str(url), fix=f"pip install {missing_package(url)}") from err
         except Exception as err:
-            what = f"the cache address cannot be opened: {type(err).__name__}: {err}"
-            raise StoreError(what, where=str(url), fix=f"correct cache_dir; {ACCESS_FIX}") from err
+            what = f"the {kind} address cannot be opened: {type(err).__name__}: {err}"
+            raise StoreError(what, where=str(url), fix=f"correct {key}; {ACCESS_FIX}") from err
         self.base = base.rstrip("/")
 
         self._writes_atomically = bool(_protocols(self.files) & OBJECT_STORES)
@@ -202,20 +207,25 @@ class RemoteFolder:
         Raises:
             OSError: The file cannot be written, and is unchanged.
         """
-        full = self._full(name)
-        with self._request():
-            if self._writes_atomically:
-                self.files.pipe_file(full, data)
-                return
+        self._replace(name, lambda full: self.files.pipe_file(full, data))
 
-            temp = self._full(str(PurePosixPath(name).with_name(temp_name())))
-            self.files.makedirs(full.rpartition("/")[0], exist_ok=True)
-            try:
-                self.files.pipe_file(temp, data)
-                self.files.mv(temp, full)
-            finally:
-                with suppress(FileNotFoundError):
-                    self.files.rm_file(temp)
+    def upload(self, path: Path, name: str) -> None:
+        """Replace a file by a local one like `put`, without reading all of it into memory.
+
+        Raises:
+            OSError: The local file cannot be read, or the remote one cannot be written and is unchanged.
+        """
+        self._replace(name, lambda full: self.files.put_file(str(path), full))
+
+    def download(self, name: str, path: Path) -> None:
+        """Write a file's bytes to a local path, which is not replaced atomically.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+            OSError: The file cannot be read, or the path cannot be written.
+        """
+        with self._request():
+            self.files.get_file(self._full(name), str(path))
 
     def put_if_absent(self, name: str, data: bytes) -> bool | None:
         """Create a file atomically and return True; False if it exists, None if this is not supported."""
@@ -269,6 +279,23 @@ class RemoteFolder:
 
     def _full(self, name: str) -> str:
         return join_path(self.base, name)
+
+    def _replace(self, name: str, write: Callable[[str], object]) -> None:
+        """Replace a file with what `write` puts at the path that it gets."""
+        full = self._full(name)
+        with self._request():
+            if self._writes_atomically:
+                write(full)
+                return
+
+            temp = self._full(str(PurePosixPath(name).with_name(temp_name())))
+            self.files.makedirs(full.rpartition("/")[0], exist_ok=True)
+            try:
+                write(temp)
+                self.files.mv(temp, full)
+            finally:
+                with suppress(FileNotFoundError):
+                    self.files.rm_file(temp)
 
     @contextmanager
     def _request(self) -> Generator[None]:
