@@ -116,6 +116,10 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
     if not chosen:
         echo("no recipes were found, so no run is known")
     for recipe in chosen:
+        if isinstance(recipe.output_address, Url):
+            echo(f"{recipe.output_address}: runs at an address are not listed; see docs/operations.md")
+            continue
+
         # A recipe given by its path may be outside the folder.
         surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=[*folder.recipes, *recipes])
         _show_runs(surveyed)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from pipeline.escaping import without_secrets
 from pipeline.storage.os_errors import is_disk_full
 
 RETRY_S = 60.0
@@ -37,7 +38,7 @@ def retried(request: Callable[[], Result], *, log: Callable[[str], object], what
             now_s = time.monotonic()
             if first_failure_s is None:
                 first_failure_s = now_s
-                log(f"{what} failed and is repeated for {RETRY_S:g} s: {err}")
+                log(without_secrets(f"{what} failed and is repeated for {RETRY_S:g} s: {err}"))
             if is_disk_full(err) or now_s - first_failure_s >= RETRY_S:
                 raise
         time.sleep(pause_s)

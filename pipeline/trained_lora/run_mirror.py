@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -211,16 +211,15 @@ def mirrored_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunMi
     folder = RemoteFolder(run.mirror.remote.url, key="output_dir")
     name = f"runs/{layout.folder.name}/{LEASE_FILE}"
     lease = Lease(folder, name, copy_id=run.mirror.copy_id, log=log)
-    try:
-        with hold_lease(lease):
-            run.lease = lease
-            run.pull()
-            yield run
-            run.push()
-    except OSError as err:
-        if err.filename is not None:  # a local file
-            raise
-        raise run.mirror.error(f"the output folder cannot be used: {err}", name) from err
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold_lease(lease))
+        except OSError as err:
+            raise run.mirror.error(f"the output folder cannot be used: {err}", name) from err
+        run.lease = lease
+        run.pull()
+        yield run
+        run.push()
 
 
 def pull_step(mirror: Mirror, layout: RunLayout, step: int, *, state: bool = False) -> None:
