@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeline.cache.users import read_users, register_user
 from pipeline.errors import PathIsolationError
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.isolation import check_isolation
-from pipeline.recipe.outputs import mirror_of, push_stage, stage_files
+from pipeline.recipe.outputs import MERGED_REJECTIONS, mirror_of, push_stage, stage_files
 from pipeline.storage.addresses import Url
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.tables import Tables, empty
@@ -112,3 +113,27 @@ def test_two_machines_that_reject_samples_at_the_same_time_lose_no_row(s3: str, 
     assert sorted(merged["sample_id"]) == sorted(
         f"photos/{stage}{number}" for stage in stages for number in range(5)
     )
+
+
+class InterruptedMirror(Mirror):
+    """A mirror that lets another machine work between merging the rejected rows and uploading the result."""
+
+    def __init__(self, address: Url, folder: Path, other: Callable[[], object]) -> None:
+        super().__init__(address, folder)
+        self._others = [other]
+
+    def push(self, *patterns: str) -> list[str]:
+        if patterns == (MERGED_REJECTIONS,) and self._others:
+            self._others.pop()()
+        return super().push(*patterns)
+
+
+def test_rows_that_arrive_between_merge_and_upload_are_merged_too(tmp_path: Path) -> None:
+    address = Url(f"memory://{uuid.uuid4().hex}/out")
+    text = Mirror(address, tmp_path / "text")
+    Tables(text.folder).write_rejected("text_embeddings", rejected("text_embeddings", 2))
+    latents = InterruptedMirror(address, tmp_path / "latents", lambda: push_stage(text, "text_embeddings"))
+    Tables(latents.folder).write_rejected("vae_latents", rejected("vae_latents", 3))
+    push_stage(latents, "vae_latents")
+    Mirror(address, tmp_path / "third").pull("tables/*")
+    assert pl.read_parquet(tmp_path / "third/tables/rejected.parquet").height == 5
