@@ -13,6 +13,7 @@ from dagster import (
 )
 
 from assets.checks import check_results, check_specs, path_isolation_results
+from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.publishing import picture_metadata, publish
 from assets.run_log import run_log
@@ -47,18 +48,23 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
+            with mirrored_outputs(context, recipe, "aspect_buckets"):
+                if context.selected_asset_keys:
+                    result = assign_buckets(recipe, validated, log=run_log(context))
+                    folder = write_bucket_report(recipe, result.table, log=run_log(context))
 
-            if context.selected_asset_keys:
-                result = assign_buckets(recipe, validated, log=run_log(context))
-                folder = write_bucket_report(recipe, result.table, log=run_log(context))
+                    tables = Tables(recipe.output_dir)
+                    earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
+                    rejected = pl.concat(earlier)
+                    page = write_dataset_page(
+                        recipe, validated, rejected, placed=result, log=run_log(context)
+                    )
+                    pictures, files = (
+                        picture_metadata(folder),
+                        {"dataset_page": MetadataValue.path(str(page))},
+                    )
+                    yield publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
 
-                tables = Tables(recipe.output_dir)
-                earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
-                rejected = pl.concat(earlier)
-                page = write_dataset_page(recipe, validated, rejected, placed=result, log=run_log(context))
-                pictures, files = picture_metadata(folder), {"dataset_page": MetadataValue.path(str(page))}
-                yield publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
-
-            yield from check_results(context, recipe, "aspect_buckets")
+                yield from check_results(context, recipe, "aspect_buckets")
 
     return aspect_buckets

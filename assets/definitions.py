@@ -41,14 +41,13 @@ def build_definitions(
         DeploymentError: The deployment is invalid, or names something that is not installed.
     """
     deployment = load_deployment() if deployment is None else deployment
-    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: run_tables(output_dirs),
+            TABLES_RESOURCE: run_tables(recipes),
             LAUNCHER_RESOURCE: build_launcher(deployment),
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
-        executor=summarized(build_executor(deployment), output_dirs),
+        executor=summarized(build_executor(deployment), recipes),
     )
     usable_graphs = [recipe_graph(recipe, pool=gpu_pool(deployment)) for recipe in recipes]
     names = [recipe.name for recipe in recipes]

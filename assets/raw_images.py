@@ -6,6 +6,7 @@ from typing import Any
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
 from assets.checks import check_results, check_specs, path_isolation_results
+from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.publishing import publish
 from assets.run_log import run_log
@@ -35,17 +36,17 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
+            with mirrored_outputs(context, recipe, "raw_images"):
+                if context.selected_asset_keys:
+                    # Settings that do not suit a local base model fail before an image is read.
+                    check_local_base(recipe)
+                    require_preview_prompts(recipe)
+                    require_references(recipe)
+                    require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
+                    result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
+                    yield publish(recipe, "raw_images", result)
 
-            if context.selected_asset_keys:
-                # Settings that do not suit a local base model fail before an image is read.
-                check_local_base(recipe)
-                require_preview_prompts(recipe)
-                require_references(recipe)
-                require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
-                result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
-                yield publish(recipe, "raw_images", result)
-
-            yield from check_results(context, recipe, "raw_images")
+                yield from check_results(context, recipe, "raw_images")
 
     return raw_images
 

@@ -13,14 +13,13 @@ last lines, so the summary must follow those. Four hooks are needed for that:
 """
 
 import atexit
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -38,8 +37,11 @@ from dagster import (
     io_manager,
 )
 
+from assets.names import RECIPE_TAG
 from pipeline.errors import LatentlineError
+from pipeline.recipe import Recipe
 from pipeline.recipe.gates import SPECS
+from pipeline.storage.addresses import Url
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
 from resources.run_worker import end_with_code_server, record_machine
@@ -47,6 +49,7 @@ from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
     from pipeline.reporting.summary import CheckResult, RunResult
+    from pipeline.storage.mirror import Mirror
 
 BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
 STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
@@ -112,12 +115,10 @@ def _register_hooks() -> None:
     atexit.register(_print_summary)
 
 
-def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
-    """Return the table IO manager, which also watches the code server and summarizes the run at its end.
-
-    Args:
-        output_dirs: `output_dir` by recipe name.
-    """
+def run_tables(recipes: Sequence[Recipe]) -> IOManagerDefinition:
+    """Return the table IO manager, which also watches the code server and summarizes the run at its end."""
+    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
+    remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
 
     # Dagster accepts a generator, and resumes it at the end of the run, but its annotation omits this.
     @io_manager(  # pyright: ignore[reportArgumentType]
@@ -128,18 +129,46 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
         if context.run is not None and context.instance is not None:
             record_machine(context.instance, context.run.run_id)
         try:
-            yield TableIOManager(output_dirs)
+            yield TableIOManager(output_dirs, {recipe.name: partial(_mirror_of, recipe) for recipe in remote})
         finally:
             if context.run is not None and context.instance is not None:
-                add_summary(context.instance, context.run.run_id, output_dirs)
+                add_summary(context.instance, context.run.run_id, recipes)
 
     return tables
 
 
-def add_summary(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> None:
+def add_summary(instance: DagsterInstance, run_id: str, recipes: Sequence[Recipe]) -> None:
     """Summarize a run for the end of the command, if this process executes a `dagster` or `dg` command."""
-    if in_dagster_command():
-        _summaries[run_id] = summarize_run(instance, run_id, output_dirs)
+    if not in_dagster_command():
+        return
+    run = instance.get_run_by_id(run_id)
+    remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
+    pull_reports([recipe for recipe in remote if run is not None and _is_in_run(recipe, run)])
+    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
+    _summaries[run_id] = summarize_run(instance, run_id, output_dirs)
+
+
+def pull_reports(recipes: Sequence[Recipe]) -> None:
+    """Pull the reports of recipes with their outputs at an address: steps may have run on other machines.
+
+    If the service does not answer, the summary lacks the numbers of those steps.
+    """
+    for recipe in recipes:
+        with suppress(LatentlineError):
+            _mirror_of(recipe).pull("reports/*.json", "!reports/*/*")
+
+
+def _mirror_of(recipe: Recipe) -> "Mirror":
+    from pipeline.recipe.outputs import mirror_of
+
+    return mirror_of(recipe)
+
+
+def _is_in_run(recipe: Recipe, run: DagsterRun) -> bool:
+    return (
+        any(key.path[0] == recipe.name for key in run.asset_selection or ())
+        or run.tags.get(RECIPE_TAG) == recipe.name
+    )
 
 
 def summarize_run(
@@ -268,6 +297,7 @@ def _all_steps_succeeded(
 
 def _run_results(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> Iterator["RunResult"]:
     """Yield the reports and checks of each recipe that has any in the run."""
+    from pipeline.reporting.reports import read_report
     from pipeline.reporting.summary import RunResult
 
     for recipe, output_dir in output_dirs.items():
@@ -281,8 +311,8 @@ def _run_results(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]
             if checked:
                 checks.append(_check_result(event))
             elif event.event_type == DagsterEventType.ASSET_MATERIALIZATION:
-                path = output_dir / "reports" / f"{key.path[-1]}.json"
-                reports[key.path[-1]] = json.loads(path.read_text(encoding="utf-8"))
+                report = read_report(output_dir, key.path[-1])
+                reports |= {} if report is None else {key.path[-1]: report}
         if reports or checks:
             yield RunResult(recipe, output_dir, reports, checks)
 

@@ -4,28 +4,28 @@
 of the run initializes none, so the executor itself is extended.
 """
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dagster import DagsterEvent, Executor, ExecutorDefinition, InitExecutorContext, in_process_executor
 
 from assets.run_summary import add_summary
+from pipeline.recipe import Recipe
 
 
-def summarized(executor: ExecutorDefinition, output_dirs: Mapping[str, Path]) -> ExecutorDefinition:
+def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:
     """Return the executor with a summary at its end; an in-process executor is returned unchanged.
 
     Args:
         executor: Executor with the same name, configuration and requirements.
-        output_dirs: `output_dir` by recipe name.
+        recipes: All recipes.
     """
     create = executor.executor_creation_fn
     if create is None or executor.name == in_process_executor.name:
         return executor
 
     def create_summarized(context: InitExecutorContext) -> Executor:
-        return _SummarizedExecutor(create(context), output_dirs)
+        return _SummarizedExecutor(create(context), recipes)
 
     return ExecutorDefinition(
         name=executor.name,
@@ -39,9 +39,9 @@ def summarized(executor: ExecutorDefinition, output_dirs: Mapping[str, Path]) ->
 class _SummarizedExecutor(Executor):
     """Delegates to another executor."""
 
-    def __init__(self, executor: Executor, output_dirs: Mapping[str, Path]) -> None:
+    def __init__(self, executor: Executor, recipes: Sequence[Recipe]) -> None:
         self._executor = executor
-        self._output_dirs = output_dirs
+        self._recipes = recipes
 
     @property
     def retries(self) -> Any:
@@ -58,4 +58,4 @@ class _SummarizedExecutor(Executor):
         try:
             yield from self._executor.execute(plan_context, execution_plan)
         finally:
-            add_summary(plan_context.instance, plan_context.run_id, self._output_dirs)
+            add_summary(plan_context.instance, plan_context.run_id, self._recipes)

@@ -6,6 +6,7 @@ from typing import Any
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
 from assets.checks import check_results, check_specs, path_isolation_results
+from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.publishing import picture_metadata, publish
 from assets.run_log import run_log
@@ -40,14 +41,14 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
+            with mirrored_outputs(context, recipe, "text_embeddings"):
+                if context.selected_asset_keys:
+                    launch = launcher.bind(context, recipe.accelerate)
+                    tables = Tables(recipe.output_dir)
+                    result = cache_text(recipe, validated, tables, launch=launch, log=run_log(context))
+                    pictures = picture_metadata(write_caption_report(recipe, result.table))
+                    yield publish(recipe, "text_embeddings", result, pictures=pictures)
 
-            if context.selected_asset_keys:
-                launch = launcher.bind(context, recipe.accelerate)
-                tables = Tables(recipe.output_dir)
-                result = cache_text(recipe, validated, tables, launch=launch, log=run_log(context))
-                pictures = picture_metadata(write_caption_report(recipe, result.table))
-                yield publish(recipe, "text_embeddings", result, pictures=pictures)
-
-            yield from check_results(context, recipe, "text_embeddings")
+                yield from check_results(context, recipe, "text_embeddings")
 
     return text_embeddings

@@ -18,6 +18,7 @@ from dagster import (
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.live_training import observe_training
+from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.publishing import picture_metadata, publish, table_metadata
 from assets.run_log import run_log
@@ -59,18 +60,18 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
+            with mirrored_outputs(context, recipe, "trained_lora"):
+                if context.selected_asset_keys:
+                    launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
+                    overrides = context.op_execution_context.op_config
+                    result = train_lora(
+                        recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
+                    )
+                    pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
+                    files = _file_metadata(recipe, result.report["run"])
+                    yield publish(recipe, "trained_lora", result, pictures=pictures, files=files)
 
-            if context.selected_asset_keys:
-                launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
-                overrides = context.op_execution_context.op_config
-                result = train_lora(
-                    recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
-                )
-                pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
-                files = _file_metadata(recipe, result.report["run"])
-                yield publish(recipe, "trained_lora", result, pictures=pictures, files=files)
-
-            yield from check_results(context, recipe, "trained_lora")
+                yield from check_results(context, recipe, "trained_lora")
 
     return trained_lora
 

@@ -13,6 +13,7 @@ from dagster import (
 )
 
 from assets.checks import check_results, check_specs, path_isolation_results
+from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.publishing import captioned_pictures, publish
 from assets.run_log import run_log
@@ -48,15 +49,15 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
+            with mirrored_outputs(context, recipe, "vae_latents"):
+                if context.selected_asset_keys:
+                    launch = launcher.bind(context, recipe.accelerate)
+                    tables = Tables(recipe.output_dir)
+                    result = cache_latents(recipe, buckets, tables, launch=launch, log=run_log(context))
+                    pictures = _decoded_latents(recipe, result.report)
+                    yield publish(recipe, "vae_latents", result, pictures=pictures)
 
-            if context.selected_asset_keys:
-                launch = launcher.bind(context, recipe.accelerate)
-                tables = Tables(recipe.output_dir)
-                result = cache_latents(recipe, buckets, tables, launch=launch, log=run_log(context))
-                pictures = _decoded_latents(recipe, result.report)
-                yield publish(recipe, "vae_latents", result, pictures=pictures)
-
-            yield from check_results(context, recipe, "vae_latents")
+                yield from check_results(context, recipe, "vae_latents")
 
     return vae_latents
 

@@ -13,6 +13,7 @@ from dagster import (
 )
 
 from assets.checks import check_results, check_specs, path_isolation_results
+from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.publishing import picture_metadata, publish
 from assets.run_log import run_log
@@ -45,16 +46,19 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
+            with mirrored_outputs(context, recipe, "validated_dataset"):
+                if context.selected_asset_keys:
+                    tables = Tables(recipe.output_dir)
+                    result = validate(recipe, raw, tables, log=run_log(context))
+                    rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
+                    folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
+                    page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
+                    pictures, files = (
+                        picture_metadata(folder),
+                        {"dataset_page": MetadataValue.path(str(page))},
+                    )
+                    yield publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
 
-            if context.selected_asset_keys:
-                tables = Tables(recipe.output_dir)
-                result = validate(recipe, raw, tables, log=run_log(context))
-                rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
-                folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
-                page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
-                pictures, files = picture_metadata(folder), {"dataset_page": MetadataValue.path(str(page))}
-                yield publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
-
-            yield from check_results(context, recipe, "validated_dataset")
+                yield from check_results(context, recipe, "validated_dataset")
 
     return validated_dataset

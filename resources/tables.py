@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from resources.failures import errors_as_failures
 if TYPE_CHECKING:
     import polars as pl
 
+    from pipeline.storage.mirror import Mirror
     from pipeline.storage.tables import Tables
 
 
@@ -20,16 +21,28 @@ COLUMNS = "columns"
 """Key of an input's metadata: the names of the columns to read."""
 
 
+_NO_MIRRORS: Mapping[str, Callable[[], Mirror]] = {}
+
+
 class TableIOManager(IOManager):
     """Tables below each recipe's `output_dir/tables`, replaced atomically and checked against their schemas.
 
     The first part of an asset key `<recipe>/<asset>` selects the output folder. Run configuration cannot
-    change it, because the recipe decides where its tables are.
+    change it, because the recipe decides where its tables are. If the output folder is at an address, a table
+    is pulled before it is read; the step that wrote it pushes it with its other results.
     """
 
-    def __init__(self, output_dirs: Mapping[str, Path]) -> None:
-        """Use these output folders, by recipe name."""
+    def __init__(
+        self, output_dirs: Mapping[str, Path], mirrors: Mapping[str, Callable[[], Mirror]] = _NO_MIRRORS
+    ) -> None:
+        """Use these output folders, by recipe name.
+
+        Args:
+            output_dirs: Local folders, or working copies of folders at an address.
+            mirrors: Functions that return the mirrors of the working copies.
+        """
         self._output_dirs = output_dirs
+        self._mirrors = mirrors
 
     def handle_output(self, context: OutputContext, obj: pl.DataFrame) -> None:
         """Replace the asset's table.
@@ -49,6 +62,8 @@ class TableIOManager(IOManager):
         """
         with errors_as_failures():
             tables, asset = self._locate(context.asset_key)
+            if mirror := self._mirrors.get(context.asset_key.path[0]):
+                mirror().pull(f"tables/{asset}.parquet")
             return tables.read(asset, context.definition_metadata.get(COLUMNS))
 
     def _locate(self, key: AssetKey) -> tuple[Tables, str]:

@@ -5,6 +5,8 @@
     <output_dir>/cache_user.txt               random text, part of <id>: two machines may use the same path
     <machine_state_dir>/speed.json            encoding speed on this machine, for estimates
 
+All machines that use an output folder at an address are one user, and its <id> is a hash of the address.
+
 A job registers before it checks the first entry. So the keys of a running job are registered too, including
 those of captions that belong to no sample. Reading an entry needs no registration.
 """
@@ -24,7 +26,7 @@ import polars as pl
 
 from pipeline.cache.folder import CacheFolder, cache_folder
 from pipeline.errors import StoreError
-from pipeline.storage.addresses import Address, Url
+from pipeline.storage.addresses import Address, Url, address
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.os_errors import as_file_access_error
 from pipeline.storage.remote_folder import ACCESS_FIX
@@ -42,25 +44,26 @@ class CacheUser:
     """An output folder that uses the cache.
 
     Attributes:
-        output_dir: Path as registered; it may be deleted or not mounted.
+        output_dir: Path or address as registered; it may be deleted or not mounted.
         recipe: Name of the recipe.
         keys: Hex keys of all kinds that its last jobs need.
-        machine: Host name of the machine that registered it; "" in registrations of earlier versions.
+        machine: Host name of the machine that registered it; "" for an address, and in registrations of
+            earlier versions.
     """
 
-    output_dir: Path
+    output_dir: Address
     recipe: str
     keys: frozenset[str]
     machine: str = ""
 
     @property
     def is_here(self) -> bool:
-        """Whether `output_dir` is a path of this machine."""
+        """Whether `output_dir` is an address or a path of this machine."""
         return self.machine in ("", platform.node())
 
 
 def register_user(
-    cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, keys: Iterable[str]
+    cache_dir: Address, output_dir: Address, *, recipe: str, kind: str, keys: Iterable[str]
 ) -> None:
     """Register the keys of `kind` that `output_dir` needs, in place of its earlier keys of that kind.
 
@@ -68,7 +71,7 @@ def register_user(
 
     Args:
         cache_dir: Address of the cache; created if it does not exist.
-        output_dir: Output folder of the recipe.
+        output_dir: Output folder of the recipe. All machines that use the same address are one user.
         recipe: Name of the recipe.
         kind: Kind of the entries.
         keys: Keys of 64 hex digits each.
@@ -77,7 +80,8 @@ def register_user(
         StoreError: The cache cannot be written.
     """
     folder = cache_folder(cache_dir)
-    names = {"output_dir": str(output_dir), "recipe": recipe, "machine": platform.node()}
+    machine = "" if isinstance(output_dir, Url) else platform.node()
+    names = {"output_dir": str(output_dir), "recipe": recipe, "machine": machine}
     identity = json.dumps(names, ensure_ascii=False) + "\n"
     sorted_keys = pl.Series(keys, dtype=pl.String).unique().sort()
     try:
@@ -116,7 +120,7 @@ def _users(cache_dir: Address, folder: CacheFolder) -> Iterator[tuple[str, Cache
             key_files = [each for each in names if each.startswith(f"{user_id}-") and each.endswith(".keys")]
             keys = [_keys(each, folder.read(f"{FOLDER}/{each}")) for each in key_files]
             user = CacheUser(
-                Path(identity["output_dir"]),
+                address(identity["output_dir"]),
                 identity["recipe"],
                 frozenset().union(*keys),
                 str(identity.get("machine", "")),
@@ -131,8 +135,8 @@ def _users(cache_dir: Address, folder: CacheFolder) -> Iterator[tuple[str, Cache
         yield user_id, user
 
 
-def unregister_user(cache_dir: Address, output_dir: Path) -> bool:
-    """Delete the registrations of an output folder of this machine; return False if it has none.
+def unregister_user(cache_dir: Address, output_dir: Address) -> bool:
+    """Delete the registrations of an address, or of a folder of this machine; return False if it has none.
 
     Entries that no other user needs become orphans.
 
@@ -171,13 +175,15 @@ def _speeds(machine_state_dir: Path) -> dict[str, float]:
         return {}
 
 
-def _user_id(output_dir: Path, folder: CacheFolder) -> str:
-    """Return the id of an output folder: a hash of its path and of the random text in `cache_user.txt`.
+def _user_id(output_dir: Address, folder: CacheFolder) -> str:
+    """Return the id of an output folder: a hash of its address, or of its path and of `cache_user.txt`.
 
-    If the folder has no such file, it is written. A registration of an earlier version, whose id is a hash of
-    the path alone, gets the new id.
+    If a local folder has no such file, it is written. A registration of an earlier version, with a hash of
+    the path alone as its id, gets the new id.
     """
     path = str(output_dir).encode("utf-8", "surrogateescape")
+    if isinstance(output_dir, Url):
+        return _short_hash(path)
     file = output_dir / _RANDOM_FILE
     with suppress(FileNotFoundError):
         return _short_hash(path + b"\n" + file.read_bytes())

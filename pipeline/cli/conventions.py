@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from pipeline.errors import RecipeError
+from pipeline.errors import PathIsolationError, RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.recipe import (
     BrokenRecipe,
@@ -19,14 +20,23 @@ from pipeline.recipe import (
     path_in_recipe,
     recipes_dir,
 )
+from pipeline.storage.addresses import Url
 
 _MAX_NAMES = 10
 
 
 class RecipeArgument(click.ParamType[Recipe]):
-    """Recipe, given by its name in the recipes folder, such as `flowers`, or by the path of its file."""
+    """Recipe, given by its name in the recipes folder, such as `flowers`, or by the path of its file.
+
+    With `uses_outputs`, the files of an output folder at an address are pulled before the command, and
+    pushed after it.
+    """
 
     name = "recipe"
+
+    def __init__(self, *, uses_outputs: bool = False) -> None:
+        """Create the type of an argument."""
+        self._uses_outputs = uses_outputs
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Recipe:
         """Load the recipe and store its name in the context's `obj`.
@@ -45,6 +55,8 @@ class RecipeArgument(click.ParamType[Recipe]):
         recipe = _load(file)
         if ctx is not None and isinstance(ctx.obj, dict):
             ctx.obj["recipe"] = recipe.name
+        if ctx is not None and self._uses_outputs and isinstance(recipe.output_address, Url):
+            _mirror_outputs(recipe, ctx)
         return recipe
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
@@ -60,6 +72,8 @@ class RecipeArgument(click.ParamType[Recipe]):
 
 RECIPE = RecipeArgument()
 
+RECIPE_WITH_OUTPUTS = RecipeArgument(uses_outputs=True)
+
 
 def reported_recipes() -> RecipeFolder:
     """Return the recipes of the recipes folder, and report each broken one on standard error."""
@@ -72,6 +86,21 @@ def report_broken_recipes() -> None:
     """Report each broken recipe of the recipes folder on standard error; there may be no such folder."""
     if recipes_dir().is_dir():
         _report(load_recipe_folder().broken)
+
+
+def _mirror_outputs(recipe: Recipe, ctx: click.Context) -> None:
+    """Pull the outputs that commands read, and push changes when the command ends.
+
+    Raises:
+        StoreError: The service does not answer.
+    """
+    from pipeline.recipe.outputs import COMMAND_FILES, COMMAND_RESULTS, mirror_of, push_outputs
+
+    mirror = mirror_of(recipe, log_to_stderr)
+    # Nothing is pulled into a working copy that overlaps a dataset; the command reports the conflict.
+    with suppress(PathIsolationError):
+        mirror.pull(*COMMAND_FILES)
+        ctx.call_on_close(lambda: push_outputs(mirror, *COMMAND_RESULTS))
 
 
 def _load(file: Path) -> Recipe:

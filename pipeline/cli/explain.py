@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli.conventions import RECIPE, echo, log_to_stderr
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
 from pipeline.errors import counted
 from pipeline.escaping import json_text
 from pipeline.maintenance.explain import StageFacts, explain, find_sample
@@ -32,7 +32,7 @@ SHORT_ENTRY_FACTS = ("path", "state")
 
 
 @click.command(short_help="Show the state of one image at every stage.")
-@click.argument("recipe", type=RECIPE)
+@click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.argument("sample")
 @click.option("--full", is_flag=True, help="Print all facts, including keys, hashes and file stats.")
 @click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cli.conventions import RECIPE, echo
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo
 from pipeline.errors import counted
 from pipeline.recipe import Recipe
+from pipeline.recipe.outputs import mirror_of
 from pipeline.trained_lora.export.earlier_step import (
     exportable_run,
     exported_step,
@@ -14,10 +15,11 @@ from pipeline.trained_lora.export.earlier_step import (
     publish_step,
 )
 from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, require_run, run_folder
+from pipeline.trained_lora.run_mirror import LEASE_FILE, pull_step, require_idle_at_address
 
 
 @click.command(short_help="Publish the LoRA of an earlier step.")
-@click.argument("recipe", type=RECIPE)
+@click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option("--step", type=click.IntRange(1), help="Step whose LoRA is published.")
 @click.option("--latest", is_flag=True, help="Publish the last step again.")
 @click.option("--run", "run", help="Name of a folder in runs/. By default the run whose LoRA is in lora/.")
@@ -32,7 +34,13 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
     run = run or exportable_run(recipe.output_dir)
     layout = RunLayout(run_folder(recipe.output_dir, run))
 
+    mirror = mirror_of(recipe)
+    if step is not None or latest:
+        require_idle_at_address(mirror, run)
+        mirror.pull(f"runs/{run}/*", f"!runs/{run}/checkpoints/*", f"!runs/{run}/{LEASE_FILE}")
+
     if step is not None:
+        pull_step(mirror, layout, step)
         with hold_idle_run(layout):
             replaced = publish_step(recipe.output_dir, run, step)
         _report(step, run, replaced)

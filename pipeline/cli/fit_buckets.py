@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.aspect_buckets.fit import FittedList, SizeConstraints, fitted_lists
 from pipeline.aspect_buckets.fit_cost import Dataset, FitQuality, measure_fit, placement_in
-from pipeline.cli.conventions import RECIPE, echo
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo
 from pipeline.errors import BucketError, LatentlineError, counted
 from pipeline.images.geometry import Placement, placement_of
 from pipeline.models.size_multiple import local_family
@@ -31,7 +31,7 @@ _HEAD = (
 
 
 @click.command(short_help="Fit bucket sizes to the images of a recipe.")
-@click.argument("recipe", type=RECIPE)
+@click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option(
     "--write",
     type=click.IntRange(1, 200),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
 from pipeline.recipe import Recipe
-from pipeline.storage.addresses import Address, absolute
+from pipeline.storage.addresses import Address, Url, absolute
+from pipeline.storage.mirror import Mirror
 
 MAX_SHOWN = 10
 """Maximum number of foreign files shown."""
@@ -49,8 +51,7 @@ MAX_SHOWN = 10
     "--forget",
     "forgotten",
     multiple=True,
-    type=click.Path(path_type=Path),
-    help="Output folder that was deleted for good. Entries that only it needed become orphans.",
+    help="Output folder or address that was deleted for good. Entries that only it needed become orphans.",
 )
 def command(
     recipes: tuple[Recipe, ...],
@@ -59,7 +60,7 @@ def command(
     num_kept_runs: int | None,
     grace_hours: float,
     cache_dirs: tuple[str, ...],
-    forgotten: tuple[Path, ...],
+    forgotten: tuple[str, ...],
 ) -> None:
     """Show what each cache holds and which entries no recipe needs. With --delete, delete those.
 
@@ -83,7 +84,7 @@ def command(
     if not caches:
         echo("no recipes were found, so no cache is known; pass one with --cache-dir")
     for cache_dir in caches:
-        _forget(cache_dir, forgotten)
+        _forget(cache_dir, [absolute(text, Path.cwd()) for text in forgotten])
         surveyed = survey(cache_dir, grace_s=grace_hours * 3600)
         if given:
             _require_cache(cache_dir, surveyed)
@@ -115,6 +116,10 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
     if not chosen:
         echo("no recipes were found, so no run is known")
     for recipe in chosen:
+        if isinstance(recipe.output_address, Url):
+            echo(f"{recipe.output_address}: runs at an address are not listed; see docs/operations.md")
+            continue
+
         # A recipe given by its path may be outside the folder.
         surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=[*folder.recipes, *recipes])
         _show_runs(surveyed)
@@ -145,10 +150,10 @@ def _show_runs(surveyed: RunSurvey) -> None:
         echo(f"  {counted(len(surveyed.leftovers), 'folder')} of interrupted deletions, {size}")
 
 
-def _forget(cache_dir: Address, forgotten: tuple[Path, ...]) -> None:
+def _forget(cache_dir: Address, forgotten: Sequence[Address]) -> None:
     for output_dir in forgotten:
         _require_deleted(output_dir)
-        was_registered = unregister_user(cache_dir, output_dir.expanduser().absolute())
+        was_registered = unregister_user(cache_dir, output_dir)
         state = "forgotten by" if was_registered else "was not registered on this machine in"
         echo(f"{output_dir}: {state} {cache_dir}")
 
@@ -163,14 +168,21 @@ def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
         )
 
 
-def _require_deleted(output_dir: Path) -> None:
+def _require_deleted(output_dir: Address) -> None:
     """Raise StoreError if the output folder still exists."""
-    if output_dir.is_dir():
+    if _exists(output_dir):
         raise StoreError(
             "the output folder still exists and its tables name entries, so it cannot be forgotten",
             where=str(output_dir),
             fix="delete the folder first if you no longer need it",
         )
+
+
+def _exists(output_dir: Address) -> bool:
+    """Return whether an output folder exists; at an address, whether it holds a table or a run."""
+    if isinstance(output_dir, Url):
+        return bool(Mirror(output_dir, Path()).names("tables/*", "runs/*"))
+    return output_dir.is_dir()
 
 
 def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
@@ -180,7 +192,7 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
         note = ""
         if not user.is_here:
             note = f"   on {user.machine}: entries kept"
-        elif not user.output_dir.is_dir():
+        elif not _exists(user.output_dir):
             note = "   folder is missing: entries kept, see --forget"
         echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, seconds_text
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, bytes_text, echo, log_to_stderr, seconds_text
 from pipeline.cli.memory import GIB, show_memory
 from pipeline.errors import ModelError, counted
 from pipeline.escaping import json_text
@@ -24,7 +24,7 @@ MAX_NAMED = 3
 
 
 @click.command(short_help="Preview what the next job would encode, and why.")
-@click.argument("recipe", type=RECIPE)
+@click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the complete forecast as JSON, with all samples."
 )

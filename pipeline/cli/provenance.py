@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeline.cli.conventions import echo, report_broken_recipes
+from pipeline.cli.conventions import echo, log_to_stderr, report_broken_recipes
 from pipeline.errors import TrainingError
 from pipeline.escaping import json_text
 from pipeline.recipe import load_recipe_folder, recipes_dir
-from pipeline.trained_lora.export.lora_files import damaged_record_error, lora_file, read_provenance
+from pipeline.storage.addresses import Url, is_url
+from pipeline.storage.mirror import Mirror
+from pipeline.trained_lora.export.lora_files import (
+    LORA_FOLDER,
+    damaged_record_error,
+    lora_file,
+    read_provenance,
+)
 from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
 
-_PATH = click.Path(path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(short_help="Show what a LoRA was trained on.")
-@click.argument("file", type=_PATH)
+@click.argument("file")
 @click.option("--find", "wanted", type=_FILE, help="Image, or text file with a caption, to look up.")
 @click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
-def command(file: Path, wanted: Path | None, as_json: bool) -> None:
+def command(file: str, wanted: Path | None, as_json: bool) -> None:
     """Show the data, model and settings that the LoRA in FILE was trained with.
 
-    FILE is a .safetensors file, lora/, or an output folder.
+    FILE is a .safetensors file, lora/, or an output folder or its address.
 
     With --find, show whether the LoRA was trained on that image or caption. If not, the exit status is 1.
     """
     report_broken_recipes()
-    _require_existing(file)
+    with _downloaded(file) as path:
+        _show(path, wanted, as_json=as_json)
+
+
+@contextmanager
+def _downloaded(file: str) -> Generator[Path]:
+    """Provide the path of a LoRA; that of an output folder at an address is downloaded for the body."""
+    if not is_url(file):
+        _require_existing(Path(file))
+        yield Path(file)
+        return
+    with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
+        mirror = Mirror(Url(file), Path(folder), log=log_to_stderr)
+        if not mirror.pull(f"{LORA_FOLDER}/*"):
+            fix = "pass the output_dir of a recipe that has been trained, such as s3://bucket/flowers"
+            raise TrainingError("the address holds no LoRA", where=mirror.where(), fix=fix)
+        yield Path(folder)
+
+
+def _show(file: Path, wanted: Path | None, *, as_json: bool) -> None:
     record = read_provenance(file)
     try:
         if wanted is not None:
@@ -54,7 +82,7 @@ def _require_existing(file: Path) -> None:
     if recipe is None:
         fix = "pass a .safetensors file, lora/, or the output folder of a recipe, such as outputs/flowers"
     else:
-        fix = f"pass the recipe's output folder: latentline provenance {recipe.output_dir}"
+        fix = f"pass the recipe's output folder: latentline provenance {recipe.registered_output}"
     raise TrainingError(f"{file} does not exist", where=str(file.absolute()), fix=fix)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.conventions import RECIPE, echo
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo
 from pipeline.errors import DrawingError, counted
 from pipeline.recipe import Recipe
 
@@ -26,7 +26,7 @@ _PATH = click.Path(path_type=Path)
 
 
 @click.command
-@click.argument("recipe", type=RECIPE)
+@click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.argument("prompts", nargs=-1)
 @click.option(
     "--prompt",

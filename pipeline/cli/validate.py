@@ -50,7 +50,7 @@ def _check(recipe: Recipe) -> None:
     for dataset in recipe.datasets:
         require_readable(dataset, max_file_bytes=recipe.checks.max_file_bytes)
     datasets = counted(len(recipe.datasets), "dataset")
-    echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
+    echo(f"{recipe.source}: valid; {datasets}, output in {recipe.registered_output}")
 
 
 def _deployment_text(deployment: Deployment) -> str:

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from pipeline.cli.conventions import RECIPE, echo, log_to_stderr
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
 from pipeline.errors import counted
 from pipeline.maintenance.verify import BadEntry, needed_entries, repair, verify
 from pipeline.recipe import Recipe
@@ -18,7 +18,7 @@ MAX_SHOWN = 50
 
 
 @click.command(short_help="Read all cache entries and find damaged ones.")
-@click.argument("recipe", type=RECIPE)
+@click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option("--repair", "do_repair", is_flag=True, help="Encode missing and damaged entries again.")
 def command(recipe: Recipe, do_repair: bool) -> None:
     """Read every cache entry of RECIPE and check its size, header, checksum and values.

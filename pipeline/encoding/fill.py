@@ -121,7 +121,7 @@ def fill(
     """
     recipe, store = entries.recipe, entries.store
     keys = requests.rows["key"]
-    register_user(store.address, recipe.output_dir, recipe=recipe.name, kind=requests.kind, keys=keys)
+    register_user(store.address, recipe.registered_output, recipe=recipe.name, kind=requests.kind, keys=keys)
     return _Fill(entries, requests, launch, log, watch).run()
 
 

@@ -15,8 +15,12 @@ from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.users import FOLDER, CacheUser, access_fix, read_users
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
+from pipeline.recipe import project_root
+from pipeline.recipe.outputs import MERGED_REJECTIONS
+from pipeline.recipe.scratch import working_copy
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
+from pipeline.storage.mirror import Mirror
 from pipeline.storage.tables import Tables, read_rows
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.samples import read_entry_keys
@@ -178,8 +182,21 @@ def _is_bookkeeping(path: PurePosixPath) -> bool:
 def _needed_keys(users: Iterable[CacheUser]) -> set[str]:
     needed: set[str] = set()
     for user in users:
-        needed |= user.keys | _keys_in_tables(user.output_dir) | _keys_in_runs(user.output_dir)
+        output_dir = _local_outputs(user)
+        needed |= user.keys | _keys_in_tables(output_dir) | _keys_in_runs(output_dir)
     return needed
+
+
+def _local_outputs(user: CacheUser) -> Path:
+    """Return the user's output folder, or the working copy of one at an address with its current files.
+
+    Raises:
+        StoreError: The address cannot be read, so the needed entries are unknown.
+    """
+    output_dir = working_copy(user.recipe, user.output_dir, project_root())
+    mirror = Mirror(user.output_dir, output_dir)
+    mirror.pull("tables/*.parquet", f"!{MERGED_REJECTIONS}", "runs/*/inputs.parquet", "runs/*/finished.json")
+    return output_dir
 
 
 def _keys_in_tables(output_dir: Path) -> set[str]:

@@ -21,7 +21,10 @@ _PATH_OR_URL = [WrapValidator(_address), BeforeValidator(check_address), PlainSe
 if TYPE_CHECKING:
     RecipeAddress = Address
     FolderAddress = Address
+    OutputFolder = Path
 else:
     RecipeAddress = Annotated[Path, *_PATH_OR_URL]
     FolderAddress = Annotated[Path, *_PATH_OR_URL, BeforeValidator(check_not_manifest)]
+    # A recipe file may name an address. Loading replaces it with the path of the working copy.
+    OutputFolder = FolderAddress
 FolderPath = Annotated[Path, BeforeValidator(check_folder)]

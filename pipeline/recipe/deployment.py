@@ -32,6 +32,9 @@ DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
 
 SCHEMA_FILE = "deploy/deployment.schema.json"
 
+DEFAULT_SCRATCH = Path(".cache/scratch")
+"""Scratch folder, relative to the project root."""
+
 ExecutorName: TypeAlias = Literal["in_process", "multiprocess", "k8s"]
 
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
@@ -206,7 +209,7 @@ class DeploymentFile(Settings):
         "for each machine.",
     )
     scratch: FolderPath = Field(
-        default=Path(".cache/scratch"),
+        default=DEFAULT_SCRATCH,
         description="Local folder for working copies of output folders that are addresses. Relative to the "
         "project root.",
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.recipe.gates import SPECS
 from pipeline.storage import isolation
+from pipeline.storage.addresses import Url
 from pipeline.storage.isolation import NamedPath, PathConflict
 
 if TYPE_CHECKING:
@@ -89,10 +90,13 @@ def _inputs(recipe: Recipe) -> list[NamedPath]:
 
 
 def _outputs(recipe: Recipe) -> list[NamedPath]:
-    return [
+    outputs = [
         NamedPath("cache_dir", "cache_dir", recipe.cache_dir),
-        NamedPath("output_dir", "output_dir", recipe.output_dir),
+        NamedPath("output_dir", "output_dir", recipe.registered_output),
     ]
+    if isinstance(recipe.output_address, Url):
+        outputs.append(NamedPath("the working copy of output_dir", "scratch", recipe.output_dir))
+    return outputs
 
 
 def _start_conflicts(recipe: Recipe) -> list[PathConflict]:

@@ -16,10 +16,11 @@ from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe
 from pipeline.recipe.file_kind import RECIPE
 from pipeline.recipe.project import path_in_recipe, project_root
 from pipeline.recipe.schema import NAME_PATTERN, Recipe
+from pipeline.recipe.scratch import address_hash, working_copy
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.recipe.yaml_file import read_yaml_file
-from pipeline.storage.addresses import absolute
+from pipeline.storage.addresses import Url, absolute, address
 
 CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable with the folder of recipes; the default is configs/."""
@@ -182,15 +183,17 @@ def _shared_outputs(recipes: list[Recipe]) -> dict[Path, list[PlacedMistake]]:
     """Return a mistake, by file, for each recipe that would overwrite the tables and LoRA of another one."""
     by_folder: dict[str, list[Recipe]] = {}
     for recipe in recipes:
-        by_folder.setdefault(os.path.realpath(recipe.output_dir), []).append(recipe)
+        output = recipe.output_address
+        same = address_hash(output) if isinstance(output, Url) else os.path.realpath(recipe.output_dir)
+        by_folder.setdefault(same, []).append(recipe)
 
     mistakes: dict[Path, list[PlacedMistake]] = {}
     for sharing in by_folder.values():
         for recipe in sharing if len(sharing) > 1 else []:
             others = ", ".join(other.name for other in sharing if other is not recipe)
-            what = f"recipe {others} has the same output_dir, {recipe.output_dir}"
+            what = f"recipe {others} has the same output_dir, {recipe.output_address}"
             if len(sharing) > 2:
-                what = f"recipes {others} have the same output_dir, {recipe.output_dir}"
+                what = f"recipes {others} have the same output_dir, {recipe.output_address}"
             fix = f"use a separate folder, such as outputs/{recipe.name}"
             mistakes[recipe.source] = [placed(recipe, Mistake(("output_dir",), what, fix))]
     return mistakes
@@ -211,6 +214,11 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     for holder, key in path_keys:
         if holder.get(key) is not None:
             holder[key] = str(absolute(holder[key], project_root()))
+    output = address(values["output_dir"])
+    values |= {
+        "output_dir": str(working_copy(name, output, project_root())),
+        "output_address": values["output_dir"],
+    }
     for prompt in values.get("training", {}).get("sample_prompts", []):
         if isinstance(prompt, dict) and prompt.get("references"):
             prompt["references"] = [str(absolute(path, project_root())) for path in prompt["references"]]

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from pipeline.recipe.address_types import FolderAddress, FolderPath
+from pipeline.recipe.address_types import FolderAddress, OutputFolder
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
@@ -24,6 +24,7 @@ from pipeline.recipe.sharding import shard_violations
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings
 from pipeline.recipe.validators import check_gate
 from pipeline.recipe.yaml_document import KeyPath
+from pipeline.storage.addresses import Address, Url
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 ComputeDtype = Literal["auto", "float16", "bfloat16", "float32"]
@@ -243,8 +244,10 @@ class RecipeFile(Settings):
         "sftp:// (packages and credentials as for datasets[].path). With a remote cache, training downloads "
         "an entry every time it is used.",
     )
-    output_dir: FolderPath = Field(
-        description="Folder of this recipe's tables, reports, runs and LoRA. Relative to the project root."
+    output_dir: OutputFolder = Field(
+        description="Folder of this recipe's tables, reports, runs and LoRA. Relative to the project root, "
+        "or a writable fsspec address such as s3://bucket/flowers (packages and credentials as for "
+        "datasets[].path). Jobs then work on a local copy, and several machines may share the folder."
     )
     model: ModelSettings = Field(description="Base model that the LoRA is trained for.")
     buckets: BucketSettings = Field(
@@ -353,6 +356,16 @@ class Recipe(RecipeFile):
 
     name: str = Field(pattern=NAME_PATTERN, description="Stem of the file name.")
     source: Path = Field(description="Path of the YAML file.")
+    output_address: FolderAddress = Field(
+        # Recipes that older versions stored in the folders of runs lack this key.
+        default_factory=lambda values: values["output_dir"],
+        description="The file's output_dir. If it is an address, output_dir is the path of the working copy.",
+    )
+
+    @property
+    def registered_output(self) -> Address:
+        """Address of the outputs, or their folder if they are local."""
+        return self.output_address if isinstance(self.output_address, Url) else self.output_dir
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:

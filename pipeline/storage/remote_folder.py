@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from pipeline.errors import DatasetError, StoreError
@@ -153,21 +153,30 @@ class RemoteFolder:
         lists_prefixes: Whether the service can list the files that have a prefix, without all others.
     """
 
-    def __init__(self, url: Url) -> None:
+    def __init__(
+        self, url: Url, *, key: str = "cache_dir", log: Callable[[str], object] | None = None
+    ) -> None:
         """Open the file system without reading anything.
+
+        Args:
+            url: Address of the folder.
+            key: Recipe key that sets the address, for messages.
+            log: Receives a line when a request is sent again for the first time.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
         """
         self.url = url
+        self._log = log
+        kind = key.removesuffix("_dir")
         try:
             self.files, base = open_url(url)
         except ImportError as err:
-            what = f"the cache address needs a package that is not installed: {err}"
+            what = f"the {kind} address needs a package that is not installed: {err}"
             raise StoreError(what, where=str(url), fix=f"pip install {missing_package(url)}") from err
         except Exception as err:
-            what = f"the cache address cannot be opened: {type(err).__name__}: {err}"
-            raise StoreError(what, where=str(url), fix=f"correct cache_dir; {ACCESS_FIX}") from err
+            what = f"the {kind} address cannot be opened: {type(err).__name__}: {err}"
+            raise StoreError(what, where=str(url), fix=f"correct {key}; {ACCESS_FIX}") from err
         self.base = base.rstrip("/")
 
         self._writes_atomically = bool(_protocols(self.files) & OBJECT_STORES)
@@ -207,10 +216,24 @@ class RemoteFolder:
         Raises:
             OSError: The file cannot be written, and is unchanged.
         """
-        if self._writes_atomically:
-            self._request(lambda: self.files.pipe_file(self._full(name), data))
-        else:
-            self._request(lambda: self._put_and_rename(name, data))
+        self._replace(name, lambda full: self.files.pipe_file(full, data))
+
+    def upload(self, path: Path, name: str) -> None:
+        """Replace a file by a local one like `put`, without reading all of it into memory.
+
+        Raises:
+            OSError: The local file cannot be read, or the remote one cannot be written and is unchanged.
+        """
+        self._replace(name, lambda full: self.files.put_file(str(path), full))
+
+    def download(self, name: str, path: Path) -> None:
+        """Write a file's bytes to a local path, which is not replaced atomically.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+            OSError: The file cannot be read, or the path cannot be written.
+        """
+        self._request(lambda: self.files.get_file(self._full(name), str(path)))
 
     def put_if_absent(self, name: str, data: bytes) -> bool | None:
         """Create a file atomically and return True; False if it exists, None if this is not supported.
@@ -285,12 +308,19 @@ class RemoteFolder:
     def _full(self, name: str) -> str:
         return join_path(self.base, name)
 
-    def _put_and_rename(self, name: str, data: bytes) -> None:
+    def _replace(self, name: str, write: Callable[[str], object]) -> None:
+        """Replace a file with what `write` puts at the path that it gets."""
+        if self._writes_atomically:
+            self._request(lambda: write(self._full(name)))
+        else:
+            self._request(lambda: self._write_and_rename(name, write))
+
+    def _write_and_rename(self, name: str, write: Callable[[str], object]) -> None:
         full = self._full(name)
         temp = self._full(str(PurePosixPath(name).with_name(temp_name())))
         self.files.makedirs(full.rpartition("/")[0], exist_ok=True)
         try:
-            self.files.pipe_file(temp, data)
+            write(temp)
             self.files.mv(temp, full)
         finally:
             with suppress(FileNotFoundError):
@@ -304,7 +334,7 @@ class RemoteFolder:
                 return send()
 
         try:
-            return retry(send_alone)
+            return retry(send_alone, log=self._log)
         except OSError:
             raise
         except Exception as err:

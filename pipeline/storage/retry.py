@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from pipeline.escaping import without_secrets
+
 RETRY_S = 60.0
 """Seconds for which a request is repeated. A gateway or a database node restarts within this time."""
 
@@ -36,7 +38,7 @@ _TRANSIENT_ERRORS = frozenset(
 Answer = TypeVar("Answer")
 
 
-def retry(send: Callable[[], Answer]) -> Answer:
+def retry(send: Callable[[], Answer], *, log: Callable[[str], object] | None = None) -> Answer:
     """Return the answer to a request, which is sent again while the service is unavailable.
 
     The waits grow from 0.25 to 5 s. They are random, so that processes that failed together do not return
@@ -44,6 +46,7 @@ def retry(send: Callable[[], Answer]) -> Answer:
 
     Args:
         send: Sends the request, and may do so several times.
+        log: Receives one line when the first attempt has failed.
 
     Raises:
         Exception: The last error of `send`, after `RETRY_S`.
@@ -56,6 +59,9 @@ def retry(send: Callable[[], Answer]) -> Answer:
         except Exception as err:
             if not is_transient(err) or time.monotonic() + wait_s > end:
                 raise
+            if log is not None and wait_s == _FIRST_WAIT_S:
+                reason = f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
+                log(without_secrets(f"a request failed and is repeated for up to {RETRY_S:g} s: {reason}"))
         time.sleep(wait_s * random.uniform(0.5, 1))
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

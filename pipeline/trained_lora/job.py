@@ -221,6 +221,7 @@ def _without_secrets(recipe: Recipe) -> dict[str, Any]:
     Training does not read the datasets, and a run's folder may be shared.
     """
     values = recipe.model_dump(mode="json")
+    values["output_address"] = without_secrets(values["output_address"])
     for dataset in values["datasets"]:
         addresses = {key: dataset[key] for key in ("path", "images") if dataset[key] is not None}
         dataset |= {key: without_secrets(address) for key, address in addresses.items()}

@@ -73,7 +73,8 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
 
     Addresses lose their passwords and query strings.
     """
-    values = recipe.model_dump(mode="json")
+    values = recipe.model_dump(mode="json", exclude={"output_address"})
+    values["output_dir"] = str(recipe.registered_output)
     for key in ("cache_dir", "output_dir", "source"):
         values[key] = _shareable_path(values[key])
     for dataset in values["datasets"]:

@@ -59,6 +59,7 @@ from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
+from pipeline.trained_lora.run_mirror import mirrored_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.start_file import require_start_file
@@ -126,10 +127,10 @@ def train_lora(
     job, facts, table = _plan_run(recipe, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
 
-    with hold_run(layout, log):
+    with hold_run(layout, log), mirrored_run(recipe, layout, log) as run:
         finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
         if launched := finished is None:
-            finished = _train(job, facts, table, launch=launch, log=log)
+            finished = _train(job, facts, table, launch=run.uploading(launch), log=log)
             watch.startup_s = finished["startup_s"]
         else:
             log(f"run {job.run} is finished and unchanged: nothing is launched")

@@ -74,7 +74,9 @@ def cache_masks(
         previous = None
     if not mask_sources(recipe):
         if previous is not None:
-            register_user(entries.store.address, recipe.output_dir, recipe=recipe.name, kind="masks", keys=[])
+            register_user(
+                entries.store.address, recipe.registered_output, recipe=recipe.name, kind="masks", keys=[]
+            )
         return requests.drop(MASK_COLUMNS[_ASSET], strict=False), None
 
     requests = requests.with_columns(mask_keys(entries, requests).alias(_KEY))

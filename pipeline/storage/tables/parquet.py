@@ -90,7 +90,10 @@ class Tables:
         stage_file = self.folder / "rejected" / f"{stage}.parquet"
         checked = validated("rejected", rows, f"samples rejected by {stage}")
         write_atomically(stage_file, partial(write_rows, checked.sort("sample_id")))
+        self.merge_rejected()
 
+    def merge_rejected(self) -> None:
+        """Rebuild `rejected.parquet` from the files of all stages."""
         states: list[tuple[int, int]] = []
         while states != (current := self._rejected_states()):
             states = current

@@ -12,11 +12,14 @@ from pipeline.errors import DrawingError, counted
 from pipeline.models.preview_prompts import reference_mistakes, require_preview_prompts
 from pipeline.recipe import PreviewPrompt
 from pipeline.recipe.isolation import require_separate_folder
+from pipeline.recipe.outputs import mirror_of
 from pipeline.trained_lora.drawing.choice import Steps, choose_file, choose_loras
 from pipeline.trained_lora.drawing.job import SHEET_FILE, DrawingJob
+from pipeline.trained_lora.export.earlier_step import exportable_run
 from pipeline.trained_lora.job import JOB_FILE, read_recipe_and_prompts
 from pipeline.trained_lora.prompts import Prompt, recipe_prompts, square_prompts
-from pipeline.trained_lora.run_folder import run_folder
+from pipeline.trained_lora.run_folder import RunLayout, lora_steps, run_folder
+from pipeline.trained_lora.run_mirror import pull_step
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -74,6 +77,7 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     if request.file is not None:
         chosen = choose_file(request.file)
     else:
+        _pull_loras(recipe, request)
         chosen = choose_loras(recipe.output_dir, request.run, request.steps)
     trained, previews = _trained_recipe(recipe, chosen.run)
     if request.references:
@@ -104,6 +108,21 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     _require_few_pictures(job)
     _require_new_files(job)
     return job
+
+
+def _pull_loras(recipe: Recipe, request: Request) -> None:
+    """Pull the LoRAs of the requested run or steps from an output folder at an address.
+
+    The records of all checkpoints and the published LoRA have been pulled before.
+    """
+    mirror = mirror_of(recipe)
+    if not mirror.is_remote or not (request.run or request.steps):
+        return
+    layout = RunLayout(run_folder(recipe.output_dir, request.run or exportable_run(recipe.output_dir)))
+    existing = list(lora_steps(layout))
+    steps = existing if request.steps == "all" else request.steps or existing[-1:]
+    for step in steps:
+        pull_step(mirror, layout, step)
 
 
 def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prompt, ...]]:

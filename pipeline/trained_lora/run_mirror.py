@@ -1,0 +1,266 @@
+"""A training run with its output folder at an address: one machine at a time trains it, others can resume it.
+
+A run lives in the working copy. While it trains, a thread uploads each complete checkpoint with the logs and
+previews so far; the marker of a checkpoint is uploaded last. At its start, a run pulls what it lacks, and of
+the checkpoints only the newest complete one.
+
+    runs/<run>/lease    held by the machine that trains the run; exists only at the address
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import LatentlineError, TrainingError
+from pipeline.recipe.outputs import mirror_of
+from pipeline.storage.lease import Lease, hold_lease
+from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.trained_lora.export.earlier_step import exported_step
+from pipeline.trained_lora.export.lora_files import LORA_FOLDER
+from pipeline.trained_lora.export.publish import read_finished
+from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.trained_lora.run_folder import ADAPTER_FILE, MARKER, OPTIMIZER_FILE, RunLayout
+
+if TYPE_CHECKING:
+    from pipeline.processes.launch import Launch, Meanwhile
+    from pipeline.recipe import Recipe
+    from pipeline.storage.mirror import Mirror
+
+LEASE_FILE = "lease"
+
+_POLL_S = 1.0
+
+_PAUSE_AFTER_FAILURE_S = 30.0
+
+Log = Callable[[str], None]
+
+
+class RunMirror:
+    """Uploads one run while it trains; for a local output folder it does nothing."""
+
+    def __init__(self, recipe: Recipe, layout: RunLayout, log: Log) -> None:
+        """Open nothing.
+
+        Args:
+            recipe: Recipe of the run.
+            layout: The run's folder in the working copy.
+            log: Receives warnings.
+        """
+        self._recipe = recipe
+        self._layout = layout
+        self._log = log
+        self._top = f"runs/{layout.folder.name}"
+        self.mirror: Mirror = mirror_of(recipe, log)
+        self.lease: Lease | None = None
+
+    def uploading(self, launch: Launch) -> Launch:
+        """Return a `Launch` that also uploads what its processes write, until they have ended.
+
+        A failed upload during the training is a warning, and is repeated. If the last one fails, the launch
+        raises StoreError, unless the training has failed too.
+        """
+        if not self.mirror.is_remote:
+            return launch
+
+        def launch_and_upload(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+            self._push()
+            with self._uploads():
+                launch(module, order, meanwhile)
+
+        return launch_and_upload
+
+    def pull(self) -> None:
+        """Pull the run's files, of its checkpoints only the one that the run resumes from.
+
+        Raises:
+            StoreError: The service does not answer.
+        """
+        if not self.mirror.is_remote:
+            return
+        lasting = (f"{self._top}/*", f"!{self._top}/{LEASE_FILE}", f"!{self._top}/checkpoints/*")
+        self.mirror.pull(*lasting, "runs/*/run.json", "runs/exported_step.json", f"{LORA_FOLDER}/*")
+        exported = exported_step(self._recipe.output_dir, self._layout.folder.name)
+        if exported is not None:
+            pull_step(self.mirror, self._layout, exported)
+
+        steps = self._recipe.training.num_steps
+        if read_finished(self._layout, steps=steps, recipe_name=self._recipe.name) is None:
+            self._pull_newest_checkpoint(last_step=steps)
+
+    def push(self) -> None:
+        """Push the run and the published LoRA after all work.
+
+        Raises:
+            StoreError: The service does not answer.
+            TrainingError: Another machine took over the run.
+        """
+        self._push()
+        self.mirror.push(f"{LORA_FOLDER}/*", "runs/exported_step.json")
+
+    def _push(self) -> None:
+        """Push all complete files of the run, then remove expired checkpoints at the address."""
+        if self.lease is not None and self.lease.lost:
+            raise TrainingError(
+                "another machine took over the run, because this one did not answer for too long",
+                where=self.mirror.where(self._top),
+                fix="start the job again; it waits for the other machine, and then reuses its result",
+            )
+        # The pre-flight checkpoint of step 0 is only a test.
+        files = (f"{self._top}/*", f"!{self._top}/lock", f"!{self._top}/checkpoints/step-00000000/*")
+        self.mirror.push(*files)
+        self._remove_expired()
+
+    def _pull_newest_checkpoint(self, *, last_step: int) -> None:
+        local = _steps(str(path) for path in self._layout.checkpoints.glob(f"step-*/{MARKER}"))
+        for step in sorted(self._remote_steps(), reverse=True):
+            if step > last_step:
+                continue
+            if any(step <= other <= last_step for other in local):
+                return
+            pull_step(self.mirror, self._layout, step, state=True)
+            folder = self._layout.checkpoints / f"step-{step:08d}"
+            if _is_undamaged(folder):
+                return
+            self._log(
+                f"warning: skipped the damaged checkpoint {self.mirror.where(self._top)} of step {step}"
+            )
+
+    def _remote_steps(self) -> set[int]:
+        return _steps(self.mirror.names(f"{self._top}/checkpoints/*/{MARKER}"))
+
+    def _remove_expired(self) -> None:
+        keep = self._recipe.training.keep_checkpoints
+        local = _steps(str(path) for path in self._layout.checkpoints.glob(f"step-*/{MARKER}"))
+        if keep is None or not local - {0}:
+            return
+        expired = sorted(step for step in self._remote_steps() if step <= max(local))[:-keep]
+        states = (MARKER, OPTIMIZER_FILE, ADAPTER_FILE)
+        self.mirror.remove(
+            *(f"{self._top}/checkpoints/step-{step:08d}/{name}" for step in expired for name in states)
+        )
+
+    @contextmanager
+    def _uploads(self) -> Generator[None]:
+        """Upload new checkpoints during the body, and everything after it."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(stop,), name="uploads", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            stop.set()
+            thread.join()
+            self._push_or_warn()
+            raise
+        stop.set()
+        thread.join()
+        self._push()
+
+    def _follow(self, stop: threading.Event) -> None:
+        uploaded = self._markers()
+        next_attempt_s = 0.0
+        while not stop.wait(_POLL_S):
+            markers = self._markers()
+            if markers - uploaded and time.monotonic() >= next_attempt_s:
+                if self._push_or_warn():
+                    uploaded = markers
+                else:
+                    next_attempt_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
+
+    def _push_or_warn(self) -> bool:
+        """Push; a failure is a warning, because it must not end or hide what happens to the training."""
+        try:
+            self._push()
+        except (LatentlineError, OSError) as err:
+            reason = err.what if isinstance(err, LatentlineError) else str(err)
+            self._log(f"warning: the run is not uploaded yet: {reason}")
+            return False
+        return True
+
+    def _markers(self) -> set[tuple[str, int]]:
+        """Return name and time of the marker of each complete checkpoint, without that of the pre-flight."""
+        markers = self._layout.checkpoints.glob(f"step-*/{MARKER}")
+        return {
+            (path.parent.name, path.stat().st_mtime_ns)
+            for path in markers
+            if path.parent.name != "step-00000000" and path.is_file()
+        }
+
+
+@contextmanager
+def mirrored_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunMirror]:
+    """Provide a run whose files are pulled before the body and pushed after it, held by this machine.
+
+    Raises:
+        StoreError: The service does not answer.
+        TrainingError: Another machine took over the run.
+    """
+    run = RunMirror(recipe, layout, log)
+    if not run.mirror.is_remote:
+        yield run
+        return
+
+    # A folder of its own: on some services, requests through one connection wait for each other, and a
+    # heartbeat must not wait for a large upload.
+    folder = RemoteFolder(run.mirror.remote.url, key="output_dir")
+    name = f"runs/{layout.folder.name}/{LEASE_FILE}"
+    lease = Lease(folder, name, copy_id=run.mirror.copy_id, log=log)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold_lease(lease))
+        except OSError as err:
+            raise run.mirror.error(f"the output folder cannot be used: {err}", name) from err
+        run.lease = lease
+        run.pull()
+        yield run
+        run.push()
+
+
+def pull_step(mirror: Mirror, layout: RunLayout, step: int, *, state: bool = False) -> None:
+    """Pull the LoRA files of a checkpoint, and with `state` also those that a run resumes from."""
+    folder = f"runs/{layout.folder.name}/checkpoints/step-{step:08d}"
+    excluded = () if state else (f"!*/{MARKER}", f"!*/{OPTIMIZER_FILE}", f"!*/{ADAPTER_FILE}")
+    mirror.pull(f"{folder}/*", *excluded)
+
+
+def require_idle_at_address(mirror: Mirror, run: str) -> None:
+    """Raise TrainingError if another machine holds the run's lease.
+
+    Raises:
+        StoreError: The service does not answer.
+        TrainingError: Names the machine.
+    """
+    if not mirror.is_remote:
+        return
+    name = f"runs/{run}/{LEASE_FILE}"
+    lease = Lease(mirror.remote, name, copy_id=mirror.copy_id, log=lambda _line: None)
+    try:
+        current = lease.read()
+    except OSError as err:
+        raise mirror.error(f"the output folder cannot be read: {err}", name) from err
+    if current is not None and current.get("copy") != mirror.copy_id:
+        machine = current.get("machine", "another machine")
+        raise TrainingError(
+            f"run {run} is being trained on {machine}, since {current.get('time')} at least",
+            where=mirror.where(name),
+            fix="wait until it has finished; if that machine has stopped for good, delete this file",
+        )
+
+
+def _steps(paths: Iterable[str]) -> set[int]:
+    return {int(Path(path).parent.name.removeprefix("step-")) for path in paths} - {0}
+
+
+def _is_undamaged(folder: Path) -> bool:
+    """Return whether the files that a checkpoint's marker lists have the hashes stated there."""
+    try:
+        hashes: dict[str, str] = json.loads((folder / MARKER).read_text(encoding="utf-8"))["sha256"]
+        return all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False

@@ -1,0 +1,147 @@
+"""Jobs with their output folder in a bucket: steps on machines that have nothing in common but the bucket."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from dagster import AssetKey, AssetSelection
+
+from assets.publishing import content_version
+from pipeline.recipe import Recipe
+from pipeline.recipe.gates import SPECS
+from pipeline.storage.tables import Tables
+
+CACHE_ASSETS = [asset for asset in SPECS if asset != "trained_lora"]
+
+
+@pytest.fixture
+def bucket(s3: str) -> str:
+    name = f"bucket-{uuid.uuid4().hex[:8]}"
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+    return name
+
+
+@pytest.fixture
+def remote(cached: Any, bucket: str) -> Iterator[Recipe]:
+    """The recipe of `cached` with its outputs in a bucket; its cache holds all entries."""
+    recipe = cached.recipe(output_dir=f"s3://{bucket}/out")
+    yield recipe
+    shutil.rmtree(recipe.output_dir, ignore_errors=True)
+
+
+def names_in(bucket: str) -> list[str]:
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    return sorted(name.removeprefix(f"{bucket}/out/") for name in files.find(f"{bucket}/out"))
+
+
+def select(workspace: Any, asset: str) -> Any:
+    return workspace.select(AssetSelection.assets(AssetKey(["small", asset])))
+
+
+def on_a_new_machine(workspace: Any, recipe: Recipe, asset: str) -> Any:
+    """Materialize one asset with an empty scratch folder."""
+    shutil.rmtree(recipe.output_dir, ignore_errors=True)
+    return select(workspace, asset)
+
+
+def test_each_step_finds_its_inputs_with_an_empty_scratch_folder(
+    cached: Any, remote: Recipe, bucket: str, tmp_path: Path
+) -> None:
+    for asset in CACHE_ASSETS:
+        assert on_a_new_machine(cached, remote, asset).success, asset
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.get(f"{bucket}/out/tables", str(tmp_path / "pulled/tables"), recursive=True)
+    pulled, local = Tables(tmp_path / "pulled"), Tables(cached.out)
+    for asset in CACHE_ASSETS:
+        assert content_version(pulled.read(asset)) == content_version(local.read(asset)), asset
+    assert content_version(pulled.read("rejected")) == content_version(local.read("rejected"))
+    names = names_in(bucket)
+    assert {"reports/dataset/index.html", "reports/vae_latents_checks.json"} <= set(names)
+    assert not [name for name in names if "/." in name or name.endswith((".lock", ".tmp", "cache_user.txt"))]
+
+    # The commands find the same outputs, on another machine.
+    shutil.rmtree(remote.output_dir)
+    planned = cached.latentline("plan", "small", "--no-memory")
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.count(" 0 to encode") == 2, planned.stdout
+    shutil.rmtree(remote.output_dir)
+    users = cached.latentline("gc").stdout
+    assert f"11 needed by small: s3://{bucket}/out\n" in users, users
+
+
+def test_a_finished_run_is_not_repeated_on_another_machine(cached: Any, remote: Recipe, bucket: str) -> None:
+    for asset in CACHE_ASSETS:
+        assert select(cached, asset).success, asset
+    assert on_a_new_machine(cached, remote, "trained_lora").success
+    names = names_in(bucket)
+    assert "lora/pytorch_lora_weights.safetensors" in names
+    assert len([name for name in names if name.endswith("COMPLETE")]) == 2
+    assert not [name for name in names if "step-00000000" in name or name.endswith(("lease", "lock"))]
+
+    assert on_a_new_machine(cached, remote, "trained_lora").success
+    report = Tables(remote.output_dir).folder.parent / "reports" / "trained_lora.json"
+    assert '"launched": false' in report.read_text("utf-8")
+    shutil.rmtree(remote.output_dir)
+    exported = cached.latentline("export", "small", "--step", "2")
+    assert exported.returncode == 0, exported.stderr
+    assert "lora/ holds step 2" in exported.stdout
+    assert "runs/exported_step.json" in names_in(bucket)
+    described = cached.latentline("provenance", f"s3://{bucket}/out")
+    assert described.returncode == 0, described.stderr
+    assert "exported step        2" in described.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_training_resumes_bit_for_bit_on_another_machine(
+    cached: Any, remote: Recipe, bucket: str
+) -> None:
+    training = {"batch_size": 2, "checkpoint_every": 2, "sample_every": 0, "lora": {"rank": 2, "alpha": 2.0}}
+    recipe = cached.recipe(output_dir=f"s3://{bucket}/out", training={**training, "steps": 60})
+    for asset in CACHE_ASSETS:
+        assert select(cached, asset).success, asset
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.copy(f"{bucket}/out", f"{bucket}/before", recursive=True)
+    assert on_a_new_machine(cached, recipe, "trained_lora").success
+    uninterrupted = lora_bytes(recipe)
+
+    files.rm(f"{bucket}/out", recursive=True)
+    files.copy(f"{bucket}/before", f"{bucket}/out", recursive=True)
+    shutil.rmtree(recipe.output_dir)
+    process = subprocess.Popen(
+        cached.command("asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora"),
+        env=cached.environment(),
+        cwd=cached.root,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline_s = time.monotonic() + 600
+    while not any(name.endswith("COMPLETE") for name in names_in(bucket)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not any(name.endswith("finished.json") for name in names_in(bucket))
+
+    assert on_a_new_machine(cached, recipe, "trained_lora").success
+    report = (recipe.output_dir / "reports" / "trained_lora.json").read_text("utf-8")
+    assert '"resumed_from": 0,' not in report
+    assert lora_bytes(recipe) == uninterrupted
+
+
+def lora_bytes(recipe: Recipe) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes() for path in sorted((recipe.output_dir / "lora").glob("*.safetensors"))
+    }

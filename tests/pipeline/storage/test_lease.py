@@ -1,0 +1,115 @@
+"""The lease at an address: one holder at a time, and none for ever."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fsspec
+import pytest
+
+from pipeline.storage import lease as leases
+from pipeline.storage.addresses import Url
+from pipeline.storage.lease import Lease, hold_lease
+from pipeline.storage.remote_folder import RemoteFolder
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"HEARTBEAT_S": 0.2, "STALE_S": 2.0, "SETTLE_S": 0.2, "_POLL_S": 0.05}.items():
+        monkeypatch.setattr(leases, name, seconds)
+
+
+@pytest.fixture(params=["with conditional put", "without"])
+def make_lease(request: pytest.FixtureRequest, tmp_path: Any) -> Callable[..., Lease]:
+    """Returns leases of one file, on a service with or without conditional writes."""
+    top = Url(f"memory://leases{abs(hash(tmp_path))}")
+
+    def make(copy_id: str, lines: list[str] | None = None) -> Lease:
+        folder = RemoteFolder(top)
+        if request.param == "without":
+            folder.put_if_absent = lambda name, data: None  # type: ignore[method-assign]
+        return Lease(
+            folder, "runs/r/lease", copy_id=copy_id, log=[].append if lines is None else lines.append
+        )
+
+    return make
+
+
+def in_thread(lease: Lease, held: list[str], seconds: float = 0.0) -> threading.Thread:
+    def work() -> None:
+        with hold_lease(lease):
+            held.append(f"{lease._copy_id} begins")
+            time.sleep(seconds)
+            held.append(f"{lease._copy_id} ends")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_second_machine_waits_until_the_first_is_done(make_lease: Callable[..., Lease]) -> None:
+    held: list[str] = []
+    lines: list[str] = []
+    first = in_thread(make_lease("one"), held, seconds=4.0)  # longer than STALE_S: heartbeats keep the lease
+    while not held:
+        time.sleep(0.01)
+    second = in_thread(make_lease("two", lines), held)
+    first.join()
+    second.join()
+    assert held == ["one begins", "one ends", "two begins", "two ends"]
+    assert len(lines) == 1
+    assert "is training this run" in lines[0]
+
+
+def test_two_machines_that_start_together_hold_it_one_after_the_other(
+    make_lease: Callable[..., Lease],
+) -> None:
+    held: list[str] = []
+    for thread in [in_thread(make_lease(name), held, seconds=0.5) for name in ("one", "two", "three")]:
+        thread.join()
+    begun = [line.split()[0] for line in held]
+    assert len(held) == 6
+    assert begun[0::2] == begun[1::2], held
+
+
+def test_the_lease_of_a_dead_machine_is_taken_over_when_it_is_stale(make_lease: Callable[..., Lease]) -> None:
+    make_lease("dead").acquire()
+    started_s = time.monotonic()
+    with hold_lease(make_lease("two")):
+        assert time.monotonic() - started_s >= leases.STALE_S
+
+
+def test_a_dead_process_with_the_same_working_copy_is_not_waited_for(
+    make_lease: Callable[..., Lease],
+) -> None:
+    make_lease("one").acquire()
+    started_s = time.monotonic()
+    with hold_lease(make_lease("one")):
+        assert time.monotonic() - started_s < leases.STALE_S
+
+
+def test_a_holder_that_was_replaced_notices_it_and_does_not_release_the_other(
+    make_lease: Callable[..., Lease],
+) -> None:
+    other = make_lease("two")
+    with hold_lease(make_lease("one")) as lost:
+        other._take_over(settle_s=0.0)
+        while not lost.lost:
+            time.sleep(0.01)
+    current = other.read()
+    assert current is not None
+    assert current["copy"] == "two"
+
+
+def test_the_file_names_the_machine_and_no_secret(make_lease: Callable[..., Lease]) -> None:
+    lease = make_lease("one")
+    lease.acquire()
+    assert set(lease.read() or {}) == {"machine", "copy", "token", "beat", "time"}
+    name = next(name for name in fsspec.filesystem("memory").store if name.endswith("/runs/r/lease"))
+    assert json.loads(fsspec.filesystem("memory").cat_file(name))["beat"] == 0
+    lease.release()
+    assert lease.read() is None

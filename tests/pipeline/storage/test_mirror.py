@@ -1,0 +1,164 @@
+"""The mirror between a working copy and an address, on an S3 server and in memory."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pipeline.errors import StoreError
+from pipeline.storage import retry
+from pipeline.storage.addresses import Url
+from pipeline.storage.atomic import write_text
+from pipeline.storage.mirror import Mirror
+
+
+@pytest.fixture(params=["memory", "s3"])
+def address(request: pytest.FixtureRequest) -> Url:
+    """An empty folder on the S3 server, or in this process's memory."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    bucket = f"bucket-{uuid.uuid4().hex[:8]}"
+    fsspec.filesystem(request.param, skip_instance_cache=True).mkdir(bucket)
+    return Url(f"{request.param}://{bucket}/flowers")
+
+
+def write(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        write_text(folder / "tables" / name, text)
+
+
+def texts(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text("utf-8") for path in sorted((folder / "tables").iterdir())}
+
+
+def test_another_machine_pulls_what_was_pushed_and_only_changes_are_transferred(
+    address: Url, tmp_path: Path
+) -> None:
+    one, two = Mirror(address, tmp_path / "one"), Mirror(address, tmp_path / "two")
+    write(one.folder, a="1", b="2")
+    assert one.push("tables/*") == ["tables/a", "tables/b"]
+    assert one.push("tables/*") == []
+    assert one.pull("tables/*") == []
+    assert two.pull("tables/*") == ["tables/a", "tables/b"]
+    assert texts(two.folder) == {"a": "1", "b": "2"}
+    write(two.folder, a="3")
+    assert two.push("tables/*") == ["tables/a"]
+    assert one.pull("tables/*") == ["tables/a"]
+    os.utime(one.folder / "tables/a")
+    assert one.push("tables/*") == [], "a new time without new content must not be pushed"
+
+
+def test_an_empty_working_copy_pulls_again_and_deletes_nothing(address: Url, tmp_path: Path) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1", b="2")
+    mirror.push("tables/*")
+    (mirror.folder / "tables/a").unlink()
+
+    # A cleaner of the scratch folder is no reason to delete files at the address.
+    later = Mirror(address, mirror.folder)
+    assert later.push("tables/*") == []
+    assert later.pull("tables/*") == ["tables/a"]
+
+
+def test_a_file_deleted_since_it_was_pulled_is_deleted_at_the_address(address: Url, tmp_path: Path) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1", b="2")
+    mirror.push("tables/*")
+    (mirror.folder / "tables/a").unlink()
+    mirror.push("tables/*")
+    assert mirror.names("*") == ["tables/b"]
+
+
+def test_if_both_sides_changed_the_address_wins(address: Url, tmp_path: Path) -> None:
+    one, two = Mirror(address, tmp_path / "one"), Mirror(address, tmp_path / "two")
+    write(one.folder, a="1")
+    one.push("tables/*")
+    two.pull("tables/*")
+    write(two.folder, a="of two")
+    two.push("tables/*")
+    write(one.folder, a="never pushed")
+    one.pull("tables/*")
+    assert texts(one.folder) == {"a": "of two"}
+
+
+def test_a_change_that_was_not_pushed_survives_a_pull_and_is_pushed_next(
+    address: Url, tmp_path: Path
+) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1")
+    mirror.push("tables/*")
+    write(mirror.folder, a="2")
+    later = Mirror(address, mirror.folder)
+    assert later.pull("tables/*") == []
+    assert later.push("tables/*") == ["tables/a"]
+
+
+@pytest.mark.parametrize("interrupted_at", range(3))
+def test_an_interrupted_upload_leaves_no_marker(
+    address: Url, tmp_path: Path, interrupted_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    step = mirror.folder / "runs/r/checkpoints/step-00000002"
+    for version in ("first", "second"):
+        for name in ("adapter.safetensors", "optimizer.pt", "COMPLETE"):
+            write_text(step / name, f"{name} {version}")
+        if version == "first":
+            mirror.push("runs/*")
+
+    upload, num_calls = mirror.remote.upload, 0
+
+    def killed(path: Path, name: str) -> None:
+        nonlocal num_calls
+        if num_calls == interrupted_at:
+            raise KeyboardInterrupt
+        num_calls += 1
+        upload(path, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror.remote, "upload", killed)
+        with pytest.raises(KeyboardInterrupt):
+            mirror.push("runs/*")
+    assert not [name for name in mirror.names("*") if name.endswith("COMPLETE")]
+    mirror = Mirror(address, mirror.folder)
+    mirror.push("runs/*")
+    other = Mirror(address, tmp_path / "other")
+    assert len(other.pull("runs/*")) == 3
+    assert {path.read_text("utf-8").split()[1] for path in other.folder.rglob("step-*/*")} == {"second"}
+
+
+def test_names_that_lead_out_of_the_working_copy_are_not_pulled(tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    for name in ("../escaped", ".mirror.json", "tables/../../escaped", "tables/a"):
+        files.pipe_file("/hostile/x", b"x")
+        files.store[f"/hostile/out/{name}"] = files.store["/hostile/x"]
+    pulled = Mirror(Url("memory://hostile/out"), tmp_path / "copy").pull("*")
+    assert pulled == ["tables/a"]
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_a_local_folder_needs_no_requests(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path, tmp_path)
+    write(tmp_path, a="1")
+    assert (mirror.pull("*"), mirror.push("*"), mirror.names("*")) == ([], [], [])
+    mirror.remove("tables/a")
+    assert texts(tmp_path) == {"a": "1"}
+
+
+def test_a_store_that_stays_away_ends_with_what_where_and_fix_and_loses_nothing(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "RETRY_S", 0.5)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("away")
+    mirror = Mirror(Url("s3://away/flowers"), tmp_path / "copy")
+    write(mirror.folder, a="1")
+    with monkeypatch.context() as closed:
+        closed.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+        with pytest.raises(StoreError, match="cannot be written") as caught:
+            Mirror(mirror.address, mirror.folder).push("*")
+    assert caught.value.where == "s3://away/flowers/tables/a"
+    assert str(mirror.folder) in caught.value.fix
+    assert mirror.push("*") == ["tables/a"], s3

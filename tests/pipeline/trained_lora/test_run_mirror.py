@@ -1,0 +1,205 @@
+"""Uploads of a run while it trains, and what another machine pulls; a function stands in for the worker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import LaunchError, StoreError
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe.outputs import mirror_of
+from pipeline.storage import retry
+from pipeline.storage.atomic import write_text
+from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.trained_lora import run_mirror
+from pipeline.trained_lora.run_folder import RunLayout, run_folder
+from pipeline.trained_lora.run_mirror import mirrored_run
+
+RUN = "0123456789abcdef"
+
+MakeRecipe = Callable[[str], Recipe]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRecipe:
+    """Returns the recipe as a machine sees it: the address is the same, the working copy is not."""
+    monkeypatch.setattr(run_mirror, "_POLL_S", 0.02)
+    monkeypatch.setattr(run_mirror, "_PAUSE_AFTER_FAILURE_S", 0.0)
+    monkeypatch.setattr(retry, "RETRY_S", 0.0)
+    values = {
+        "datasets": [{"name": "photos", "path": str(tmp_path / "photos")}],
+        "cache_dir": str(tmp_path / "cache"),
+        "output_dir": f"memory://{uuid.uuid4().hex}/out",
+        "model": {"base": "owner/name"},
+        "training": {"steps": 8, "batch_size": 1, "keep_checkpoints": 2},
+    }
+    recipe = recipe_from_mapping("flowers", values)
+    return lambda name: recipe.model_copy(update={"output_dir": tmp_path / name})
+
+
+def layout_of(recipe: Recipe) -> RunLayout:
+    return RunLayout(run_folder(recipe.output_dir, RUN))
+
+
+def save(layout: RunLayout, step: int, *, damaged: bool = False) -> None:
+    """Write a checkpoint as the worker does, and the logs so far."""
+    folder = layout.checkpoints / f"step-{step:08d}"
+    temp = folder.with_name(f".{folder.name}.tmp")
+    files = {"adapter.safetensors": f"adapter {step}", "optimizer.pt": f"optimizer {step}"}
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    files |= {"pytorch_lora_weights.safetensors": f"lora {step}", "lora.json": "{}"}
+    if damaged:
+        files["optimizer.pt"] = "damaged"
+    for name, text in files.items():
+        write_text(temp / name, text)
+    write_text(temp / "COMPLETE", json.dumps({"step": step, "run": RUN, "sha256": hashes}))
+    write_text(layout.metrics, f"steps up to {step}\n")
+    temp.rename(folder)
+
+
+def prune(layout: RunLayout, step: int) -> None:
+    for name in ("COMPLETE", "optimizer.pt", "adapter.safetensors"):
+        (layout.checkpoints / f"step-{step:08d}" / name).unlink()
+
+
+def steps_at_address(recipe: Recipe, name: str = "COMPLETE") -> list[int]:
+    names = mirror_of(recipe).names(f"runs/{RUN}/checkpoints/*/{name}")
+    return [int(Path(each).parent.name.removeprefix("step-")) for each in names]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def train(recipe: Recipe, work: Callable[[RunLayout], object], lines: list[str] | None = None) -> None:
+    """Train the run with `work` in place of the worker."""
+    layout = layout_of(recipe)
+    log = ([] if lines is None else lines).append
+
+    def launch(module: str, order: Path, meanwhile: object = None) -> None:
+        work(layout)
+
+    with mirrored_run(recipe, layout, log) as run:
+        write_text(layout.facts, "{}")
+        run.uploading(launch)("worker", layout.folder / "order.json")
+
+
+def test_checkpoints_are_uploaded_during_the_training_and_old_ones_expire(machine: MakeRecipe) -> None:
+    recipe = machine("one")
+
+    def work(layout: RunLayout) -> None:
+        save(layout, 0)  # of the pre-flight
+        for step in (2, 4, 6):
+            save(layout, step)
+            wait_for(lambda step=step: step in steps_at_address(recipe))
+        prune(layout, 2)
+        save(layout, 8)
+        wait_for(lambda: steps_at_address(recipe) == [6, 8])
+
+    train(recipe, work)
+    assert steps_at_address(recipe, "pytorch_lora_weights.safetensors") == [2, 4, 6, 8]
+    assert steps_at_address(recipe, "optimizer.pt") == [6, 8]
+    assert not mirror_of(recipe).names(f"runs/{RUN}/lease")
+
+
+def test_another_machine_pulls_the_logs_and_the_newest_complete_checkpoint(machine: MakeRecipe) -> None:
+    train(machine("one"), lambda layout: [save(layout, step) for step in (2, 4)])
+    mirror_of(machine("one")).remote.put(f"runs/{RUN}/checkpoints/step-00000006/optimizer.pt", b"partial")
+    two = layout_of(machine("two"))
+    with mirrored_run(machine("two"), two, lambda _line: None):
+        assert [path.name for path in two.checkpoints.iterdir()] == ["step-00000004"]
+        assert (two.checkpoints / "step-00000004/optimizer.pt").read_text("utf-8") == "optimizer 4"
+        assert two.metrics.read_text("utf-8") == "steps up to 4\n"
+
+
+def test_a_damaged_checkpoint_at_the_address_is_skipped(machine: MakeRecipe) -> None:
+    train(machine("one"), lambda layout: [save(layout, 2), save(layout, 4, damaged=True)])
+    lines: list[str] = []
+    two = layout_of(machine("two"))
+    with mirrored_run(machine("two"), two, lines.append):
+        assert (two.checkpoints / "step-00000002/COMPLETE").is_file()
+    assert any("skipped the damaged checkpoint" in line for line in lines)
+
+
+def test_a_training_that_stops_uploads_its_last_checkpoint(machine: MakeRecipe) -> None:
+    def work(layout: RunLayout) -> None:
+        save(layout, 3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(machine("one"), work)
+    assert steps_at_address(machine("one")) == [3]
+    assert not mirror_of(machine("one")).names(f"runs/{RUN}/lease")
+
+
+class Outage:
+    """A store that refuses uploads while `active`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.active = False
+        self.num_refused = 0
+        upload = RemoteFolder.upload
+
+        def refuse(folder: RemoteFolder, path: Path, name: str) -> None:
+            if self.active:
+                self.num_refused += 1
+                raise OSError("the service does not answer")
+            upload(folder, path, name)
+
+        monkeypatch.setattr(RemoteFolder, "upload", refuse)
+
+
+def test_a_failed_upload_is_a_warning_and_is_repeated(
+    machine: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage, lines, recipe = Outage(monkeypatch), list[str](), machine("one")
+
+    def work(layout: RunLayout) -> None:
+        outage.active = True
+        save(layout, 2)
+        wait_for(lambda: outage.num_refused > 0)
+        outage.active = False
+        wait_for(lambda: steps_at_address(recipe) == [2])
+
+    train(recipe, work, lines)
+    assert any("warning: the run is not uploaded yet" in line for line in lines)
+
+
+def test_if_the_last_upload_fails_the_step_fails_and_the_next_one_uploads(
+    machine: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage, recipe = Outage(monkeypatch), machine("one")
+
+    def work(layout: RunLayout) -> None:
+        outage.active = True
+        save(layout, 2)
+
+    with pytest.raises(StoreError, match="cannot be written") as caught:
+        train(recipe, work)
+    assert str(recipe.output_dir) in caught.value.fix
+    outage.active = False
+    train(recipe, lambda _layout: None)
+    assert steps_at_address(recipe) == [2]
+
+
+def test_the_error_of_a_training_is_not_hidden_by_a_failed_upload(
+    machine: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage = Outage(monkeypatch)
+
+    def work(layout: RunLayout) -> None:
+        outage.active = True
+        save(layout, 2)
+        raise LaunchError("the worker died", where="here", fix="restart")
+
+    with pytest.raises(LaunchError, match="the worker died"):
+        train(machine("one"), work)
