@@ -107,8 +107,8 @@ class LocalSettings(Settings):
     machines: NumMachines = 1
     master: str = Field(
         default="",
-        description="host:port where the machines of a training meet: a name or address of the machine of the "
-        "step, and a free port on it. Required for several machines; the log has the command for the others.",
+        description="host:port where the machines of a training meet: a name of the step's machine, "
+        "and a free port on it. Required for several machines; the log has the command for the others.",
         examples=["node1:29500"],
     )
     wait_s: int = Field(
