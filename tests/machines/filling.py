@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -12,8 +12,8 @@ import fsspec
 NUM_THREADS = 16
 
 
-def fill(gateway_url: str, folder: str, number: int) -> None:
-    """Write `number` tiny entries of kind `latents` with random keys below `s3://<folder>`.
+def fill(gateway_url: str, folder: str, keys: Sequence[str]) -> None:
+    """Write a tiny entry of kind `latents` for each key below `s3://<folder>`.
 
     The bucket becomes writable for everybody.
     """
@@ -23,8 +23,7 @@ def fill(gateway_url: str, folder: str, number: int) -> None:
 
     def write(thread: int) -> None:
         connection = http.client.HTTPConnection(host, timeout=60)
-        for index in range(thread, number, NUM_THREADS):
-            key = hashlib.sha256(b"foreign %d" % index).hexdigest()
+        for key in keys[thread::NUM_THREADS]:
             connection.request("PUT", f"/{folder}/latents/{key[:2]}/{key}.safetensors", b"tiny")
             response = connection.getresponse()
             response.read()

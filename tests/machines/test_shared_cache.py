@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import fsspec
+import pytest
+
+from tests.machines.ceph import Gateway
+from tests.machines.machine import Machine
+from tests.machines.project import ROOT, latentline
 
 if TYPE_CHECKING:
     from tests.machines.conftest import Pair
 
+USE_CACHE = """
+import sys
+from pathlib import Path
 
+import numpy as np
+
+from pipeline.cache.remote_store import FsspecStore
+from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.cache.users import register_user
+from pipeline.storage.addresses import Url
+
+cache, *keys = sys.argv[1:]
+output_dir = Path("out").absolute()
+output_dir.mkdir()
+register_user(Url(cache), output_dir, recipe="small", kind="latents", keys=keys)
+for key in keys:
+    spec = EntrySpec("latents", key, {"latent": TensorSpec("float16", (4, 8, 6))})
+    FsspecStore(Url(cache)).write(spec, {"latent": np.zeros((4, 8, 6), "<f2")}, {})
+"""
+"""What a cache job does to a cache, without a model: register the keys of ./out and write their entries."""
+
+KEY_OF_A, KEY_OF_BOTH, KEY_OF_B, ORPHAN = (digit * 64 for digit in "1234")
+
+
+def test_H01_gc_keeps_the_entries_that_another_machine_registered_for_the_same_path(
+    two_machines: list[Machine], gateway: Gateway, s3: str
+) -> None:
+    a, b = two_machines
+    cache = f"{s3}/cache"
+    for machine, keys in ((a, [KEY_OF_A, KEY_OF_BOTH]), (b, [KEY_OF_BOTH, KEY_OF_B])):
+        variables = {**gateway.environment(), "PYTHONPATH": str(ROOT)}
+        used = machine.run([sys.executable, "-c", USE_CACHE, cache, *keys], **variables)
+        assert used.returncode == 0, used.stderr[-3000:]
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.pipe_file(f"{cache}/latents/{ORPHAN[:2]}/{ORPHAN}.safetensors", b"needed by nobody")
+
+    b.path("configs").mkdir()
+    variables["LATENTLINE_CONFIGS"] = str(b.disk / "configs")
+    gc = latentline("gc", "--delete", "--grace-hours", "0", "--cache-dir", cache)
+    collected = b.run(gc, **variables)
+    assert collected.returncode == 0, collected.stderr
+    remaining = {
+        name.rpartition("/")[2].removesuffix(".safetensors") for name in files.find(f"{cache}/latents")
+    }
+    assert remaining == {KEY_OF_A, KEY_OF_BOTH, KEY_OF_B}
+
+
+@pytest.mark.slow
 def test_H01_gc_on_one_machine_keeps_the_entries_of_another_with_the_same_paths(pair: Pair) -> None:
     """Machine a has one photograph more than b, and the cache has one entry that nobody needs."""
     for name in ("photo0.png", "photo0.txt"):
