@@ -97,6 +97,17 @@ def test_an_executor_that_cannot_be_used_is_an_error(tmp_path: Path, text: str, 
     assert excinfo.value.where == f"{tmp_path / 'site.yaml'}:1, executor"
 
 
+def test_the_error_of_a_configuration_does_not_show_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SITE_TOKEN", "s3cr3tOfTheSite")
+    config = "{max_concurrent: {env: SITE_TOKEN}, wrong: 1}"
+    settings = deployment(tmp_path, f"executor: {{import: multiprocess, config: {config}}}")
+    with pytest.raises(DeploymentError) as excinfo:
+        build_executor(settings)
+    assert "s3cr3t" not in str(excinfo.value)
+
+
 def test_the_local_launcher_is_that_of_accelerate(tmp_path: Path) -> None:
     assert isinstance(build_launcher(deployment(tmp_path, "launcher: {kind: local}")), AccelerateLauncher)
 

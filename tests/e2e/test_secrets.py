@@ -83,6 +83,48 @@ def test_H05_a_planted_secret_is_in_no_output_of_a_complete_run(cached: Any, tmp
         assert [secret for secret in SECRETS if secret in run.stdout + run.stderr] == []
 
 
+SITE_EXECUTOR = """
+from dagster import Field, Permissive, StringSource, executor, in_process_executor
+
+RETRIES = Field(Permissive(), default_value={"enabled": {}})
+
+@executor(name="site", config_schema={"token": StringSource, "retries": RETRIES})
+def site(context):
+    assert context.executor_config["token"].startswith("s3cr3t")
+    return in_process_executor.executor_creation_fn(context)
+"""
+
+DEPLOYMENT = """
+executor: {import: site_executor.site, config: {token: {env: SITE_TOKEN}}}
+launcher: {kind: local}
+"""
+
+
+@pytest.mark.timeout(600)
+def test_H05_a_secret_to_which_the_deployment_refers_is_in_no_output(fresh: Any, tmp_path: Path) -> None:
+    """The executor's configuration refers to a variable; its value stays in the process."""
+    secret, instance, modules = "s3cr3tOfTheSite", tmp_path / "instance", tmp_path / "modules"
+    for folder in (instance, modules):
+        folder.mkdir()
+    (modules / "site_executor.py").write_text(SITE_EXECUTOR)
+    (tmp_path / "site.yaml").write_text(DEPLOYMENT)
+
+    variables = {"SITE_TOKEN": secret, "PYTHONPATH": str(modules), "DAGSTER_HOME": str(instance)}
+    variables["LATENTLINE_DEPLOYMENT"] = str(tmp_path / "site.yaml")
+    command = fresh.command(
+        "asset", "materialize", "-m", "assets.definitions", "--select", "small/raw_images"
+    )
+    finished = fresh.run(command, **variables)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "small: done after" in finished.stdout
+
+    assert list(instance.rglob("*.db"))
+    assert (fresh.out / "reports" / "raw_images.json").is_file()
+    for folder in (fresh.out, instance):
+        assert list(files_with(folder, [secret])) == []
+    assert secret not in finished.stdout + finished.stderr
+
+
 HOSTILE = "x\x1b]0;owned\x07\u202egnp.[a](http:__evil)"
 
 

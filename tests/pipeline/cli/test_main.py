@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from pipeline.cli.main import COMMANDS
+from pipeline.recipe.deployment import read_deployment
 
 MAIN = "from pipeline.cli.main import main; main()"
 
@@ -49,6 +50,20 @@ def test_a_missing_recipe_error_suggests_existing_recipes(tmp_path: Path) -> Non
         assert completed.returncode == 1
         assert completed.stderr.startswith(f"RecipeError: the recipe {argument} does not exist\n")
         assert completed.stderr.endswith(f"fix:   {fix}\n")
+
+
+def test_validate_prints_the_deployment_with_its_defaults_as_an_equivalent_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("launcher: {kind: slurm, options: [--partition=gpu]}\n", encoding="utf-8")
+    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(file))
+    completed = latentline("validate", "--deployment", configs=tmp_path)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert completed.stdout.startswith(f"# {file}\nexecutor: in_process\n")
+    expected = read_deployment(file)
+    file.write_text(completed.stdout, encoding="utf-8")
+    assert read_deployment(file) == expected
 
 
 def test_a_recipe_is_given_by_name_or_by_file(tmp_path: Path) -> None:
