@@ -67,7 +67,7 @@ def test_O11_a_daemon_on_another_machine_leaves_a_run_alone_and_its_own_machine_
         for event in pair.instance.all_logs(run.run_id, of_type={*END_EVENTS})
     ]
     assert [event.get_dagster_event().event_type for event in ends] == [*END_EVENTS]
-    assert "ended without reporting it" in ends[0].user_message
+    assert "ended without reporting it" in (ends[0].get_dagster_event().message or "")
 
 
 def test_the_machines_have_different_names_processes_and_disks_at_the_same_path(pair: Pair) -> None:
