@@ -47,7 +47,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
 NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 State=UNKNOWN
-NodeName=m2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 State=UNKNOWN
+NodeName=z2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -60,7 +60,7 @@ def why_no_slurm() -> str | None:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Generator[dict[str, str]]:
-    """Run a Slurm of two nodes, this host and m2, and provide the environment of its users."""
+    """Run a Slurm of two nodes, this host and z2, and provide the environment of its users."""
     unpacked = os.environ.get(VARIABLE)
     libraries = Path(unpacked or "/", LIBRARIES)
     plugins = libraries / "slurm-wlm"
@@ -76,7 +76,7 @@ def slurm_cluster(folder: Path) -> Generator[dict[str, str]]:
 
     stepd = _program("slurmstepd") or "slurmstepd"
     commands = [[_program("slurmctld"), "-D"]]
-    commands += [[_program("slurmd"), "-D", "-N", node, "-d", stepd] for node in (host, "m2")]
+    commands += [[_program("slurmd"), "-D", "-N", node, "-d", stepd] for node in (host, "z2")]
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
