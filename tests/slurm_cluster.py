@@ -46,8 +46,8 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
-NodeName=m1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 State=UNKNOWN
-NodeName=m2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 State=UNKNOWN
+NodeName=z2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -60,12 +60,13 @@ def why_no_slurm() -> str | None:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Generator[dict[str, str]]:
-    """Run a Slurm of the nodes m1 and m2, and provide the environment of its users."""
+    """Run a Slurm of two nodes, this host and z2, and provide the environment of its users."""
     unpacked = os.environ.get(VARIABLE)
     libraries = Path(unpacked or "/", LIBRARIES)
     plugins = libraries / "slurm-wlm"
     (folder / "state").mkdir(parents=True)
-    names = {"host": platform.node().partition(".")[0], "user": getpass.getuser(), "ports": free_ports(3)}
+    host = platform.node().partition(".")[0]
+    names = {"host": host, "user": getpass.getuser(), "ports": free_ports(3)}
     config = folder / "slurm.conf"
     config.write_text(CONFIG.format(folder=folder, plugins=plugins, **names))
     environment = {"SLURM_CONF": str(config)}
@@ -75,7 +76,7 @@ def slurm_cluster(folder: Path) -> Generator[dict[str, str]]:
 
     stepd = _program("slurmstepd") or "slurmstepd"
     commands = [[_program("slurmctld"), "-D"]]
-    commands += [[_program("slurmd"), "-D", "-N", node, "-d", stepd] for node in ("m1", "m2")]
+    commands += [[_program("slurmd"), "-D", "-N", node, "-d", stepd] for node in (host, "z2")]
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
