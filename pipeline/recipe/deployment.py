@@ -144,7 +144,7 @@ class SlurmSettings(Settings):
 
 
 class KubernetesSettings(Settings):
-    """Encoding and training run in pods of Kubernetes."""
+    """Encoding runs in pods of Kubernetes, and training where the executor runs the step."""
 
     kind: Literal["kubernetes"] = Field(description="Launcher of encoding and training.")
     namespace: str = Field(
@@ -155,7 +155,6 @@ class KubernetesSettings(Settings):
         description="Image with this version of Latentline, such as registry.example.com/latentline:0.2.0.",
     )
     workers: NumShards = 1
-    machines: NumMachines = 1
     pod: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Keys merged into the specification of each pod (PodSpec), such as nodeSelector and "
@@ -164,23 +163,7 @@ class KubernetesSettings(Settings):
     )
 
 
-class RaySettings(Settings):
-    """Encoding and training run as jobs of a Ray cluster."""
-
-    kind: Literal["ray"] = Field(description="Launcher of encoding and training.")
-    address: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Address of the cluster's job server, such as http://ray-head:8265; null uses the "
-        "environment variable RAY_ADDRESS.",
-    )
-    workers: NumShards = 1
-    machines: NumMachines = 1
-    num_gpus: float = Field(default=1.0, ge=0.0, description="GPUs of each process, as Ray counts them.")
-    num_cpus: float = Field(default=1.0, ge=0.0, description="CPUs of each process, as Ray counts them.")
-
-
-LauncherSettings: TypeAlias = LocalSettings | SlurmSettings | KubernetesSettings | RaySettings
+LauncherSettings: TypeAlias = LocalSettings | SlurmSettings | KubernetesSettings
 
 
 class DeploymentFile(Settings):

@@ -56,7 +56,7 @@ def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
     # `exclude_unset` keeps the difference between a default and a key that the recipe sets.
     data = recipe.model_dump(mode="json", exclude_unset=True)
-    identity = {name: data.pop(name) for name in ("name", "source")}
+    identity = {name: data.pop(name) for name in ("name", "source", "output_address") if name in data}
     if "steps" in changes:
         data.get("training", {}).pop("epochs", None)
     for name, value in changes.items():

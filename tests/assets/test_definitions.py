@@ -87,7 +87,7 @@ def test_steps_pools_and_kinds_keep_their_names(tmp_path: Path) -> None:
     assert kinds["trained_lora"] == {"pytorch", "huggingface"}
 
 
-def test_the_grace_period_is_the_only_resource_setting_of_a_run(tmp_path: Path) -> None:
+def test_a_run_can_set_the_grace_period_and_the_machines_of_a_training(tmp_path: Path) -> None:
     job = build_definitions([recipe("flowers", tmp_path)]).resolve_job_def("flowers_train")
     resources = job.run_config_schema.config_type.fields["resources"].config_type.fields
     assert resources.keys() == {"tables", "launcher", "io_manager"}, "Dagster adds the last one"
@@ -95,7 +95,7 @@ def test_the_grace_period_is_the_only_resource_setting_of_a_run(tmp_path: Path) 
         resources[name].config_type.fields["config"].config_type for name in ("tables", "launcher")
     )
     assert list(tables.fields) == []
-    assert list(launcher.fields) == ["grace_s"]
+    assert list(launcher.fields) == ["grace_s", "machines", "master", "wait_s"]
     assert "checkpoint" in launcher.fields["grace_s"].description
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DeploymentError
+from pipeline.processes.machines import WAIT_S
 from pipeline.recipe import project_root
 from pipeline.recipe.deployment import (
     DEPLOYMENT_VARIABLE,
     Deployment,
     KubernetesSettings,
     LocalSettings,
-    RaySettings,
     SlurmSettings,
     load_deployment,
     read_deployment,
@@ -70,7 +70,6 @@ def test_the_variable_names_a_file_relative_to_the_working_directory(
         ("local", LocalSettings),
         ("slurm", SlurmSettings),
         ("kubernetes", KubernetesSettings),
-        ("ray", RaySettings),
     ],
 )
 def test_each_example_in_deploy_is_valid_and_of_its_kind(name: str, launcher: type) -> None:
@@ -90,14 +89,13 @@ def test_each_launcher_has_the_settings_that_its_class_reads(tmp_path: Path) -> 
     pod = "{nodeSelector: {disk: ssd}, tolerations: [{key: gpu, operator: Exists}]}"
     kubernetes = read(tmp_path, f"launcher: {{kind: kubernetes, image: a/b:1, pod: {pod}}}").launcher
     assert isinstance(kubernetes, KubernetesSettings)
-    assert (kubernetes.namespace, kubernetes.workers, kubernetes.machines) == ("default", 1, 1)
+    assert (kubernetes.namespace, kubernetes.workers) == ("default", 1)
     assert kubernetes.pod == {
         "nodeSelector": {"disk": "ssd"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
     }
-    ray = read(tmp_path, "launcher: {kind: ray, num_gpus: 0.5, num_cpus: 4}").launcher
-    assert isinstance(ray, RaySettings)
-    assert (ray.address, ray.num_gpus, ray.num_cpus) == (None, 0.5, 4)
+    local = read(tmp_path, "launcher: {kind: local, machines: 2, master: 'node1:29500'}").launcher
+    assert local == LocalSettings(machines=2, master="node1:29500", wait_s=WAIT_S)
 
 
 def test_another_executor_is_a_section_with_import_path_and_config(tmp_path: Path) -> None:
@@ -121,7 +119,7 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
     where: {file}:2, executorr
     fix:   did you mean executor?
 
-  launcher.kind must be local, slurm, kubernetes or ray, got "slurms"
+  launcher.kind must be local, slurm or kubernetes, got "slurms"
     where: {file}:3, launcher.kind
     fix:   did you mean slurm?
 
@@ -183,7 +181,12 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
             "--partition=gpu",
         ),
         ("launcher: {kind: kubernetes}", "required key image is missing", "launcher.image", "add image: "),
-        ("launcher: {kind: ray, num_gpus: -1}", "at least 0, got -1", "launcher.num_gpus", "at least 0"),
+        (
+            "launcher: {kind: local, machines: 2}",
+            "several machines need an address to meet",
+            "launcher.master",
+            "add it, such as node1:29500",
+        ),
         ("pools: gpu", 'pools must be instance or machine, got "gpu"', "pools", "use instance or machine"),
     ],
 )
@@ -259,7 +262,7 @@ SECRET = "hunter2hunter2"
         (f"executor: {{import: a.b, config: 'token={SECRET}'}}", "executor.config"),
         (f"executor: {{import: a.b, config: {{clientSecret: {SECRET}}}}}", "executor.config.clientSecret"),
         (f"launcher: {{kind: slurm, options: ['--export=ALL,HF_TOKEN={SECRET}']}}", "launcher.options[0]"),
-        (f"launcher: {{kind: ray, address: 'https://{SECRET}@host'}}", "launcher.address"),
+        (f"launcher: {{kind: kubernetes, image: 'https://me:{SECRET}@host/a'}}", "launcher.image"),
         (
             "launcher: {kind: kubernetes, image: a, pod: {containers: [{env: "
             f"[{{name: AWS_SECRET_ACCESS_KEY, value: {SECRET}}}]}}]}}}}",

@@ -163,12 +163,6 @@ CASES: list[Case] = [
     ({"model": {"base": "a/b", "revision": 1234567}}, "model.revision", "must be text", 'quotes: "1234567"'),
     ({"model": {}}, "model.base", "required key base is missing", "add base: Hub id"),
     (
-        {"output_dir": "s3://bucket/x"},
-        "output_dir",
-        "must be a local folder, got the address",
-        "use a local folder",
-    ),
-    (
         {"checks": {"allow": ["conservaton"]}},
         "checks.allow[0]",
         "'conservaton'",

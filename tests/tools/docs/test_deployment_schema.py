@@ -13,7 +13,7 @@ from pipeline.recipe import project_root
 from pipeline.recipe.yaml_document import parse
 from tools.docs.deployment_schema import schema_path, schema_text
 
-EXAMPLES = [project_root() / "deploy" / f"{kind}.yaml" for kind in ("local", "slurm", "kubernetes", "ray")]
+EXAMPLES = [project_root() / "deploy" / f"{kind}.yaml" for kind in ("local", "slurm", "kubernetes")]
 SCHEMA = json.loads(schema_text())
 
 
