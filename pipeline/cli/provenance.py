@@ -54,7 +54,7 @@ def _downloaded(file: str) -> Generator[Path]:
         mirror = Mirror(Url(file), Path(folder), log=log_to_stderr)
         if not mirror.pull(f"{LORA_FOLDER}/*"):
             fix = "pass the output_dir of a recipe that has been trained, such as s3://bucket/flowers"
-            raise TrainingError("the address holds no LoRA", where=mirror.where(), fix=fix)
+            raise TrainingError("the output folder contains no LoRA", where=mirror.where(), fix=fix)
         yield Path(folder)
 
 

@@ -150,7 +150,7 @@ class Collector:
                 f"{counted(len(unfinished), 'encoding worker')} ended before the end of its shard: {names}",
                 where="\n".join([f"{self.order.address}, last output:", *(last_output or ["(none)"])]),
                 fix="correct the cause in the output, often too little memory or time, and start the job "
-                "again: it encodes only what is missing",
+                "again, which encodes the missing entries only",
             )
 
     def _count(self, shard: Shard, data: bytes) -> None:

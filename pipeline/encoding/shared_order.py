@@ -106,7 +106,7 @@ class SharedOrder:
             settings: dict[str, Any] = json.loads(self.read(ORDER_FILE))
         except FileNotFoundError as err:
             raise StoreError(
-                "there is no order at this address",
+                "the order does not exist",
                 where=self._folder.where(ORDER_FILE),
                 fix="pass the address that the log of the job names; a finished order is deleted, and the "
                 "job may be started again at any time",

@@ -139,7 +139,9 @@ class SlurmSettings(Settings):
         """See `Settings.violations`."""
         for index, option in enumerate(self.options):
             if not option.startswith("-") or option != option.strip():
-                what = f"an option of sbatch must start with - and have no spaces around it, got {option!r}"
+                what = (
+                    f"an option of sbatch must start with - and not be surrounded by spaces, got {option!r}"
+                )
                 yield Violation(f"options[{index}]", what, "write it as one text, such as --partition=gpu")
 
 

@@ -163,7 +163,7 @@ def _api_client() -> Any:
             config.load_kube_config()
         except config.ConfigException as err:
             raise LaunchError(
-                f"there is no access to a Kubernetes cluster: {err}",
+                f"the Kubernetes cluster cannot be accessed: {err}",
                 where="launcher: kubernetes",
                 fix="run the step in a pod, or set KUBECONFIG to the file with the access to the cluster",
             ) from err

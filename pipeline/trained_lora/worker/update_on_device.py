@@ -44,7 +44,7 @@ class UpdateOnDevice:
         self._are_finite &= is_finite
         # The scaler looks for gradients that are not finite; one is enough to skip the update of all weights.
         gradient = self._weights[0].grad
-        assert gradient is not None, "the step has no gradients"
+        assert gradient is not None, "a step follows a backward pass"
         gradient.mul_(torch.where(self._are_finite, 1.0, math.nan))
         self._scaler.step(self._optimizer)
         self._scaler.update(1.0)
