@@ -31,12 +31,12 @@ COMMANDS = {
     "explain": "pipeline.cli.explain",
     "verify": "pipeline.cli.verify",
     "gc": "pipeline.cli.gc",
-    "train": "pipeline.cli.train",
     "sample": "pipeline.cli.sample",
     "export": "pipeline.cli.export",
-    "encode": "pipeline.cli.encode",
     "provenance": "pipeline.cli.provenance",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",
+    "encode": "pipeline.cli.encode",
+    "train": "pipeline.cli.train",
 }
 """Subcommand to module, in the order of `latentline --help`."""
 

@@ -25,7 +25,7 @@ from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
 
 
-@click.command(short_help="Check a recipe, or the deployment file, without computing anything.")
+@click.command(short_help="Check a recipe or the deployment file.")
 @click.argument("recipe", type=RECIPE, required=False)
 @click.option("--deployment", is_flag=True, help="Print the settings of the deployment, with its defaults.")
 @click.pass_context
