@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Changes of the recipe."""
 
-IN_CI = [("lokr", "adamw"), ("lora", "lion")]
+IN_CI = [("lokr", "adamw")]
 
 MIN_CONCEPT = 0.3
 """Minimum score of the concept. It is 0 for the base model, and for a LoRA trained with shuffled captions."""
@@ -93,6 +93,7 @@ def cell(adapter: str, optimizer: str) -> dict[str, Any]:
     return changes
 
 
+@SLOW_CPU
 @pytest.mark.parametrize(("adapter", "optimizer"), IN_CI)
 def test_a_lora_teaches_the_concept(lesson: Teach, adapter: str, optimizer: str) -> None:
     learned = lesson(training=cell(adapter, optimizer))

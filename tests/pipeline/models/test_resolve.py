@@ -58,7 +58,7 @@ def test_T01_a_revision_of_a_local_folder_is_an_error(tmp_path: Path, model: Pat
 def test_a_relative_folder_starts_at_the_project_root(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.recipe.load.project_root", lambda: tmp_path)
+    monkeypatch.setattr("pipeline.recipe.project.project_root", lambda: tmp_path)
     monkeypatch.chdir("/")
     assert resolve_base(recipe(tmp_path, "model")) == model
 
@@ -223,7 +223,7 @@ def test_pickled_weights_are_refused_unless_the_recipe_allows_them(
 def test_a_typo_in_a_local_folder_suggests_the_closest_one_without_the_network(
     tmp_path: Path, model: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, *, component: bool
 ) -> None:
-    monkeypatch.setattr("pipeline.recipe.load.project_root", lambda: tmp_path)
+    monkeypatch.setattr("pipeline.recipe.project.project_root", lambda: tmp_path)
     shutil.copytree(model, tmp_path / "models" / "tiny-sd")
     typo = "models/tiny-sdd"
     requested = recipe(tmp_path, model, components={"vae": typo}) if component else recipe(tmp_path, typo)
@@ -241,7 +241,7 @@ def test_validation_finds_a_typo_in_a_folder_of_models(tmp_path: Path) -> None:
 def test_a_hub_id_like_a_folder_is_downloaded_and_its_error_suggests_the_folder(
     tmp_path: Path, model: Path, hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.recipe.load.project_root", lambda: tmp_path)
+    monkeypatch.setattr("pipeline.recipe.project.project_root", lambda: tmp_path)
     shutil.copytree(model, tmp_path / "someone" / "tiny-sd")
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE") as excinfo:
         resolve_base(recipe(tmp_path, "someone/tiny-sdd"))
