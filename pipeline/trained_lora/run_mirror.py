@@ -112,8 +112,8 @@ class RunMirror:
                 fix="start the job again; it waits for the other machine, and then reuses its result",
             )
         # The pre-flight checkpoint of step 0 is only a test.
-        files = (f"{self._top}/*", f"!{self._top}/lock", f"!{self._top}/checkpoints/step-00000000/*")
-        self.mirror.push(*files)
+        locks = (f"!{self._top}/lock", f"!{self._top}/training.lock")
+        self.mirror.push(f"{self._top}/*", *locks, f"!{self._top}/checkpoints/step-00000000/*")
         self._remove_expired()
 
     def _pull_newest_checkpoint(self, *, last_step: int) -> None:
