@@ -84,6 +84,8 @@ def test_captions_encoded_together_as_on_a_gpu_equal_those_encoded_alone(
         torch.testing.assert_close(actual, embedding, rtol=0, atol=1e-5)
 
 
+# diffusers imports Kolors with a function of torch that is deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_only_clip_on_a_gpu_encodes_several_captions_at_once(tmp_path, tiny_sd) -> None:
     TINY["Kolors"](tmp_path / "kolors")
     clip, other = load_family(tiny_sd), load_family(tmp_path / "kolors")
