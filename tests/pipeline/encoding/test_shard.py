@@ -261,7 +261,7 @@ def test_the_index_comes_from_the_scheduler_and_the_number_of_shards_from_the_or
 def test_an_unknown_order_and_one_of_another_version_are_errors_with_a_fix(
     cache: Cache, in_process_launch: Any
 ) -> None:
-    with pytest.raises(StoreError, match="no order at this address"):
+    with pytest.raises(StoreError, match="the order does not exist"):
         SharedOrder(cache.recipe.cache_dir / "orders" / "x").settings()
 
     def run(order: SharedOrder) -> Sequence[str]:

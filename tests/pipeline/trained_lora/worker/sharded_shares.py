@@ -28,7 +28,7 @@ def main(job_file: Path) -> None:
     inputs = [(batch, maker.make(0, micro[rank])) for micro in batch.micro_batches]
     engine.step(batch, iter(inputs), stop=False)
     with engine.evaluation():
-        engine.losses(inputs[0][1], engine.denoiser)
+        engine.losses(inputs[0][1].to(engine.accelerator.device), engine.denoiser)
     shares.append(share_bytes(engine.denoiser))
     weights = sum(weight.numel() for weight in trainable_weights(engine.denoiser))
     result = {"shares": shares, "num_trained_weights": weights}
