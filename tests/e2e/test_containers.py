@@ -214,26 +214,28 @@ def test_O08_a_new_container_of_the_code_server_ends_the_runs_of_the_old_one(sta
             "lora": {"rank": 2, "alpha": 2.0},
         }
     )
-    with stack.service("code") as pid, stack.service("webserver"), stack.service("daemon"):
+    with stack.service("code") as pid:
+        # As in the compose file, the others start once it is healthy: it creates the tables of the database.
         stack.wait_for_code()
-        stack.wait_for_webserver()
-        endless = stack.launch("small_train")
-        stack.wait_for(endless, "STARTED")
-        until(
-            lambda: any(
-                file.stat().st_size for file in stack.workspace.out.glob("runs/*/logs/metrics.jsonl")
-            ),
-            "the first steps",
-            seconds=240,
-            log=stack.log("code"),
-        )
-        os.killpg(pid, signal.SIGKILL)
-        time.sleep(15)
-        assert stack.run(endless)["status"] == "STARTED", (
-            "the daemon cannot see the processes of the container"
-        )
+        with stack.service("webserver"), stack.service("daemon"):
+            stack.wait_for_webserver()
+            endless = stack.launch("small_train")
+            stack.wait_for(endless, "STARTED")
+            until(
+                lambda: any(
+                    file.stat().st_size for file in stack.workspace.out.glob("runs/*/logs/metrics.jsonl")
+                ),
+                "the first steps",
+                seconds=240,
+                log=stack.log("code"),
+            )
+            os.killpg(pid, signal.SIGKILL)
+            time.sleep(15)
+            assert stack.run(endless)["status"] == "STARTED", (
+                "the daemon cannot see the processes of the container"
+            )
 
-        with stack.service("code"):
-            stack.wait_for_code()
-            stack.wait_for(endless, "FAILURE")
-            stack.wait_for(stack.launch("small_cache"), "SUCCESS")
+            with stack.service("code"):
+                stack.wait_for_code()
+                stack.wait_for(endless, "FAILURE")
+                stack.wait_for(stack.launch("small_cache"), "SUCCESS")

@@ -20,6 +20,7 @@ from assets.publishing import content_version
 from pipeline.recipe import Recipe
 from pipeline.recipe.gates import SPECS
 from pipeline.storage.tables import Tables
+from tests.e2e.test_stopping import lora_weights
 
 CACHE_ASSETS = [asset for asset in SPECS if asset != "trained_lora"]
 
@@ -113,7 +114,7 @@ def test_a_killed_training_resumes_bit_for_bit_on_another_machine(
     files = fsspec.filesystem("s3", skip_instance_cache=True)
     files.copy(f"{bucket}/out", f"{bucket}/before", recursive=True)
     assert on_a_new_machine(cached, recipe, "trained_lora").success
-    uninterrupted = lora_bytes(recipe)
+    uninterrupted = lora_weights(recipe.output_dir)
 
     files.rm(f"{bucket}/out", recursive=True)
     files.copy(f"{bucket}/before", f"{bucket}/out", recursive=True)
@@ -138,10 +139,4 @@ def test_a_killed_training_resumes_bit_for_bit_on_another_machine(
     assert on_a_new_machine(cached, recipe, "trained_lora").success
     report = (recipe.output_dir / "reports" / "trained_lora.json").read_text("utf-8")
     assert '"resumed_from": 0,' not in report
-    assert lora_bytes(recipe) == uninterrupted
-
-
-def lora_bytes(recipe: Recipe) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes() for path in sorted((recipe.output_dir / "lora").glob("*.safetensors"))
-    }
+    assert lora_weights(recipe.output_dir) == uninterrupted

@@ -146,7 +146,12 @@ def run_to_its_end(workspace: Any) -> None:
 
 def weights(workspace: Any) -> dict[str, dict[str, bytes]]:
     """Return the bytes of each tensor in each LoRA file."""
-    files = sorted((workspace.out / "lora").glob("*.safetensors"))
+    return lora_weights(workspace.out)
+
+
+def lora_weights(output_dir: Path) -> dict[str, dict[str, bytes]]:
+    """Return the bytes of each tensor in each LoRA file; the order of a header's metadata varies."""
+    files = sorted((output_dir / "lora").glob("*.safetensors"))
     assert len(files) == 3
     return {path.name: {key: value.tobytes() for key, value in load_file(path).items()} for path in files}
 
