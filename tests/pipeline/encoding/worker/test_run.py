@@ -17,7 +17,7 @@ from pipeline.cache.store import Kind
 from pipeline.encoding.jobs import JOBS_FILE, Job, Order, read_results, write_order
 from pipeline.processes.launch import Meanwhile, launch_environment
 from pipeline.recipe import AccelerateSettings
-from pipeline.text_embeddings.stage import cache_text
+from pipeline.text_embeddings.stage import cache_text, text_settings
 from pipeline.vae_latents.stage import cache_latents
 
 PROCESS = """
@@ -108,7 +108,9 @@ def order_of(cache: Any, kind: Kind, count: int) -> Order:
             facts = {"inputs": dict(vars(entries.text_inputs(row["path"])))}
         spec = replace(spec, key=hashlib.sha256(b"%d" % number).hexdigest())
         jobs.append(Job(spec, facts, work, f"{row['sample_id']}-{number:06}", 4096))
-    settings = {"compute_dtype": "float32", "posterior": "sample", "background": [255, 255, 255]}
+    settings: dict[str, Any] = text_settings(cache.recipe)
+    if kind == "latents":
+        settings = {"compute_dtype": "float32", "posterior": "sample", "background": [255, 255, 255]}
     return Order(kind, entries.model_folder, cache.recipe.cache_dir / str(count), settings, jobs)
 
 
