@@ -151,3 +151,18 @@ def test_a_loss_that_is_not_finite_is_an_error_also_if_the_gradient_may_overflow
     step = QueuedStep(batch, values, torch.ones(()), learning_rate=0.1, schedule_state={})
     with pytest.raises(TrainingError, match="the loss of step 0 must be finite"):
         step.outcome(may_overflow=True)
+
+
+def test_an_update_after_one_that_was_skipped_uses_the_gradients_as_they_are() -> None:
+    """torch's gradient scaler would otherwise halve its scale after a gradient that is not finite."""
+    moments: list[torch.Tensor] = []
+    for skips_one in (False, True):
+        weights = [torch.nn.Parameter(torch.ones(2))]
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        updates = UpdateOnDevice(optimizer, weights)
+        for is_finite in (False, True) if skips_one else (True,):
+            weights[0].grad = torch.full((2,), 0.25)
+            updates.step(torch.tensor(is_finite))
+            updates.reset()
+        moments.append(optimizer.state[weights[0]]["exp_avg"])
+    assert torch.equal(*moments)
