@@ -57,10 +57,17 @@ class UpdateOnDevice:
 def update_on_device(
     optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], settings: TrainingSettings
 ) -> UpdateOnDevice | None:
-    """Return the updates if a GPU can check them: with torch's fused AdamW and without a moving average.
+    """Return the updates if the device can check them, see `can_skip_updates`, or None."""
+    can_skip = can_skip_updates(optimizer, settings, device=weights[0].device)
+    return UpdateOnDevice(optimizer, weights) if can_skip else None
+
+
+def can_skip_updates(
+    optimizer: torch.optim.Optimizer, settings: TrainingSettings, *, device: torch.device
+) -> bool:
+    """Return whether a GPU can check updates: with torch's fused AdamW and without a moving average.
 
     An average would have to skip the step too. On a CPU nothing is gained.
     """
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
-    can_skip = is_fused and settings.ema_decay is None and weights[0].device.type == "cuda"
-    return UpdateOnDevice(optimizer, weights) if can_skip else None
+    return is_fused and settings.ema_decay is None and device.type == "cuda"

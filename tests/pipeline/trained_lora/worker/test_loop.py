@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -334,3 +336,18 @@ def test_only_the_last_checkpoints_are_kept_and_a_shorter_plan_keeps_later_ones(
     shorter = replace(everything, recipe=recipe)
     assert run_until(shorter)[0]
     assert steps_kept(everything) == [5, 6, 7]
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_run_warns_of_packed_weights_without_gradient_checkpointing(
+    make_project: Callable[..., Project], *, checkpointing: bool
+) -> None:
+    job = make_project(steps=1, quantize="int8", gradient_checkpointing=checkpointing).job()
+    finished, lines = run_until(job)
+    assert finished
+    warnings = json.loads(RunLayout(job.folder).result.read_text())["warnings"]
+    expected = "quantize: int8 without gradient checkpointing takes more memory than none"
+    for places in (warnings, lines):
+        assert any(expected in each for each in places) == (not checkpointing)

@@ -56,6 +56,17 @@ def test_advice_omits_settings_that_are_already_set_or_impossible(
     assert "resolution" in changed.fix
 
 
+def test_checkpointing_is_advised_before_packing_which_saves_memory_only_together_with_it(
+    make_project: Callable[..., Project],
+) -> None:
+    recipe = make_project(batch_size=2).changed("pair", num_processes=2).recipe
+    fix = out_of_memory_error(recipe, "in step 3", "").fix
+    advice = ("gradient_checkpointing: true", "mixed_precision", "batch_size", "shard", "quantize", "offload")
+    places = [fix.find(each) for each in advice]
+    assert -1 not in places
+    assert places == sorted(places), f"the advice must be in the order {', '.join(advice)}: {fix}"
+
+
 def test_sharding_is_advised_for_several_processes_and_excludes_streaming_and_packing(
     make_project: Callable[..., Project],
 ) -> None:

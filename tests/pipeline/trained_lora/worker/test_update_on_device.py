@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
+from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.optimizers import make_optimizer
-from pipeline.trained_lora.worker.update_on_device import UpdateOnDevice, update_on_device
+from pipeline.trained_lora.worker.step_outcome import QueuedStep
+from pipeline.trained_lora.worker.update_on_device import UpdateOnDevice, can_skip_updates
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
 
 if TYPE_CHECKING:
@@ -116,7 +117,52 @@ def test_a_step_on_the_device_does_not_wait_for_the_host(
         engine.finish(step)
 
 
-def test_on_a_cpu_the_host_checks_each_step_before_the_update(make_project: Callable[..., Project]) -> None:
-    settings = make_project(**FUSED).recipe.training
-    weights = [torch.nn.Parameter(torch.ones(2))]
-    assert update_on_device(make_optimizer(weights, settings), weights, settings) is None
+@pytest.mark.parametrize(
+    ("device", "fused", "ema_decay", "can_skip"),
+    [
+        ("cuda", True, None, True),
+        ("cpu", True, None, False),
+        ("cuda", False, None, False),
+        ("cuda", True, 0.9, False),
+    ],
+)
+def test_only_a_gpu_with_a_fused_adamw_and_without_an_average_checks_updates_itself(
+    device: str, ema_decay: float | None, *, fused: bool, can_skip: bool
+) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=fused)
+    settings = TrainingSettings(ema_decay=ema_decay)
+    assert can_skip_updates(optimizer, settings, device=torch.device(device)) == can_skip
+
+
+def test_on_a_cpu_the_host_reads_each_step_before_the_update(make_project: Callable[..., Project]) -> None:
+    job = make_project(steps=2, **FUSED).job()
+    engine = engine_of(job)
+    batch = job.plan()[0]
+    step = engine.start(batch, iter(inputs_of(job, engine, batch)), stop=False)
+    assert step.is_read
+    assert step.outcome() is step.outcome()
+
+
+def test_a_loss_that_is_not_finite_is_an_error_also_if_the_gradient_may_overflow(
+    make_project: Callable[..., Project],
+) -> None:
+    batch = make_project(steps=2).job().plan()[0]
+    values = torch.full((3, batch.num_samples), math.nan)
+    step = QueuedStep(batch, values, torch.ones(()), learning_rate=0.1, schedule_state={})
+    with pytest.raises(TrainingError, match="the loss of step 0 must be finite"):
+        step.outcome(may_overflow=True)
+
+
+def test_an_update_after_one_that_was_skipped_uses_the_gradients_as_they_are() -> None:
+    """torch's gradient scaler would otherwise halve its scale after a gradient that is not finite."""
+    moments: list[torch.Tensor] = []
+    for skips_one in (False, True):
+        weights = [torch.nn.Parameter(torch.ones(2))]
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        updates = UpdateOnDevice(optimizer, weights)
+        for is_finite in (False, True) if skips_one else (True,):
+            weights[0].grad = torch.full((2,), 0.25)
+            updates.step(torch.tensor(is_finite))
+            updates.reset()
+        moments.append(optimizer.state[weights[0]]["exp_avg"])
+    assert torch.equal(*moments)
