@@ -57,7 +57,7 @@ class UpdateOnDevice:
 def update_on_device(
     optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], settings: TrainingSettings
 ) -> UpdateOnDevice | None:
-    """Return the updates if the device can check them, see `can_skip_updates`, or None."""
+    """Return the updates if the device can check them (see `can_skip_updates`), otherwise None."""
     can_skip = can_skip_updates(optimizer, settings, device=weights[0].device)
     return UpdateOnDevice(optimizer, weights) if can_skip else None
 
