@@ -12,7 +12,7 @@ from bench.gpu.rig import TINY, Bench
 from bench.gpu.session import EXPERIMENTS
 
 BOUNDED = ("SDXL VAE, images a pass", "SDXL LoRA step, bf16")
-NEEDS = {"nf4": "a GPU", "int8": "torchao", "adamw8bit": "bitsandbytes"}
+NEEDS = {"nf4": "a GPU", "fp8 products": "a GPU", "int8": "torchao", "adamw8bit": "bitsandbytes"}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
