@@ -46,7 +46,8 @@ def main(recipe_file: Path, job_name: str) -> int:
 
 
 def _run(recipe_file: Path, job_name: str, command: str) -> int:
-    from assets.run_summary import BUG, command_problem, write_parts
+    from assets.problems import BUG, command_problem
+    from assets.run_summary import write_parts
 
     try:
         with _noted_interrupts() as interrupts:

@@ -29,7 +29,6 @@ from dagster import (
     AssetCheckSeverity,
     DagsterEvent,
     DagsterEventType,
-    DagsterExecutionInterruptedError,
     DagsterInstance,
     DagsterRun,
     InitResourceContext,
@@ -38,22 +37,16 @@ from dagster import (
 )
 
 from assets.names import RECIPE_TAG
+from assets.problems import BUG, command_problem, step_problem, stopped_problem, stopped_step_problem
 from pipeline.errors import LatentlineError
 from pipeline.recipe import Recipe
-from pipeline.recipe.gates import SPECS
 from pipeline.storage.addresses import Url
-from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
-from resources.failures import failure_text
 from resources.run_worker import end_with_code_server, record_machine
 from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
     from pipeline.reporting.summary import CheckResult, RunResult
     from pipeline.storage.mirror import Mirror
-
-BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
-STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
-FINISHED_WORK = "finished work is kept"
 
 _EVENT_TYPES = {
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -196,14 +189,14 @@ def summarize_run(
     failures = [event for event in events if event.is_step_failure]
     interrupted = [event for event in failures if _is_interruption(event)]
     problems = [
-        _stopped_step_problem(event, output_dirs, started_s, restart)
+        stopped_step_problem(event, output_dirs, started_s, restart)
         if event in interrupted
-        else _step_problem(event, output_dirs)
+        else step_problem(event, output_dirs)
         for event in failures
     ]
     stopped = bool(interrupted)
     if not failures and not _all_steps_succeeded(instance, run, events):
-        problems, stopped = [_stopped_problem("between two steps", restart)], True
+        problems, stopped = [stopped_problem("between two steps", restart)], True
 
     duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
     outcome = "stopped" if stopped else "failed" if problems else "done"
@@ -212,54 +205,6 @@ def summarize_run(
         for result in _run_results(events, output_dirs)
     }
     return RunSummary(numbers, list(dict.fromkeys(problems)), stopped)
-
-
-_DATABASE_FIX = (
-    "check that the database accepts connections from this machine, and `storage` in dagster.yaml; then "
-    "start the command again; finished work is kept"
-)
-
-
-def command_problem(err: BaseException, command: str) -> str:
-    """Return what, where and fix of an error that ended `command`; the fix is `BUG` if it is unexpected."""
-    causes = list(_causes(err))
-    for cause in causes:
-        if isinstance(cause, LatentlineError):
-            return f"{type(cause).__name__}: {cause}"
-
-    if isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt):
-        fix = f"start it again; {FINISHED_WORK}"
-        return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
-
-    home = os.environ.get("DAGSTER_HOME", "")
-    where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
-    for message, fix in SQLITE_FIXES.items():
-        if message in str(err):
-            return f"Dagster cannot write its history: {message}\n  where: {where}\n  fix:   {fix}"
-    for cause in causes:
-        if type(cause).__module__.startswith("sqlalchemy"):
-            what = f"Dagster's database cannot be used: {' '.join(str(cause).split())}"
-            return f"{what}\n  where: {where}\n  fix:   {_DATABASE_FIX}"
-
-    what = f"{type(err).__name__}: {str(err).strip()}".replace("\n", "\n    ")
-    return f"{what}\n  where: {command}\n  fix:   {_command_fix(err)}"
-
-
-def _causes(err: BaseException) -> Iterator[BaseException]:
-    """Yield the error, the error that caused it, and so on."""
-    cause: BaseException | None = err
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
-def _command_fix(err: BaseException) -> str:
-    access_error = as_file_access_error(err)
-    if access_error is not None:
-        return access_error.fix
-    if type(err).__module__.startswith("dagster"):
-        return "compare the command and its configuration with the names in the message"
-    return BUG
 
 
 def _print_summary() -> None:
@@ -334,81 +279,3 @@ def _check_result(event: DagsterEvent) -> "CheckResult":
 
 def _is_interruption(event: DagsterEvent) -> bool:
     return event.step_failure_data.error_source.value == "INTERRUPT"
-
-
-def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
-    """Return what, where and fix of a failed step."""
-    failure = event.step_failure_data
-    recipe, _ = _step_asset(event)
-
-    # An error of ours is a Dagster Failure with the three parts (resources/failures.py).
-    user_failure = failure.user_failure_data
-    text = user_failure and failure_text(str(user_failure.description), user_failure.metadata)
-    if text:
-        return text.replace("<recipe>", recipe)
-
-    # Anything else is a bug: the innermost error and its line help most.
-    where = _step_location(event, output_dirs)
-    error = failure.error
-    while error is not None and error.cause is not None:
-        error = error.cause
-    if error is None:
-        return f"{where} failed\n  where: {where}\n  fix:   {BUG}"
-    line = "".join(error.stack[-1:]).strip().split("\n")[0]
-    what = error.message.strip().replace("\n", "\n    ")
-    return f"{what}\n  where: {where}\n         {line}\n  fix:   {BUG}"
-
-
-def _stopped_step_problem(
-    event: DagsterEvent, output_dirs: Mapping[str, Path], started_s: float | None, restart: str
-) -> str:
-    """Return what, where and how to continue for an interrupted step.
-
-    Args:
-        event: The failure.
-        output_dirs: `output_dir` by recipe name.
-        started_s: Start of the run as a Unix time; None if the run never started.
-        restart: How to continue, as an imperative.
-    """
-    recipe, asset = _step_asset(event)
-    trains = recipe in output_dirs and asset == "trained_lora"
-    checkpoint = _newest_checkpoint(output_dirs[recipe], started_s or 0.0) if trains else None
-    return _stopped_problem(_step_location(event, output_dirs), restart, checkpoint)
-
-
-def _stopped_problem(where: str, restart: str, checkpoint: Path | None = None) -> str:
-    if checkpoint is None:
-        fix = f"{restart}; {FINISHED_WORK}"
-    else:
-        where = f"{where}\n         checkpoint {checkpoint}"
-        fix = f"{restart}; it resumes from this checkpoint"
-    return f"Stopped: the run was {STOPPED}\n  where: {where}\n  fix:   {fix}"
-
-
-def _step_asset(event: DagsterEvent) -> tuple[str, str]:
-    """Return recipe and asset of a step named `<recipe>__<asset>`."""
-    recipe, _, asset = str(event.step_key).rpartition("__")
-    return recipe, asset
-
-
-def _step_location(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
-    recipe, asset = _step_asset(event)
-    is_asset = recipe in output_dirs and asset in SPECS
-    return f"asset {recipe}/{asset}" if is_asset else f"step {event.step_key}"
-
-
-def _newest_checkpoint(output_dir: Path, since_s: float) -> Path | None:
-    """Return the newest complete checkpoint of the training run that started last, or None.
-
-    A training run writes run.json when it starts; one from before `since_s` belongs to another Dagster run.
-    """
-    starts = [file for file in output_dir.glob("runs/*/run.json") if _modified_s(file) >= since_s]
-    if not starts:
-        return None
-    markers = max(starts, key=_modified_s).parent.glob("checkpoints/*/COMPLETE")
-    newest = max(markers, key=_modified_s, default=None)
-    return newest.parent if newest is not None else None
-
-
-def _modified_s(path: Path) -> float:
-    return path.stat().st_mtime

@@ -13,21 +13,26 @@ import getpass
 import os
 import platform
 import shutil
+import stat
 import subprocess
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.e2e.daemon import running, until
 from tests.free_ports import free_ports
 
 VARIABLE = "LATENTLINE_SLURM"
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
+DEV_NULL = (1, 3)
+"""Device that takes the place of a GPU; Slurm only looks for its file and passes its number on."""
+
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 AuthType=auth/none
 CredType=cred/none
 SlurmUser={user}
@@ -42,13 +47,16 @@ PluginDir={plugins}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=1000
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
-NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 State=UNKNOWN
-NodeName=z2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 State=UNKNOWN
+GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = """\
+NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=200000 {gpus}
 """
 
 
@@ -58,53 +66,98 @@ def why_no_slurm() -> str | None:
     return f"{', '.join(missing)} not found; see tests/slurm_cluster.py" if missing else None
 
 
+@dataclass(frozen=True)
+class SlurmCluster:
+    """A running cluster.
+
+    Attributes:
+        variables: Environment variables for Slurm's programs.
+    """
+
+    variables: dict[str, str]
+
+    def call(self, *command: str, cwd: Path, **variables: str) -> str:
+        """Run one of Slurm's programs, and return its standard output."""
+        completed = self._run(*command, cwd=cwd, **variables)
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout.strip()
+
+    def is_idle(self, num_nodes: int) -> bool:
+        """Return whether so many nodes are idle; False as well while the cluster starts."""
+        output = self._run("sinfo", "--noheader", "--format=%D %t", cwd=Path.cwd()).stdout
+        return output.strip() == f"{num_nodes} idle"
+
+    def _run(self, *command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **self.variables, **variables}
+        return subprocess.run(
+            command, env=environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=600
+        )
+
+
 @contextmanager
-def slurm_cluster(folder: Path) -> Generator[dict[str, str]]:
-    """Run a Slurm of two nodes, this host and z2, and provide the environment of its users."""
-    unpacked = os.environ.get(VARIABLE)
-    libraries = Path(unpacked or "/", LIBRARIES)
-    plugins = libraries / "slurm-wlm"
+def slurm_cluster(folder: Path, *, num_gpus: int = 0) -> Generator[SlurmCluster]:
+    """Run a Slurm of two nodes, this host and z2, until the end of the body.
+
+    Args:
+        folder: A new folder for its configuration, state and logs.
+        num_gpus: Number of devices of each node in place of GPUs; they need root.
+    """
     (folder / "state").mkdir(parents=True)
     host = platform.node().partition(".")[0]
-    names = {"host": host, "user": getpass.getuser(), "ports": free_ports(3)}
-    config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(folder=folder, plugins=plugins, **names))
-    environment = {"SLURM_CONF": str(config)}
+    nodes = (host, "z2")
+    _write_config(folder, host, nodes, num_gpus)
+    cluster = SlurmCluster(_variables(folder / "slurm.conf"))
+
+    # Slurm finds out by the name of a program in which daemon it runs, and Debian adds -wlm to that name.
+    daemons = {name: folder / name for name in ("slurmctld", "slurmd")}
+    for name, link in daemons.items():
+        link.symlink_to(str(_program(name)))
+    commands = {"slurmctld": [daemons["slurmctld"], "-D"]}
+    stepd = _program("slurmstepd")
+    commands |= {node: [daemons["slurmd"], "-D", "-N", node, "-d", stepd] for node in nodes}
+    with ExitStack() as stack:
+        for name, command in commands.items():
+            started = running(
+                [str(part) for part in command],
+                environment=os.environ | cluster.variables,
+                cwd=folder,
+                log=folder / f"{name}.txt",
+            )
+            stack.enter_context(started)
+        log = folder / "slurmctld.txt"
+        until(lambda: cluster.is_idle(len(nodes)), "idle nodes", seconds=120, log=log)
+        yield cluster
+
+
+def _write_config(folder: Path, host: str, nodes: Sequence[str], num_gpus: int) -> None:
+    first_port, *ports = free_ports(1 + len(nodes))
+    plugins = _libraries() / "slurm-wlm"
+    text = CONFIG.format(folder=folder, plugins=plugins, host=host, user=getpass.getuser(), port=first_port)
+    gpus = f"Gres=gpu:{num_gpus}" if num_gpus else ""
+    for name, port in zip(nodes, ports, strict=True):
+        text += NODE.format(name=name, host=host, port=port, gpus=gpus)
+    (folder / "slurm.conf").write_text(text, encoding="utf-8")
+
+    if num_gpus:
+        for index in range(num_gpus):
+            os.mknod(folder / f"gpu{index}", stat.S_IFCHR | 0o600, os.makedev(*DEV_NULL))
+        gres = f"Name=gpu File={folder}/gpu[0-{num_gpus - 1}]\n"
+        (folder / "gres.conf").write_text(gres, encoding="utf-8")
+
+
+def _variables(config: Path) -> dict[str, str]:
+    """Return the environment variables that Slurm's programs need."""
+    variables = {"SLURM_CONF": str(config)}
+    unpacked = os.environ.get(VARIABLE)
     if unpacked:
-        environment["LD_LIBRARY_PATH"] = f"{libraries}:{plugins}"
-        environment["PATH"] = f"{unpacked}/usr/bin:{os.environ['PATH']}"
-
-    stepd = _program("slurmstepd") or "slurmstepd"
-    commands = [[_program("slurmctld"), "-D"]]
-    commands += [[_program("slurmd"), "-D", "-N", node, "-d", stepd] for node in (host, "z2")]
-    daemons: list[subprocess.Popen[bytes]] = []
-    try:
-        for command in commands:
-            with (folder / "daemons.txt").open("ab") as log:
-                daemons.append(
-                    subprocess.Popen(
-                        [str(part) for part in command], env=os.environ | environment, stdout=log, stderr=log
-                    )
-                )
-        _wait_until_idle(os.environ | environment)
-        yield environment
-    finally:
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in daemons:
-            daemon.wait(30)
+        libraries = _libraries()
+        variables["LD_LIBRARY_PATH"] = f"{libraries}:{libraries / 'slurm-wlm'}"
+        variables["PATH"] = f"{unpacked}/usr/bin:{os.environ['PATH']}"
+    return variables
 
 
-def _wait_until_idle(environment: dict[str, str]) -> None:
-    deadline_s = time.monotonic() + 60
-    states = ""
-    while time.monotonic() < deadline_s:
-        command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-        states = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
-        if states.split() == ["idle", "idle"]:
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"the nodes of Slurm are not idle: {states}")
+def _libraries() -> Path:
+    return Path(os.environ.get(VARIABLE) or "/", LIBRARIES)
 
 
 def _program(name: str) -> str | None:

@@ -11,8 +11,9 @@ import click
 
 from pipeline.cli.conventions import echo, log_to_stderr
 from pipeline.errors import counted
-from pipeline.processes.machines import WAIT_S, Machines
+from pipeline.processes.machines import Machines
 from pipeline.processes.schedulers import MachineOptions, find_machines
+from pipeline.recipe.deployment import WAIT_S
 from pipeline.storage.addresses import Address, absolute
 
 GRACE_S = 20.0
@@ -47,7 +48,7 @@ def command(order: str, machines: int | None, rank: int | None, master: str | No
     The exit status is 0 after the last step, 1 after an error, and 130 or 143 if the training was stopped by
     Ctrl-C or SIGTERM. Start the command again on all machines to resume.
     """
-    chosen = find_machines(MachineOptions(machines, rank, master, wait_s), os.environ)
+    chosen = find_machines(MachineOptions(machines, rank, master, wait_s=wait_s), os.environ)
     _train(absolute(order, Path.cwd()), chosen)
 
 

@@ -83,6 +83,8 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
     result = Survey(users=list(read_users(cache_dir)))
     needed = _needed_keys(result.users)
     oldest_kept_s = time.time() - grace_s
+
+    # An order is old only if all of its files are, so these are classified together.
     orders: defaultdict[str, list[CacheFile]] = defaultdict(list)
     for file in _list_files(cache_dir):
         path = PurePosixPath(file.name)
@@ -101,6 +103,7 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
                 result.leftovers[file.name] = file.num_bytes
         elif not _is_bookkeeping(path):
             result.foreign.append(file.name)
+
     result.add_orders(orders, oldest_kept_s)
     return result
 

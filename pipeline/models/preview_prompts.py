@@ -44,6 +44,8 @@ def _mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
     reason = family.no_negative_prompts
     for index, prompt in enumerate(recipe.training.sample_prompts):
         path = ("training", "sample_prompts", index)
+
+        # 0 is a multiple of every number: a prompt without a size has that of a bucket.
         size = Size(prompt.height or 0, prompt.width or 0)
         if not_multiples([size], multiple):
             what = f"height and width must be multiples of {multiple} for {model}, got {size}"
@@ -53,6 +55,7 @@ def _mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
         elif _is_too_large(size, family):
             what = f"a preview of {size} (height x width) is too large for {model}"
             yield Mistake((*path, "height"), what, "use a smaller height and width, or remove both")
+
         if reason and prompt.negative_prompt is not None:
             what = f"previews of {model} cannot have a negative_prompt, because {reason}"
             yield Mistake((*path, "negative_prompt"), what, "remove negative_prompt")

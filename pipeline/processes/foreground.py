@@ -33,7 +33,7 @@ def run_in_foreground(
         environment: Environment of the command.
         output_file: New file for what the command and its processes print.
         grace_s: Seconds between a stop signal and the kill of the remaining processes.
-        show: Receives each complete line that they print.
+        show: Receives each line that they print.
 
     Returns:
         The exit status, or minus the number of the signal that ended the command; and the stop signal that
@@ -53,7 +53,7 @@ def run_in_foreground(
 
         tree.stop(grace_s=grace_s)
         status = process.wait()
-        _show_new_lines(output_file, num_shown_bytes, show)
+        _show_new_lines(output_file, num_shown_bytes, show, final=True)
     return status, received[0] if received else None
 
 
@@ -73,12 +73,17 @@ def _stop_signals() -> Generator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _show_new_lines(file: Path, num_shown_bytes: int, show: Callable[[str], None]) -> int:
-    """Show the complete lines after the first `num_shown_bytes`, and return the number of bytes shown."""
+def _show_new_lines(
+    file: Path, num_shown_bytes: int, show: Callable[[str], None], *, final: bool = False
+) -> int:
+    """Show the lines after the first `num_shown_bytes`, and return the number of bytes shown.
+
+    Only complete lines are shown, unless `final`: a process that was killed may not have ended its last one.
+    """
     with file.open("rb") as output:
         output.seek(num_shown_bytes)
         new = output.read()
-    complete = new[: new.rfind(b"\n") + 1]
-    for line in complete.decode("utf-8", errors="replace").splitlines():
+    shown = new if final else new[: new.rfind(b"\n") + 1]
+    for line in shown.decode("utf-8", errors="replace").splitlines():
         show(line)
-    return num_shown_bytes + len(complete)
+    return num_shown_bytes + len(shown)

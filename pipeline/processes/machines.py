@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 MACHINES_VARIABLE = "LATENTLINE_MACHINES"
 """Environment variable of launched processes with the `Machines` of a training, as JSON."""
 
-WAIT_S = 600
-"""Default of `Machines.wait_s`, which is also torch's default."""
-
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface that torch uses between processes on CPUs."""
 
@@ -42,14 +39,14 @@ class Machines:
         rank: Rank of this machine, from 0.
         host: Host name or IPv4 address of machine 0; empty for a single machine.
         port: Port on machine 0 where the machines meet; 0 for a single machine.
-        wait_s: Seconds that a machine waits for the others to start.
+        wait_s: Seconds that a machine waits for the others to start; 0 for a single machine.
     """
 
     number: int = 1
     rank: int = 0
     host: str = ""
     port: int = 0
-    wait_s: int = WAIT_S
+    wait_s: int = 0
 
     @property
     def address(self) -> str:

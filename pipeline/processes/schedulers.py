@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pipeline.errors import LaunchError
-from pipeline.processes.machines import WAIT_S, Machines
+from pipeline.processes.machines import ONE_MACHINE, Machines
 
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 """Ports for Slurm's jobs, below those that systems give to outgoing connections."""
@@ -50,7 +50,7 @@ class MachineOptions:
     machines: int | None = None
     rank: int | None = None
     master: str | None = None
-    wait_s: int = WAIT_S
+    wait_s: int = field(kw_only=True)
 
 
 def find_machines(options: MachineOptions, environ: Mapping[str, str]) -> Machines:
@@ -66,7 +66,7 @@ def find_machines(options: MachineOptions, environ: Mapping[str, str]) -> Machin
     if number is None:
         number = _number(environ, _MACHINES, otherwise="WORLD_SIZE")
     if number is None:
-        return Machines(wait_s=options.wait_s)
+        return ONE_MACHINE
     if number == 0:
         raise LaunchError(
             "the number of machines must be at least 1, got 0", where=_names(_MACHINES), fix=_FIX
@@ -83,7 +83,7 @@ def find_machines(options: MachineOptions, environ: Mapping[str, str]) -> Machin
             fix="pass --rank 0 on one machine, and consecutive ranks on the others",
         )
     if number == 1:
-        return Machines(wait_s=options.wait_s)
+        return ONE_MACHINE
     host, port = _meeting_point(environ) if options.master is None else parse_master(options.master)
     return Machines(number, rank, host, port, options.wait_s)
 

@@ -226,6 +226,7 @@ class DatasetSettings(Settings):
             what = f"mask.path must not be the dataset's folder without mask.suffix, got {self.mask.path}"
             fix = "set mask.suffix to the end of the masks' names, or move the masks to another folder"
             yield Violation("mask", what, fix, involves=("path", "mask"))
+
         for index, reference in enumerate(self.references):
             if reference.path == self.path and not reference.suffix:
                 what = f"path must not be the dataset's folder without suffix, got {reference.path}"
@@ -233,12 +234,14 @@ class DatasetSettings(Settings):
                 yield Violation(f"references[{index}].path", what, fix, involves=("path", "references"))
         yield from reference_violations(self.references)
         yield from self._prior_violations()
+
         if self.is_manifest:
             if self.exclude:
                 what = f"exclude requires a folder, got the manifest {self.path.name}"
                 fix = "set filters.where to an expression over the manifest's columns, or remove this key"
                 yield Violation("exclude", what, fix, involves=("path", "exclude"))
             return
+
         used = {
             "captions.from": self.captions.from_ == "column",
             "filters.where": self.filters.where is not None,

@@ -35,6 +35,9 @@ SCHEMA_FILE = "deploy/deployment.schema.json"
 DEFAULT_SCRATCH = Path(".cache/scratch")
 """Scratch folder, relative to the project root."""
 
+WAIT_S = 600
+"""Default of the longest wait for the other machines of a training, which is also torch's default."""
+
 ExecutorName: TypeAlias = Literal["in_process", "multiprocess", "k8s"]
 
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
@@ -112,7 +115,7 @@ class LocalSettings(Settings):
         examples=["node1:29500"],
     )
     wait_s: int = Field(
-        default=600, ge=1, description="Longest wait for the other machines to start, in seconds."
+        default=WAIT_S, ge=1, description="Longest wait for the other machines to start, in seconds."
     )
 
     def violations(self) -> Iterator[Violation]:

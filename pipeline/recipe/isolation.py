@@ -66,6 +66,8 @@ def _inputs(recipe: Recipe) -> list[NamedPath]:
         NamedPath(f"dataset {dataset.name}", f"datasets[{index}].{dataset.root_key}", dataset.root)
         for index, dataset in enumerate(recipe.datasets)
     ]
+
+    # Masks and references without a path are in columns of a manifest or, for masks, in the alpha channel.
     masks = [
         NamedPath(f"masks of {dataset.name}", f"datasets[{index}].mask.path", dataset.mask.path)
         for index, dataset in enumerate(recipe.datasets)
@@ -81,6 +83,7 @@ def _inputs(recipe: Recipe) -> list[NamedPath]:
         for number, reference in enumerate(dataset.references)
         if reference.path is not None
     ]
+
     previews = [
         NamedPath("a reference of a preview", f"training.sample_prompts[{index}].references[{number}]", path)
         for index, prompt in enumerate(recipe.training.sample_prompts)

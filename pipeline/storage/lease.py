@@ -63,7 +63,7 @@ class Lease:
         Raises:
             OSError: The service does not answer.
         """
-        seen: dict[str, Any] = {}
+        seen: dict[str, Any] | None = None
         seen_at_s = 0.0
         while True:
             created = self._folder.put_if_absent(self._name, self._content())
@@ -74,7 +74,7 @@ class Lease:
                 if self._take_over(settle_s=SETTLE_S if current is None else 0.0):
                     return
             elif current != seen:
-                if not seen:
+                if seen is None:
                     machine = current.get("machine", "another machine")
                     self._log(f"{machine} is training this run; waiting until it finishes or stops")
                 seen, seen_at_s = current, time.monotonic()
@@ -83,7 +83,7 @@ class Lease:
             time.sleep(_POLL_S)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the content of the file; None without one.
+        """Return the content of the file; None without one, and nothing of one that is not a lease.
 
         Raises:
             OSError: The service does not answer.
@@ -98,7 +98,7 @@ class Lease:
     def keep(self, stop: threading.Event) -> None:
         """Replace the file every `HEARTBEAT_S` seconds until `stop` is set or the lease is lost."""
         while not stop.wait(HEARTBEAT_S):
-            # An outage is not an error here: nobody else can take the lease over meanwhile.
+            # An outage is not an error: the next beat shows whether another process used it to take over.
             with suppress(OSError):
                 if not self._is_held():
                     self.lost = True
@@ -119,8 +119,9 @@ class Lease:
         return self._is_held()
 
     def _is_held(self) -> bool:
-        current = json.loads(self._folder.read(self._name))
-        return bool(current.get("token") == self._token)
+        """Return whether the file is of this process; without one, a later holder may have released it."""
+        current = self.read()
+        return current is not None and current.get("token") == self._token
 
     def _content(self) -> bytes:
         content = {

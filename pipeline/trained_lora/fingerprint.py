@@ -94,6 +94,8 @@ def _samples(inputs: TrainingInputs) -> Facts:
         "text": _digest((variant_id, *keys) for variant_id, keys in text),
         "repeats": _digest(table.select("variant_id", "repeats").iter_rows()),
     }
+
+    # Facts without a value are absent, so that runs from before such a column existed have the same id.
     if "masks" in table.columns:
         masks = table.select("variant_id", "masks").drop_nulls()
         if not masks.is_empty():

@@ -173,11 +173,13 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
         own_size = None
         if preview.height is not None and preview.width is not None:
             own_size = Size(preview.height, preview.width)
+
         images, _ = file_images(entries, preview.references)
         negative = preview.negative_prompt
         negative_images = images if entries.sees_images_in_negative else None
         if negative_images is not None:
             negative = negative or ""
+
         prompt = Prompt(
             caption=preview.prompt,
             text=entries.text_spec(preview.prompt, images=images),
@@ -191,6 +193,7 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
             seed=preview.seed,
             references=preview.references,
         )
+
         if preview.lora_scale is not None:
             prompts.append(replace(prompt, lora_scale=preview.lora_scale))
         else:

@@ -60,6 +60,7 @@ def run(context: CheckContext) -> list[Finding]:
     raw = context.tables.read("raw_images", _RAW_COLUMNS)
     table = context.tables.read(STAGE, _COLUMNS)
     rejected = context.tables.read_rejected(STAGE)
+
     outcomes = {
         "captions_present": _captions_present(table, rejected),
         "captions_decodable": _captions_decodable(table, rejected),

@@ -164,8 +164,10 @@ def _reference_rows(recipe: Recipe, table: pl.DataFrame, sources: Mapping[str, S
     """Return one row per image: its references in order, then the image; empty without references."""
     if "reference_images" not in table.columns:
         return []
+
     of_references = reference_sources_of(recipe)
     samples = _evenly_sampled(table.drop_nulls("reference_images"), NUM_REFERENCE_ROWS)
+
     rows: list[SheetRow] = []
     for row in samples.iter_rows(named=True):
         images = zip(of_references[row["dataset"]], json.loads(row["reference_images"]), strict=True)

@@ -302,10 +302,13 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
     same = ["dataset", "content_hash", "caption", "more_captions"]
     same += [name for name in ("mask_hash",) if name in samples.columns]
     references = [reference_hashes()] if "reference_images" in samples.columns else []
+
+    # `over` treats missing values as equal, such as the masks of two samples without one.
     with_first = samples.with_columns(first=pl.col("sample_id").first().over(*same, *references))
     copies = with_first.filter(
         pl.col("dataset").is_in(deduplicated) & (pl.col("sample_id") != pl.col("first"))
     )
+
     rejected = copies.select(
         "sample_id",
         "dataset",

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from dagster import AssetExecutionContext
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from pydantic import Field
@@ -19,10 +18,7 @@ from pipeline.encoding.shared_order import SharedOrder
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import OUTPUT_TAIL_LINES
 from resources.launchers.output import uninterrupted
-from resources.launchers.remote import RemoteLauncher
-
-if TYPE_CHECKING:
-    from pipeline.recipe import AccelerateSettings
+from resources.launchers.remote import Encoding, RemoteLauncher
 
 POLL_S = 2.0
 
@@ -44,24 +40,18 @@ class KubernetesLauncher(RemoteLauncher):
         default_factory=dict, description="Keys merged into the specification of each pod."
     )
 
-    def encode(
-        self,
-        context: AssetExecutionContext,
-        settings: AccelerateSettings,
-        order: SharedOrder,
-        num_shards: int,
-    ) -> Sequence[str]:
+    def encode(self, encoding: Encoding) -> Sequence[str]:
         """See `RemoteLauncher.encode`. An interruption of the wait deletes the job and its pods.
 
         Raises:
             LaunchError: The cluster cannot be reached, or rejects the job.
         """
-        job = encoding_job(order, num_shards, image=self.image, pod=self.pod)
+        job = encoding_job(encoding.order, encoding.num_shards, image=self.image, pod=self.pod)
         name = cast("str", job["metadata"]["name"])
         try:
             jobs: Any = client.BatchV1Api(_api_client())
             jobs.create_namespaced_job(self.namespace, job, field_validation="Strict")
-            context.log.info(f"created the Kubernetes job {self.namespace}/{name}")
+            encoding.context.log.info(f"created the Kubernetes job {self.namespace}/{name}")
         except (ApiException, OSError) as err:
             raise self._rejection(name, err) from err
 

@@ -30,8 +30,9 @@ from pipeline.processes.launch import (
     launch_environment,
     launch_error,
 )
-from pipeline.processes.machines import ONE_MACHINE, WAIT_S, Machines
+from pipeline.processes.machines import ONE_MACHINE, Machines
 from pipeline.processes.schedulers import parse_master
+from pipeline.recipe.deployment import WAIT_S
 from resources.launchers.output import ForwardedOutput, uninterrupted
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,23 @@ from resources.launchers.local import AccelerateLauncher, Observer
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """An order of encoding for workers on other machines.
+
+    Attributes:
+        context: Context of the step that waits for the workers.
+        settings: The recipe's `accelerate` settings.
+        order: Order of all workers; it contains the number of shards.
+        num_shards: Number of workers.
+    """
+
+    context: AssetExecutionContext
+    settings: AccelerateSettings
+    order: SharedOrder
+    num_shards: int
 
 
 class RemoteLauncher(AccelerateLauncher):
@@ -49,7 +67,7 @@ class RemoteLauncher(AccelerateLauncher):
             if module in WORKERS.values():
                 encode_on_workers(
                     order,
-                    partial(self.encode, context, settings),
+                    lambda shared, num_shards: self.encode(Encoding(context, settings, shared, num_shards)),
                     max_workers=self.workers,
                     cpu_threads=settings.cpu_threads,
                     log=context.log.info,
@@ -59,19 +77,13 @@ class RemoteLauncher(AccelerateLauncher):
 
         return launch
 
-    def encode(
-        self,
-        context: AssetExecutionContext,
-        settings: AccelerateSettings,
-        order: SharedOrder,
-        num_shards: int,
-    ) -> Sequence[str]:
+    @abstractmethod
+    def encode(self, encoding: Encoding) -> Sequence[str]:
         """Run `latentline encode` for each shard until all have ended, and return their last output.
 
         Raises:
             LaunchError: The workers could not be started.
         """
-        raise NotImplementedError
 
     def train(
         self,

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING
 from dagster import AssetExecutionContext
 from pydantic import Field
 
-from pipeline.encoding.shared_order import SharedOrder
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import ERROR_FILE_VARIABLE, OUTPUT_TAIL_LINES, launch_error
 from pipeline.recipe.deployment import load_deployment
 from resources.launchers.local import Observer
 from resources.launchers.output import ForwardedOutput, uninterrupted
-from resources.launchers.remote import RemoteLauncher, remote_environment
+from resources.launchers.remote import Encoding, RemoteLauncher, remote_environment
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -49,14 +48,9 @@ class SlurmLauncher(RemoteLauncher):
         default_factory=list, description="Options of `sbatch` for each job, such as --partition=gpu."
     )
 
-    def encode(
-        self,
-        context: AssetExecutionContext,
-        settings: AccelerateSettings,
-        order: SharedOrder,
-        num_shards: int,
-    ) -> Sequence[str]:
+    def encode(self, encoding: Encoding) -> Sequence[str]:
         """See `RemoteLauncher.encode`; the order names the number of shards, and Slurm the index of each."""
+        order, num_shards = encoding.order, encoding.num_shards
         folder = _job_folder(order.order_id)
         job = _Job(
             name=f"latentline-{order.order_id}",
@@ -65,7 +59,9 @@ class SlurmLauncher(RemoteLauncher):
             outputs=[ForwardedOutput(folder / f"{index}.txt") for index in range(num_shards)],
             submission=ForwardedOutput(folder / "sbatch.txt"),
         )
-        status = job.run(context, remote_environment(settings), grace_s=self.grace_s)
+
+        environment = remote_environment(encoding.settings)
+        status = job.run(encoding.context, environment, grace_s=self.grace_s)
         last_output = job.last_output()
         if status == 0:
             shutil.rmtree(folder)
@@ -79,6 +75,7 @@ class SlurmLauncher(RemoteLauncher):
         observer: Observer | None,
     ) -> None:
         """See `RemoteLauncher.train`; `srun` starts one task on each node."""
+        # The folder of a failed attempt stays, so that each attempt needs another one.
         folder = _job_folder(f"{order.parent.name}-{uuid.uuid4().hex[:8]}")
         command = ["srun", sys.executable, "-m", "pipeline.cli", "train", str(order)]
         output, error_file = ForwardedOutput(folder / "output.txt"), folder / "error.json"
@@ -94,6 +91,7 @@ class SlurmLauncher(RemoteLauncher):
             outputs=[output],
             submission=ForwardedOutput(folder / "sbatch.txt"),
         )
+
         environment = remote_environment(settings) | {ERROR_FILE_VARIABLE: str(error_file)}
         observe = None if observer is None else observer(order)
         status = job.run(context, environment, grace_s=self.grace_s, observe=observe)

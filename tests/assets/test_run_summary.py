@@ -13,14 +13,13 @@ from dagster import (
     AssetCheckSpec,
     DagsterExecutionInterruptedError,
     DagsterInstance,
-    DagsterInvariantViolationError,
     MaterializeResult,
     asset,
     materialize,
 )
 
-from assets.run_summary import RunSummary, command_problem, summarize_run
-from pipeline.errors import StoreError, TableError
+from assets.run_summary import RunSummary, summarize_run
+from pipeline.errors import TableError
 from pipeline.reporting.reports import write_report
 from resources.failures import errors_as_failures
 
@@ -105,43 +104,6 @@ def test_an_error_that_a_user_can_correct_is_printed_without_a_traceback() -> No
     assert what == "OSError: [Errno 28] No space left: '/mnt/home/runs.db'"
     assert where == "  where: dagster job execute -j demo_train"
     assert fix.startswith("  fix:   free space on that disk and start the job again")
-
-
-@pytest.mark.parametrize(
-    ("error", "what", "fix"),
-    [
-        (ValueError("no such\njob"), "ValueError: no such\n    job", "report it with the traceback above"),
-        (DagsterInvariantViolationError("no job x"), "DagsterInvariantViolationError: no job x", "compare"),
-        (DagsterExecutionInterruptedError(), "Stopped: the command was stopped by SIGINT", "start it again"),
-    ],
-)
-def test_each_kind_of_error_has_its_own_fix(error: BaseException, what: str, fix: str) -> None:
-    text = command_problem(error, "dagster job execute")
-    assert text.startswith(what)
-    assert fix in text[text.index("\n  fix:   ") :]
-
-
-def test_a_full_disk_below_dagsters_history_is_reported_with_its_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    error = RuntimeError("(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]")
-    monkeypatch.setenv("DAGSTER_HOME", "/mnt/home")
-    assert command_problem(error, "dagster job execute").splitlines() == [
-        "Dagster cannot write its history: database or disk is full",
-        "  where: /mnt/home (DAGSTER_HOME)",
-        "  fix:   free space on that disk and start the command again; finished work is kept",
-    ]
-    monkeypatch.delenv("DAGSTER_HOME")
-    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in command_problem(error, "dagster job execute")
-
-
-def test_an_error_of_ours_that_dagster_wrapped_is_the_one_that_is_printed() -> None:
-    error = RuntimeError("step")
-    error.__cause__ = StoreError("cut short", where="cache/ab", fix="again")
-    assert (
-        command_problem(error, "dagster job execute")
-        == "StoreError: cut short\n  where: cache/ab\n  fix:   again"
-    )
 
 
 @pytest.fixture

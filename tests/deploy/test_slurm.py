@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 from tests.e2e.daemon import until
+from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_no_slurm
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
@@ -36,16 +36,14 @@ time.sleep(300)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(missing_programs()), reason="needs Debian's packages slurmctld, slurmd and slurm-client"
-    ),
+    pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm())),
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm need root"),
 ]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Generator[SlurmCluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), ["n1", "n2"]) as running_cluster:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster", num_gpus=4) as running_cluster:
         yield running_cluster
 
 

@@ -25,6 +25,12 @@ def test_the_tools_of_developers_are_removed_and_no_package_that_the_image_needs
     assert "s3fs" in find_unneeded(PROJECT, ["postgres"])
 
 
+def test_the_image_has_the_packages_of_kubernetes_with_the_extra_k8s_only() -> None:
+    packages = {"dagster-k8s", "kubernetes"}
+    assert packages <= set(find_unneeded(PROJECT, EXTRAS))
+    assert not packages & set(find_unneeded(PROJECT, [*EXTRAS, "k8s"]))
+
+
 def test_an_unknown_extra_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(SystemExit, match=r"unknown extras: flying\n  in .*\n  use some of gpu, "):
         find_unneeded(PROJECT, ["postgres", "flying"])

@@ -101,14 +101,7 @@ def run(
         ) as progress,
         counted_warnings(progress.say),
     ):
-        device = own_device()
-        if device != "cpu":
-            # Without this, pinning memory would create a context of each process on the first GPU.
-            torch.cuda.set_device(device)
-        allow_tf32(device)
-        if (reason := why_no_gpu()) is not None:
-            progress.say(f"warning: {reason}")
-
+        device = _prepare_device(progress)
         progress.phase("loading the VAE" if order.kind == "latents" else "loading the text encoders")
         encoder = open_encoder(order, device, progress)
         progress.phase("waiting for the list of missing entries")
@@ -123,6 +116,22 @@ def run(
             own_keys = own_jobs.seen if rank else own_jobs.seen | (picture_keys - all_jobs.seen)
             draw(order.pictures.select(own_keys), encoder, store, progress)
         results.finish(encoded_s - start_s, aside_s=time.perf_counter() - encoded_s)
+
+
+def _prepare_device(progress: Progress) -> str:
+    """Return the device of this process after setting up torch for it; warn if a GPU cannot be used.
+
+    Raises:
+        LaunchError: This process has no GPU.
+    """
+    device = own_device()
+    if device != "cpu":
+        # Without this, pinning memory would create a context of each process on the first GPU.
+        torch.cuda.set_device(device)
+    allow_tf32(device)
+    if (reason := why_no_gpu()) is not None:
+        progress.say(f"warning: {reason}")
+    return device
 
 
 def write_outcomes(

@@ -122,17 +122,20 @@ class _TrainingRun:
         self.plan = job.plan()
         self.paths = RunLayout(job.folder)
         self.family = load_family(job.base, job.component_folders)
+
         self.startup = Startup(job, report.phase)
         self.startup.begin(self.startup.base)
         with out_of_memory_as(self._memory_error("while the base model was loaded")):
             self.engine = Engine(job, self.family, self.startup.begin)
         self.main = self.engine.accelerator.is_main_process
+
         self.exporter = Exporter(
             self.family,
             job.recipe.name,
             header_metadata(job, self.family),
             save_dtype=job.recipe.training.lora.save_dtype,
         )
+
         holdout = job.inputs.held_out
         self.validation = Validation(job, self.family, holdout) if holdout else None
         self.metrics: MetricsLog | None = None

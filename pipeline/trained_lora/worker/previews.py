@@ -78,10 +78,12 @@ def _draw_all(
             pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype=dtype, device=device)
             if is_last:
                 pipeline.vae.enable_tiling()
+
             for number in range(len(files), len(job.prompts)):
                 prompt = job.prompts[number]
                 with scaled_adapters(engine.networks, prompt.lora_scale):
                     picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
+
                 path = preview_file(RunLayout(job.folder).samples, step, number)
                 text_chunks = PngInfo()
                 for key, text in {PROMPT_KEY: prompt.caption, **prompt.settings()}.items():

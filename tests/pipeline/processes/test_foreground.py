@@ -45,6 +45,11 @@ def test_output_is_shown_and_the_status_returned(tmp_path: Path) -> None:
     assert run("print('a'); print('b'); raise SystemExit(3)", tmp_path) == (3, None, ["a", "b"])
 
 
+def test_the_last_line_is_shown_also_without_a_line_break(tmp_path: Path) -> None:
+    _, _, lines = run("import os; os.write(2, b'a\\nout of mem'); os._exit(1)", tmp_path)
+    assert lines == ["a", "out of mem"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_ends_all_processes_and_is_returned(tmp_path: Path, number: signal.Signals) -> None:
     handler = signal.getsignal(number)

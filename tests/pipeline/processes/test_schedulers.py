@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pipeline.errors import LaunchError
@@ -14,8 +16,16 @@ from pipeline.processes.schedulers import (
     without_scheduler,
 )
 
-NOTHING = MachineOptions()
-OPTIONS = MachineOptions(2, 1, "node1:29500")
+WAIT_S = 30
+
+
+def given(*values: Any, **named: Any) -> MachineOptions:
+    """Return options with the wait `WAIT_S`."""
+    return MachineOptions(*values, **named, wait_s=WAIT_S)
+
+
+NOTHING = given()
+OPTIONS = given(2, 1, "node1:29500")
 
 TORCHRUN = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 KUBEFLOW = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -33,21 +43,21 @@ KUBERNETES = {"NNODES": "2", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "train-
     ("environ", "expected"),
     [
         ({}, Machines()),
-        (TORCHRUN, Machines(3, 2, "node1", 29500)),
-        ({**TORCHRUN, "GROUP_RANK": "2"}, Machines(3, 2, "node1", 29500)),
-        (KUBEFLOW, Machines(2, 1, "job-master-0", 23456)),
-        (KUBERNETES, Machines(2, 1, "train-0.train", 1)),
-        (SLURM, Machines(2, 1, "gnode10", 15_000 + 200505 % 15_000)),
-        ({**SLURM, "MASTER_PORT": "7"}, Machines(2, 1, "gnode10", 7)),
+        (TORCHRUN, Machines(3, 2, "node1", 29500, WAIT_S)),
+        ({**TORCHRUN, "GROUP_RANK": "2"}, Machines(3, 2, "node1", 29500, WAIT_S)),
+        (KUBEFLOW, Machines(2, 1, "job-master-0", 23456, WAIT_S)),
+        (KUBERNETES, Machines(2, 1, "train-0.train", 1, WAIT_S)),
+        (SLURM, Machines(2, 1, "gnode10", 15_000 + 200505 % 15_000, WAIT_S)),
+        ({**SLURM, "MASTER_PORT": "7"}, Machines(2, 1, "gnode10", 7, WAIT_S)),
         # A step may use fewer nodes than its job.
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, Machines()),
         (
             {**SLURM, "SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "b[1-2]"},
-            Machines(2, 1, "b1", 15_000 + 200505 % 15_000),
+            Machines(2, 1, "b1", 15_000 + 200505 % 15_000, WAIT_S),
         ),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "0", **KUBEFLOW, "RANK": "0"},
-            Machines(2, 0, "job-master-0", 23456),
+            Machines(2, 0, "job-master-0", 23456, WAIT_S),
         ),
     ],
 )
@@ -56,32 +66,32 @@ def test_schedulers_tell_the_machines(environ: dict[str, str], expected: Machine
 
 
 def test_options_replace_all_variables() -> None:
-    assert find_machines(OPTIONS, {**TORCHRUN, **SLURM}) == Machines(2, 1, "node1", 29500)
-    assert find_machines(MachineOptions(rank=0, machines=3), TORCHRUN) == Machines(3, 0, "node1", 29500)
-    assert find_machines(MachineOptions(machines=1), TORCHRUN) == Machines()
-    assert find_machines(MachineOptions(2, 0, "a:1", 5), {}).wait_s == 5
+    assert find_machines(OPTIONS, {**TORCHRUN, **SLURM}) == Machines(2, 1, "node1", 29500, WAIT_S)
+    assert find_machines(given(rank=0, machines=3), TORCHRUN) == Machines(3, 0, "node1", 29500, WAIT_S)
+    assert find_machines(given(machines=1), TORCHRUN) == Machines()
+    assert find_machines(MachineOptions(2, 0, "a:1", wait_s=5), {}).wait_s == 5
 
 
 @pytest.mark.parametrize(
     ("options", "environ", "what", "fix"),
     [
         (
-            MachineOptions(2, None, "a:1"),
+            given(2, None, "a:1"),
             {},
             "rank of this machine must be from 0 to 1, but none",
             "--rank 0",
         ),
-        (MachineOptions(2, 2, "a:1"), {}, "must be from 0 to 1, got 2", "--rank 0"),
-        (MachineOptions(2, 0), {}, "the address of machine 0 is missing", "--master host:port"),
-        (MachineOptions(rank=1), {}, "the number of machines is missing", "--machines"),
+        (given(2, 2, "a:1"), {}, "must be from 0 to 1, got 2", "--rank 0"),
+        (given(2, 0), {}, "the address of machine 0 is missing", "--master host:port"),
+        (given(rank=1), {}, "the number of machines is missing", "--machines"),
         (
-            MachineOptions(2, 0, "a"),
+            given(2, 0, "a"),
             {},
             "must be host:port with a port from 1 to 65535, got 'a'",
             "node1:29500",
         ),
-        (MachineOptions(2, 0, "a:0"), {}, "got 'a:0'", "node1:29500"),
-        (MachineOptions(2, 0, "[::1]:5"), {}, "got '[::1]:5'", "IPv4"),
+        (given(2, 0, "a:0"), {}, "got 'a:0'", "node1:29500"),
+        (given(2, 0, "[::1]:5"), {}, "got '[::1]:5'", "IPv4"),
         (NOTHING, {**TORCHRUN, **SLURM}, "contradict each other: NNODES=3, SLURM_NNODES=2", "--machines"),
         (NOTHING, {**TORCHRUN, "NNODES": "1:4"}, "must be an integer, got '1:4'", "--machines"),
         (NOTHING, {**TORCHRUN, "NNODES": "0"}, "at least 1, got 0", "--machines"),

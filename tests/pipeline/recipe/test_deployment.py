@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DeploymentError
-from pipeline.processes.machines import WAIT_S
 from pipeline.recipe import project_root
 from pipeline.recipe.deployment import (
     DEPLOYMENT_VARIABLE,
@@ -95,7 +94,7 @@ def test_each_launcher_has_the_settings_that_its_class_reads(tmp_path: Path) -> 
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
     }
     local = read(tmp_path, "launcher: {kind: local, machines: 2, master: 'node1:29500'}").launcher
-    assert local == LocalSettings(machines=2, master="node1:29500", wait_s=WAIT_S)
+    assert local == LocalSettings(machines=2, master="node1:29500")
 
 
 def test_another_executor_is_a_section_with_import_path_and_config(tmp_path: Path) -> None:

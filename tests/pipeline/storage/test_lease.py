@@ -105,6 +105,42 @@ def test_a_holder_that_was_replaced_notices_it_and_does_not_release_the_other(
     assert current["copy"] == "two"
 
 
+def test_a_holder_notices_that_another_took_over_and_is_already_done(
+    make_lease: Callable[..., Lease],
+) -> None:
+    """Otherwise, a machine that was suspended would upload its older files over the finished run."""
+    other = make_lease("two")
+    with hold_lease(make_lease("one")) as lost:
+        other._take_over(settle_s=0.0)
+        other.release()
+        deadline_s = time.monotonic() + 20 * leases.HEARTBEAT_S
+        while not lost.lost and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert lost.lost
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"3"])
+def test_a_lease_that_cannot_be_read_is_lost_and_is_taken_over_only_when_it_is_stale(
+    make_lease: Callable[..., Lease], content: bytes
+) -> None:
+    with hold_lease(make_lease("one")) as lost:
+        lost._folder.put("runs/r/lease", content)
+        deadline_s = time.monotonic() + 20 * leases.HEARTBEAT_S
+        while not lost.lost and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert lost.lost
+    started_s = time.monotonic()
+    with hold_lease(make_lease("two")):
+        assert time.monotonic() - started_s >= leases.STALE_S
+
+
+def test_a_lease_that_vanishes_during_a_takeover_is_not_an_error(make_lease: Callable[..., Lease]) -> None:
+    lease = make_lease("one")
+    remove = threading.Timer(0.05, lease._folder.remove, ("runs/r/lease",))
+    remove.start()
+    assert not lease._take_over(settle_s=0.5)
+
+
 def test_the_file_names_the_machine_and_no_secret(make_lease: Callable[..., Lease]) -> None:
     lease = make_lease("one")
     lease.acquire()

@@ -20,7 +20,7 @@ from pipeline.vae_latents.stage import cache_latents
 from resources.launchers.local import AccelerateLauncher
 from resources.launchers.slurm import SlurmLauncher
 from tests.pipeline.cache_case import Cache, cache, entry_bytes
-from tests.slurm_cluster import slurm_cluster, why_no_slurm
+from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_no_slurm
 
 __all__ = ["cache", "entry_bytes"]  # fixtures
 
@@ -31,15 +31,15 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as environment:
-        yield environment
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running_cluster:
+        yield running_cluster
 
 
 @pytest.fixture(autouse=True)
-def deployment(cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def deployment(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use the cluster's commands and a scratch folder of this test, which is returned."""
-    for name, value in cluster.items():
+    for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
     file = tmp_path / "deployment.yaml"
     file.write_text(f"scratch: {tmp_path / 'scratch'}\n", encoding="utf-8")

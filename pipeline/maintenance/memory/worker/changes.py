@@ -47,21 +47,26 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
         settings += ("accelerate.mixed_precision: bf16",)
         variant = replace(variant, mixed_precision="bf16")
         yield settings, variant
+
     if not variant.checkpointing:
         settings += ("training.gradient_checkpointing: true",)
         variant = replace(variant, checkpointing=True)
         yield settings, variant
+
     if variant.batch_size > 1:
         accumulation = recipe.training.gradient_accumulation * variant.batch_size
         settings += ("training.batch_size: 1", f"training.gradient_accumulation: {accumulation}")
         variant = replace(variant, batch_size=1)
         yield settings, variant
+
+    # A recipe with sharding can have neither streaming nor packed weights.
     if recipe.accelerate.shard:
         return
     if variant.offload != 0 and recipe.training.offload != "auto":
         settings += (AUTO if recipe.training.lora.text_encoders is None else "training.offload: 0",)
         variant = replace(variant, offload=0)
         yield settings, variant
+
     if variant.quantize == "none" and _can_pack(recipe):
         for kind in ("int8", "nf4"):
             yield (*settings, f"training.quantize: {kind}"), replace(variant, quantize=kind)

@@ -26,7 +26,8 @@ from pipeline.models.families.parts.references import FIBO2_REFERENCES
 from pipeline.models.worker.family import WorkerFamily
 from pipeline.models.worker.text import SeenImage
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import TOLERANCE, Case, settings
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import TOLERANCE, settings
 from tests.pipeline.models.families.references_case import pictures
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pipeline.models.families.complete_job import Case, check_case
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import check_case
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.references_case import (
     check_calls,
     check_encoding,

@@ -8,7 +8,7 @@ import torch
 from diffusers import FluxPipeline
 
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
 DOUBLE += tuple(layer.replace("img", "txt") for layer in DOUBLE)

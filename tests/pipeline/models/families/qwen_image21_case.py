@@ -25,7 +25,8 @@ from pipeline.models.families.parts import references as declared
 from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES
 from pipeline.models.worker.text import SeenImage
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case, settings
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import settings
 from tests.pipeline.models.families.references_case import pictures
 
 LAYERS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]

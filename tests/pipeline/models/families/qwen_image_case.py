@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_v_proj")
 IMAGE += ("img_mlp.net.0.proj", "img_mlp.net.2")

@@ -15,7 +15,8 @@ from torch.nn.functional import fold
 from pipeline.images.geometry import Size
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily
-from tests.pipeline.models.families.complete_job import TOLERANCE, Case, draw_picture
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import TOLERANCE, draw_picture
 
 TARGET = Size(64, 96)
 SIZES = (Size(64, 160), Size(99, 75), Size(64, 80))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 ATTENTIONS = {
     "down_blocks.1.attentions.0": "input_blocks.4.1",

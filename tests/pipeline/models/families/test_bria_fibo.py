@@ -9,7 +9,7 @@ from diffusers import BriaFiboPipeline
 
 from demo.tiny_models import make_tiny_bria_fibo
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 DOUBLE = tuple(f"attn.{layer}" for layer in ATTENTION)

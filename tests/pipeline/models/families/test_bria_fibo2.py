@@ -31,7 +31,8 @@ from tests.pipeline.models.families.bria_fibo2_case import (
     seen,
     small_references,
 )
-from tests.pipeline.models.families.complete_job import TOLERANCE, Case
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import TOLERANCE
 from tests.pipeline.models.families.references_case import pictures, random_latents
 
 JSON_CAPTION = """{

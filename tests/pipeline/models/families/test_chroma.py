@@ -17,7 +17,8 @@ from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case, draw_picture
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import draw_picture
 
 # diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")

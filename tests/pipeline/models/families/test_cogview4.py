@@ -11,7 +11,7 @@ from diffusers import CogView4Pipeline
 from demo.tiny_models import make_tiny_cogview4
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 

@@ -13,7 +13,7 @@ from demo.tiny_models.parts import write_json
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 # numpy 2 deprecates how torch converts the tensor that diffusers' pipeline passes to its scheduler.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

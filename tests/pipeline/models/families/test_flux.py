@@ -14,7 +14,7 @@ from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.export.layouts import layout_tensors
 from pipeline.trained_lora.worker.export.modules import describe_networks
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.flux_case import FluxCase
 
 

@@ -12,7 +12,7 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from demo.tiny_models import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.models.worker.family import load_family
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.flux2_case import Flux2Case, ReferenceTests
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from demo.tiny_models import make_tiny_flux2_dev
 from pipeline.models.worker.family import load_family
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.flux2_case import Flux2Case, ReferenceTests
 
 

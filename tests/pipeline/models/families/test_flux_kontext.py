@@ -9,7 +9,7 @@ from diffusers import FluxKontextPipeline
 
 from demo.tiny_models import make_tiny_flux_kontext
 from pipeline.models.worker.family import WorkerFamily, load_family
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.flux_case import FluxCase
 from tests.pipeline.models.families.references_case import (
     check_calls,

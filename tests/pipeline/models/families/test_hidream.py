@@ -17,7 +17,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 BROUGHT = ("tokenizer_4", "text_encoder_4")
 LAYERS = ("to_q", "to_k", "to_v", "to_out")

@@ -12,7 +12,7 @@ from demo.tiny_models import make_tiny_ideogram4
 from pipeline.models.families import Layer
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 ORIGINAL = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 LAYERS = tuple(f"attention.{end}" for end in ("to_q", "to_k", "to_v", "to_out.0")) + ORIGINAL[2:]

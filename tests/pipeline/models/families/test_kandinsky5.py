@@ -14,7 +14,7 @@ from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 ENDS = ("to_query", "to_key", "to_value", "out_layer")
 FEED_FORWARD = ("feed_forward.in_layer", "feed_forward.out_layer")

@@ -11,7 +11,7 @@ from diffusers import DDPMScheduler
 from demo.tiny_models import make_tiny_kolors
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 
 # numpy 2 deprecates how diffusers' Euler schedule converts a tensor to an array. diffusers' ChatGLM, which a

@@ -13,7 +13,7 @@ from demo.tiny_models.parts import write_json
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 ATTENTION = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate"}
 LAYERS = {f"attn.{name}": f"attn.{original}" for name, original in ATTENTION.items()}

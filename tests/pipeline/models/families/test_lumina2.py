@@ -16,7 +16,7 @@ from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.export.layouts import layout_tensors
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 ORIGINAL = ("attention_qkv", "attention_out", "feed_forward_w1", "feed_forward_w2", "feed_forward_w3")
 BLOCKS = ("layers_0", "layers_1", "noise_refiner_0", "context_refiner_0")

@@ -6,7 +6,7 @@ from pathlib import Path
 from diffusers import QwenImagePipeline
 
 from demo.tiny_models import make_tiny_qwen_image
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.qwen_image_case import QwenImageCase
 
 

@@ -28,7 +28,8 @@ from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import recipe_from_mapping
 from pipeline.trained_lora.export.lora_files import read_lora_file
 from pipeline.trained_lora.export.metadata import READERS_KEY
-from tests.pipeline.models.families.complete_job import TOLERANCE, Case, check_drawing, settings
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import TOLERANCE, check_drawing, settings
 from tests.pipeline.models.families.qwen_image21_case import (
     QwenImage21Case,
     QwenImage21EditCase,

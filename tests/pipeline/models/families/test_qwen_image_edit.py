@@ -27,7 +27,8 @@ from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.text import SeenImage
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import TOLERANCE, Case, settings
+from tests.pipeline.models.families.case import Case
+from tests.pipeline.models.families.complete_job import TOLERANCE, settings
 from tests.pipeline.models.families.qwen_image_case import QwenImageCase
 from tests.pipeline.models.families.references_case import (
     check_calls,

@@ -11,7 +11,7 @@ from diffusers import SanaPipeline
 from demo.tiny_models import make_tiny_sana
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 # numpy 2 deprecates how diffusers' solver converts a tensor to an array.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -20,7 +20,7 @@ from pipeline.models.families import Layer
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 ATTENTIONS = {
     "down_blocks.0.attentions.0": "input_blocks.1.1",

@@ -14,7 +14,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.families import Layer
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 JOINT = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 

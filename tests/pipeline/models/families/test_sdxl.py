@@ -24,7 +24,7 @@ from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weight
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 
 # numpy 2 deprecates how diffusers' Euler schedule converts a tensor to an array.

@@ -12,7 +12,7 @@ from diffusers import ZImagePipeline
 from demo.tiny_models import make_tiny_z_image
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from tests.pipeline.models.families.complete_job import Case
+from tests.pipeline.models.families.case import Case
 
 LAYERS = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
 LAYERS += tuple(f"feed_forward.w{number}" for number in (1, 2, 3))
