@@ -174,7 +174,7 @@ def _require_deleted(output_dir: Address) -> None:
         raise StoreError(
             "the output folder still exists, and --forget is only for deleted ones",
             where=str(output_dir),
-            fix="delete the folder first if you no longer need it; a recipe in it may still need cache entries",
+            fix="delete the folder first if you no longer need it",
         )
 
 

@@ -108,8 +108,8 @@ class SharedOrder:
             raise StoreError(
                 "the order does not exist",
                 where=self._folder.where(ORDER_FILE),
-                fix="pass the address in the job's log; if the job has succeeded, its order is deleted and nothing "
-                "is left to encode, otherwise start the job again",
+                fix="pass the address in the job's log; if the job has succeeded, its order is deleted and "
+                "nothing is left to encode, otherwise start the job again",
             ) from err
         if settings.get("versions") != VERSIONS:
             raise StoreError(

@@ -96,9 +96,9 @@ class KubernetesLauncher(RemoteLauncher):
         return LaunchError(
             f"Kubernetes did not run the job {name}: {' '.join(text.split())[:500]}",
             where=f"namespace {self.namespace}",
-            fix="correct launcher.pod, launcher.image or launcher.namespace in the deployment file; if access "
-            "was denied, allow the service account of the step to create, read and delete jobs and to read "
-            "pods and their logs",
+            fix="correct launcher.pod, launcher.image or launcher.namespace in the deployment file; if "
+            "access was denied, allow the service account of the step to create, read and delete jobs and "
+            "to read pods and their logs",
         )
 
 

@@ -185,7 +185,7 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
             "launcher: {kind: local, machines: 2}",
             "launcher.master is required for a training on 2 machines",
             "launcher.master",
-            "add it, such as node1:29500",
+            "set it to a name of this machine and a free port on it, such as node1:29500",
         ),
         ("pools: gpu", 'pools must be instance or machine, got "gpu"', "pools", "use instance or machine"),
     ],
