@@ -102,7 +102,9 @@ def with_seen_images(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame
 
 
 def file_images(entries: RecipeEntries, paths: Sequence[Path]) -> tuple[str | None, str | None]:
-    """Return `SEEN` and `FILES` of a prompt's references; None if the text encoder does not see them.
+    """Return the columns `SEEN` and `FILES` for the reference images of a prompt, given as local files.
+
+    Both are None if the prompt has no references, or if the base model's text encoder does not see them.
 
     Raises:
         ImageError: A file is missing, or is not an image.

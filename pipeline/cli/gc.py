@@ -107,7 +107,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
     if folder.broken and do_delete:
         names = ", ".join(broken.name for broken in folder.broken)
         raise RecipeError(
-            f"no run was deleted, because a recipe with mistakes may start from one: {names}",
+            f"no run was deleted, because start_from of a recipe with mistakes may name one: {names}",
             where=str(folder.broken[0].file.parent),
             fix="correct the recipe, or move its file to another folder",
         )
@@ -172,7 +172,7 @@ def _require_deleted(output_dir: Address) -> None:
     """Raise StoreError if the output folder still exists."""
     if _exists(output_dir):
         raise StoreError(
-            "the output folder still exists and its tables name entries, so it cannot be forgotten",
+            "the output folder still exists, and --forget is only for deleted ones",
             where=str(output_dir),
             fix="delete the folder first if you no longer need it",
         )

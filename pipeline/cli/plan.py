@@ -52,7 +52,7 @@ def command(recipe: Recipe, as_json: bool, vram: float | None, no_memory: bool, 
     If a gate would stop the job, the gate and its fix are shown first, and the exit status is 1.
     """
     if no_memory and only_memory:
-        raise click.UsageError("--no-memory and --only-memory exclude each other")
+        raise click.UsageError("--no-memory and --only-memory exclude each other.")
     if only_memory:
         memory = forecast_memory(recipe, card_bytes=_card_bytes(vram))
         if as_json:

@@ -55,6 +55,8 @@ def dagster_home() -> Path:
         raise FileAccessError(
             f"the folder of the Dagster instance does not exist: {folder}",
             where=f"environment variable {HOME_VARIABLE}" if chosen else str(project_root()),
-            fix=f"create the folder, or unset {HOME_VARIABLE} to use {project_root() / '.dagster'}",
+            fix=f"create the folder, or unset {HOME_VARIABLE} to use {project_root() / '.dagster'}"
+            if chosen
+            else "restore the folder .dagster of the checkout: git checkout -- .dagster",
         )
     return folder

@@ -37,10 +37,10 @@ GRACE_S = 20.0
 def command(order: str, machines: int | None, rank: int | None, master: str | None, wait_s: int) -> None:
     """Run this machine's processes of the training that ORDER describes, until the training ends.
 
-    ORDER is the file order.json in the folder of a run, or that folder; machines other than 0 may read it
-    from an address. A scheduler starts this command once
-    per machine. Without options, the number of machines, the rank of this one and the address of machine 0
-    come from the variables of torchrun (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT) or Slurm.
+    ORDER is the file order.json in the folder of a run, or that folder. Machines other than 0 may read it
+    from an address. Start the command once per machine. Without options, the number of machines, the rank of
+    this one and the address of machine 0 come from the variables of torchrun (NNODES, NODE_RANK, MASTER_ADDR,
+    MASTER_PORT) or Slurm.
 
     Machine 0 writes the run's folder. The others need only order.json and inputs.parquet from it, the base
     model, and the cache.

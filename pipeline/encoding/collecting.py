@@ -147,10 +147,11 @@ class Collector:
                 ", ..." if len(unfinished) > _MAX_NAMED else ""
             )
             raise LaunchError(
-                f"{counted(len(unfinished), 'encoding worker')} ended before the end of its shard: {names}",
+                f"{counted(len(unfinished), 'shard is', 'shards are')} incomplete, although the encoding "
+                f"workers have ended: {names}",
                 where="\n".join([f"{self.order.address}, last output:", *(last_output or ["(none)"])]),
-                fix="correct the cause in the output, often too little memory or time, and start the job "
-                "again, which encodes the missing entries only",
+                fix="correct the cause that the output shows, often too little memory or time, and start the "
+                "job again; it encodes the missing entries only",
             )
 
     def _count(self, shard: Shard, data: bytes) -> None:

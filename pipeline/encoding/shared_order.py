@@ -108,24 +108,24 @@ class SharedOrder:
             raise StoreError(
                 "the order does not exist",
                 where=self._folder.where(ORDER_FILE),
-                fix="pass the address that the log of the job names; a finished order is deleted, and the "
-                "job may be started again at any time",
+                fix="pass the address in the job's log; if the job has succeeded, its order is deleted and "
+                "nothing is left to encode, otherwise start the job again",
             ) from err
         if settings.get("versions") != VERSIONS:
             raise StoreError(
-                f"the order was written by another version of Latentline: {settings.get('versions')} instead "
-                f"of this worker's {VERSIONS}",
+                "the order was written by another version of Latentline: it has the versions "
+                f"{settings.get('versions')}, and this worker has {VERSIONS}",
                 where=self._folder.where(ORDER_FILE),
-                fix="install the same version on all machines",
+                fix="install the same version of Latentline on all machines",
             )
         return settings
 
     def read(self, name: str) -> bytes:
-        """Read a file.
+        """Return the bytes of a file of the order.
 
         Raises:
-            FileNotFoundError: It does not exist.
-            StoreError: It cannot be read.
+            FileNotFoundError: The file does not exist.
+            StoreError: The file cannot be read.
         """
         with self._access("read", name):
             return self._folder.read(name)
@@ -182,7 +182,7 @@ class SharedOrder:
             raise
         except OSError as err:
             raise StoreError(
-                f"the order cannot be {done}: {err.strerror or err}",
+                f"the encoding order cannot be {done}: {err.strerror or err}",
                 where=self._folder.where(name),
                 fix=access_fix(self.address, err),
             ) from err

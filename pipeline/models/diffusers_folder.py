@@ -260,7 +260,8 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 def image_processor_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the image processor in a processor's folder, without the names of classes.
 
-    As in transformers, those in the processor's own configuration win.
+    The folder may state them twice. As in transformers, the processor's own configuration takes precedence
+    over the separate file of the image processor.
 
     Raises:
         ModelError: The folder has no settings of an image processor.

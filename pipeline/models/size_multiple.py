@@ -22,7 +22,8 @@ _MAX_SIZES_SHOWN = 5
 def local_family(recipe: Recipe) -> Family | None:
     """Return the family of a base model in a local folder, or None for any other base model.
 
-    The result is also None if the folder is not a supported model. The job that uses it reports that error.
+    The result is also None if the folder is not a supported model. The job reports that error when it
+    resolves the model.
     """
     folder = in_project(recipe.model.base)
     if not (folder / _MODEL_INDEX).is_file():

@@ -62,7 +62,11 @@ def find_machines(options: MachineOptions, environ: Mapping[str, str]) -> Machin
     _require_one_per_machine(environ)
     number = options.machines
     if number is None and (options.rank is not None or options.master is not None):
-        raise LaunchError("the number of machines is missing", where="--machines", fix="pass --machines")
+        raise LaunchError(
+            "the number of machines is missing, which --rank and --master require",
+            where="--machines",
+            fix="pass --machines, or omit --rank and --master to use the scheduler's variables",
+        )
     if number is None:
         number = _number(environ, _MACHINES, otherwise="WORLD_SIZE")
     if number is None:
@@ -158,7 +162,8 @@ def _number(environ: Mapping[str, str], sources: _Sources, *, otherwise: str = "
     if text is None or text.isdecimal():
         return None if text is None else int(text)
     names = _names(sources)
-    raise LaunchError(f"the value must be an integer, got {text!r}", where=f"one of {names}", fix=_FIX)
+    what = f"an environment variable of the scheduler must be an integer, got {text!r}"
+    raise LaunchError(what, where=f"one of {names}", fix=_FIX)
 
 
 def _text(environ: Mapping[str, str], sources: _Sources) -> str | None:

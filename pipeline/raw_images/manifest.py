@@ -79,7 +79,8 @@ def walk_manifest(
 def path_normalizer(settings: DatasetSettings) -> Callable[[str], str]:
     """Return a function that makes a manifest's path relative to the dataset's root, in its shortest form.
 
-    An absolute path or address below the root becomes relative. Any other keeps leading out of the dataset.
+    An absolute path or address below the root becomes relative. Paths outside the root stay outside, so that
+    the scan can reject them.
     """
     root = str(settings.root).rstrip("/") + "/"
     if not isinstance(settings.root, Url):

@@ -122,7 +122,9 @@ class LocalSettings(Settings):
         """See `Settings.violations`."""
         if self.machines > 1 and not self.master:
             yield Violation(
-                "master", "several machines need an address to meet", "add it, such as node1:29500"
+                "master",
+                f"launcher.master is required for a training on {self.machines} machines",
+                "set it to a name of this machine and a free port on it, such as node1:29500",
             )
 
 

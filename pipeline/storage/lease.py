@@ -83,7 +83,7 @@ class Lease:
             time.sleep(_POLL_S)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the content of the file; None without one, and nothing of one that is not a lease.
+        """Return the content of the file: None if it does not exist, an empty mapping if it is not a lease.
 
         Raises:
             OSError: The service does not answer.

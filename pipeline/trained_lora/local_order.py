@@ -84,7 +84,7 @@ def _fetched(order: Url, folder: Path) -> Path:
 
 def _missing(name: str, where: str) -> TrainingError:
     return TrainingError(
-        f"{name} does not exist there",
+        f"{name} does not exist at this path or address",
         where=where,
         fix=f"pass the path or address of {JOB_FILE} in a run's folder; if the machines share no disk, copy "
         f"{' and '.join(reversed(_ORDER_FILES))} to this one",

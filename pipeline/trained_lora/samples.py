@@ -74,8 +74,9 @@ class TrainingInput:
         target_size_hw: Size of the bucket.
         held_out: Whether the input is reserved for validation loss and never trained on.
         lora_scale: Factor of the LoRA's effect while it trains on the input.
-        pair: Name of the pair of a slider that the input belongs to; None if it has no partner.
-        empty_text: Entry of the empty caption with the input's references; None for that of the job.
+        pair: Name that a slider's two opposite images share; None if the input has no partner.
+        empty_text: Entry of the empty caption with the input's references; None to use the entry of the
+            empty caption that all inputs of the job share.
     """
 
     variant_id: str

@@ -86,8 +86,9 @@ class KubernetesLauncher(RemoteLauncher):
         return LaunchError(
             f"Kubernetes did not run the job {name}: {' '.join(text.split())[:500]}",
             where=f"namespace {self.namespace}",
-            fix="correct launcher.pod, launcher.image or launcher.namespace in the deployment file, or let "
-            "the service account of the step create, read and delete jobs and read pods and their logs",
+            fix="correct launcher.pod, launcher.image or launcher.namespace in the deployment file; if "
+            "access was denied, allow the service account of the step to create, read and delete jobs and "
+            "to read pods and their logs",
         )
 
 
@@ -155,6 +156,6 @@ def _api_client() -> Any:
             raise LaunchError(
                 f"the Kubernetes cluster cannot be accessed: {err}",
                 where="launcher: kubernetes",
-                fix="run the step in a pod, or set KUBECONFIG to the file with the access to the cluster",
+                fix="run the step in a pod, or set KUBECONFIG to a file with access to the cluster",
             ) from err
     return client.ApiClient()

@@ -165,7 +165,8 @@ class _Job:
             raise LaunchError(
                 f"Slurm rejected the job {self.name}",
                 where="\n".join([shlex.join(sbatch), *self.submission.lines()]),
-                fix="correct launcher.options in the deployment file, or the cause in the output",
+                fix="correct the cause that Slurm's output names, often an option in launcher.options of the "
+                "deployment file",
             )
         return process.returncode
 

@@ -52,13 +52,13 @@ class LoraChoice:
 
 @dataclass(frozen=True)
 class Cell:
-    """One picture of the grid.
+    """One picture of the grid of LoRAs, strengths and prompts.
 
     Attributes:
-        lora: The LoRA.
-        strength: Factor of its effect.
-        number: Index of the prompt.
-        path: The PNG file.
+        lora: LoRA to draw with.
+        strength: Factor of the LoRA's effect.
+        number: Index of the prompt, from 0.
+        path: PNG file to write.
     """
 
     lora: LoraChoice

@@ -116,9 +116,15 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
-    """Delete the state of the checkpoints up to step `newest`, except the last `keep`; return their steps.
+    """Delete the training state of old checkpoints, and return their steps.
 
-    The LoRA files of a checkpoint stay, so that users can choose among all steps.
+    A run cannot resume from them any more, but their LoRA files stay, so that users can choose among all
+    steps. Checkpoints without LoRA files are deleted completely.
+
+    Args:
+        folder: Folder with the checkpoints of a run.
+        keep: Number of checkpoints that keep their state, the newest up to step `newest`.
+        newest: Step of the newest checkpoint to consider; later ones stay.
     """
     steps = sorted(step for step, path in _checkpoints(folder) if not _holds_only_lora(path))
     expired = [step for step in steps if step <= newest][:-keep]

@@ -261,7 +261,7 @@ def test_gc_deletes_no_run_while_a_recipe_has_mistakes(cli: Any, job: Job, tmp_p
     assert cli("gc", "--keep-runs", "0").exit_code == 0, "listing is harmless"
     completed = cli("gc", "--keep-runs", "0", "--delete")
     assert isinstance(completed.exception, LatentlineError)
-    assert "a recipe with mistakes may start from one: broken" in completed.exception.what
+    assert "start_from of a recipe with mistakes may name one: broken" in completed.exception.what
     assert run.exists()
 
 

@@ -64,12 +64,12 @@ def free_port() -> int:
 def test_an_order_that_is_not_on_this_machine_is_an_error(tmp_path: Path, order: Path) -> None:
     missing = invoke(tmp_path / "order.json").exception
     assert isinstance(missing, TrainingError)
-    assert missing.what == "order.json does not exist there"
+    assert missing.what == "order.json does not exist at this path or address"
 
     (order.parent / "inputs.parquet").unlink()
     incomplete = invoke(order.parent).exception
     assert isinstance(incomplete, TrainingError)
-    assert incomplete.what == "inputs.parquet does not exist there"
+    assert incomplete.what == "inputs.parquet does not exist at this path or address"
     assert "copy order.json and inputs.parquet" in incomplete.fix
 
 

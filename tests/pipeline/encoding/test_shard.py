@@ -132,7 +132,7 @@ def test_a_worker_that_ends_early_is_reported_and_a_restart_of_its_shard_encodes
         return ["slurmstepd: error: Detected 1 oom_kill event"]
 
     launch = OnWorkers(in_process_launch, all_but_shard_2)
-    with pytest.raises(LaunchError, match=r"1 encoding worker ended .* 2/4") as caught:
+    with pytest.raises(LaunchError, match=r"1 shard is incomplete, .* 2/4") as caught:
         latents(shared, launch)
     assert "oom_kill" in caught.value.where
     assert str(launch.orders[0].address) in caught.value.where
@@ -304,7 +304,7 @@ def test_one_of_four_processes_on_s3_is_killed_and_only_its_rest_is_encoded_agai
         return []
 
     launch = OnWorkers(in_process_launch, run)
-    with pytest.raises(LaunchError, match=r"1 encoding worker ended .* 2/4"):
+    with pytest.raises(LaunchError, match=r"1 shard is incomplete, .* 2/4"):
         latents(shared, launch)
     survived = entries_at(shared.recipe)
     assert 180 < len(survived) < 240

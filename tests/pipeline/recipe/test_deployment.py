@@ -182,9 +182,9 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
         ("launcher: {kind: kubernetes}", "required key image is missing", "launcher.image", "add image: "),
         (
             "launcher: {kind: local, machines: 2}",
-            "several machines need an address to meet",
+            "launcher.master is required for a training on 2 machines",
             "launcher.master",
-            "add it, such as node1:29500",
+            "set it to a name of this machine and a free port on it, such as node1:29500",
         ),
         ("pools: gpu", 'pools must be instance or machine, got "gpu"', "pools", "use instance or machine"),
     ],

@@ -39,7 +39,7 @@ def test_an_order_on_a_disk_is_used_where_it_is(tmp_path: Path) -> None:
 
 def test_a_missing_order_is_an_error(address: Url, tmp_path: Path) -> None:
     for order in (Url("memory://runs/4567"), tmp_path):
-        with pytest.raises(TrainingError, match="does not exist there") as caught:
+        with pytest.raises(TrainingError, match="does not exist at this path or address") as caught:
             local_order(order, tmp_path / "copy", rank=1)
         assert "copy order.json and inputs.parquet" in caught.value.fix
 

@@ -141,7 +141,7 @@ def test_a_killed_task_is_named_and_a_repetition_encodes_the_rest(cache: Any, en
 
     _, error = in_step(SlurmLauncher(workers=2), kill_one)
     assert isinstance(error, LaunchError)
-    assert "1 encoding worker ended before the end of its shard" in error.what
+    assert "1 shard is incomplete, although the encoding workers have ended" in error.what
     survived = entry_bytes()
     reports: list[LatentlineError] = []
     _, error = in_step(SlurmLauncher(workers=2), lambda launch: reports.append(encode(cache, launch).report))

@@ -27,10 +27,11 @@ class QwenAndClipConditioner(TextConditioner):
         return encoders.prompt_template.format(prompt_clean(caption))
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
-        """Count tokens, and find the cut as the pipeline makes it; the index refers to the cleaned caption.
+        """Return the number of tokens, how many are cut, and the index of the cut in the cleaned caption.
 
-        From a text with too many tokens the pipeline removes as many characters as some of its last tokens
-        decode to. It reads the rest up to the limit.
+        The pipeline shortens a long text in two steps, which are repeated here. It decodes the tokens above
+        the limit, and removes as many characters from the end of the text. It then tokenizes the rest again,
+        and ignores any tokens that still exceed the limit.
         """
         prompt, limit = self.prompt(encoders, caption), self.token_limit(encoders, role)
         spans = _token_spans(encoders.tokenizer, prompt)
