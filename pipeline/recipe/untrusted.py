@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.recipe.errors import Mistake
-from pipeline.recipe.optimizers import OPTIMIZERS
+from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
 from pipeline.storage.addresses import is_url
 

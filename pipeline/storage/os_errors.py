@@ -1,10 +1,8 @@
 """Errors of the operating system, such as a full disk or a missing permission, with a fix for each.
 
-All behaviour on a full disk is decided here: the space that encoding requires before it starts, and the
-messages if a cache entry, any other file or Dagster's history cannot be written. The callers:
-`encoding/fill.py` (space before encoding), `cache/store.py` and `cache/users.py` (cache), `storage/atomic.py`
-(other files), `processes/pipes.py` and `resources/failures.py` (failed steps), `assets/run_summary.py`
-(Dagster's history) and `cli/main.py`.
+What happens on a full disk is decided here: the space that encoding requires before it starts
+(`require_disk_space`), and the message and fix if a cache entry, another file or Dagster's history cannot be
+written.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe.optimizers import OPTIMIZERS
+from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.project import project_root
 from pipeline.recipe.settings import MAX_COUNT
 from pipeline.storage.atomic import write_text

@@ -12,7 +12,7 @@ from diffusers.optimization import get_scheduler
 from transformers.optimization import get_wsd_schedule
 
 from pipeline.errors import TrainingError
-from pipeline.recipe.optimizers import OPTIMIZERS
+from pipeline.recipe.optimizer_classes import OPTIMIZERS
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.errors import TrainingError
 from pipeline.recipe import TrainingSettings
-from pipeline.recipe.optimizers import OPTIMIZERS
+from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
