@@ -108,7 +108,7 @@ def slurm_cluster(folder: Path, *, num_gpus: int = 0) -> Generator[SlurmCluster]
     _write_config(folder, host, nodes, num_gpus)
     cluster = SlurmCluster(_variables(folder / "slurm.conf"))
 
-    # Slurm finds out by the name of a program in which daemon it runs, and Debian adds -wlm to that name.
+    # Slurm recognises a daemon by the name of its program, to which Debian adds -wlm.
     daemons = {name: folder / name for name in ("slurmctld", "slurmd")}
     for name, link in daemons.items():
         link.symlink_to(str(_program(name)))
