@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from dagster import AssetCheckEvaluation, AssetCheckKey, AssetCheckSeverity, AssetKey, DagsterInstance
 
 from assets.definitions import build_definitions
@@ -14,6 +15,8 @@ from demo.experiments import changed_demo
 from tests.e2e.daemon import make_home
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_lora_that_has_learned_nothing_is_measured_recorded_and_fails_the_check(tmp_path: Path) -> None:
     recipe = changed_demo(tmp_path, training={"steps": 1, "warmup_steps": 0, "sample_every": 0})
     definitions = build_definitions([recipe])

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from assets.definitions import build_definitions
@@ -33,6 +34,7 @@ def write_pairs(folder: Path) -> None:
             (folder / name / f"{number}.txt").write_text(scene.caption, encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_slider_changes_the_brightness_with_its_scale(tmp_path: Path) -> None:
     write_pairs(tmp_path / "pictures")
     datasets = [

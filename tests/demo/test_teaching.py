@@ -1,7 +1,7 @@
 """Adapters, optimizers and losses teach the demo's base model a shape that it does not know.
 
 The score counts new pictures with the right shape, colour and background, see demo/score.py. `make demo`
-trains one cell of the table, the bounded suite two more, and the slow tests all of them.
+trains one cell of the table, and these slow tests all of them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Changes of the recipe."""
 
-IN_CI = [("lokr", "adamw")]
-
 MIN_CONCEPT = 0.3
 """Minimum score of the concept. It is 0 for the base model, and for a LoRA trained with shuffled captions."""
 
@@ -91,13 +89,6 @@ def cell(adapter: str, optimizer: str) -> dict[str, Any]:
     if (adapter, optimizer) in RATES:
         changes["learning_rate"] = RATES[adapter, optimizer]
     return changes
-
-
-@SLOW_CPU
-@pytest.mark.parametrize(("adapter", "optimizer"), IN_CI)
-def test_a_lora_teaches_the_concept(lesson: Teach, adapter: str, optimizer: str) -> None:
-    learned = lesson(training=cell(adapter, optimizer))
-    assert has_learned(learned), learned.summary()
 
 
 @pytest.mark.slow

@@ -157,15 +157,16 @@ def test_streamed_blocks_train_the_same_adapter_of_other_kinds(
     assert_equal(make_project(), steps=3, lora=settings, gradient_checkpointing=checkpointing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "training"),
     [
         ("FLUX.1 dev", {}),
-        pytest.param("FLUX.1 dev", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param("Stable Diffusion XL", {"compute": "int8"}, marks=[pytest.mark.slow, needs_torchao]),
-        pytest.param("Stable Diffusion XL", {"quantize": "int8"}, marks=[pytest.mark.slow, needs_torchao]),
-        pytest.param("Stable Diffusion XL", {}, marks=pytest.mark.slow),
-        pytest.param("Stable Diffusion XL", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        ("FLUX.1 dev", {"gradient_checkpointing": True}),
+        pytest.param("Stable Diffusion XL", {"compute": "int8"}, marks=needs_torchao),
+        pytest.param("Stable Diffusion XL", {"quantize": "int8"}, marks=needs_torchao),
+        ("Stable Diffusion XL", {}),
+        ("Stable Diffusion XL", {"gradient_checkpointing": True}),
     ],
     ids=str,
 )
