@@ -30,7 +30,8 @@ def mirrored_outputs(context: AssetExecutionContext, recipe: Recipe, asset: str)
         # The error matters more than the upload, which the next run repeats.
         try:
             push_stage(mirror, asset)
-        except LatentlineError as err:
-            log(f"warning: {err.what}")
+        except (LatentlineError, OSError) as err:
+            reason = err.what if isinstance(err, LatentlineError) else str(err)
+            log(f"warning: the results are not uploaded yet: {reason}")
         raise
     push_stage(mirror, asset)

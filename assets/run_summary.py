@@ -144,10 +144,10 @@ def add_summary(instance: DagsterInstance, run_id: str, recipes: Sequence[Recipe
 def pull_reports(recipes: Sequence[Recipe]) -> None:
     """Pull the reports of recipes with their outputs at an address: steps may have run on other machines.
 
-    If the service does not answer, the summary lacks the numbers of those steps.
+    If the service does not answer, or the disk is full, the summary lacks the numbers of those steps.
     """
     for recipe in recipes:
-        with suppress(LatentlineError):
+        with suppress(LatentlineError, OSError):
             _mirror_of(recipe).pull("reports/*.json", "!reports/*/*")
 
 
