@@ -16,8 +16,9 @@ from demo.pretraining.networks import new_text_encoder, new_unet, new_vae, write
 NUM_PICTURES = 40
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def vae() -> object:
+    """A new VAE for each test, because an export converts it to float16."""
     torch.manual_seed(0)
     return new_vae()
 
