@@ -80,6 +80,7 @@ def test_each_step_finds_its_inputs_with_an_empty_scratch_folder(
     assert f"11 needed by small: s3://{bucket}/out\n" in users, users
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_repeated_on_another_machine(cached: Any, remote: Recipe, bucket: str) -> None:
     for asset in CACHE_ASSETS:
         assert select(cached, asset).success, asset

@@ -57,6 +57,7 @@ def test_a_grid_of_steps_and_strengths_equals_the_previews_of_training(trained: 
     assert problem.fix == "use --step 2, or another of its 2 steps: 2, 4"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
 def test_ctrl_c_keeps_the_pictures_that_are_complete(trained: Any) -> None:
     folder = trained.out / "reports" / "pictures" / "001"

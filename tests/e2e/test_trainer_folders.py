@@ -64,7 +64,13 @@ def write_recipe(root: Path, trainer: str, model: Path, monkeypatch: pytest.Monk
     return file
 
 
-@pytest.mark.parametrize("trainer", PROJECTS)
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "kohya_folders",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in PROJECTS if name != "kohya_folders"),
+    ],
+)
 def test_the_project_of_a_trainer_can_be_validated_and_planned(
     trainer: str, tmp_path: Path, tiny_sd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

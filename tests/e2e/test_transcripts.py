@@ -118,6 +118,7 @@ def test_O02_a_closed_gate_prints_its_message_once_in_less_than_25_lines_without
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_stopped_run_prints_less_than_10_lines_after_the_signal_without_a_terminal(
     cached: Any, home: Path
 ) -> None:

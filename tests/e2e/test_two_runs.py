@@ -34,7 +34,7 @@ def holders(instance: DagsterInstance) -> set[str]:
 
 # Dagster captures logs with `tail` processes, which it ends without waiting for them.
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-@pytest.mark.parametrize("step", ["vae_latents", "text_embeddings"])
+@pytest.mark.parametrize("step", ["vae_latents", pytest.param("text_embeddings", marks=pytest.mark.slow)])
 def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, step: str) -> None:
     with DagsterInstance.from_config(str(make_home(tmp_path / "home"))) as instance:
         storage = instance.event_log_storage

@@ -294,7 +294,8 @@ def _flip(path: Path, start: int, end: int) -> None:
     path.write_bytes(raw)
 
 
-DAMAGES = [emptied, cut, flipped_in_header, flipped_in_data, replaced, grown, deleted, a_folder]
+OTHER_DAMAGES = (emptied, flipped_in_header, flipped_in_data, grown, deleted, a_folder)
+DAMAGES = [cut, replaced, *(pytest.param(damage, marks=pytest.mark.slow) for damage in OTHER_DAMAGES)]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

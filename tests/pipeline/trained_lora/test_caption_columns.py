@@ -162,6 +162,7 @@ def check_requests(job: TrainingJob, root: Path) -> None:
     assert missing.value.fix == "add --reference before.png"
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, photos: Path, launch: InProcessLaunch) -> None:
     _, complete = trained(tmp_path, photos, launch, steps=5, checkpoint_every=2, sample_every=0)
     job = replace(complete, run="killed")

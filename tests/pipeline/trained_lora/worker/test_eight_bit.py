@@ -175,6 +175,7 @@ def test_compiled_blocks_give_almost_the_same_gradients(make_project: Callable[.
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_a_run_draws_previews_and_resumes_bit_for_bit(make_project: Callable[..., Project]) -> None:
     project = make_project(compute="int8", sample_every=3, sample_prompts=["photograph 0 of 64x64"])
     whole, cut = project.changed("whole").job(), project.changed("cut").job()

@@ -137,6 +137,7 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
     _require_the_same_validation(alone, pair)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_R03_two_processes_train_a_slider_like_one_process(make_project: Callable[..., Project]) -> None:
     sizes = {"64x64": 6, "32x96": 4}

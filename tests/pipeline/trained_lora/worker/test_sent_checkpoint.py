@@ -103,6 +103,7 @@ def _write_other_checkpoint(folder: Path, run: str, step: int) -> None:
     (folder / MARKER).write_text(json.dumps(marker), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_error_of_one_machine_is_the_error_of_both(
     make_project: Callable[..., Project], tmp_path: Path, server: RankServer

@@ -153,6 +153,7 @@ def test_a_run_resumes_with_and_without_a_sharded_base_model(
         torch.testing.assert_close(after[key], tensor, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_each_process_holds_half_of_the_base_weights_and_all_of_the_lora(
     make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
@@ -172,7 +173,8 @@ def test_each_process_holds_half_of_the_base_weights_and_all_of_the_lora(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_other_with_a_message(
     make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path, rank: int
 ) -> None:

@@ -71,15 +71,32 @@ def train(make_project: Callable[..., Project], any_precision: None) -> Callable
     ("prediction", "mixed_precision", "training"),
     [
         ("epsilon", "no", {}),
-        ("epsilon", "bf16", {}),
+        pytest.param("epsilon", "bf16", {}, marks=pytest.mark.slow),
         ("epsilon", "no", {"ema_decay": 0.5}),
-        ("epsilon", "no", {"lora": {"rank": 3, "alpha": 1.0, "rslora": True, "conv_rank": 2}}),
-        ("epsilon", "no", {"lora": {**LORA, "dora": True}}),
-        ("epsilon", "no", {"lora": {**LORA, "text_encoders": {"rank": 2}}}),
+        pytest.param(
+            "epsilon",
+            "no",
+            {"lora": {"rank": 3, "alpha": 1.0, "rslora": True, "conv_rank": 2}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("epsilon", "no", {"lora": {**LORA, "dora": True}}, marks=pytest.mark.slow),
+        pytest.param(
+            "epsilon", "no", {"lora": {**LORA, "text_encoders": {"rank": 2}}}, marks=pytest.mark.slow
+        ),
         ("epsilon", "bf16", {"lora": {**LORA, "text_encoders": {}}}),
-        ("sdxl", "no", {"lora": {**LORA, "ranks": [{"modules": "*to_k", "rank": 2}]}}),
-        ("epsilon", "no", {"sample_prompts": [OWN_SETTINGS]}),
-        ("epsilon", "no", {"sample_prompts": [OWN_SETTINGS], "lora": {**LORA, "dora": True}}),
+        pytest.param(
+            "sdxl",
+            "no",
+            {"lora": {**LORA, "ranks": [{"modules": "*to_k", "rank": 2}]}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("epsilon", "no", {"sample_prompts": [OWN_SETTINGS]}, marks=pytest.mark.slow),
+        pytest.param(
+            "epsilon",
+            "no",
+            {"sample_prompts": [OWN_SETTINGS], "lora": {**LORA, "dora": True}},
+            marks=pytest.mark.slow,
+        ),
         ("sdxl", "no", {"sample_prompts": [OWN_SETTINGS], "lora": {**LORA, "text_encoders": {}}}),
     ],
     ids=[
@@ -106,7 +123,11 @@ def test_pictures_equal_the_previews_of_their_step_bit_for_bit(
 
 @pytest.mark.parametrize(
     "lora",
-    [{**LORA, "kind": "loha"}, {**LORA, "kind": "lokr"}, {**LORA, "init": "pissa"}],
+    [
+        {**LORA, "kind": "loha"},
+        pytest.param({**LORA, "kind": "lokr"}, marks=pytest.mark.slow),
+        pytest.param({**LORA, "init": "pissa"}, marks=pytest.mark.slow),
+    ],
     ids=["loha", "lokr", "pissa"],
 )
 def test_pictures_of_a_converted_lora_equal_the_previews_up_to_rounding(
