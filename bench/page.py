@@ -16,24 +16,34 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _TOP = """\
 # Benchmarks
 
-Each figure compares Latentline ("ours") with a limit: the least code that does the same work on the same
-machine. One run measures both in alternating rounds. The **ratio** is Latentline's time divided by the
-limit's; 1 is perfect. The table shows the median ratio of the rounds, and as `spread` the smallest and the
-largest. `at most` is the project's own bound. Times depend on the machine and its load; ratios depend on
-them much less.
+How much time does Latentline add to the work that has to be done anyway? Each figure on this page compares
+Latentline ("ours") with a limit: the least code that does the same work on the same machine.
 
-`make bench` repeats the measurements in a few minutes, and `make bench BENCH=full` uses larger sizes.
-`make bench-compare` lists the figures that became slower. `python -m bench.page` generates this page from
-the JSON files in `bench/results`.
+- **ratio** is Latentline's time divided by the limit's, so 1 means that it adds nothing. One run measures
+  both in alternating rounds; the table shows the median ratio of the rounds.
+- **spread** is the smallest and the largest ratio of the rounds.
+- **at most** is the bound that the project sets itself. Figures without a bound are for information.
+
+Times depend on the machine and its load; ratios depend on them much less.
+
+## Repeat the measurements
+
+`make bench` takes a few minutes, and `make bench BENCH=full` uses larger sizes. `make bench-compare` lists
+the figures that became slower. `python -m bench.page` generates this page from the JSON files in
+`bench/results`.
 
 `python -m bench --gpu` measures the figures that need a GPU. It needs CUDA, one GPU with at least 80 GB,
-about 20 minutes and 50 GB below `TMPDIR`. Stable Diffusion XL and FLUX.1 run at full size with random
-weights created from their published configurations, so nothing is downloaded. To run only some experiments,
-pass the beginning of their names, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`. `--folder` keeps
-models and caches, so that the next call does not create them again. Results of one
-commit and GPU are collected in `bench/results/gpu.json`, from which `python -m bench.page` adds them to
-this page. `bitsandbytes` and `torchao` (`pip install -e '.[gpu]'`) add quantized weights and the
-8-bit optimizer. `--tiny` runs the same code with tiny models and works on a CPU.
+about 20 minutes, and 50 GB below `TMPDIR`. Stable Diffusion XL and FLUX.1 run at full size, with random
+weights that are created from their published configurations, so nothing is downloaded.
+
+- To run only some experiments, pass the beginning of their names, such as
+  `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`.
+- `--folder` keeps models and caches, so that the next call does not create them again.
+- `bitsandbytes` and `torchao` (`pip install -e '.[gpu]'`) add quantized weights and the 8-bit optimizer.
+- `--tiny` runs the same code with tiny models, also on a CPU.
+
+Results of one commit and GPU are collected in `bench/results/gpu.json`, and appear on this page when it is
+generated again.
 """
 
 _NO_GPU = "`bench/results` contains no run on a GPU yet.\n"
@@ -65,17 +75,19 @@ FAR = 2.0
 
 
 _GROWTH = """\
-The next table shows how time and memory grow with the number of samples. Each stage runs in its own
-process. `time/sample` and `memory/sample` are the increase per sample from the second largest to the largest
-number of samples. Each `total` is the value at the largest number, divided by that number; it includes fixed
-costs such as Polars' threads and buffers, but not the memory of imported modules. Memory is the peak resident
-memory of the process. `above` lists the bounds that the increase per sample exceeds."""
+The next table shows how time and memory grow with the number of samples. Each stage runs in its own process,
+and its memory is the peak resident memory of that process, without that of imported modules.
+
+- `time/sample` and `memory/sample` are the increase per sample from the second largest to the largest number
+  of samples. `above` lists the bounds that they exceed.
+- `total` is the value at the largest number, divided by that number. It includes fixed costs, such as Polars'
+  threads and buffers."""
 
 
 _EXPORT_CHECK = """\
-Time to verify an export: reading a LoRA's three files back and comparing every number with the trained ones.
-It runs for each checkpoint and at the end of a run. The denoisers have the sizes of the published models. CPU
-seconds are summed over all threads. `python -m bench.export_check --save` repeats the measurement."""
+At each checkpoint and at the end of a run, the three files of a LoRA are read back, and every number is
+compared with the trained one. The table shows the CPU time of this, summed over all threads, for denoisers
+with the sizes of the published models. `python -m bench.export_check --save` repeats the measurement."""
 
 
 def page_text(folder: Path = RESULTS) -> str:

@@ -104,5 +104,5 @@ def no_samples_left(rejected: pl.DataFrame, otherwise: str) -> Outcome:
 
 
 def most_frequent_first(rejected: pl.DataFrame) -> pl.DataFrame:
-    """Return the same rows, the most frequent reason first and samples of one reason by name."""
+    """Return the rows sorted by reason, the most frequent first, and within a reason by sample id."""
     return rejected.sort(pl.len().over("reason"), "reason", "sample_id", descending=[True, False, False])

@@ -18,24 +18,31 @@ _MB = 1_000_000
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Convert a single-file model for model.base.")
+@click.command(short_help="Convert a .safetensors model to a diffusers folder.")
 @click.argument("file", type=_PATH)
 @click.argument("folder", type=_PATH)
 @click.option(
     "--like",
     metavar="BASE",
-    help="Folder or Hub id of the model that FILE was derived from. By default the usual one.",
+    help="Folder or Hub id of the model that FILE was derived from. By default, the published model of the "
+    "same architecture, such as stabilityai/stable-diffusion-xl-base-1.0.",
 )
 @click.option(
-    "--parts-only", is_flag=True, help="Write only the parts that FILE holds, for model.components."
+    "--parts-only",
+    is_flag=True,
+    help="Write only the parts that FILE holds, for model.components of a recipe, and copy no others.",
 )
 @click.option(
     "--prediction",
     type=click.Choice(["epsilon", "v_prediction"]),
-    help="Prediction type of the UNet, if FILE records it wrongly.",
+    help="What the UNet predicts, if FILE records it wrongly or not at all. By default as recorded in FILE, "
+    "or else as in BASE.",
 )
 @click.option(
-    "--zero-snr/--no-zero-snr", default=None, help="Whether the noise schedule has zero terminal SNR."
+    "--zero-snr/--no-zero-snr",
+    default=None,
+    help="Whether the noise schedule ends with pure noise (zero terminal SNR). By default as recorded in "
+    "FILE, or else as in BASE if the predictions are the same.",
 )
 def command(
     file: Path,
@@ -45,11 +52,13 @@ def command(
     prediction: BetaPrediction | None,
     zero_snr: bool | None,
 ) -> None:
-    """Convert FILE, a model in one .safetensors file, to FOLDER, a diffusers folder for model.base.
+    """Convert a model in one .safetensors file to a diffusers folder, which model.base of a recipe can name.
 
-    Weights keep their dtype. Configurations, and parts that FILE does not hold, are copied from the model
-    that FILE was derived from. If --like is a folder, the network is not used. FILE is only read, and FOLDER
-    appears once it is complete.
+    FILE is the model and is only read. FOLDER must not exist yet; it appears when the conversion is complete.
+    Weights keep their dtype.
+
+    FILE contains no configurations, and it may lack parts such as text encoders or the VAE. These are copied
+    from BASE. If BASE is a Hub id, the files that are needed are downloaded.
     """
     from pipeline.models.convert.contents import read_contents
     from pipeline.models.convert.convert import Choices, convert, plan_conversion

@@ -34,20 +34,25 @@ class _ShardType(click.ParamType[Shard]):
             self.fail(f"{err}.", param, ctx)
 
 
-@click.command(short_help="Encode one shard of an order; started by schedulers.")
+@click.command(short_help="Encode one shard of a job; for schedulers and launchers.")
 @click.argument("order")
 @click.option(
     "--shard",
     type=_ShardType(),
-    help="Shard to encode, counted from 0: 0/8 to 7/8. By default, the index comes from a variable of the "
-    f"scheduler ({' or '.join(INDEX_VARIABLES)}) and N from the order. Without such a variable, the complete "
-    "order is encoded.",
+    help="Shard to encode, counted from 0, so that 0/8 is the first of 8 and 7/8 the last. By default, I is "
+    f"the task's index from the scheduler ({' or '.join(INDEX_VARIABLES)}) and N is the order's number of "
+    "shards. Without such a variable, the complete order is encoded.",
 )
 def command(order: str, shard: Shard | None) -> None:
-    """Encode one shard of ORDER, the folder or address of an order below a cache.
+    """Encode one shard of the images or captions that a job needs, on any machine that can access the cache.
 
-    Launchers start this command on other machines. Existing entries are skipped, so every shard may be
-    started again at any time. A failed image is a result. The exit status is 0 only if the shard is complete.
+    A job that encodes on other machines writes an order into its cache: the list of what is missing, divided
+    into shards. Its launcher then starts this command once per shard, for example as tasks of a Slurm array.
+    ORDER is the folder or address of the order.
+
+    Entries that exist are skipped, so a shard can be started again at any time. An image that cannot be
+    encoded does not fail the shard: it is recorded, and the job rejects it. The exit status is 0 only if the
+    shard is complete.
     """
     # A scheduler's stop ends the encoding process too, and its last results are still copied.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

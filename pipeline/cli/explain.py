@@ -34,14 +34,16 @@ SHORT_ENTRY_FACTS = ("path", "state")
 @click.command(short_help="Show the state of one image at every stage.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.argument("sample")
-@click.option("--full", is_flag=True, help="Print all facts, including keys, hashes and file stats.")
-@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")
+@click.option("--full", is_flag=True, help="Add keys, hashes, file stats and the inputs of each cache entry.")
+@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON, as with --full.")
 def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
-    """Show the state of SAMPLE in RECIPE: used or rejected and why, then every stage and cache entry.
+    """Show whether an image of RECIPE is used or rejected and why, then its state at every stage.
 
-    --full adds keys, hashes, file stats and everything that the entries were made of.
+    SAMPLE is the image: its sample id, which is the dataset's name and the path in the dataset, such as
+    photos/rose_01.jpg, or a part of it that occurs in no other sample id.
 
-    SAMPLE is a sample id, <dataset>/<path>, or any part of one that no other sample contains.
+    The stages show its size, caption, bucket and crop, its cache entries and whether they are valid, and how
+    often the last run trained on it.
     """
     require_isolation(recipe)
     tables = Tables(recipe.output_dir)

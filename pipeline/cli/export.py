@@ -20,14 +20,19 @@ from pipeline.trained_lora.run_mirror import LEASE_FILE, pull_step, require_idle
 
 @click.command(short_help="Publish the LoRA of an earlier step.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
-@click.option("--step", type=click.IntRange(1), help="Step whose LoRA is published.")
-@click.option("--latest", is_flag=True, help="Publish the last step again.")
-@click.option("--run", "run", help="Name of a folder in runs/. By default the run whose LoRA is in lora/.")
+@click.option("--step", type=click.IntRange(1), help="Step to publish. A checkpoint of it must exist.")
+@click.option("--latest", is_flag=True, help="Publish the run's last step again.")
+@click.option(
+    "--run", "run", help="Run to publish from: a folder name in runs/. By default the run of lora/."
+)
 def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> None:
-    """Publish the LoRA of an earlier step as lora/.
+    """Replace the LoRA in the folder lora/ of RECIPE's outputs by that of an earlier step.
 
-    It stays there until another run finishes, or until --latest. Every checkpoint of a run holds the LoRA of
-    its step. Without --step and --latest, the available steps are listed.
+    Every checkpoint of a run holds the LoRA of its step. Without --step and --latest, the command lists these
+    steps and changes nothing.
+
+    When a run finishes, it publishes its last step in lora/. So an earlier step stays there until another run
+    finishes, or until you publish the last step again with --latest.
     """
     if step is not None and latest:
         raise click.UsageError("--step and --latest exclude each other.")

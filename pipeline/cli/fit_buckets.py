@@ -36,17 +36,34 @@ _HEAD = (
     "--write",
     type=click.IntRange(1, 200),
     metavar="K",
-    help="Write the best list of at most K sizes to the recipe.",
+    help="Write the best list of at most K sizes to the recipe as buckets.sizes.",
 )
-@click.option("--step", type=click.IntRange(8, 512), help="Multiple of all edges. By default the model's.")
-@click.option("--free", is_flag=True, help="Fit portrait sizes independently of landscape sizes.")
+@click.option(
+    "--step",
+    type=click.IntRange(8, 512),
+    help="Multiple of all edges, in pixels. By default the base model's.",
+)
+@click.option(
+    "--free",
+    is_flag=True,
+    help="Allow a size without its transposed. By default, 768x1024 comes with 1024x768.",
+)
 def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> None:
-    """Fit bucket sizes to the images of RECIPE.
+    r"""Find the bucket sizes that suit the images of RECIPE best, and compare them with its current ones.
 
-    Compares lists of different lengths with the recipe's own sizes: how much they crop, how many images they
-    upscale, and how many samples meet in full batches. `used` is the number of sizes with images, `re-encode`
-    the number of latents that would change. --write saves the best list of at most K sizes as buckets.sizes.
-    From then on, adding images does not move others to another bucket.
+    A longer list of sizes crops less, but leaves more batches incomplete. The command therefore fits lists of
+    several lengths and prints one line for each. Only --write changes the recipe.
+
+    \b
+    sizes            number of sizes in the list
+    used             number of sizes that at least one image gets
+    crop loss        mean fraction of an image that is cropped away
+    worst            largest of these fractions
+    upscaled         fraction of images that are enlarged
+    in full batches  fraction of an epoch's samples that are in complete batches
+    re-encode        number of images that get another size and must be encoded again
+
+    A written list is fixed: new images do not change it, and so do not move other images to another bucket.
     """
     _require_one_resolution(recipe)
     images, dataset, source = _datasets(recipe)

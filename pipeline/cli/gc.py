@@ -24,34 +24,35 @@ MAX_SHOWN = 10
 @click.command(short_help="List and delete unneeded cache entries or old runs.")
 @click.argument("recipes", metavar="[RECIPE]...", nargs=-1, type=RECIPE)
 @click.option(
-    "--delete", "do_delete", is_flag=True, help="Delete what is not needed. By default nothing is deleted."
+    "--delete", "do_delete", is_flag=True, help="Delete what is not needed. By default it is only listed."
 )
 @click.option(
     "--keep-runs",
     "num_kept_runs",
     type=click.IntRange(0),
     metavar="N",
-    help="List training runs instead of caches. All but the newest N of each output folder and those that "
-    "are needed are old.",
+    help="List training runs instead of cache entries, and keep the newest N of each output folder.",
 )
 @click.option(
     "--grace-hours",
     type=click.FloatRange(0),
     default=GRACE_S / 3600,
     show_default=True,
-    help="Keep all entries younger than this.",
+    help="Keep cache entries younger than this. A running job may still be about to use them.",
 )
 @click.option(
     "--cache-dir",
     "cache_dirs",
     multiple=True,
-    help="Cache to examine, a folder or an address as in a recipe. By default the caches of all recipes.",
+    help="Cache to examine, a folder or an address as in a recipe. Repeat it for several. By default the "
+    "caches of the given recipes, or of all.",
 )
 @click.option(
     "--forget",
     "forgotten",
     multiple=True,
-    help="Output folder or address that was deleted for good. Entries that only it needed become orphans.",
+    help="Output folder or address that you have deleted for good. The cache then no longer keeps the "
+    "entries that only it needed. Repeat it for several.",
 )
 def command(
     recipes: tuple[Recipe, ...],
@@ -62,14 +63,17 @@ def command(
     cache_dirs: tuple[str, ...],
     forgotten: tuple[str, ...],
 ) -> None:
-    """Show what each cache holds and which entries no recipe needs. With --delete, delete those.
+    """List cache entries that nothing needs, or old training runs, and delete them with --delete.
 
-    An output folder of any project needs an entry if its last jobs requested the entry, if one of its tables
-    names it, or if one of its unfinished runs trains on it.
+    By default, the command examines the caches of the given recipes, or of all. A cache may be shared, so
+    each output folder that uses it is registered in it, also those of other projects. An entry is needed if
+    the last jobs of a registered folder requested it, if a table in the folder names it, or if an unfinished
+    run in the folder trains on it.
 
-    With --keep-runs N, show the training runs of all recipes instead, or of the given ones. A run is kept if
-    it is one of the newest N, if its LoRA is in lora/, if a recipe starts from it, or if it is being trained.
-    With --delete, all other runs are deleted, with their checkpoints and LoRA files.
+    With --keep-runs N, the command examines the training runs of these recipes instead. A run is kept if it
+    is one of the newest N, if its LoRA is in lora/, if start_from of a recipe or of a run in training names
+    one of its files, or if it is being trained. All other runs are old; deleting one deletes its checkpoints
+    and LoRA files too.
     """
     if num_kept_runs is not None:
         if cache_dirs or forgotten:

@@ -70,7 +70,14 @@ class _Commands(click.Group):
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def latentline() -> None:
-    """Create, run and inspect recipes, and maintain caches and LoRAs."""
+    """Train diffusion LoRAs that are declared by recipes.
+
+    A recipe is a YAML file with the settings of the dataset, the base model and the training. Where a command
+    takes a RECIPE, pass its name, such as flowers for configs/flowers.yaml, or the path of the file.
+    LATENTLINE_CONFIGS names a folder to use instead of configs/.
+
+    To start, use new, validate, plan and run, in this order.
+    """
     # Every command reports a broken deployment file, also those that do not need it.
     if os.environ.get(DEPLOYMENT_VARIABLE):
         from pipeline.recipe.deployment import load_deployment

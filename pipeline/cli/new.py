@@ -22,18 +22,22 @@ DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
     "--images",
     required=True,
     type=click.Path(path_type=Path),
-    help="Folder with images and their captions, or the dataset configuration of another trainer.",
+    help="Folder of images and captions, or the dataset configuration of another trainer.",
 )
 @click.option(
     "--base", default=DEFAULT_BASE, show_default=True, help="Hub id or diffusers folder of the base model."
 )
 def command(recipe: str, images: Path, base: str) -> None:
-    """Write a recipe named RECIPE, such as flowers, for a folder of images.
+    """Write a recipe for a folder of images.
 
-    The command finds out where the captions are and which resolution the model was trained at. It also reads
-    sd-scripts' folders with repeats in their names, and dataset configurations of sd-scripts, OneTrainer,
-    ai-toolkit, SimpleTuner and diffusion-pipe; then it reports what it took over. It downloads nothing and
-    never overwrites a recipe.
+    RECIPE is its name, such as flowers for configs/flowers.yaml. An existing recipe is never overwritten.
+
+    The command detects which files hold the captions, and chooses the resolution that the base model was
+    trained at. Nothing is downloaded.
+
+    If you come from another trainer, pass its dataset configuration as --images (sd-scripts, OneTrainer,
+    ai-toolkit, SimpleTuner or diffusion-pipe), or a folder in sd-scripts' layout, such as 10_rose. The
+    command prints which settings it took over and which it could not.
     """
     from pipeline.maintenance.new_recipe import (
         accepted_references,

@@ -23,33 +23,35 @@ MAX_NAMED = 3
 """Maximum number of samples named per reason."""
 
 
-@click.command(short_help="Preview what the next job would encode, and why.")
+@click.command(short_help="Preview what the next job would encode, and its memory.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the complete forecast as JSON, with all samples."
+    "--json", "as_json", is_flag=True, help="Print the forecast as JSON, with all samples instead of a few."
 )
 @click.option(
     "--vram",
     type=click.FloatRange(min=1.0),
     metavar="GB",
-    help="Compare the memory forecast with a GPU of this size instead of this machine's.",
+    help="Memory of the GPU to plan for, such as 24. By default that of this machine's GPU.",
 )
-@click.option("--no-memory", is_flag=True, help="Do not forecast memory, which takes some seconds.")
+@click.option("--no-memory", is_flag=True, help="Omit the memory forecast, which takes some seconds.")
 @click.option(
     "--only-memory",
     is_flag=True,
-    help="Forecast memory alone; of a model on the Hub, only configuration files are downloaded.",
+    help="Forecast memory only. This downloads configuration files of the base model, but no weights.",
 )
 def command(recipe: Recipe, as_json: bool, vram: float | None, no_memory: bool, only_memory: bool) -> None:
-    """Show which entries the cache job of RECIPE would encode now, and why, and the memory of each stage.
+    """Show what the next job of RECIPE would encode and why, and how much memory each stage needs.
 
-    Nothing is encoded. The only file written is fingerprints.json in cache_dir, which caches hashes of the
-    base model's files. New and changed images are decoded to find out which samples would be kept.
+    A gate is a check that can stop the job. If one would, it is shown first with its fix, and the exit status
+    is 1.
 
-    The memory forecast is computed from the base model's configuration, without a GPU. If training does not
-    fit, it names the cheapest changes that make it fit.
+    To find out which images would be kept, new and changed ones are decoded. Nothing is encoded. A base model
+    from the Hub is downloaded if it is not on this machine, because cache entries are identified by hashes of
+    its weights. Only these hashes are stored, as fingerprints.json in cache_dir.
 
-    If a gate would stop the job, the gate and its fix are shown first, and the exit status is 1.
+    The memory forecast is computed from the base model's configuration and needs no GPU. If training does not
+    fit, the forecast names the cheapest changes that make it fit.
     """
     if no_memory and only_memory:
         raise click.UsageError("--no-memory and --only-memory exclude each other.")

@@ -29,14 +29,19 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.command(short_help="Show what a LoRA was trained on.")
 @click.argument("file")
-@click.option("--find", "wanted", type=_FILE, help="Image, or text file with a caption, to look up.")
+@click.option(
+    "--find",
+    "wanted",
+    type=_FILE,
+    help="Show whether the LoRA was trained on this image, or on the caption in this text file. If not, the "
+    "exit status is 1.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
 def command(file: str, wanted: Path | None, as_json: bool) -> None:
-    """Show the data, model and settings that the LoRA in FILE was trained with.
+    """Show the data, base model and settings that a LoRA was trained with.
 
-    FILE is a .safetensors file, lora/, or an output folder or its address.
-
-    With --find, show whether the LoRA was trained on that image or caption. If not, the exit status is 1.
+    FILE is a .safetensors file that Latentline exported, or the folder that contains it (lora/), or the
+    output folder of a recipe, such as outputs/flowers, which may be at an address.
     """
     report_broken_recipes()
     with _downloaded(file) as path:

@@ -19,17 +19,19 @@ RUN_MODULE = "assets.run"
 """Module that executes the job. It imports Dagster, so this package only starts it by name."""
 
 
-@click.command(short_help="Bring the cache up to date and train the LoRA.")
+@click.command(short_help="Encode what the cache lacks, and train the LoRA.")
 @click.argument("recipe", type=RECIPE)
-@click.option("--cache-only", is_flag=True, help="Stop before training: execute the cache job.")
+@click.option("--cache-only", is_flag=True, help="Stop before training: execute only the cache job.")
 def command(recipe: Recipe, cache_only: bool) -> None:
-    """Bring the cache of RECIPE up to date and train its LoRA.
+    """Check the images and captions of RECIPE, encode those that the cache lacks, and train the LoRA.
 
-    This executes the job RECIPE_train, or RECIPE_cache with --cache-only, in the Dagster instance of the
-    project (.dagster/), so that `make ui` shows the run. DAGSTER_HOME selects another instance.
+    Ctrl-C stops the run after a checkpoint. The same command resumes it.
 
-    The exit status is 0 if every gate passed, 1 after an error, and 130 if the run was stopped, for example
-    with Ctrl-C. Start a stopped run again to resume it.
+    The run is the Dagster job RECIPE_train, or RECIPE_cache with --cache-only, in the instance of the project
+    (.dagster/), so that `make ui` shows it. DAGSTER_HOME selects another instance.
+
+    The exit status is 0 if the job finished, 1 after an error or if a check stopped the job, and 130 if you
+    stopped it.
     """
     environment = {
         **os.environ,

@@ -25,22 +25,22 @@ STOPPED_STATUS = 130
 _PATH = click.Path(path_type=Path)
 
 
-@click.command
+@click.command(short_help="Draw pictures with a trained LoRA.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.argument("prompts", nargs=-1)
 @click.option(
     "--prompt",
     "more_prompts",
     multiple=True,
-    help="Prompt; repeat it for several. The default is training.sample_prompts.",
+    help="Another way to pass a PROMPT. Repeat it for several.",
 )
 @click.option(
     "--reference",
     "references",
     type=_PATH,
     multiple=True,
-    help="Reference image, for base models that edit images; repeat it for several, in order. The default is "
-    "those of each prompt in training.sample_prompts.",
+    help="Reference image, for base models that edit images. Repeat it for several, in order. By default, "
+    "each prompt of training.sample_prompts has its own.",
 )
 @click.option(
     "--step",
@@ -48,10 +48,10 @@ _PATH = click.Path(path_type=Path)
     multiple=True,
     metavar="N[,N...]|all",
     callback=lambda _ctx, _option, values: parse_steps(values),
-    help="Steps to compare. The default is the published LoRA.",
+    help="Steps to compare. By default only the LoRA in lora/, or the last step of --run.",
 )
-@click.option("--run", help="Name of a folder in runs/. The default is the run of the published LoRA.")
-@click.option("--lora", "file", type=_PATH, help="LoRA file to draw with, instead of one of a run.")
+@click.option("--run", help="Run to draw with: a folder name in runs/. By default the run of lora/.")
+@click.option("--lora", "file", type=_PATH, help="LoRA file to draw with, instead of the LoRA of a run.")
 @click.option(
     "--strength",
     "--scale",
@@ -59,23 +59,25 @@ _PATH = click.Path(path_type=Path)
     multiple=True,
     metavar="X[,X...]",
     callback=lambda _ctx, _option, values: parse_strengths(values),
-    help="Strengths of the LoRA. The default is 1; 0 draws without it.",
+    help="Strengths of the LoRA to compare. By default 1. At 0, the base model draws alone.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Seed of the pictures. The default is that of each prompt, or training.seed.",
+    help="Seed of all pictures. By default the seed of each prompt, or else training.seed.",
 )
 @click.option(
-    "--output", type=_PATH, help="Folder of the pictures. The default is a new one in reports/pictures/."
+    "--output", type=_PATH, help="Folder for the pictures. By default a new one in reports/pictures/."
 )
 def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, ...], **options: Any) -> None:
-    """Draw pictures with the LoRA of RECIPE.
+    """Draw pictures with the LoRA of RECIPE, and put them on one sheet.
 
-    Each PROMPT is drawn at each step and strength, and a sheet shows all pictures.
+    Each PROMPT is drawn at each step and strength. Without a PROMPT, those of training.sample_prompts are
+    drawn, or else the prompts of the run's previews.
 
-    The pictures are drawn like the previews of the training, with the same seed, so that they can be compared
-    with them. A run can be in progress: its checkpoints are only read. No existing file is replaced.
+    The settings and the seed are those of the previews, so the pictures can be compared with them. You can
+    draw with the checkpoints of a run that is still training: they are only read. No existing file is
+    replaced.
     """
     from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 

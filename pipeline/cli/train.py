@@ -20,11 +20,11 @@ GRACE_S = 20.0
 """Seconds between a stop signal and the kill of processes; a training writes its checkpoint in this time."""
 
 
-@click.command(short_help="Train on this machine, as one of several.")
+@click.command(short_help="Train as one of several machines.")
 @click.argument("order")
 @click.option("--machines", type=click.IntRange(min=1), help="Number of machines.")
-@click.option("--rank", type=click.IntRange(min=0), help="Rank of this machine, from 0.")
-@click.option("--master", metavar="HOST:PORT", help="Machine 0, and a free port on it.")
+@click.option("--rank", type=click.IntRange(min=0), help="Rank of this machine: 0 for machine 0, and so on.")
+@click.option("--master", metavar="HOST:PORT", help="Host name or IP of machine 0, and a free port on it.")
 @click.option(
     "--wait",
     "wait_s",
@@ -35,18 +35,20 @@ GRACE_S = 20.0
     help="Longest wait for the other machines to start.",
 )
 def command(order: str, machines: int | None, rank: int | None, master: str | None, wait_s: int) -> None:
-    """Run this machine's processes of the training that ORDER describes, until the training ends.
+    """Run this machine's part of a training on several machines.
 
-    ORDER is the file order.json in the folder of a run, or that folder. Machines other than 0 may read it
-    from an address. Start the command once per machine. Without options, the number of machines, the rank of
-    this one and the address of machine 0 come from the variables of torchrun (NNODES, NODE_RANK, MASTER_ADDR,
-    MASTER_PORT) or Slurm.
+    Start the command once on each machine. Launchers do this for you; docs/several_machines.md explains how
+    to do it by hand. It returns when the training ends.
 
-    Machine 0 writes the run's folder. The others need only order.json and inputs.parquet from it, the base
-    model, and the cache.
+    ORDER is the training: the file order.json in the folder of a run, or that folder. Machine 0 must have the
+    folder on a disk, because it writes checkpoints there. The other machines read only order.json and
+    inputs.parquet from it, possibly from an address. All need the base model and the cache.
+
+    Without options, the number of machines, the rank of this one and the address of machine 0 come from the
+    variables of torchrun (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT) or of Slurm.
 
     The exit status is 0 after the last step, 1 after an error, and 130 or 143 if the training was stopped by
-    Ctrl-C or SIGTERM. Start the command again on all machines to resume.
+    Ctrl-C or SIGTERM. To resume, start the command again on all machines.
     """
     chosen = find_machines(MachineOptions(machines, rank, master, wait_s=wait_s), os.environ)
     _train(absolute(order, Path.cwd()), chosen)

@@ -25,15 +25,23 @@ from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
 
 
-@click.command(short_help="Check a recipe or the deployment file.")
+@click.command(short_help="Check a recipe, or the deployment settings.")
 @click.argument("recipe", type=RECIPE, required=False)
-@click.option("--deployment", is_flag=True, help="Print the settings of the deployment, with its defaults.")
+@click.option(
+    "--deployment",
+    is_flag=True,
+    help="Print all deployment settings, including defaults. RECIPE may then be omitted.",
+)
 @click.pass_context
 def command(context: click.Context, recipe: Recipe | None, deployment: bool) -> None:
-    """Check RECIPE, given by name or file: its keys, folders, datasets, and base model if it is local.
+    """Check the keys and values of RECIPE, its folders and datasets, and its base model.
 
-    Nothing is downloaded. With --deployment, RECIPE may be omitted. The file that LATENTLINE_DEPLOYMENT names
-    is checked in either case.
+    All mistakes in keys and values are reported at once, each with its line and a fix. Images are not
+    decoded; for that, use plan. Nothing is downloaded, so a base model from the Hub is checked only if its
+    files are on this machine.
+
+    The deployment settings, in the file that LATENTLINE_DEPLOYMENT names, are checked too. They define where
+    jobs run, for example on a cluster.
     """
     if recipe is None and not deployment:
         raise click.MissingParameter(ctx=context, param=context.command.params[0], param_hint="'RECIPE'")

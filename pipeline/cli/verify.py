@@ -21,10 +21,12 @@ MAX_SHOWN = 50
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option("--repair", "do_repair", is_flag=True, help="Encode missing and damaged entries again.")
 def command(recipe: Recipe, do_repair: bool) -> None:
-    """Read every cache entry of RECIPE and check its size, header, checksum and values.
+    """Read every cache entry that RECIPE needs, and check its size, header, checksum and values.
 
-    Jobs trust entries whose files have not changed since they were last verified. This command also finds
-    silent corruption on disk. The exit status is 1 if an entry is missing or damaged and was not repaired.
+    Jobs verify an entry once, and again if the size, times or inode of its file change. So they do not notice
+    data that a faulty disk has altered. This command does, because it reads every file.
+
+    The exit status is 1 if an entry is missing or damaged and was not repaired.
     """
     require_isolation(recipe)
     tables = Tables(recipe.output_dir)

@@ -121,9 +121,10 @@ def _run(item: Item, future: Future[Result], work: Callable[[Item], Result]) -> 
 
 
 class Behind:
-    """A few threads that work behind the caller, who waits once `depth` calls are unfinished.
+    """Runs calls in background threads, such as writes of finished entries while the next batch is encoded.
 
-    Calls start in the order in which they were submitted, and finish in any order.
+    `put` returns at once unless more than `depth` calls are unfinished; then it waits for the oldest. Calls
+    start in the order in which they were submitted, and finish in any order.
     """
 
     def __init__(self, depth: int, *, threads: int = 1) -> None:

@@ -155,8 +155,8 @@ def _with_model(order: Order, temp: Path, log: Log) -> Order:
             f"the base model of this worker ({platform.node()}) differs from the stage's: fingerprint "
             f"{fingerprint[:16]} instead of {order.model.fingerprint[:16]}",
             where=str(folder),
-            fix="set model.revision to one commit if model.base is a Hub id; copy the model's folder to this "
-            "machine again if it is local",
+            fix="if model.base is a Hub id, set model.revision to a commit, so that all machines load the "
+            "same files; if it is a folder, copy it to this machine again",
         )
     return replace(order, model_folder=folder, component_folders=components)
 

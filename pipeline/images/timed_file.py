@@ -29,5 +29,5 @@ class TimedFile:
         """
         if time.thread_time() > self._end_s:
             detail = f"reading its header took more than {self._max_cpu_s:g} s of processor time"
-            raise ImageError("too_slow", detail, fix="export it again without metadata, or remove it")
+            raise ImageError("too_slow", detail, fix="save the image again without metadata, or remove it")
         return self._file.read(num_bytes)

@@ -105,9 +105,9 @@ def delete_run(run: Run) -> None:
     with hold_idle_run(layout):
         if reason := _published(run.folder):
             raise TrainingError(
-                f"run {run.folder.name} is needed since it was listed: {reason}",
+                f"run {run.folder.name} is needed now, after it was listed as old: {reason}",
                 where=str(run.folder),
-                fix="run the command again",
+                fix="run the command again, which keeps this run and deletes the other old ones",
             )
 
         doomed = temp_path_for(run.folder)

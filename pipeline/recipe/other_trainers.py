@@ -37,7 +37,7 @@ class Term:
 
     @property
     def fix(self) -> str:
-        """The fix for a recipe that uses the setting's name as a key."""
+        """Fix in the error about a recipe that has this setting's name as a key."""
         if self.ours is None:
             return f"remove it; {self.note}"
         note = f" ({self.note})" if self.note else ""

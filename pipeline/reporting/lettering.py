@@ -23,7 +23,7 @@ LINE_HEIGHT = 1.3
 
 @cache
 def font(size_px: int) -> FreeTypeFont:
-    """Return the font at a size in pixels."""
+    """Return the font in which pictures are labelled, in a size in pixels."""
     import matplotlib
     from PIL import ImageFont
 

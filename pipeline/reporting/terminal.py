@@ -43,7 +43,7 @@ def find_terminal() -> None:
 
 
 def open_progress_bar() -> ProgressBar | None:
-    """Return a new progress bar, or None without a terminal."""
+    """Return a new progress bar, or None if the command was not started in a terminal."""
     name = os.environ.get(TERMINAL_VARIABLE)
     if not name:
         return None

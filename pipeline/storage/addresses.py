@@ -31,7 +31,7 @@ class Url(str):
 
     @property
     def protocol(self) -> str:
-        """Protocol of the first link."""
+        """Protocol of the first link, such as "zip" in `zip://photos::s3://bucket/data.zip`."""
         return self.links[0].partition("://")[0]
 
     @property
@@ -92,7 +92,10 @@ def absolute(text: str, root: Path) -> Address:
 
 
 def container(url: Url) -> Address:
-    """Return the last link of a chain: the file or server that contains the files of all other links."""
+    """Return the last link of a chain, in which the files of all other links are.
+
+    For `zip://photos::s3://bucket/data.zip`, that is `s3://bucket/data.zip`.
+    """
     last_link = url.links[-1]
     return Url(last_link) if "://" in last_link else Path(last_link)
 

@@ -165,7 +165,8 @@ def _read(path: Path, where: str) -> _Contents:
         raise TrainingError(
             f"the LoRA to start from cannot be read: {err}",
             where=where,
-            fix=f"set {START_KEY} to a complete .safetensors file of a LoRA that this user may read",
+            fix=f"set {START_KEY} to a complete .safetensors file of a LoRA, and make sure that your user "
+            "may read it",
         ) from err
     return _Contents(layout, modules, dora=any(key.endswith(_MAGNITUDE_ENDINGS) for key in shapes))
 
@@ -174,10 +175,9 @@ def _require_matrices(shapes: Mapping[str, tuple[int, ...]], where: str) -> None
     """Raise TrainingError if a down matrix has fewer than two dimensions."""
     for key, shape in shapes.items():
         if len(shape) < 2:
-            what = f"the LoRA to start from has the shape {list(shape)} for {key}, which is not a matrix"
-            raise TrainingError(
-                what, where=where, fix=f"set {START_KEY} to a file that a trainer has written"
-            )
+            what = f"the tensor {key} of the LoRA to start from must be a matrix, got shape {list(shape)}"
+            fix = f"set {START_KEY} to a LoRA file as Latentline, another trainer or diffusers writes it"
+            raise TrainingError(what, where=where, fix=fix)
 
 
 def _layout_of(keys: Mapping[str, Any], where: str) -> Layout:

@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 @dataclass
 class DecodeResults:
-    """The decode results of all contents, and of files that could not be decoded for another reason.
+    """Results of decoding each distinct content once, and errors of files that could not be read.
 
     Attributes:
         table: One row per content with the columns `DECODED`, from this run and earlier ones.
@@ -189,7 +189,7 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
             if size != (row["height"], row["width"]):
                 recorded = f"{row['height']}x{row['width']} (height x width)"
                 detail = f"it decodes to {size}, but its header records {recorded}"
-                raise ImageError("size_disagrees", detail, fix="export it again, or remove it")
+                raise ImageError("size_disagrees", detail, fix="save the image again, or remove it")
             return _FileResult(None, image_hash, version)
     except ImageError as err:
         return _FileResult(err, None, version)

@@ -98,7 +98,7 @@ def _failure(status: int, errors: bytes, max_cpu_s: int) -> ImageError:
         )
     last_line = errors.decode("utf-8", "replace").strip().rpartition("\n")[2][:500]
     detail = f"the decoder crashed with status {status}: {last_line or 'no message'}"
-    return ImageError("undecodable", detail, fix="export it again, or remove it")
+    return ImageError("undecodable", detail, fix="save the image again, or remove it")
 
 
 def _too_slow(limit: str) -> ImageError:

@@ -14,14 +14,21 @@ from pipeline.storage.atomic import write_text
 _TOP = """\
 # Coming from another trainer
 
-Your folder of images and captions does not change: Latentline only reads it and keeps its cache in another
-folder. A recipe replaces command line arguments, TOML files, presets and data backend files. If a recipe
-contains the name of a setting of another trainer, the error message names the equivalent key.
+This page is for users of sd-scripts, kohya's GUI, OneTrainer, ai-toolkit, SimpleTuner and diffusion-pipe. You
+can keep your folder of images and captions as it is: Latentline only reads it, and keeps its cache in another
+folder. A recipe replaces command line arguments, TOML files, presets and data backend files.
+
+If you write the name of another trainer's setting in a recipe, the error message names the key to use
+instead. [The last section](#equivalent-settings) lists all of them.
 
 ## Take over your datasets
 
-`latentline new` reads the datasets of other trainers, writes a recipe, and reports each setting that it took
-over, and each that it did not, with the reason. `--images` is one of:
+`latentline new` reads the datasets of another trainer and writes a recipe for them. It prints each setting
+that it took over, and each that it did not, with the reason:
+
+    latentline new roses --images config/roses.yaml --base black-forest-labs/FLUX.1-dev
+
+`--images` is one of:
 
 | trainer | folder or file |
 |---|---|
@@ -32,13 +39,12 @@ over, and each that it did not, with the reason. `--images` is one of:
 | SimpleTuner | `multidatabackend.json`, or the `config.json` that names it |
 | diffusion-pipe | the dataset's TOML file |
 
-    latentline new roses --images config/roses.yaml --base black-forest-labs/FLUX.1-dev
+The base model and the settings of the training are not taken over; the command prints the recipe keys to set.
+Relative paths in a file are searched in its folder, in the folder above, and in the working directory. Names
+of datasets are written in ASCII (`Blüten` becomes `Blueten`); paths and captions stay as they are.
 
-The model and the settings of the training are not taken over; the report names their recipe keys. Relative
-paths in a file are searched in its folder, in the folder above, and in the working directory. Names of
-datasets are written in ASCII (`Blüten` becomes `Blueten`); paths and captions stay as they are.
-
-What a trainer does with a folder differs, and the recipe does the same:
+Trainers read the same folder differently. The recipe is written so that images and captions are used as they
+were before. A cell shows the keys for this, or what the recipe does:
 
 | | sub-folders | several lines in a caption file | images that are not used |
 |---|---|---|---|
@@ -48,21 +54,23 @@ What a trainer does with a folder differs, and the recipe does the same:
 | SimpleTuner | read | `lines: each` | |
 | diffusion-pipe | `exclude: ["*/*"]` | one caption | |
 
-These differences remain:
+Some things work differently, or need another step:
 
-- Regularisation images become an ordinary dataset: add [`role: prior`](recipe_guide.md#prior-preservation).
-  `weight` sets their share of the training samples.
-- Masks are excluded, so that they are not trained on as pictures, and not taken over: add
+- **Regularisation images** become an ordinary dataset. Add `role: prior` to it for
+  [prior preservation](recipe_guide.md#prior-preservation). `weight` sets its share of the training samples.
+- **Masks** are excluded, so that they are not trained on as pictures, but not used either. To use them, add
   [`datasets[].mask`](recipe_guide.md#masks).
-- Settings that a recipe has once (resolution, mirroring, caption dropout) are taken over if all agree
-  on them. The same images at several resolutions become one dataset with `buckets.resolutions`.
-- Tags are shuffled before training, `variants` orders of each caption. Prefix and postfix keep their place.
-- ai-toolkit's trigger word is added as `word, caption`. `[trigger]` in a caption becomes the word.
+- **Settings that a recipe has only once**, for all datasets (resolution, mirroring, caption dropout), are
+  taken over if all of your datasets agree on them. The same images at several resolutions become one dataset
+  with `buckets.resolutions`.
+- **Shuffled tags.** Captions are encoded before training, so a fixed number of orders (`variants`) is chosen
+  for each caption. Prefix and postfix keep their place.
+- **ai-toolkit's trigger word** is added as `word, caption`. `[trigger]` in a caption becomes the word.
 
 ## A folder for sd-scripts
 
-The name of a subfolder such as `10_sks dog` sets the number of repeats and the caption of its images. In a
-recipe, each subfolder is a dataset:
+In sd-scripts, the name of a subfolder such as `10_sks dog` sets the number of repeats and the caption of its
+images. In a recipe, each subfolder is a dataset, with both as keys:
 
 ```yaml
 datasets:
@@ -76,9 +84,12 @@ datasets:
     captions: {from: fixed, text: dog}
 ```
 
-`latentline new dog --images data/train` writes such a recipe for a folder of subfolders. A plain subfolder
-between them becomes a dataset that is shown once. If only some images have caption files, the class tokens
-are the `captions.fallback` of the others. Cache files of sd-scripts next to the images (`.npz`) are ignored.
+`latentline new dog --images data/train` writes such a recipe for a folder with such subfolders:
+
+- A subfolder without a number in its name becomes a dataset with `repeats: 1`.
+- If only some images have caption files, the class tokens (`sks dog`) become `captions.fallback` for the
+  others.
+- Cache files of sd-scripts next to the images (`.npz`) are ignored.
 
 ## A folder for SimpleTuner, ai-toolkit, OneTrainer or diffusion-pipe
 
@@ -99,13 +110,13 @@ are the `captions.fallback` of the others. Cache files of sd-scripts next to the
 | control images next to the images | `references: [{path: data/flowers, suffix: -before}]` |
 | control images that the base model does not see | `exclude: [controls, "*-condlabel.png"]` |
 
-A `.parquet`, `.jsonl` or `.csv` file is the dataset's `path`; `path_column: file_name` names its column of
-image paths.
+If your images are listed in a `.parquet`, `.jsonl` or `.csv` file, that file is the dataset's `path`. Name
+its column of image paths with `path_column`, such as `path_column: file_name`.
 
 ## A checkpoint in one file
 
-`model.base` is a diffusers folder or a Hub id. A single `.safetensors` file, as distributed by Civitai and
-used by other trainers, is converted into a folder once. The file is not modified:
+`model.base` is a diffusers folder or a Hub id. If you have a model in a single `.safetensors` file, as
+Civitai distributes them, convert it to a folder once. The file is not modified:
 
     latentline convert-checkpoint juggernaut.safetensors models/juggernaut
 
@@ -113,14 +124,15 @@ used by other trainers, is converted into a folder once. The file is not modifie
 
 ## An existing LoRA
 
-`training.lora.start_from` continues from a LoRA file in diffusers, kohya or ComfyUI layout. Every run exports
-all three layouts.
+To continue training from a LoRA of another trainer, name its file in `training.lora.start_from`. It may be in
+the layout of diffusers, kohya or ComfyUI. Every run exports all three layouts.
 
 ## Equivalent settings
 
-Settings with the same name and meaning, such as `learning_rate`, are not listed. [recipes.md](recipes.md)
-describes every key. This page is generated by `python -m tools.docs.coming_from_page` from the table that
-the error messages use.
+Settings with the same name and meaning, such as `learning_rate`, are not listed. If a setting has no key, its
+note states what Latentline does instead. [recipes.md](recipes.md) describes every key.
+
+This page is generated by `python -m tools.docs.coming_from_page` from the table that the error messages use.
 """
 
 

@@ -91,7 +91,8 @@ def ladder(resolution: int, step: int, max_aspect_ratio: float) -> Buckets:
         BucketError: `resolution` is not a positive multiple of `step`, or `max_aspect_ratio` is below 1.
     """
     if step < 1:
-        raise BucketError(f"buckets.step must be at least 1, got {step}", where="buckets.step", fix="use 64")
+        what, fix = f"buckets.step must be at least 1, got {step}", "set buckets.step to 64, the default"
+        raise BucketError(what, where="buckets.step", fix=fix)
     if resolution < 1 or resolution % step:
         below = max(resolution // step * step, step)
         raise BucketError(

@@ -107,7 +107,8 @@ def _find_part(header: Header, places: Iterable[tuple[str, str]]) -> Part | None
             raise ModelError(
                 "the file contains a text encoder in a layout that diffusers cannot read",
                 where=f"{header.file}, {min(names)}",
-                fix="use a file of this model as it was published, or a diffusers folder",
+                fix="convert the file that the model's author published, or set model.base to a diffusers "
+                "folder of the model",
             )
     return None
 

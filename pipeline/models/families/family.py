@@ -32,7 +32,10 @@ Denoiser = Literal["unet", "transformer"]
 
 @dataclass(frozen=True)
 class Distillation:
-    """A base model that draws in few steps, and learns generic pictures unless it is trained with an adapter.
+    """Facts about a distilled base model, which draws in few steps.
+
+    A LoRA that is trained directly on it weakens this ability, so that it draws generic pictures. A training
+    adapter prevents this.
 
     Attributes:
         training_adapter: Published training adapter, as a value of `model.training_adapter`; "" without one.

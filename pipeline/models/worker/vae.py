@@ -135,9 +135,10 @@ class KLCodec(VaeCodec):
 
 
 class ChannelScaledCodec(KLCodec):
-    """`AutoencoderKL` whose config may contain a mean and a standard deviation per channel.
+    """Codec of an `AutoencoderKL` that may define a mean and a standard deviation of each latent channel.
 
-    With them, a normalised latent is (raw_latent - mean) * scale / std, as in diffusers.
+    If it does, a normalised latent is (raw_latent - mean) * scale / std, as in diffusers. Otherwise this is
+    the same as `KLCodec`.
     """
 
     @property
@@ -161,7 +162,7 @@ class ChannelScaledCodec(KLCodec):
 
 
 class DeepCompressionCodec(KLCodec):
-    """`AutoencoderDC`, a deterministic encoder: the deviation is 0."""
+    """Codec of `AutoencoderDC`, which is deterministic: the posterior's standard deviation is 0."""
 
     def _encode(self, vae: Any, pixels: Tensor) -> Posterior:
         latent = vae.encode(pixels).latent.float()
@@ -169,7 +170,10 @@ class DeepCompressionCodec(KLCodec):
 
 
 class FrameCodec(VaeCodec):
-    """A video model's VAE, used for one frame; its configuration has mean and deviation of each channel."""
+    """Codec of a video model's VAE, which encodes an image as a video of one frame.
+
+    A latent is normalised with the mean and the standard deviation of each channel.
+    """
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
         """See `VaeCodec.normalise`."""

@@ -105,7 +105,7 @@ def choose_file(path: Path) -> ChosenLoras:
         raise DrawingError(
             f"the LoRA file cannot be read: {err}",
             where=f"--lora {file}",
-            fix="pass a complete .safetensors file that this user may read",
+            fix="pass a complete .safetensors file, and make sure that your user may read it",
         ) from err
     return ChosenLoras(None, (LoraChoice(file.absolute()),))
 

@@ -96,9 +96,9 @@ def stream_denoiser(denoiser: nn.Module, num_resident: int, device: str) -> None
     """
     if not repeated_blocks(denoiser):
         raise TrainingError(
-            f"{type(denoiser).__name__} does not consist of repeated blocks, so it cannot be streamed",
+            f"training.offload requires a denoiser of repeated blocks, got {type(denoiser).__name__}",
             where=f"training.offload: {num_resident}",
-            fix="set training.offload: none",
+            fix="set training.offload: none; to save memory, set training.quantize",
         )
     target = torch.device(device)
     stream_blocks(denoiser, num_resident, target, memory=training_memory(target))
@@ -148,7 +148,7 @@ def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] 
             return diffusers.TorchAoConfig(config())
         if not device.startswith("cuda"):
             raise TrainingError(
-                f"{kind} of bitsandbytes needs a GPU",
+                f"training.quantize: {kind} needs a CUDA GPU, because bitsandbytes does the quantization",
                 where=_QUANTIZE_KEY,
                 fix="train on a GPU, or set training.quantize to int8 or fp8_torchao",
             )

@@ -41,7 +41,10 @@ T = TypeVar("T")
 
 
 class MicroBatchMaker:
-    """Builds the tensors of a plan's slots; safe to use from several threads."""
+    """Reads cache entries and draws noise and timesteps for the samples of a training step.
+
+    It can be used from several threads.
+    """
 
     def __init__(self, job: TrainingJob, family: WorkerFamily, scheduler: Any) -> None:
         """Prepare to build micro-batches; nothing is read yet."""
@@ -277,9 +280,9 @@ def read_stored(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
         shape = tuple(tensors[name].shape)
         if not expected.admits(TensorSpec(expected.dtype, shape)):
             raise StoreError(
-                f"{name} must have shape {expected.shape} as in the table, got {shape}",
+                f"{name} must have the shape {expected.shape} that the table records, got {shape}",
                 where=f"{spec.kind}/{spec.key}\nof {owner}",
-                fix="run the recipe's cache job again",
+                fix="run the recipe's cache job again, which brings the table and the entry up to date",
             )
     return tensors
 

@@ -70,10 +70,16 @@ def fuses_steps(
     device: str,
     scaled: bool,
 ) -> bool:
-    """Return whether AdamW updates all weights in one CUDA kernel, instead of in one for each operation.
+    """Return whether the optimizer should be AdamW's fused implementation, which needs fewer CUDA kernels.
 
-    A recipe that chooses an implementation itself keeps it. With fp16, accelerate could not detect steps that
-    the gradient scaler skips, because a fused optimizer skips them itself.
+    With fp16, it should not: accelerate could not detect the steps that the gradient scaler skips, because a
+    fused optimizer skips them itself.
+
+    Args:
+        optimizer_type: Class of the optimizer.
+        arguments: Arguments from the recipe. One that chooses an implementation has precedence.
+        device: Device of the weights, such as "cuda:0".
+        scaled: Whether a gradient scaler is used, as with fp16.
     """
     chosen = {"fused", "foreach", "differentiable"} & arguments.keys()
     return optimizer_type is torch.optim.AdamW and device.startswith("cuda") and not scaled and not chosen

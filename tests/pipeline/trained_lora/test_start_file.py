@@ -164,7 +164,7 @@ def test_a_down_matrix_without_two_dimensions_is_an_error(path: Path, shape: tup
     key = f"{DIFFUSERS}.lora_A.weight"
     save_file({**module(DIFFUSERS), key: np.ones(shape, np.float32)}, path)
     error = error_of(starting_from(path))
-    expected = f"the LoRA to start from has the shape {list(shape)} for {key}, which is not a matrix"
+    expected = f"the tensor {key} of the LoRA to start from must be a matrix, got shape {list(shape)}"
     assert error.what == expected
 
 

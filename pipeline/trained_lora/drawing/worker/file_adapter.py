@@ -43,7 +43,7 @@ def adapts_text_encoders(file: LoraFile) -> bool:
 
 
 class FileAdapter:
-    """The adapters of one base model, in the shape of a LoRA file.
+    """Adapters on the layers of a base model that a LoRA file names, with the weights of the file.
 
     Attributes:
         networks: Networks with an adapter, by prefix; see `adapter.lora.Networks`.
@@ -73,7 +73,7 @@ class FileAdapter:
         self.set_strength(1.0)
 
     def load(self, path: Path) -> None:
-        """Replace the weights by those of another file of the same run."""
+        """Replace the weights by those of another file of the same run, which has equal layers and ranks."""
         load_lora_tensors(self.networks, self._modules, read_lora_tensors(path), self._layout)
 
     def set_strength(self, strength: float) -> None:

@@ -72,8 +72,8 @@ def resident_blocks(family: WorkerFamily, recipe: Recipe, free_bytes: int | None
         raise TrainingError(
             f"memory cannot be forecast for {family.name}: {str(err).partition(chr(10))[0]}",
             where="training.offload: auto",
-            fix="set training.offload to none, or to the number of blocks that stay on the GPU; 0 needs the "
-            "least memory",
+            fix="auto needs this forecast; set training.offload to none, or to the number of blocks that "
+            "stay on the GPU (0 needs the least memory)",
         ) from err
 
     num_blocks = forecast.num_blocks

@@ -122,7 +122,7 @@ def test_blocks_traced_for_the_compiler_give_the_same_gradients(
 
 
 def test_bitsandbytes_without_a_gpu_is_an_error_with_an_alternative() -> None:
-    with pytest.raises(TrainingError, match="needs a GPU") as excinfo:
+    with pytest.raises(TrainingError, match="nf4 needs a CUDA GPU") as excinfo:
         quantization("nf4", "float32", "cpu")
     assert "int8 or fp8_torchao" in excinfo.value.fix
 

@@ -279,9 +279,9 @@ class Unlisted(nn.Module):
 
 
 def test_a_denoiser_without_repeated_blocks_is_an_error() -> None:
-    with pytest.raises(TrainingError, match="Unlisted does not consist of repeated blocks") as excinfo:
+    with pytest.raises(TrainingError, match="a denoiser of repeated blocks, got Unlisted") as excinfo:
         stream_denoiser(Unlisted(), 0, "cpu")
-    assert excinfo.value.fix == "set training.offload: none"
+    assert excinfo.value.fix == "set training.offload: none; to save memory, set training.quantize"
 
 
 SMALLEST: dict[str, Any] = {
