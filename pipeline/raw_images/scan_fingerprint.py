@@ -136,7 +136,7 @@ def _lines(address: Address, after: tuple[str, ...]) -> Iterator[_ListedFile]:
         if address.suffix.lower() not in MANIFEST_SUFFIXES:
             yield from _walk(_RemoteTree(address), after)
         elif not after:
-            (stat,) = RemoteSource(address.parent).stats([address.name]).tolist()
+            (stat,) = RemoteSource(address.parent, repeat_requests=False).stats([address.name]).tolist()
             yield (), "", f"{address}\0{stat}\n".encode()
         return
 
@@ -250,7 +250,7 @@ class _RemoteTree:
     """Folders on a remote file system."""
 
     def __init__(self, url: Url) -> None:
-        self._source = RemoteSource(url)
+        self._source = RemoteSource(url, repeat_requests=False)
 
     def items(self, folder: str, first: str) -> Iterator[_Item]:
         """See `_Tree.items`."""

@@ -1,13 +1,17 @@
-"""Datasets behind an fsspec address: in an object store, an archive or on a web server."""
+"""Datasets behind an fsspec address: in an object store, an archive or on a web server.
+
+A request that fails because the service is away is sent again for a minute, see `retry`, but only after the
+service has answered before: a wrong address fails immediately, and so do all requests after the minute.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +34,13 @@ from pipeline.storage.remote_folder import (
     text_number,
     unreadable_error,
 )
+from pipeline.storage.retry import is_transient, retry
 from pipeline.storage.source import MAX_BUFFERED_BYTES, NO_FILE, Opened, Source, Stat, stat_array
 
 REMOTE_THREADS = 16
 """Number of concurrent requests to a remote source; each mostly waits for the server."""
+
+Answer = TypeVar("Answer")
 
 
 class ListedPath(NamedTuple):
@@ -56,8 +63,15 @@ class RemoteSource(Source):
     threads = REMOTE_THREADS
     compared_columns = (0, 1, 3)
 
-    def __init__(self, url: Url, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(
+        self, url: Url, *, max_file_bytes: int = MAX_FILE_BYTES, repeat_requests: bool = True
+    ) -> None:
         """Open the file system.
+
+        Args:
+            url: Address of the folder.
+            max_file_bytes: Size above which a file is refused.
+            repeat_requests: Whether requests wait for a service that is away for a short time.
 
         Raises:
             DatasetError: A package is missing, or the address cannot be opened.
@@ -70,6 +84,8 @@ class RemoteSource(Source):
         self._base = base.rstrip("/")
         self._default_version = text_number(url)
         self._lock = request_lock(self._files)
+        self._repeat_requests = repeat_requests
+        self._has_answered = False
 
     def __repr__(self) -> str:
         return f"RemoteSource({without_secrets(str(self.address))!r})"
@@ -80,8 +96,7 @@ class RemoteSource(Source):
         if num_bytes <= MAX_BUFFERED_BYTES:
             return io.BytesIO(self.read(path, num_bytes))
         try:
-            with self._lock:
-                return self._files.open(self._full(path), "rb")
+            return self._request(lambda: self._files.open(self._full(path), "rb"))
         except Exception as err:
             raise as_os_error(err) from err
 
@@ -90,15 +105,17 @@ class RemoteSource(Source):
         if self._files.async_impl:
             return self._read(path)
 
-        # An archive states its members' sizes, and a member can be larger. Reading one byte more than stated
-        # shows the difference without unpacking all of it.
+        def read_member() -> bytes:
+            # An archive states its members' sizes, and a member can be larger. Reading one byte more than
+            # stated shows the difference without unpacking all of it.
+            full = self._full(path)
+            stated = num_bytes or self._files.info(full).get("size") or self.max_file_bytes
+            require_size(stated, self.max_file_bytes)
+            with self._files.open(full, "rb") as file:
+                return bytes(file.read(stated + 1))
+
         try:
-            with self._lock:
-                full = self._full(path)
-                stated = num_bytes or self._files.info(full).get("size") or self.max_file_bytes
-                require_size(stated, self.max_file_bytes)
-                with self._files.open(full, "rb") as file:
-                    return bytes(file.read(stated + 1))
+            return self._request(read_member)
         except RefusedFileError:
             raise
         except Exception as err:
@@ -146,16 +163,19 @@ class RemoteSource(Source):
             DatasetError: The folder does not exist, is a file, or cannot be listed. Its cause is the error
                 raised by fsspec.
         """
-        try:
-            with self._lock:
-                self._files.invalidate_cache()
-                infos: list[dict[str, Any]] = self._files.ls(self._full(folder), detail=True)
 
-                # fsspec lists a file as a folder that contains only itself.
-                listed = [(info["name"].strip("/"), info["type"]) for info in infos]
-                if listed == [(self._full(folder).strip("/"), "file")]:
-                    raise NotADirectoryError("it is a file")
-                return list(self._items(folder, infos))
+        def list_items() -> list[ListedPath]:
+            self._files.invalidate_cache()
+            infos: list[dict[str, Any]] = self._files.ls(self._full(folder), detail=True)
+
+            # fsspec lists a file as a folder that contains only itself.
+            listed = [(info["name"].strip("/"), info["type"]) for info in infos]
+            if listed == [(self._full(folder).strip("/"), "file")]:
+                raise NotADirectoryError("it is a file")
+            return list(self._items(folder, infos))
+
+        try:
+            return self._request(list_items)
         except Exception as err:
             raise unreadable_error(self.where(folder) if folder else self.address, err) from err
 
@@ -171,10 +191,24 @@ class RemoteSource(Source):
 
     def _read(self, path: str, **limits: int) -> bytes:
         try:
-            with self._lock:
-                return bytes(self._files.cat_file(self._full(path), **limits))
+            return self._request(lambda: bytes(self._files.cat_file(self._full(path), **limits)))
         except Exception as err:
             raise as_os_error(err) from err
+
+    def _request(self, send: Callable[[], Answer]) -> Answer:
+        """Return the answer to a request; if the service is away and has answered before, wait for it."""
+
+        def send_alone() -> Answer:
+            with self._lock:
+                return send()
+
+        try:
+            answer = retry(send_alone) if self._repeat_requests and self._has_answered else send_alone()
+        except Exception as err:
+            self._has_answered = not is_transient(err)
+            raise
+        self._has_answered = True
+        return answer
 
     def _list_or_empty(self, folder: str) -> list[ListedPath]:
         try:

@@ -1,0 +1,75 @@
+"""Datasets on a server that is away for a short time or for good."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import fsspec
+import pytest
+
+from pipeline.storage.addresses import Url
+from pipeline.storage.remote_source import RemoteSource
+from pipeline.storage.source import MAX_BUFFERED_BYTES
+from tests.remote_folders import S3_ENVIRONMENT, StoppableS3Server
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> StoppableS3Server:
+    """An S3 server that has not been started, as that of this process's environment."""
+    server = StoppableS3Server()
+    for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL_S3": server.url}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the library's own attempts would hide those of the project
+    return server
+
+
+def test_O13_a_dataset_waits_for_an_s3_server_that_restarts(server: StoppableS3Server) -> None:
+    server.start()
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.mkdir("photos")
+    files.pipe_file("photos/a.png", b"pixels")
+    source = RemoteSource(Url("s3://photos"))
+    assert source.read("a.png") == b"pixels"
+
+    requests: dict[str, Callable[[], object]] = {
+        "read": lambda: source.read("a.png"),
+        "read_start": lambda: source.read_start("a.png", 3),
+        "open": lambda: source.open("a.png", MAX_BUFFERED_BYTES + 1).read(),
+        "list_folder": lambda: [item.path for item in source.list_folder("")],
+    }
+    server.stop()
+    with ThreadPoolExecutor(len(requests)) as pool:
+        futures = {name: pool.submit(send) for name, send in requests.items()}
+        done, _ = wait(futures.values(), timeout=2)
+        assert not done, "no request has an answer or an error while the server is away"
+
+        server.start()
+        try:
+            answers = {name: future.result(30) for name, future in futures.items()}
+        finally:
+            server.stop()
+    assert answers == {"read": b"pixels", "read_start": b"pix", "open": b"pixels", "list_folder": ["a.png"]}
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_dataset_on_a_server_that_is_away_for_good_is_an_error(
+    server: StoppableS3Server, monkeypatch: pytest.MonkeyPatch, *, has_answered: bool
+) -> None:
+    """Only the first request after an answer waits; thousands of images must not wait a minute each."""
+    monkeypatch.setattr("pipeline.storage.retry.RETRY_S", 2.0)
+    source = RemoteSource(Url("s3://empty"))
+    if has_answered:
+        server.start()
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("empty")
+        assert source.list_folder("") == []
+        server.stop()
+
+    waits: list[bool] = []
+    for _ in range(3):
+        start = time.monotonic()
+        with pytest.raises(OSError, match="connect"):
+            source.read("a.png")
+        waits.append(time.monotonic() - start > 1)
+    assert waits == [has_answered, False, False]
