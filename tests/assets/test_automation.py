@@ -224,8 +224,11 @@ def test_the_sensor_scans_at_the_interval_and_the_schedule_runs_at_the_time_of_t
     tmp_path: Path,
 ) -> None:
     repository = repository_of(recipe(tmp_path, settle_s=77, cron="5 4 * * *"))
-    assert repository.get_sensor_def("flowers_dataset_changed").minimum_interval_seconds == 77
-    assert repository.get_schedule_def("flowers_recache").cron_schedule == "5 4 * * *"
+    actual = {
+        "settle_s": repository.get_sensor_def("flowers_dataset_changed").minimum_interval_seconds,
+        "cron": repository.get_schedule_def("flowers_recache").cron_schedule,
+    }
+    assert actual == {"settle_s": 77, "cron": "5 4 * * *"}
 
 
 def test_a_missing_dataset_skips_the_tick(tmp_path: Path, instance: DagsterInstance) -> None:

@@ -21,6 +21,7 @@ def test_scores_at_the_targets_miss_none_of_them() -> None:
         (Learned(0.0, 0.59, 1.0, 1.0), "the concept scores 0.59, not 0.6"),
         (Learned(0.0, 1.0, 0.9, 0.79), "known shapes lost 0.11, more than 0.1"),
     ],
+    ids=str,
 )
 def test_each_missed_target_is_named(scores: Learned, expected: str) -> None:
     assert scores.missed_targets() == [expected]

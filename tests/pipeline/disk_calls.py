@@ -30,7 +30,7 @@ class DiskCalls:
             monkeypatch.setattr(os, name, self._naming(getattr(os, name)))
 
     def is_synced(self, path: Path) -> bool:
-        """Return whether this file or folder was synced, under any name."""
+        """Return whether this file was synced under any name, or this folder since its last new name."""
         return path.stat().st_ino in self._synced
 
     def _record_sync(self, descriptor: int) -> None:
@@ -43,6 +43,7 @@ class DiskCalls:
             files = list(path.rglob("*")) if path.is_dir() else [path]
             is_synced = all(map(self.is_synced, files))
             function(source, target, **options)
+            self._synced.discard(Path(target).parent.stat().st_ino)
             self.names.append(Path(target).name)
             self.unsynced += [] if is_synced else [Path(target).name]
 

@@ -52,7 +52,7 @@ def test_T03_a_ragged_entry_is_stored_at_its_actual_length(store: Store, length:
     assert store.check(longer).status == "wrong"
 
 
-@pytest.mark.parametrize("shape", [(0, 6), (10, 6), (5, 7), (5, 6, 1), (30,)])
+@pytest.mark.parametrize("shape", [(0, 6), (10, 6), (5, 7), (5, 6, 1), (30,)], ids=str)
 def test_T02_a_ragged_entry_of_an_invalid_shape_is_neither_written_nor_accepted(
     store: Store, shape: tuple[int, ...]
 ) -> None:

@@ -279,6 +279,7 @@ def test_L06_a_writer_killed_during_a_write_leaves_no_partial_entry(store: Store
         ({"latent": np.full((4, 8, 6), np.inf, "<f2")}, "NaN or infinite"),
         ({"mean": np.zeros((4, 8, 6), "<f2")}, "tensors must be"),
     ],
+    ids=["another shape", "another dtype", "NaN", "infinite", "another name"],
 )
 def test_L02_L05_tensors_that_violate_the_spec_or_are_not_finite_are_never_written(
     store: Store, tensors: dict[str, np.ndarray], message: str

@@ -46,7 +46,7 @@ def test_a_value_at_the_threshold_is_no_outlier_and_the_next_one_is() -> None:
         assert bool(result.mask[-1]) == is_outlier, f"{value!r} with the limits {result.low}, {result.high}"
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [1.0] * 6 + [1e9]])
+@pytest.mark.parametrize("values", [[], [1.0], [1.0] * 6 + [1e9]], ids=str)
 def test_fewer_than_eight_values_have_no_outliers(values: list[float]) -> None:
     result = outliers(values)
     assert not result.judged

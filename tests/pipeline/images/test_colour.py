@@ -64,6 +64,7 @@ def test_I11_16_bit_grey_is_scaled_and_not_clipped() -> None:
         (np.linspace(0, 65535, 960).astype(np.int32), 65535.0),
         (np.linspace(0, 2**31 - 1, 960).astype(np.int32), 2.0**31 - 1),
     ],
+    ids=["fractions", "float levels", "16 bits in 32", "32 bits"],
 )
 def test_I11_float_and_32_bit_levels_are_scaled(levels: npt.NDArray[np.float32], white: float) -> None:
     white = 255.0 if levels.max() == 255 else white
@@ -125,12 +126,14 @@ def test_I10_the_background_shows_through_transparent_palettes() -> None:
         ("RGB", (0, 0, 0), [[9, 8, 7], [255, 255, 255]]),
         ("RGB", (255, 255, 255), [[0, 0, 0], [9, 8, 7]]),
     ],
+    ids=[f"{colour} in mode {mode}" for mode in ("1", "L", "RGB") for colour in ("black", "white")],
 )
 def test_I10_the_background_shows_through_the_transparent_colour_of_every_mode(
     mode: str, transparent: int | tuple[int, ...], shown: list[list[int]]
 ) -> None:
     image = Image.fromarray(np.array([[0, 255]], dtype=np.uint8)).convert(mode)
-    assert decoded(saved(image, transparency=transparent), (9, 8, 7)).tolist() == [shown]
+    pixels = decoded(saved(image, transparency=transparent), (9, 8, 7)).tolist()
+    assert pixels == [shown], f"mode {mode}: {transparent} is transparent, and the background is 9, 8, 7"
 
 
 def test_I10_the_background_shows_through_the_transparent_level_of_16_bit_grey() -> None:

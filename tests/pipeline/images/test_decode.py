@@ -24,7 +24,7 @@ from pipeline.images.decode import (
     read_header,
 )
 from pipeline.images.formats import ImageError
-from pipeline.images.geometry import Buckets, Geometry, Placement, Size, ladder
+from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Buckets, Geometry, Placement, Size, ladder
 from pipeline.versions import PREPROCESSING_VERSION
 from tests.pipeline.pixels import WHITE, Pixels, decoded, pattern, saved
 
@@ -65,6 +65,7 @@ def upright(stored: Pixels, orientation: int) -> Pixels:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True}), ("JPEG", {"quality": 100, "subsampling": 0})],
+    ids=["PNG", "TIFF", "WebP", "JPEG"],
 )
 def test_I09_header_and_pixels_agree_for_all_orientations(
     kind: str, options: dict[str, object], orientation: int
@@ -224,6 +225,18 @@ def test_I14_a_decompression_bomb_is_rejected_by_its_header() -> None:
     )
     with pytest.raises(ImageError, match=r"got 2,500,000,000 ") as excinfo:
         read_header(bomb)
+    assert excinfo.value.reason == "too_large"
+
+
+@pytest.mark.parametrize("size_wh", [(MAX_IMAGE_EDGE_PX, 1), (1, MAX_IMAGE_EDGE_PX)], ids=["wide", "tall"])
+def test_I14_an_edge_of_the_maximum_length_is_accepted_and_a_longer_one_rejected(
+    size_wh: tuple[int, int],
+) -> None:
+    width, height = size_wh
+    assert read_header(saved(Image.new("L", (width, height)))).size == Size(height, width)
+    longer = saved(Image.new("L", (width + (width > 1), height + (height > 1))))
+    with pytest.raises(ImageError, match="an edge must be at most 65,535 pixels long") as excinfo:
+        read_header(longer)
     assert excinfo.value.reason == "too_large"
     with pytest.raises(ImageError, match="at most 100 pixels"):
         decode(saved(Image.fromarray(pattern())), WHITE, max_px=100)

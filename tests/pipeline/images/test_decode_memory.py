@@ -114,7 +114,11 @@ def test_an_image_above_the_limit_is_rejected_with_the_limit_that_would_accept_i
         assert image.size == (100, 100)
 
 
-@pytest.mark.parametrize("data", [float_tiff(), png(), png(bit_depth=8, colour_type=6)])
+@pytest.mark.parametrize(
+    "data",
+    [float_tiff(), png(), png(bit_depth=8, colour_type=6)],
+    ids=["TIFF of floats", "PNG of 16 bits", "PNG with opacity"],
+)
 def test_small_files_with_many_pixels_are_rejected_before_they_are_decoded(data: bytes) -> None:
     assert len(data) < 4_000_000
     with pytest.raises(ImageError, match="max_decode_bytes") as caught:

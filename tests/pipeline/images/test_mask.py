@@ -10,7 +10,15 @@ from PIL import Image
 from pipeline.images.decode import DecodeLimits, hash_bytes
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry, Placement, Size, ladder
-from pipeline.images.mask import fit_mask, load_mask, mask_weights, read_mask, show_mask
+from pipeline.images.mask import (
+    MAX_COLOUR,
+    MIN_WHITE,
+    fit_mask,
+    load_mask,
+    mask_weights,
+    read_mask,
+    show_mask,
+)
 
 NUM_GEOMETRIES = 1_000
 FACTOR = 8
@@ -121,6 +129,7 @@ def test_a_mask_is_turned_by_its_exif_orientation() -> None:
         (Image.new("RGB", (9, 9), (9, 9, 9)), "alpha", "mask_alpha_missing"),
         (Image.new("RGBA", (9, 9), (9, 9, 9, 0)), "alpha", "mask_black"),
     ],
+    ids=["black", "0 and 1", "coloured", "transparent", "without opacity", "fully transparent"],
 )
 def test_a_mask_that_would_train_nothing_or_something_else_is_an_error(
     image: Image.Image, source: str, reason: str
@@ -128,6 +137,27 @@ def test_a_mask_that_would_train_nothing_or_something_else_is_an_error(
     with pytest.raises(ImageError) as caught:
         read_mask(io.BytesIO(png(image)), source, limits=DecodeLimits())  # pyright: ignore[reportArgumentType]
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("colour", "expected"),
+    [
+        ((MIN_WHITE + 1,) * 3, "accepted"),
+        ((MIN_WHITE,) * 3, "mask_black"),
+        ((200, 200 + MAX_COLOUR, 200), "accepted"),
+        ((200, 200 + MAX_COLOUR + 1, 200), "mask_not_grey"),
+    ],
+    ids=["least white", "too dark", "most colourful", "too colourful"],
+)
+def test_a_mask_is_accepted_up_to_the_limits_of_darkness_and_colour(
+    colour: tuple[int, ...], expected: str
+) -> None:
+    outcome = "accepted"
+    try:
+        read_mask(io.BytesIO(png(Image.new("RGB", (9, 9), colour))), "file", limits=DecodeLimits())
+    except ImageError as err:
+        outcome = err.reason
+    assert outcome == expected, f"a mask of the colour {colour}"
 
 
 def test_the_opacity_of_an_image_is_its_mask(tmp_path: Path) -> None:

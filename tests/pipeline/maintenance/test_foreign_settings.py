@@ -52,6 +52,7 @@ def test_a_resolution_that_is_no_multiple_of_the_step_is_rounded_and_reported(
         ("simpletuner", {}),
         ("diffusion_pipe", {"Kaetzchen_grau": ("*/*",)}),
     ],
+    ids=str,
 )
 def test_masks_controls_and_unread_sub_folders_are_excluded_and_reported(
     configs: Path, tmp_path: Path, trainer: str, ignored: dict[str, tuple[str, ...]]

@@ -13,6 +13,7 @@ import pytest
 from pipeline.cache.folder import CacheFile, LocalCacheFolder
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.users import register_user, unregister_user
+from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
 from pipeline.maintenance.gc import GRACE_S, delete, survey
 from pipeline.storage.atomic import temp_name
@@ -36,6 +37,14 @@ def entries(job: Job) -> set[Path]:
 def names_in_cache(job: Job, *paths: Path) -> set[str]:
     """Return the paths relative to the cache, as in a survey."""
     return {path.relative_to(job.recipe.cache_dir).as_posix() for path in paths}
+
+
+def add_order(job: Job) -> Path:
+    """Write a file of an order for workers, and return it."""
+    file = job.recipe.cache_dir / ORDERS / "some-order" / "order.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    return file
 
 
 def drop_sample(job: Job, name: str = "cat") -> tuple[Path, Path]:
@@ -162,7 +171,7 @@ def test_I27_leftovers_of_writers_are_deleted_and_foreign_files_are_kept(job: Jo
     assert set(surveyed.leftovers) == names_in_cache(job, *leftovers)
     assert set(surveyed.foreign) == names_in_cache(job, *foreign, misplaced)
     assert delete(root, surveyed) == (len(leftovers), 3 * len(leftovers))
-    assert all(path.exists() for path in foreign | {misplaced})
+    assert [path for path in foreign | {misplaced} if not path.exists()] == [], "files that gc has deleted"
 
 
 def test_L13_nothing_is_an_orphan_while_a_table_or_registration_cannot_be_read(job: Job) -> None:
@@ -193,25 +202,33 @@ def test_L13_files_of_unknown_age_are_never_deleted(job: Job, monkeypatch: pytes
     latent, text = drop_sample(job)
     leftover = job.recipe.cache_dir / temp_name()
     leftover.write_bytes(b"partial")
+    order = add_order(job)
     make_all_files_old(job)
     monkeypatch.setattr("pipeline.maintenance.gc.cache_folder", AgelessFolder)
     surveyed = survey(job.recipe.cache_dir)
-    assert (surveyed.orphans, surveyed.leftovers, surveyed.young) == ({}, {}, 2)
+    to_delete = {name: getattr(surveyed, name) for name in ("orphans", "leftovers", "old_orders")}
+    assert to_delete == {"orphans": {}, "leftovers": {}, "old_orders": {}}
+    kept = {name: getattr(surveyed, name) for name in ("young", "num_young_orders", "num_old_orders")}
+    assert kept == {"young": 2, "num_young_orders": 1, "num_old_orders": 0}
     assert delete(job.recipe.cache_dir, surveyed) == (0, 0)
-    assert latent.exists()
-    assert text.exists()
+    files = (latent, text, leftover, order)
+    assert [path.name for path in files if not path.exists()] == [], "files that gc has deleted"
 
 
-@pytest.mark.parametrize(("older_s", "is_orphan"), [(0, False), (1, True)], ids=["at the limit", "older"])
-def test_L13_an_entry_is_an_orphan_only_beyond_the_grace_period(
-    job: Job, monkeypatch: pytest.MonkeyPatch, older_s: int, is_orphan: bool
+@pytest.mark.parametrize(("older_s", "is_old"), [(0, False), (1, True)], ids=["at the limit", "older"])
+def test_L13_an_entry_an_order_and_a_leftover_are_old_only_beyond_the_grace_period(
+    job: Job, monkeypatch: pytest.MonkeyPatch, older_s: int, is_old: bool
 ) -> None:
     latent, _ = drop_sample(job)
+    order, leftover = add_order(job), job.recipe.cache_dir / temp_name()
+    leftover.write_bytes(b"partial")
     now_s = 1_900_000_000
     written_s = now_s - GRACE_S - older_s
-    os.utime(latent, (written_s, written_s))
+    for path in (latent, order, leftover):
+        os.utime(path, (written_s, written_s))
     monkeypatch.setattr("time.time", lambda: now_s)
-    orphans = survey(job.recipe.cache_dir).orphans
-    assert (latent.name in {Path(name).name for name in orphans}) == is_orphan, (
-        f"{older_s} s beyond the limit"
-    )
+    surveyed = survey(job.recipe.cache_dir)
+    found = {"orphans": surveyed.orphans, "orders": surveyed.old_orders, "leftovers": surveyed.leftovers}
+    files = {"orphans": latent, "orders": order, "leftovers": leftover}
+    actual = {kind: names_in_cache(job, file) <= set(found[kind]) for kind, file in files.items()}
+    assert actual == dict.fromkeys(files, is_old), f"{older_s} s beyond the grace period"

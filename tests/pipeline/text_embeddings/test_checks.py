@@ -60,8 +60,20 @@ def test_T02_a_wrong_length_in_the_table_closes_the_gate(job: Job) -> None:
     failing = job.failing(ASSET)
     assert set(failing) == {"file_size_outliers"}
     assert [row["sample_id"] for row in failing["file_size_outliers"].rows] == ["photos/cat.png"]
-    job.tables.write(ASSET, table.with_columns(text_length=is_cat.then(513).otherwise("text_length")))
-    assert "at most 512" in job.failing(ASSET)["shape_uniformity"].summary
+
+
+def test_T02_shape_uniformity_accepts_lengths_from_one_token_to_the_maximum(job: Job) -> None:
+    table, length = job.tables.read(ASSET), pl.col("text_length")
+    is_cat = pl.col("sample_id") == "photos/cat.png"
+    problems: dict[int, str] = {}
+    for number in (0, 1, 512, 513):
+        job.tables.write(
+            ASSET, table.with_columns(text_length=pl.when(is_cat).then(number).otherwise(length))
+        )
+        finding = job.failing(ASSET).get("shape_uniformity")
+        problems[number] = "" if finding is None else finding.rows[0]["problem"]
+    wrong = "its text embedding must have at most 512 tokens, got "
+    assert problems == {0: f"{wrong}0", 1: "", 512: "", 513: f"{wrong}513"}
 
 
 def test_L07_an_entry_replaced_with_a_shorter_one_is_reported_and_encoded_again(job: Job) -> None:

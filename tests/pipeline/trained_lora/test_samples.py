@@ -87,6 +87,25 @@ def test_inputs_need_only_the_listed_columns_and_ignore_row_order_and_chunks(
     assert training_inputs(project.recipe, entries, *parts) == expected
 
 
+def test_inputs_are_sorted_by_variant_id_and_found_whatever_the_names_of_the_samples(
+    make_project: Callable[..., Project],
+) -> None:
+    """`a.png` precedes `a.png (2).png`, but its variants with a bucket in their names follow it."""
+    project = make_project(sizes={"64x64": 2, "32x96": 1})
+    names = {"64x64-0": "a.png", "32x96-0": "a.png", "64x64-1": "a.png (2).png"}
+    ids = {f"photos/{old}.jpg": f"photos/{new}" for old, new in names.items()}
+    latents, text = (
+        table.with_columns(pl.col("sample_id").replace_strict(ids))
+        for table in (project.latents, project.text)
+    )
+    inputs = training_inputs(
+        project.recipe, RecipeEntries(project.recipe), latents, text.unique("sample_id", keep="first")
+    )
+    expected = ["photos/a.png (2).png", "photos/a.png (32x96)", "photos/a.png (64x64)"]
+    assert [item.variant_id for item in inputs] == expected
+    assert [inputs.named(name).variant_id for name in expected] == expected
+
+
 def test_a_sample_without_a_caption_is_an_error_that_names_the_sample(
     make_project: Callable[..., Project],
 ) -> None:

@@ -156,6 +156,7 @@ def test_the_oracle_agrees_on_10_000_images() -> None:
         (Size(50, 50), [Size(512, 1024), Size(1032, 516)], Size(1032, 516)),
         (Size(1, 2), [Size(512, 1024), Size(1024, 2048)], Size(1024, 2048)),
     ],
+    ids=str,
 )
 def test_ties_go_to_the_larger_area_then_to_the_images_own_orientation(
     size: Size, targets: list[Size], expected: Size
@@ -179,6 +180,7 @@ def test_the_ladder_respects_budget_step_and_aspect_ratio(multiple: int, step: i
 @pytest.mark.parametrize(
     ("size", "bucket"),
     [(Size(3000, 3072), "1024x1024"), (Size(48, 48), "1024x1024"), (Size(1, 60000), "576x1728")],
+    ids=str,
 )
 def test_B05_extreme_sizes_get_a_bucket(size: Size, bucket: str) -> None:
     assert place(ladder(1024, 64, 3.0), size).bucket == bucket
@@ -205,13 +207,15 @@ def test_the_largest_image_and_bucket_fit_the_integers_of_the_table() -> None:
     assert_sound(place(buckets, Size(MAX_IMAGE_EDGE_PX, MAX_IMAGE_EDGE_PX - 1)))
 
 
-@pytest.mark.parametrize("size", [Size(0, 5), Size(5, 0), Size(-1, 5), Size(5, MAX_IMAGE_EDGE_PX + 1)])
+@pytest.mark.parametrize(
+    "size", [Size(0, 5), Size(5, 0), Size(-1, 5), Size(5, MAX_IMAGE_EDGE_PX + 1)], ids=str
+)
 def test_B05_an_image_with_impossible_edges_is_an_error(size: Size) -> None:
     with pytest.raises(BucketError, match=f"got {size}"):
         place(ladder(64, 8, 3.0), size)
 
 
-@pytest.mark.parametrize("targets", [[], [Size(0, 8)], [Size(8, MAX_BUCKET_EDGE_PX + 1)]])
+@pytest.mark.parametrize("targets", [[], [Size(0, 8)], [Size(8, MAX_BUCKET_EDGE_PX + 1)]], ids=str)
 def test_impossible_bucket_edges_are_errors(targets: list[Size]) -> None:
     with pytest.raises(BucketError):
         Buckets(targets)

@@ -10,11 +10,11 @@ from pipeline.storage.isolation import NamedPath, check_isolation
 from pipeline.storage.isolation.conflicts import MAX_LINKS_REPORTED
 
 
-def conflicts(home: Path) -> list[tuple[str, str, str]]:
-    """Return (subject, relation, object) of each conflict of data with cache and out."""
+def conflicts(home: Path) -> list[str]:
+    """Return one sentence per conflict of data with cache and out."""
     outputs = [NamedPath(name, name, home / name) for name in ("cache", "out")]
     found = check_isolation([NamedPath("data", "data", home / "data")], outputs)
-    return [(each.first.label, each.relation, each.second.label) for each in found]
+    return [each.what() for each in found]
 
 
 @pytest.fixture
@@ -34,7 +34,9 @@ def test_L01_a_link_in_the_first_two_levels_of_an_output_into_a_dataset_is_found
     link = home / output / level
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(home / target)
-    assert conflicts(home) == [(output, "link", "data")]
+    assert conflicts(home) == [f"a link in {output} leads into data"], (
+        f"{output}/{level} is a link to {target}"
+    )
 
 
 @pytest.mark.parametrize("output", ["cache", "out"])
@@ -45,7 +47,7 @@ def test_I19_a_link_at_any_level_of_a_dataset_into_an_output_is_found(
     link = home / "data" / level
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(home / output)
-    assert conflicts(home) == [("data", "link", output)]
+    assert conflicts(home) == [f"a link in data leads into {output}"], f"data/{level} is a link to {output}"
 
 
 def test_the_number_of_reported_links_is_limited(home: Path) -> None:

@@ -19,7 +19,13 @@ from pipeline.cache.worker.tensors import read_torch
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.fingerprint import run_facts, run_id
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import TrainingInput, read_entry_keys, read_inputs, write_inputs
+from pipeline.trained_lora.samples import (
+    TrainingInput,
+    read_entry_keys,
+    read_inputs,
+    training_inputs,
+    write_inputs,
+)
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.trial_step import largest_step
@@ -68,6 +74,23 @@ def test_inputs_have_the_references_of_the_table_in_order_and_survive_their_file
     assert read_inputs(tmp_path / "inputs.parquet") == inputs
     every_reference = {key for each in keys.values() if each is not None for key in each.split()}
     assert every_reference <= read_entry_keys(tmp_path / "inputs.parquet")
+
+
+def test_the_order_of_rows_does_not_decide_which_view_gets_the_mirrored_references(
+    referenced: Project,
+) -> None:
+    entries = RecipeEntries(referenced.recipe)
+    latents = pl.concat([referenced.latents.with_columns(flipped=pl.lit(flag)) for flag in (False, True)])
+    inputs, reversed_inputs = (
+        training_inputs(referenced.recipe, entries, rows, referenced.text)
+        for rows in (latents, latents.reverse())
+    )
+    plain, mirrored = next(item.views for item in inputs if item.dataset == "edits")
+    assert plain.references != mirrored.references
+    different = [
+        item.variant_id for item, other in zip(inputs, reversed_inputs, strict=True) if item != other
+    ]
+    assert different == [], "inputs that depend on the order of rows"
 
 
 def test_a_micro_batch_has_one_number_and_shape_of_references_which_are_the_cached_ones(
