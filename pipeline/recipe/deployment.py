@@ -151,7 +151,7 @@ class SlurmSettings(Settings):
 
 
 class KubernetesSettings(Settings):
-    """Encoding runs in pods of Kubernetes, and training where the executor runs the step."""
+    """Encoding and training run in pods of Kubernetes."""
 
     kind: Literal["kubernetes"] = Field(description="Launcher of encoding and training.")
     namespace: str = Field(
@@ -162,10 +162,20 @@ class KubernetesSettings(Settings):
         description="Image with this version of Latentline, such as registry.example.com/latentline:0.2.0.",
     )
     workers: NumShards = 1
+    machines: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Number of pods of a training, which share the recipe's `accelerate.num_processes` "
+        "equally. 0 trains where the executor runs the step.",
+    )
+    wait_s: int = Field(
+        default=WAIT_S, ge=1, description="Longest wait for all pods of a training to start, in seconds."
+    )
     pod: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Keys merged into the specification of each pod (PodSpec), such as nodeSelector and "
-        "tolerations.",
+        description="Keys merged into the specification of each pod (PodSpec), such as nodeSelector, "
+        "tolerations and volumes.",
         examples=[{"nodeSelector": {"accelerator": "h100"}}],
     )
 
