@@ -58,7 +58,7 @@ _INTERRUPTED_STATUSES = (-signal.SIGINT, 128 + signal.SIGINT)
 """Statuses of a process that Ctrl-C ended."""
 
 _PRINTED_ERROR = re.compile(
-    r"^(\w+Error): (.+(?:\n(?!  where: ).*)*?)\n"
+    r"^(\w+Error): (.+(?:\n(?!  where: |\w+Error: ).*)*?)\n"
     r"  where: (.*(?:\n {9}.*)*)\n"
     r"  fix:   (.*(?:\n {9}.*)*)\n",
     re.MULTILINE,
