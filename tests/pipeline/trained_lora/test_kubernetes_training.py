@@ -36,7 +36,7 @@ def launcher_of(job: TrainingJob, **settings: Any) -> KubernetesLauncher:
         "volumes": [{"name": "project", "hostPath": {"path": folder}}],
         "containers": [{"volumeMounts": mounts, "resources": {"limits": {"nvidia.com/gpu": "1"}}}],
     }
-    return KubernetesLauncher(**{"image": "x", "machines": 2, "pod": pod, "wait_s": 240, **settings})
+    return KubernetesLauncher(**{"image": "x", "machines": 2, "pod": pod, "wait_s": 900, **settings})
 
 
 def in_step(
@@ -66,7 +66,7 @@ def when_steps_are_done(job: TrainingJob, number: int, act: Callable[[], object]
     """Call `act` in a thread when the run has done a number of steps, or after the longest wait."""
 
     def wait() -> None:
-        end_s = time.monotonic() + 240
+        end_s = time.monotonic() + 900
         while len(read_metrics(RunLayout(job.folder).metrics, 10**6)) < number:
             if time.monotonic() > end_s:
                 return
@@ -77,7 +77,7 @@ def when_steps_are_done(job: TrainingJob, number: int, act: Callable[[], object]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_two_pods_train_the_lora_of_two_processes_on_one_machine(
     make_project: Callable[..., Any], api: Server
 ) -> None:
@@ -99,7 +99,7 @@ def test_two_pods_train_the_lora_of_two_processes_on_one_machine(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_stopped_run_and_one_that_lost_a_pod_resume_to_the_same_lora(
     make_project: Callable[..., Any], api: Server
 ) -> None:
