@@ -78,9 +78,11 @@ class KubernetesClient:
         except (ApiException, HTTPError, OSError) as err:
             raise self._rejection(manifest["metadata"]["name"], err) from err
 
-    def read_job(self, name: str) -> Any:
+    def read_job(self, name: str, *, patience_s: float | None = None) -> Any:
         """Return a job with its status; None if it does not exist."""
-        return self._request(name, lambda: self._jobs.read_namespaced_job_status(name, self.namespace))
+        return self._request(
+            name, lambda: self._jobs.read_namespaced_job(name, self.namespace), patience_s=patience_s
+        )
 
     def delete_job(self, name: str) -> None:
         """Start to delete a job and its pods. The job exists until its last pod has ended."""

@@ -12,6 +12,7 @@ from pipeline.errors import LaunchError
 from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status, error_in_output
 from resources.launchers.kubernetes_client import (
     CONTAINER,
+    DELETION_PATIENCE_S,
     FollowedLog,
     KubernetesClient,
     condition_of,
@@ -177,9 +178,12 @@ class PodTraining:
         """Return the error of the pod that failed first."""
         pods = [pod for pod in self._kubernetes.pods_of(self._training.name) if pod.status.phase == "Failed"]
         if not pods:
-            condition = condition_of(self._kubernetes.read_job(self._training.name), "Failed")
-            what = f"the Kubernetes job {self._training.name} failed: {condition.reason}, {condition.message}"
-            raise LaunchError(what, where=self._place, fix=RESUME)
+            # The pods of a lost node are deleted.
+            job = self._kubernetes.read_job(self._training.name)
+            condition = None if job is None else condition_of(job, "Failed")
+            reason = "" if condition is None else f": {condition.reason}, {condition.message}"
+            what = f"the Kubernetes job {self._training.name} failed{reason}"
+            return LaunchError(what, where=self._place, fix=RESUME)
         pod = min(pods, key=_cause_first)
         return pod_error(pod, self._kubernetes.last_lines(pod, _NUM_LAST_LINES), place=self._place)
 
@@ -199,7 +203,7 @@ class PodTraining:
         self._kubernetes.delete_job(name)
 
         end_s = time.monotonic() + seconds + LAST_LINES_S
-        while self._kubernetes.read_job(name) is not None:
+        while self._kubernetes.read_job(name, patience_s=DELETION_PATIENCE_S) is not None:
             if time.monotonic() > end_s:
                 self._context.log.warning(
                     f"the Kubernetes job {name} still exists, although it was deleted {seconds} s ago"
