@@ -215,6 +215,7 @@ class Server:
         deleted: Names of deleted jobs and services.
         pending: Indices of pods that do not start.
         image_is_broken: Whether the command of every pod fails.
+        program: Python code that takes the place of `python -m pipeline.cli` in every pod, or None.
         num_failing_requests: Number of following requests that are answered with an error of the server.
         lines_per_connection: Number of lines after which a connection that follows a log is lost.
         requests: Methods and paths of all requests.
@@ -226,17 +227,26 @@ class Server:
         self.deleted: list[str] = []
         self.pending: set[int] = set()
         self.image_is_broken = False
+        self.program: str | None = None
         self.num_failing_requests = 0
         self.lines_per_connection: int | None = None
         self.requests: list[str] = []
         self._ports: dict[str, int] = {}
         self._lock = threading.Lock()
 
+    def pods(self) -> list[Pod]:
+        """Return the pods of all jobs that exist."""
+        return [pod for job in self._existing().values() for pod in job.pods]
+
     def command_of(self, job: Job) -> list[str] | None:
         """Return the command of a job's pods on this machine; None until its service exists."""
         if self.image_is_broken:
             return [sys.executable, "-c", "raise SystemExit('no module pipeline in this image')"]
-        command = [sys.executable if part == "python" else part for part in self._container(job)["command"]]
+        python, *arguments = self._container(job)["command"]
+        assert (python, arguments[:2]) == ("python", ["-m", "pipeline.cli"]) or self.program is None
+        if self.program is not None:
+            arguments = ["-c", self.program, *arguments[2:]]
+        command = [sys.executable if python == "python" else python, *arguments]
         if (subdomain := job.spec.get("subdomain")) is None:
             return command
         service = self.services.get(subdomain)

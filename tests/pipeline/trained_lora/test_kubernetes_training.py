@@ -21,7 +21,7 @@ from tests.pipeline.trained_lora.runs import steps_kept
 pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
 
 from resources.launchers.kubernetes import KubernetesLauncher
-from tests.kubernetes_api import Pod, Server, api
+from tests.kubernetes_api import Server, api
 
 __all__ = ["api"]  # fixture
 
@@ -56,10 +56,6 @@ def in_step(
         result = materialize([step], resources={"launcher": launcher}, instance=instance)
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
     return errors[0] if errors else None, messages
-
-
-def pods_of(api: Server) -> list[Pod]:
-    return [pod for job in api.jobs.values() for pod in job.pods]
 
 
 def when_steps_are_done(job: TrainingJob, number: int, act: Callable[[], object]) -> None:
@@ -116,7 +112,7 @@ def test_a_stopped_run_and_one_that_lost_a_pod_resume_to_the_same_lora(
     assert not isinstance(error, LaunchError), error
     (name,) = api.jobs
     assert sorted(api.deleted) == [f"jobs/{name}", f"services/{name}"]
-    assert pods_of(api) == [], "the step waits for the end of its pods"
+    assert api.pods() == [], "the step waits for the end of its pods"
     stopped_step = steps_kept(job)[-1]
     assert 3 <= stopped_step < steps
     text = "\n".join(messages)
@@ -125,7 +121,7 @@ def test_a_stopped_run_and_one_that_lost_a_pod_resume_to_the_same_lora(
 
     # A lost pod ends the training; the error names a pod and how to resume.
     when_steps_are_done(
-        job, stopped_step + 3, lambda: next(pod for pod in pods_of(api) if pod.index == 1).kill()
+        job, stopped_step + 3, lambda: next(pod for pod in api.pods() if pod.index == 1).kill()
     )
     error, messages = in_step(launcher_of(job), job)
     assert isinstance(error, LaunchError), messages

@@ -1,11 +1,21 @@
 """A training in pods: what is refused, and the errors of pods that do not start or fail."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
+from dagster import (
+    AssetExecutionContext,
+    DagsterExecutionInterruptedError,
+    DagsterInstance,
+    asset,
+    materialize,
+)
 
 from pipeline.errors import LaunchError, ModelError
 from pipeline.recipe import AccelerateSettings, recipe_from_mapping
@@ -54,8 +64,20 @@ def launcher_of(folder: Path, **settings: Any) -> KubernetesLauncher:
     return KubernetesLauncher(**{"image": "x", "machines": 2, "pod": pod, **settings})
 
 
+def messages_of(launcher: KubernetesLauncher, order: Path) -> list[str]:
+    """Train in a step, which must succeed; return the messages in Dagster's log."""
+    errors, messages = _train(launcher, order)
+    assert errors == []
+    return messages
+
+
 def error_of(launcher: KubernetesLauncher, order: Path) -> tuple[Exception, list[str]]:
     """Train in a step, which must fail; return its error and the messages in Dagster's log."""
+    (error,), messages = _train(launcher, order)
+    return error, messages
+
+
+def _train(launcher: KubernetesLauncher, order: Path) -> tuple[list[Exception], list[str]]:
     errors: list[Exception] = []
 
     @asset
@@ -68,7 +90,7 @@ def error_of(launcher: KubernetesLauncher, order: Path) -> tuple[Exception, list
     with DagsterInstance.ephemeral() as instance:
         result = materialize([step], resources={"launcher": launcher}, instance=instance)
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    return errors[0], messages
+    return errors, messages
 
 
 def test_processes_that_the_pods_cannot_share_are_refused_before_anything_is_created(
@@ -201,3 +223,105 @@ def test_a_pod_that_ended_without_an_error_is_explained_by_its_status(
     assert error.where.endswith("pod job-1-abcde on node node-7, last output:\na line")
     assert fix in error.fix
     assert "the run resumes from its last checkpoint" in error.fix
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+
+def stop(number, frame):
+    time.sleep(1)
+    (folder / f"checkpoint-{index}").touch()
+    print("stopped; a checkpoint is saved", flush=True)
+    sys.exit(143)
+
+index, folder, kind = os.environ["JOB_COMPLETION_INDEX"], Path(sys.argv[2]).parent, "KIND"
+signal.signal(signal.SIGTERM, stop)
+print(f"pod {index} trains: {sys.argv[3:]}", flush=True)
+(folder / f"started-{index}").touch()
+if kind == "error" and index == "1":
+    while not (folder / "started-0").exists():
+        time.sleep(0.05)
+    print("StoreError: an entry is missing\\n  where: a.safetensors\\n  fix:   encode it", flush=True)
+    sys.exit(1)
+if kind != "done":
+    time.sleep(600)
+"""
+"""Stands for `latentline train`: writes a checkpoint when it is stopped."""
+
+
+def when_all_pods_train(order: Path, act: Any) -> None:
+    """Call `act` in a thread when both pods train."""
+
+    def wait() -> None:
+        while len(list(order.parent.glob("started-*"))) < 2:
+            time.sleep(0.05)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_the_log_of_pod_0_is_in_that_of_the_step_although_the_server_fails_for_a_while(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "done")
+    when_all_pods_train(order, lambda: setattr(api, "num_failing_requests", 2))
+    messages = messages_of(launcher_of(tmp_path, wait_s=70), order)
+    (name,) = api.jobs
+    first = [message for message in messages if message.startswith("pod ")]
+    assert len(first) == 1
+    assert first[0].startswith("pod 0 trains: ['--machines', '2', '--master', '127.0.0.1:")
+    assert first[0].endswith("'--wait', '70', '--grace', '20']")
+    assert "2 of 2 pods have started" in messages
+    assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_the_error_of_a_failed_pod_ends_the_step_after_the_others_wrote_their_checkpoint(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "error")
+    error, _ = error_of(launcher_of(tmp_path), order)
+    assert isinstance(error, LaunchError)
+    (name,) = api.jobs
+    assert error.what.startswith(f"StoreError in pod {name}-1-")
+    assert error.what.endswith(": an entry is missing")
+    assert error.where.startswith(f"namespace default, job {name}, pod {name}-1-")
+    assert error.where.endswith("on node node-1\na.safetensors")
+    assert error.fix == "encode it; start the job again: the run resumes from its last checkpoint"
+    assert (order.parent / "checkpoint-0").exists()
+    assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_a_pod_that_is_killed_is_named(order: Path, tmp_path: Path, api: Server) -> None:
+    api.program = PROGRAM.replace("KIND", "long")
+    when_all_pods_train(order, lambda: [pod.kill() for pod in api.pods() if pod.index == 1])
+    error, _ = error_of(launcher_of(tmp_path), order)
+    assert isinstance(error, LaunchError)
+    (name,) = api.jobs
+    assert error.what.startswith(f"pod {name}-1-")
+    assert error.what.endswith("ended by signal SIGKILL")
+
+
+def test_a_stopped_step_waits_for_the_checkpoints_of_its_pods(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "long")
+    when_all_pods_train(order, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(DagsterExecutionInterruptedError):
+        messages_of(launcher_of(tmp_path), order)
+    (name,) = api.jobs
+    assert sorted(file.name for file in order.parent.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
+    assert api.pods() == []
+    assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_a_job_that_someone_deletes_is_an_error_that_says_so(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "long")
+    when_all_pods_train(order, lambda: KubernetesClient("default").delete_job(next(iter(api.jobs))))
+    error, _ = error_of(launcher_of(tmp_path), order)
+    assert isinstance(error, LaunchError)
+    assert error.what == f"the Kubernetes job {next(iter(api.jobs))} was deleted while it was running"
+    assert "the run resumes from its last checkpoint" in error.fix
+    assert api.services == {}
