@@ -10,7 +10,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.errors import LatentlineError, LaunchError
 from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status, error_in_output
@@ -62,6 +62,7 @@ class JobEnd:
         status: Exit status, or minus the number of the signal that ended the job.
         nodes: Nodes of the job, in Slurm's compact form.
         time_limit: Time limit, such as "04:00:00".
+        silent_nodes: Nodes that have not confirmed the end of the job.
     """
 
     job_id: str
@@ -69,6 +70,7 @@ class JobEnd:
     status: int = 1
     nodes: str = ""
     time_limit: str = ""
+    silent_nodes: str = ""
 
 
 def job_id_in(submission: Iterable[str]) -> str | None:
@@ -92,7 +94,7 @@ def read_job_end(job_id: str, status: int) -> JobEnd:
     columns = f"--format={','.join(_SACCT_COLUMNS)}"
     recorded = _output_of("sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}", columns)
     if recorded is not None and (recorded_end := end_in_sacct(job_id, recorded)) is not None:
-        return recorded_end
+        return recorded_end if end is None else replace(recorded_end, silent_nodes=end.silent_nodes)
     return JobEnd(job_id, status=status) if end is None else end
 
 
@@ -114,7 +116,11 @@ def end_in_scontrol(job_id: str, text: str) -> JobEnd | None:
         return None
     nodes = values.get("NodeList", "").replace("(null)", "")
     status = _status(values.get("ExitCode", ""))
-    return JobEnd(job_id, values["JobState"], status, nodes, values.get("TimeLimit", ""))
+    state, time_limit = values["JobState"], values.get("TimeLimit", "")
+    # Of a completing job, Slurm lists only the nodes that have not confirmed its end.
+    return JobEnd(
+        job_id, state, status, nodes, time_limit, silent_nodes=nodes if state == _COMPLETING else ""
+    )
 
 
 def end_in_sacct(job_id: str, text: str) -> JobEnd | None:
@@ -170,9 +176,8 @@ def first_failed_node(output: Sequence[str]) -> tuple[str, str] | None:
 
 def _nodes(end: JobEnd, output: Sequence[str]) -> str:
     """Return the node that failed, or all nodes of the job if it is not known."""
-    if end.state == _COMPLETING and end.nodes:
-        # Slurm lists only those nodes of a completing job that have not confirmed its end.
-        return f"node {end.nodes}: no answer, it may be lost"
+    if end.silent_nodes:
+        return f"node {end.silent_nodes}: no answer, it may be lost"
     failed = first_failed_node(output)
     if failed is not None:
         return f"node {failed[0]}: {failed[1]}"

@@ -106,7 +106,9 @@ def test_the_state_of_a_job_is_explained_with_a_fix(end: JobEnd, what: str, fix:
 
 def test_a_node_that_does_not_confirm_the_end_of_its_job_is_named_rather_than_the_others() -> None:
     output = ["srun: error: n1: task 0: Exited with exit code 1"]
-    error = job_error(JobEnd("7", "COMPLETING", 1, "n2"), "latentline-a", output)
+    end = end_in_scontrol("7", "JobId=7 JobState=COMPLETING ExitCode=1:0 NodeList=n2")
+    assert end is not None
+    error = job_error(end, "latentline-a", output)
     assert error.where.startswith("Slurm job 7 (latentline-a), node n2: no answer, it may be lost")
 
 
