@@ -62,6 +62,21 @@ def when_steps_are_done(job: TrainingJob, number: int, act: Callable[[], object]
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.timeout(1800)
+def test_two_nodes_train_the_lora_of_two_processes_on_one_machine(
+    make_project: Callable[..., Any], cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.use(monkeypatch, tmp_path)
+    project = make_project(steps=4, gradient_accumulation=1)
+    job = project.changed("two_nodes", num_processes=2).job()
+    error, _ = in_step(job)
+    assert error is None
+
+    alone = project.changed("one_machine", num_processes=2).job()
+    LocalLaunch(alone.recipe.accelerate)(TRAINING_MODULE, alone.write())
+    assert_equal_runs(job, alone, 4)
+
+
 @pytest.mark.timeout(3600)
 def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_one_machine(
     make_project: Callable[..., Any], cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
