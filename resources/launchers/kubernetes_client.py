@@ -1,13 +1,10 @@
-"""Requests to the API server of Kubernetes, in one namespace, and the log of a pod while it runs."""
+"""Requests to the API server of Kubernetes about jobs, services and pods of one namespace."""
 
 from __future__ import annotations
 
-import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from kubernetes import client, config
@@ -32,7 +29,10 @@ INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 
 _NOT_FOUND, _CONFLICT, _TOO_MANY_REQUESTS, _SERVER_ERROR = 404, 409, 429, 500
 
-_CONNECT_S, _SILENT_LOG_S = 10.0, 120.0
+_TIMEOUT_S = (10.0, 20.0)
+"""Longest wait for a connection, and for an answer."""
+
+_LOG_TIMEOUT_S = (10.0, 120.0)
 """Longest wait for a connection, and for a line of a log before the log is requested again."""
 
 Result = TypeVar("Result")
@@ -63,7 +63,9 @@ class KubernetesClient:
     def create_job(self, manifest: Mapping[str, Any]) -> Any:
         """Create a job and return it; None if one of the same name exists."""
         try:
-            return self._jobs.create_namespaced_job(self.namespace, manifest, field_validation="Strict")
+            return self._jobs.create_namespaced_job(
+                self.namespace, manifest, field_validation="Strict", _request_timeout=_TIMEOUT_S
+            )
         except ApiException as err:
             if err.status == _CONFLICT:
                 return None
@@ -74,21 +76,27 @@ class KubernetesClient:
     def create_service(self, manifest: Mapping[str, Any]) -> None:
         """Create a service."""
         try:
-            self._core.create_namespaced_service(self.namespace, manifest, field_validation="Strict")
+            self._core.create_namespaced_service(
+                self.namespace, manifest, field_validation="Strict", _request_timeout=_TIMEOUT_S
+            )
         except (ApiException, HTTPError, OSError) as err:
             raise self._rejection(manifest["metadata"]["name"], err) from err
 
     def read_job(self, name: str, *, patience_s: float | None = None) -> Any:
         """Return a job with its status; None if it does not exist."""
         return self._request(
-            name, lambda: self._jobs.read_namespaced_job(name, self.namespace), patience_s=patience_s
+            name,
+            lambda timeout: self._jobs.read_namespaced_job(name, self.namespace, _request_timeout=timeout),
+            patience_s=patience_s,
         )
 
     def delete_job(self, name: str) -> None:
         """Start to delete a job and its pods. The job exists until its last pod has ended."""
         self._request(
             name,
-            lambda: self._jobs.delete_namespaced_job(name, self.namespace, propagation_policy="Foreground"),
+            lambda timeout: self._jobs.delete_namespaced_job(
+                name, self.namespace, propagation_policy="Foreground", _request_timeout=timeout
+            ),
             patience_s=DELETION_PATIENCE_S,
         )
 
@@ -96,7 +104,9 @@ class KubernetesClient:
         """Delete a service."""
         self._request(
             name,
-            lambda: self._core.delete_namespaced_service(name, self.namespace),
+            lambda timeout: self._core.delete_namespaced_service(
+                name, self.namespace, _request_timeout=timeout
+            ),
             patience_s=DELETION_PATIENCE_S,
         )
 
@@ -104,16 +114,20 @@ class KubernetesClient:
         """Return the pods of a job, by index."""
         pods = self._request(
             job,
-            lambda: self._core.list_namespaced_pod(self.namespace, label_selector=f"job-name={job}"),
+            lambda timeout: self._core.list_namespaced_pod(
+                self.namespace, label_selector=f"job-name={job}", _request_timeout=timeout
+            ),
         )
         return sorted(pods.items if pods is not None else (), key=pod_index)
 
     def last_lines(self, pod: Any, number: int) -> list[str]:
-        """Return the last lines of a pod's log; none if the log no longer exists."""
-        name = pod.metadata.name
-        # The client's own text of a log is that of a bytes object: "b'...'".
-        response = self._request(name, lambda: self._log(name, tail_lines=number))
-        return [] if response is None else response.data.decode("utf-8", errors="replace").splitlines()
+        """Return the last lines of a pod's log; none if it cannot be read, for example from a lost node."""
+        try:
+            # The client's own text of a log is that of a bytes object: "b'...'".
+            response = self._log(pod.metadata.name, tail_lines=number, _request_timeout=_TIMEOUT_S)
+        except (ApiException, HTTPError, OSError):
+            return []
+        return response.data.decode("utf-8", errors="replace").splitlines()
 
     def log_lines(self, pod: str, *, follow: bool, since_s: int | None) -> Iterator[tuple[str, str]]:
         """Yield the lines of a pod's log with their times; with `follow`, until the pod ends.
@@ -122,8 +136,7 @@ class KubernetesClient:
             ApiException, HTTPError, OSError: The log cannot be read, or the connection was lost.
         """
         options: dict[str, Any] = {} if since_s is None else {"since_seconds": since_s}
-        timeout = (_CONNECT_S, _SILENT_LOG_S)
-        response = self._log(pod, follow=follow, timestamps=True, _request_timeout=timeout, **options)
+        response = self._log(pod, follow=follow, timestamps=True, _request_timeout=_LOG_TIMEOUT_S, **options)
         try:
             for line in response:
                 stamp, _, text = line.decode("utf-8", errors="replace").rstrip("\r\n").partition(" ")
@@ -137,79 +150,39 @@ class KubernetesClient:
         )
 
     def _request(
-        self, name: str, send: Callable[[], Result], *, patience_s: float | None = None
+        self, name: str, send: Callable[[tuple[float, float]], Result], *, patience_s: float | None = None
     ) -> Result | None:
         """Return the answer to a request about an existing object; None if the object does not exist."""
-        end_s = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
+        patience_s = self._patience_s if patience_s is None else patience_s
+        end_s = time.monotonic() + patience_s
         while True:
             try:
-                return send()
+                return send(_TIMEOUT_S)
             except ApiException as err:
-                if err.status == _NOT_FOUND:
-                    return None
                 status = int(err.status or 0)
-                is_passing = status >= _SERVER_ERROR or status == _TOO_MANY_REQUESTS
-                if not is_passing or time.monotonic() > end_s:
+                if status == _NOT_FOUND:
+                    return None
+                if status < _SERVER_ERROR and status != _TOO_MANY_REQUESTS:
                     raise self._rejection(name, err) from err
+                outage: Exception = err
             except (HTTPError, OSError) as err:
-                if time.monotonic() > end_s:
-                    raise self._rejection(name, err) from err
+                outage = err
+            if time.monotonic() > end_s:
+                raise LaunchError(
+                    f"the API server of Kubernetes did not answer for {patience_s:g} s: {_text(outage)}",
+                    where=f"namespace {self.namespace}, job {name}",
+                    fix="restore the access to the API server and start the job again; finished work is kept",
+                ) from outage
             time.sleep(POLL_S)
 
     def _rejection(self, name: str, err: Exception) -> LaunchError:
-        text = str(err.body or err.reason) if isinstance(err, ApiException) else str(err)
         return LaunchError(
-            f"Kubernetes did not run the job {name}: {' '.join(text.split())[:500]}",
+            f"Kubernetes did not run the job {name}: {_text(err)}",
             where=f"namespace {self.namespace}",
             fix="correct launcher.pod, launcher.image or launcher.namespace in the deployment file; if "
             "access was denied, allow the service account of the step to create, read and delete jobs and "
             "services, and to read pods and their logs",
         )
-
-
-class FollowedLog:
-    """The log of a pod, read by a thread until the pod ends; a lost connection is opened again."""
-
-    def __init__(self, kubernetes: KubernetesClient, pod: str) -> None:
-        """Start to read."""
-        self._kubernetes, self._pod = kubernetes, pod
-        self._lines = queue.SimpleQueue[str]()
-        self._last_stamp = ""
-        self._last_line_s: float | None = None
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read, name=f"log-of-{pod}", daemon=True)
-        self._thread.start()
-
-    def new_lines(self) -> Iterator[str]:
-        """Yield the lines that were read since the last call."""
-        while not self._lines.empty():
-            yield self._lines.get()
-
-    def finish(self, timeout_s: float) -> None:
-        """Read the rest of the log of a pod that has ended, for at most `timeout_s`."""
-        self._stopped.set()
-        self._thread.join(timeout_s)
-
-    def _read(self) -> None:
-        while True:
-            is_last = self._stopped.is_set()
-            with suppress(ApiException, HTTPError, OSError):
-                self._read_new(follow=not is_last)
-            if is_last:
-                return
-            self._stopped.wait(POLL_S)
-
-    def _read_new(self, *, follow: bool) -> None:
-        """Read the lines after the last one; a minute more is requested, because lines are delayed."""
-        last_line_s = self._last_line_s
-        since_s = None if last_line_s is None else round(time.monotonic() - last_line_s) + 60
-
-        # Two lines may have the same time, so lines are compared with the end of the last connection only.
-        previous = self._last_stamp
-        for stamp, line in self._kubernetes.log_lines(self._pod, follow=follow, since_s=since_s):
-            if stamp > previous:
-                self._lines.put(line)
-                self._last_stamp, self._last_line_s = stamp, time.monotonic()
 
 
 def pod_index(pod: Any) -> int:
@@ -221,6 +194,12 @@ def condition_of(job: Any, *kinds: str) -> Any:
     """Return the first true condition of a job among `kinds`, such as "Complete" and "Failed", or None."""
     conditions = job.status.conditions or []
     return next((each for each in conditions if each.type in kinds and each.status == "True"), None)
+
+
+def _text(err: Exception) -> str:
+    """Return the message of the server, or that of the client without one, in one line."""
+    text = str(err.body or err.reason) if isinstance(err, ApiException) else str(err)
+    return " ".join(text.split())[:500]
 
 
 def _sortable(stamp: str) -> str:

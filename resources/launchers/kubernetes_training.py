@@ -13,11 +13,11 @@ from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status, error_
 from resources.launchers.kubernetes_client import (
     CONTAINER,
     DELETION_PATIENCE_S,
-    FollowedLog,
     KubernetesClient,
     condition_of,
     pod_index,
 )
+from resources.launchers.kubernetes_log import FollowedLog
 from resources.launchers.kubernetes_manifests import TrainingPods
 from resources.launchers.output import uninterrupted
 
