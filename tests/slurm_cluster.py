@@ -13,12 +13,16 @@ import getpass
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+import pytest
 
 from tests.e2e.daemon import running, until
 from tests.free_ports import free_ports
@@ -86,6 +90,35 @@ class SlurmCluster:
         """Return whether so many nodes are idle; False as well while the cluster starts."""
         output = self._run("sinfo", "--noheader", "--format=%D %t", cwd=Path.cwd()).stdout
         return output.strip() == f"{num_nodes} idle"
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+        """Use the cluster's commands in this process, and a scratch folder in `folder`, which is returned."""
+        for name, value in self.variables.items():
+            monkeypatch.setenv(name, value)
+        file = folder / "deployment.yaml"
+        file.write_text(f"scratch: {folder / 'scratch'}\n", encoding="utf-8")
+        monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(file))
+        return folder / "scratch"
+
+    def processes(self, *words: str, **environment: str) -> list[psutil.Process]:
+        """Return the processes of the cluster with these words in their command, and these variables."""
+        wanted = {"SLURM_CONF": self.variables["SLURM_CONF"], **environment}.items()
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if wanted <= process.environ().items() and set(words) <= set(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def kill_node(self, name: str) -> None:
+        """Kill the daemon of a node and all tasks on it at once, as if it lost its power."""
+        tasks = self.processes(SLURMD_NODENAME=name)
+        # The parents of the first processes are Slurm's own, which have no variables of the job.
+        parents = [parent for task in tasks if (parent := task.parent()) is not None and parent not in tasks]
+        processes = [*self.processes("-N", name), *parents, *tasks]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none of them may react to the death of another
+            for process in processes:
+                process.send_signal(number)
 
     def _run(self, *command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **self.variables, **variables}
@@ -165,3 +198,10 @@ def _program(name: str) -> str | None:
     folders = [Path(os.environ.get(VARIABLE) or "/", "usr", each) for each in ("sbin", "bin")]
     path = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
     return shutil.which(f"{name}-wlm", path=path) or shutil.which(name, path=path)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Provide a cluster for the tests of a file."""
+    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running_cluster:
+        yield running_cluster

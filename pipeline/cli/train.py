@@ -17,7 +17,7 @@ from pipeline.recipe.deployment import WAIT_S
 from pipeline.storage.addresses import Address, absolute
 
 GRACE_S = 20.0
-"""Seconds between a stop signal and the kill of processes; a training writes its checkpoint in this time."""
+"""Default of the seconds between a stop signal and the kill of processes."""
 
 
 @click.command(short_help="Train as one of several machines.")
@@ -34,7 +34,18 @@ GRACE_S = 20.0
     metavar="SECONDS",
     help="Longest wait for the other machines to start.",
 )
-def command(order: str, machines: int | None, rank: int | None, master: str | None, wait_s: int) -> None:
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    default=GRACE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between a stop signal and the kill of processes, in which machine 0 writes a checkpoint.",
+)
+def command(
+    order: str, *, machines: int | None, rank: int | None, master: str | None, wait_s: int, grace_s: float
+) -> None:
     """Run this machine's part of a training on several machines.
 
     Start the command once on each machine. Launchers do this for you; docs/several_machines.md explains how
@@ -51,10 +62,10 @@ def command(order: str, machines: int | None, rank: int | None, master: str | No
     Ctrl-C or SIGTERM. To resume, start the command again on all machines.
     """
     chosen = find_machines(MachineOptions(machines, rank, master, wait_s=wait_s), os.environ)
-    _train(absolute(order, Path.cwd()), chosen)
+    _train(absolute(order, Path.cwd()), chosen, grace_s)
 
 
-def _train(order: Address, machines: Machines) -> None:
+def _train(order: Address, machines: Machines, grace_s: float) -> None:
     from pipeline.processes.foreground import run_in_foreground
     from pipeline.processes.launch import TRAINING_MODULE, launch_command, launch_environment, launch_error
     from pipeline.trained_lora.job import read_recipe_and_prompts
@@ -72,7 +83,7 @@ def _train(order: Address, machines: Machines) -> None:
             launch,
             launch_environment(settings, error_file, machines),
             output_file=output_file,
-            grace_s=GRACE_S,
+            grace_s=grace_s,
             # A process writes its error to the file before it prints it. It is raised below.
             show=lambda line: None if error_file.exists() else log_to_stderr(line),
         )

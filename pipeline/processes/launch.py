@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -55,6 +56,14 @@ PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 
 _INTERRUPTED_STATUSES = (-signal.SIGINT, 128 + signal.SIGINT)
 """Statuses of a process that Ctrl-C ended."""
+
+_PRINTED_ERROR = re.compile(
+    r"^(\w+Error): (.+(?:\n(?!  where: |\w+Error: ).*)*?)\n"
+    r"  where: (.*(?:\n {9}.*)*)\n"
+    r"  fix:   (.*(?:\n {9}.*)*)\n",
+    re.MULTILINE,
+)
+"""The class and the three parts of an error, as `LatentlineError.text` writes them after the class."""
 
 _POLL_S = 0.1
 
@@ -272,6 +281,17 @@ def error_from_json(text: str) -> LatentlineError:
     parts = json.loads(text)
     kind = getattr(pipeline.errors, parts["kind"], LatentlineError)
     return kind(parts["what"], where=parts["where"], fix=parts["fix"])
+
+
+def error_in_output(output: Sequence[str]) -> LatentlineError | None:
+    """Return the first error that a command of `latentline` has printed, or None."""
+    text = "\n".join(output) + "\n"
+    for match in _PRINTED_ERROR.finditer(text):
+        kind = getattr(pipeline.errors, match[1], None)
+        if isinstance(kind, type) and issubclass(kind, LatentlineError):
+            where, fix = (match[part].replace("\n         ", "\n") for part in (3, 4))
+            return kind(match[2], where=where, fix=fix)
+    return None
 
 
 def _is_stack_frame(line: str) -> bool:

@@ -128,6 +128,27 @@ class LocalSettings(Settings):
             )
 
 
+_SET_BY_SLURM_LAUNCHER = {
+    "--array": ("-a", "set launcher.workers"),
+    "--nodes": ("-N", "set launcher.machines"),
+    "--ntasks-per-node": (None, "a machine of a training is one task, and so is a shard of an encoding"),
+    "--output": ("-o", "the output is in the log of the step, and in the scratch folder after a failure"),
+    "--job-name": ("-J", "the name is unique for each job, because a job is cancelled by its name"),
+    "--wait": ("-W", "every job is awaited"),
+    "--wrap": (None, "the command is that of the launcher"),
+}
+"""Options of `sbatch` that the launcher sets: their short form, and what a user can do instead."""
+
+
+def _set_by_slurm_launcher(option: str) -> str | None:
+    """Return the name of the launcher's own option that a user's option would contradict, or None."""
+    long = option.partition("=")[0]
+    for name, (short, _) in _SET_BY_SLURM_LAUNCHER.items():
+        if long == name or (short is not None and option.startswith(short)):
+            return name
+    return None
+
+
 class SlurmSettings(Settings):
     """Encoding and training run as jobs of Slurm."""
 
@@ -136,7 +157,8 @@ class SlurmSettings(Settings):
     machines: NumMachines = 1
     options: tuple[str, ...] = Field(
         default=(),
-        description="Options of `sbatch` for each job, one text per option, such as `--partition=gpu`.",
+        description="Options of `sbatch` for each job, one text per option, such as `--partition=gpu`. The "
+        "launcher sets --array, --nodes, --ntasks-per-node, --output, --job-name, --wait and --wrap itself.",
         examples=[["--partition=gpu", "--gres=gpu:1"]],
     )
 
@@ -148,10 +170,13 @@ class SlurmSettings(Settings):
                     f"an option of sbatch must start with - and not be surrounded by spaces, got {option!r}"
                 )
                 yield Violation(f"options[{index}]", what, "write it as one text, such as --partition=gpu")
+            elif (name := _set_by_slurm_launcher(option)) is not None:
+                what = f"the launcher sets {name} of sbatch itself, got {option!r}"
+                yield Violation(f"options[{index}]", what, f"remove it: {_SET_BY_SLURM_LAUNCHER[name][1]}")
 
 
 class KubernetesSettings(Settings):
-    """Encoding runs in pods of Kubernetes, and training where the executor runs the step."""
+    """Encoding and training run in pods of Kubernetes."""
 
     kind: Literal["kubernetes"] = Field(description="Launcher of encoding and training.")
     namespace: str = Field(
@@ -162,10 +187,20 @@ class KubernetesSettings(Settings):
         description="Image with this version of Latentline, such as registry.example.com/latentline:0.2.0.",
     )
     workers: NumShards = 1
+    machines: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Number of pods of a training, which share the recipe's `accelerate.num_processes` "
+        "equally. 0 trains where the executor runs the step.",
+    )
+    wait_s: int = Field(
+        default=WAIT_S, ge=1, description="Longest wait for all pods of a training to start, in seconds."
+    )
     pod: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Keys merged into the specification of each pod (PodSpec), such as nodeSelector and "
-        "tolerations.",
+        description="Keys merged into the specification of each pod (PodSpec), such as nodeSelector, "
+        "tolerations and volumes.",
         examples=[{"nodeSelector": {"accelerator": "h100"}}],
     )
 

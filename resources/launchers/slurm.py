@@ -21,19 +21,36 @@ from dagster import AssetExecutionContext
 from pydantic import Field
 
 from pipeline.errors import LaunchError
-from pipeline.processes.launch import ERROR_FILE_VARIABLE, OUTPUT_TAIL_LINES, launch_error
+from pipeline.processes.launch import OUTPUT_TAIL_LINES
+from pipeline.processes.machines import Machines
 from pipeline.recipe.deployment import load_deployment
 from resources.launchers.local import Observer
 from resources.launchers.output import ForwardedOutput, uninterrupted
 from resources.launchers.remote import Encoding, RemoteLauncher, remote_environment
+from resources.launchers.slurm_job import job_error, job_id_in, read_job_end
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
 
 POLL_S = 0.5
 
-SUBMITTED = "Submitted batch job"
-"""Beginning of the line that `sbatch` prints when Slurm has accepted the job."""
+KILL_WAIT_S = 30.0
+"""Slurm's default of the time between SIGTERM and SIGKILL for a cancelled job (`KillWait`)."""
+
+LOADER_CPUS = 2
+"""CPUs of each training process in addition to `accelerate.cpu_threads`: for the threads that read the next
+batches, and for those that write checkpoints and logs."""
+
+CPU_OPTIONS = ("-c", "--cpus-per-task", "--cpus-per-gpu", "--exclusive")
+"""Options of `sbatch` with which a user chooses the CPUs of a node."""
+
+_TRAINING_STEP = (
+    # If the processes of one node end, those of the others have a minute to end by themselves. The last ones
+    # may be writing a checkpoint.
+    "srun --kill-on-bad-exit=0 --wait=60 "
+    # Since Slurm 22.05, srun does not take this option over from sbatch.
+    "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} "
+)
 
 WITHOUT_SLURM = (
     "run the steps on a machine that has Slurm's commands and may submit jobs, or use another launcher in "
@@ -55,7 +72,7 @@ class SlurmLauncher(RemoteLauncher):
         job = _Job(
             name=f"latentline-{order.order_id}",
             options=[*self.options, f"--array=0-{num_shards - 1}", f"--output={folder}/%a.txt"],
-            command=[sys.executable, "-m", "pipeline.cli", "encode", str(order.address)],
+            script=shlex.join([sys.executable, "-m", "pipeline.cli", "encode", str(order.address)]),
             outputs=[ForwardedOutput(folder / f"{index}.txt") for index in range(num_shards)],
             submission=ForwardedOutput(folder / "sbatch.txt"),
         )
@@ -74,30 +91,48 @@ class SlurmLauncher(RemoteLauncher):
         order: Path,
         observer: Observer | None,
     ) -> None:
-        """See `RemoteLauncher.train`; `srun` starts one task on each node."""
+        """See `RemoteLauncher.train`; `srun` starts one task on each node.
+
+        Raises:
+            LatentlineError: The job was rejected, failed or was cancelled; names job, node and cause.
+        """
+        cpus = self.cpu_options(settings)
         # The folder of a failed attempt stays, so that each attempt needs another one.
         folder = _job_folder(f"{order.parent.name}-{uuid.uuid4().hex[:8]}")
-        command = ["srun", sys.executable, "-m", "pipeline.cli", "train", str(order)]
-        output, error_file = ForwardedOutput(folder / "output.txt"), folder / "error.json"
+        command = [sys.executable, "-m", "pipeline.cli", "train", str(order), "--grace", f"{self.grace_s:g}"]
+        output = ForwardedOutput(folder / "output.txt")
         job = _Job(
             name=f"latentline-{folder.name}",
             options=[
+                *cpus,
                 *self.options,
                 f"--nodes={self.machines}",
                 "--ntasks-per-node=1",
                 f"--output={output.file}",
             ],
-            command=command,
+            script=_TRAINING_STEP + shlex.join(command),
             outputs=[output],
             submission=ForwardedOutput(folder / "sbatch.txt"),
         )
 
-        environment = remote_environment(settings) | {ERROR_FILE_VARIABLE: str(error_file)}
         observe = None if observer is None else observer(order)
-        status = job.run(context, environment, grace_s=self.grace_s, observe=observe)
+        status = job.run(context, remote_environment(settings), grace_s=self.grace_s, observe=observe)
         if status != 0:
-            raise launch_error("latentline train", status, output=output.lines(), error_file=error_file)
+            job_id = job_id_in(job.submission.lines())
+            assert job_id is not None, "a job without id was rejected, which is another error"
+            raise job_error(read_job_end(job_id, status), job.name, output.lines())
         shutil.rmtree(folder)
+
+    def cpu_options(self, settings: AccelerateSettings) -> list[str]:
+        """Return the option for the CPUs of a node of a training; none if `options` choose them.
+
+        Raises:
+            LaunchError: The processes cannot be divided among the machines.
+        """
+        num_processes = Machines(self.machines).num_processes_here(settings)
+        if any(option.partition("=")[0] in CPU_OPTIONS or option[:2] == "-c" for option in self.options):
+            return []
+        return [f"--cpus-per-task={num_processes * (settings.cpu_threads + LOADER_CPUS)}"]
 
 
 @dataclass
@@ -107,14 +142,14 @@ class _Job:
     Attributes:
         name: Unique name, by which the job is cancelled.
         options: Options of `sbatch`; of equal ones, the last one counts.
-        command: Command of each task.
+        script: Shell command of each task, or of the job if it starts tasks itself.
         outputs: Output of the tasks.
         submission: Output of `sbatch`.
     """
 
     name: str
     options: Sequence[str]
-    command: Sequence[str]
+    script: str
     outputs: Sequence[ForwardedOutput]
     submission: ForwardedOutput
 
@@ -134,7 +169,7 @@ class _Job:
             LaunchError: There is no Slurm, or it rejects the job.
         """
         sbatch = ["sbatch", "--wait", *self.options, f"--job-name={self.name}"]
-        sbatch += ["--wrap", shlex.join(self.command)]
+        sbatch += ["--wrap", self.script]
         context.log.info(f"submitting the Slurm job {self.name}")
         with self.submission.file.open("wb") as file:
             try:
@@ -161,7 +196,7 @@ class _Job:
         self._forward(final=True)
         if observe is not None:
             observe(True)
-        if process.returncode != 0 and not any(SUBMITTED in line for line in self.submission.lines()):
+        if process.returncode != 0 and job_id_in(self.submission.lines()) is None:
             raise LaunchError(
                 f"Slurm rejected the job {self.name}",
                 where="\n".join([shlex.join(sbatch), *self.submission.lines()]),
@@ -183,16 +218,21 @@ class _Job:
 
 
 def _cancel(name: str, process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Cancel a job, and wait until `sbatch --wait` notices its end.
+    """Cancel a job, and wait until it has ended.
 
     Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its own `KillWait`.
+    `sbatch --wait` may notice the end of a job half a minute late, so it is not waited for.
     """
     subprocess.run(["scancel", f"--name={name}"], check=False)
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end_s = time.monotonic() + max(grace_s, KILL_WAIT_S)
+    squeue = ["squeue", "--noheader", f"--name={name}"]
+    while process.poll() is None and time.monotonic() < end_s:
+        listed = subprocess.run(squeue, capture_output=True, text=True, check=False)
+        if listed.returncode == 0 and not listed.stdout.strip():
+            break
+        time.sleep(POLL_S)
+    process.kill()
+    process.wait()
 
 
 def _job_folder(name: str) -> Path:

@@ -154,3 +154,13 @@ def test_the_limit_of_the_projects_instance_holds_for_the_pool_of_each_machine(
             first = storage.claim_concurrency_slot(pool, "run_1", "flowers__vae_latents")
             second = storage.claim_concurrency_slot(pool, "run_2", "faces__vae_latents")
             assert (first.is_claimed, second.is_claimed) == (True, False)
+
+
+def test_the_kubernetes_launcher_has_the_settings_of_its_deployment(tmp_path: Path) -> None:
+    pytest.importorskip("kubernetes")
+    launcher = build_launcher(
+        deployment(tmp_path, "launcher: {kind: kubernetes, image: x, machines: 2, wait_s: 60}")
+    )
+    assert (launcher.machines, launcher.wait_s) == (2, 60)
+    in_the_step = build_launcher(deployment(tmp_path, "launcher: {kind: kubernetes, image: x}"))
+    assert (in_the_step.machines, in_the_step.wait_s) == (0, 600)

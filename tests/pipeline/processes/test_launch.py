@@ -20,6 +20,7 @@ from pipeline.processes.launch import (
     OUTPUT_TAIL_LINES,
     LocalLaunch,
     describe_status,
+    error_in_output,
     launch_command,
     launch_environment,
     launch_error,
@@ -247,3 +248,23 @@ def test_a_launched_process_expands_its_memory_segments_unless_the_user_configur
     configured = {name: variables[name] for name in ALLOCATOR_VARIABLES if name in variables}
     default = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert configured == ({own: "max_split_size_mb:128"} if own else default)
+
+
+def test_an_error_in_the_output_of_a_command_is_read_back_with_its_class_and_parts() -> None:
+    error = TrainingError("the loss is nan\nat step 3", where="step 3\nsample a", fix="lower it: now")
+    lines = [
+        "ValueError: of a library",
+        "StoreError: an error without parts",
+        *f"TrainingError: {error.text()}".splitlines(),
+        *f"StoreError: {StoreError('of another machine', where='a', fix='b').text()}".splitlines(),
+        "a later line",
+    ]
+    found = error_in_output(lines)
+    assert type(found) is TrainingError
+    assert (found.what, found.where, found.fix) == (error.what, error.where, error.fix)
+
+
+def test_output_without_an_error_of_latentline_has_none() -> None:
+    assert error_in_output([]) is None
+    assert error_in_output(["ValueError: x", "  where: y", "  fix:   z"]) is None
+    assert error_in_output(["StoreError: x", "  where: y"]) is None

@@ -69,6 +69,11 @@ def test_options_replace_all_variables() -> None:
     assert find_machines(OPTIONS, {**TORCHRUN, **SLURM}) == Machines(2, 1, "node1", 29500, WAIT_S)
     assert find_machines(given(rank=0, machines=3), TORCHRUN) == Machines(3, 0, "node1", 29500, WAIT_S)
     assert find_machines(given(machines=1), TORCHRUN) == Machines()
+    # The launcher for Kubernetes passes all but the rank, which is the index of the pod.
+    pod = given(machines=2, master="job-0.job:29500")
+    assert find_machines(pod, {"JOB_COMPLETION_INDEX": "1"}) == Machines(2, 1, "job-0.job", 29500, WAIT_S)
+    alone = given(machines=1, master="job-0.job:29500")
+    assert find_machines(alone, {"JOB_COMPLETION_INDEX": "0"}) == Machines()
     assert find_machines(MachineOptions(2, 0, "a:1", wait_s=5), {}).wait_s == 5
 
 

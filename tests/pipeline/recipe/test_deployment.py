@@ -179,7 +179,37 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
             "launcher.options[0]",
             "--partition=gpu",
         ),
+        (
+            "launcher: {kind: slurm, options: [--partition=gpu, --nodes=4]}",
+            "the launcher sets --nodes of sbatch itself, got '--nodes=4'",
+            "launcher.options[1]",
+            "remove it: set launcher.machines",
+        ),
+        (
+            "launcher: {kind: slurm, options: [-N4]}",
+            "the launcher sets --nodes of sbatch itself, got '-N4'",
+            "launcher.options[0]",
+            "remove it: set launcher.machines",
+        ),
+        (
+            "launcher: {kind: slurm, options: ['-o log.txt']}",
+            "the launcher sets --output of sbatch itself, got '-o log.txt'",
+            "launcher.options[0]",
+            "the output is in the log of the step",
+        ),
+        (
+            "launcher: {kind: slurm, options: [--array=0-7%2]}",
+            "the launcher sets --array of sbatch itself",
+            "launcher.options[0]",
+            "remove it: set launcher.workers",
+        ),
         ("launcher: {kind: kubernetes}", "required key image is missing", "launcher.image", "add image: "),
+        (
+            "launcher: {kind: kubernetes, image: x, machines: -1}",
+            "launcher.machines must be at least 0, got -1",
+            "launcher.machines",
+            "at least 0",
+        ),
         (
             "launcher: {kind: local, machines: 2}",
             "launcher.master is required for a training on 2 machines",
@@ -292,3 +322,15 @@ def test_references_to_secrets_are_accepted(tmp_path: Path) -> None:
     read(
         tmp_path, "executor: {import: a.b, config: {password: {env: DB_PASSWORD}, broker: 'redis://host/0'}}"
     )
+
+
+@pytest.mark.parametrize("option", ["--ntasks-per-node=2", "--wait", "-W", "--wrap=x", "--job-name=x", "-Jx"])
+def test_each_option_that_the_slurm_launcher_sets_is_refused(tmp_path: Path, option: str) -> None:
+    assert "the launcher sets --" in error_of(tmp_path, f"launcher: {{kind: slurm, options: ['{option}']}}")
+
+
+def test_options_that_only_begin_like_those_of_the_slurm_launcher_are_accepted(tmp_path: Path) -> None:
+    options = ["--nodelist=n1", "--wait-all-nodes=1", "--ntasks=2", "--output-x", "-C h100", "-c 8", "-p gpu"]
+    launcher = read(tmp_path, f"launcher: {{kind: slurm, options: {options}}}").launcher
+    assert isinstance(launcher, SlurmSettings)
+    assert list(launcher.options) == options

@@ -4,25 +4,33 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
+from dagster import (
+    AssetExecutionContext,
+    DagsterExecutionInterruptedError,
+    DagsterInstance,
+    asset,
+    materialize,
+)
 
-from pipeline.errors import LatentlineError, LaunchError, ModelError
+from pipeline.errors import LatentlineError, LaunchError, ModelError, TrainingError
+from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.recipe import AccelerateSettings
 from pipeline.vae_latents.stage import cache_latents
 from resources.launchers.local import AccelerateLauncher
 from resources.launchers.slurm import SlurmLauncher
 from tests.pipeline.cache_case import Cache, cache, entry_bytes
-from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_no_slurm
+from tests.slurm_cluster import SlurmCluster, cluster, slurm_cluster, why_no_slurm
 
-__all__ = ["cache", "entry_bytes"]  # fixtures
+__all__ = ["cache", "cluster", "entry_bytes"]  # fixtures
+
+WORKER = "pipeline.vae_latents.worker"
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,24 +38,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running_cluster:
-        yield running_cluster
-
-
 @pytest.fixture(autouse=True)
 def deployment(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use the cluster's commands and a scratch folder of this test, which is returned."""
-    for name, value in cluster.variables.items():
-        monkeypatch.setenv(name, value)
-    file = tmp_path / "deployment.yaml"
-    file.write_text(f"scratch: {tmp_path / 'scratch'}\n", encoding="utf-8")
-    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(file))
-    return tmp_path / "scratch"
+    return cluster.use(monkeypatch, tmp_path)
 
 
-def in_step(launcher: SlurmLauncher, work: Callable[[Any], object]) -> tuple[list[str], Exception | None]:
+def in_step(
+    launcher: SlurmLauncher, work: Callable[[Any], object], *, num_processes: int = 1
+) -> tuple[list[str], Exception | None]:
     """Call `work` with a launch in a step; return the messages in Dagster's log, and the error."""
     errors: list[Exception] = []
 
@@ -55,7 +54,7 @@ def in_step(launcher: SlurmLauncher, work: Callable[[Any], object]) -> tuple[lis
     @asset
     def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
         try:
-            work(launcher.bind(context, AccelerateSettings()))
+            work(launcher.bind(context, AccelerateSettings(num_processes=num_processes)))
         except Exception as err:
             errors.append(err)
 
@@ -67,17 +66,6 @@ def in_step(launcher: SlurmLauncher, work: Callable[[Any], object]) -> tuple[lis
 
 def encode(project: Cache, launch: Any) -> Any:
     return cache_latents(project.recipe, project.buckets(), project.tables, launch=launch, log=str)
-
-
-def encoding_processes() -> list[psutil.Process]:
-    """Return the encoding processes that this cluster runs."""
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            is_own = process.environ().get("SLURM_CONF") == os.environ["SLURM_CONF"]
-            if is_own and "pipeline.vae_latents.worker" in process.cmdline():
-                found.append(process)
-    return found
 
 
 def test_an_encoding_is_a_job_array_whose_entries_have_the_bytes_of_a_local_run(
@@ -125,11 +113,13 @@ def test_the_error_of_a_task_is_raised_in_the_step(cache: Any, tmp_path: Path, t
     assert "encoding shard" in error.where
 
 
-def test_a_killed_task_is_named_and_a_repetition_encodes_the_rest(cache: Any, entry_bytes: Any) -> None:
+def test_a_killed_task_is_named_and_a_repetition_encodes_the_rest(
+    cache: Any, entry_bytes: Any, cluster: SlurmCluster
+) -> None:
     def kill_one(launch: Any) -> None:
         child = os.fork()
         if child == 0:
-            while not (workers := encoding_processes()):
+            while not (workers := cluster.processes(WORKER)):
                 time.sleep(0.05)
             # The parent of the encoding process is `latentline encode`.
             os.kill(workers[0].ppid(), signal.SIGKILL)
@@ -149,11 +139,13 @@ def test_a_killed_task_is_named_and_a_repetition_encodes_the_rest(cache: Any, en
     assert reports[0]["encoded"] == 5 - len(survived)
 
 
-def test_an_interrupted_step_cancels_its_job_and_no_process_is_left(cache: Any) -> None:
+def test_an_interrupted_step_cancels_its_job_and_no_process_is_left(
+    cache: Any, cluster: SlurmCluster
+) -> None:
     def interrupt(launch: Any) -> None:
         child = os.fork()
         if child == 0:
-            while not encoding_processes():
+            while not cluster.processes(WORKER):
                 time.sleep(0.05)
             os.kill(os.getppid(), signal.SIGINT)
             os._exit(0)
@@ -167,9 +159,134 @@ def test_an_interrupted_step_cancels_its_job_and_no_process_is_left(cache: Any) 
     messages, error = in_step(SlurmLauncher(workers=2), interrupt)
     assert isinstance(error, RuntimeError)
     assert any("cancelling the Slurm job" in message for message in messages)
-    assert encoding_processes() == []
+    assert cluster.processes(WORKER) == []
     # Slurm lists a cancelled job as completing until its nodes have confirmed the end.
     deadline_s = time.monotonic() + 60
     while listed := subprocess.run(["squeue", "--noheader"], capture_output=True, check=True).stdout:
         assert time.monotonic() < deadline_s, listed
         time.sleep(0.2)
+
+
+TRAINING = """#!/usr/bin/env python3
+import os, signal, subprocess, sys, time
+
+def stop(number, frame):
+    time.sleep(3)
+    open(f"FOLDER/checkpoint-{node}", "x")
+    sys.exit(143)
+
+node, kind = os.environ["SLURM_NODEID"], "KIND"
+signal.signal(signal.SIGTERM, stop)
+print(f"node {node} trains with {os.environ['SLURM_CPUS_PER_TASK']} CPUs", flush=True)
+if node == "1" and kind == "error":
+    print("TrainingError: the loss is nan\\n  where: step 3\\n  fix:   lower the rate", file=sys.stderr)
+    sys.exit(1)
+if node == "1" and kind == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if kind == "cancelled" and node == "0":
+    subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]])
+while kind == "lost" and not (node == "0" and os.path.exists("FOLDER/lost")):
+    time.sleep(0.2)
+if kind in ("error", "killed", "lost"):
+    time.sleep(5)
+    print("LaunchError: ended on another machine\\n  where: node 0\\n  fix:   look", file=sys.stderr)
+    sys.exit(1)
+if kind != "done":
+    time.sleep(600)
+"""
+"""Stands for `latentline train` on two nodes, of which one fails in a certain way."""
+
+RESUME = "start the job again: the run resumes from its last checkpoint"
+
+
+def train(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str, meanwhile: Any = None
+) -> tuple[list[str], Exception | None]:
+    """Train on two nodes with a script in place of Python."""
+    program = folder / "train"
+    program.write_text(TRAINING.replace("KIND", kind).replace("FOLDER", str(folder)), encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    launcher = SlurmLauncher(machines=2, options=list(options))
+    order = folder / "runs" / "0123" / "order.json"
+
+    def work(launch: Any) -> None:
+        if meanwhile is not None:
+            threading.Thread(target=meanwhile, daemon=True).start()
+        launch(TRAINING_MODULE, order)
+
+    return in_step(launcher, work, num_processes=2)
+
+
+def test_a_training_has_one_task_on_each_node_with_cpus_for_its_processes(
+    deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, error = train("done", tmp_path, monkeypatch)
+    assert error is None
+    lines = sorted(line for line in capfd.readouterr().err.splitlines() if line.startswith("node "))
+    assert lines == ["node 0 trains with 4 CPUs", "node 1 trains with 4 CPUs"]
+    assert list((deployment / "slurm").iterdir()) == []
+
+
+def test_the_error_of_a_failed_node_is_that_of_the_step(
+    deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, error = train("error", tmp_path, monkeypatch, "--cpus-per-task=3")
+    assert isinstance(error, TrainingError)
+    assert error.what == "the loss is nan"
+    assert "node z2: Exited with exit code 1\nstep 3" in error.where
+    assert error.where.startswith("Slurm job ")
+    assert error.fix == f"lower the rate; {RESUME}"
+    (folder,) = (deployment / "slurm").iterdir()
+    assert "node 1 trains with 3 CPUs" in (folder / "output.txt").read_text(), "the user's option counts"
+
+
+def test_a_killed_task_is_named_with_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, error = train("killed", tmp_path, monkeypatch)
+    assert isinstance(error, LaunchError)
+    assert "node z2: Killed" in error.where
+    assert error.fix.endswith(RESUME)
+
+
+def test_a_cancelled_training_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, error = train("cancelled", tmp_path, monkeypatch)
+    assert isinstance(error, LaunchError)
+    assert "was cancelled" in error.what
+    assert "node " in error.where
+    assert error.fix == RESUME
+
+
+def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
+    cluster: SlurmCluster, deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        while not any(
+            file.read_text().count("trains") == 2 for file in (deployment / "slurm").glob("*/output.txt")
+        ):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(DagsterExecutionInterruptedError):
+        train("slow", tmp_path, monkeypatch, meanwhile=interrupt)
+    assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
+    assert cluster.processes(str(tmp_path / "train")) == []
+
+
+@pytest.mark.timeout(900)
+def test_a_training_that_lost_a_node_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with slurm_cluster(tmp_path / "cluster") as own_cluster:
+        scratch = own_cluster.use(monkeypatch, tmp_path)
+
+        def lose_second_node() -> None:
+            while not any(
+                file.read_text().count("trains") == 2 for file in (scratch / "slurm").glob("*/output.txt")
+            ):
+                time.sleep(0.1)
+            own_cluster.kill_node("z2")
+            (tmp_path / "lost").touch()
+
+        _, error = train("lost", tmp_path, monkeypatch, meanwhile=lose_second_node)
+    assert isinstance(error, LaunchError)
+    assert error.what == "ended on another machine"
+    assert "node z2: no answer, it may be lost" in error.where
+    assert error.fix.endswith(RESUME)

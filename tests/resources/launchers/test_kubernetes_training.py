@@ -1,0 +1,327 @@
+"""A training in pods: what is refused, and the errors of pods that do not start or fail."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dagster import (
+    AssetExecutionContext,
+    DagsterExecutionInterruptedError,
+    DagsterInstance,
+    asset,
+    materialize,
+)
+
+from pipeline.errors import LaunchError, ModelError
+from pipeline.recipe import AccelerateSettings, recipe_from_mapping
+from pipeline.storage.atomic import write_text
+from resources.launchers.local import AccelerateLauncher
+
+pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
+
+from kubernetes import client
+
+from resources.launchers.kubernetes import KubernetesLauncher
+from resources.launchers.kubernetes_client import KubernetesClient
+from resources.launchers.kubernetes_training import pod_error
+from tests.kubernetes_api import Server, api
+
+__all__ = ["api"]  # fixture
+
+TRAINING = "pipeline.trained_lora.worker"
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Path:
+    """An order of two processes, whose inputs no test reads."""
+    values = {
+        "datasets": [{"name": "photos", "path": tmp_path / "photos"}],
+        "output_dir": tmp_path / "output",
+        "cache_dir": tmp_path / "cache",
+        "model": {"base": "no/model"},
+        "accelerate": {"num_processes": 2},
+    }
+    recipe = recipe_from_mapping("demo", values)
+    file = tmp_path / "output" / "runs" / "0123456789abcdef" / "order.json"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "cache").mkdir()
+    job = {"recipe": recipe.model_dump(mode="json"), "prompts": [], "run": file.parent.name}
+    write_text(file, json.dumps({**job, "base": str(tmp_path), "elsewhere": {}}))
+    file.with_name("inputs.parquet").write_bytes(b"")
+    return file
+
+
+def launcher_of(folder: Path, **settings: Any) -> KubernetesLauncher:
+    pod = {
+        "volumes": [{"name": "shared", "hostPath": {"path": str(folder)}}],
+        "containers": [{"volumeMounts": [{"name": "shared", "mountPath": str(folder)}]}],
+    }
+    return KubernetesLauncher(**{"image": "x", "machines": 2, "pod": pod, **settings})
+
+
+def messages_of(launcher: KubernetesLauncher, order: Path) -> list[str]:
+    """Train in a step, which must succeed; return the messages in Dagster's log."""
+    errors, messages = _train(launcher, order)
+    assert errors == []
+    return messages
+
+
+def error_of(launcher: KubernetesLauncher, order: Path) -> tuple[Exception, list[str]]:
+    """Train in a step, which must fail; return its error and the messages in Dagster's log."""
+    (error,), messages = _train(launcher, order)
+    return error, messages
+
+
+def _train(launcher: KubernetesLauncher, order: Path) -> tuple[list[Exception], list[str]]:
+    errors: list[Exception] = []
+
+    @asset
+    def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
+        try:
+            launcher.bind(context, AccelerateSettings(num_processes=2))(TRAINING, order)
+        except Exception as err:
+            errors.append(err)
+
+    with DagsterInstance.ephemeral() as instance:
+        result = materialize([step], resources={"launcher": launcher}, instance=instance)
+        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
+    return errors, messages
+
+
+def test_processes_that_the_pods_cannot_share_are_refused_before_anything_is_created(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    error, _ = error_of(launcher_of(tmp_path, machines=3), order)
+    assert isinstance(error, LaunchError)
+    assert "divisible by the number of machines, got 2 on 3 machines" in error.what
+    assert api.requests == []
+
+
+def test_pods_without_the_folder_of_the_run_or_the_cache_are_refused_before_anything_is_created(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    error, _ = error_of(launcher_of(tmp_path, pod={}), order)
+    assert isinstance(error, LaunchError)
+    assert "no volume of launcher.pod contains the folder of the run" in error.what
+    assert error.where == str(order.parent)
+
+    error, _ = error_of(launcher_of(tmp_path / "output"), order)
+    assert isinstance(error, LaunchError)
+    assert "no volume of launcher.pod contains the cache" in error.what
+    assert api.requests == []
+
+
+def test_a_pod_that_does_not_start_in_time_is_an_error_with_its_reason(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.pending = {0, 1}
+    error, messages = error_of(launcher_of(tmp_path, wait_s=1), order)
+    assert isinstance(error, LaunchError)
+    (name,) = api.jobs
+    assert error.what == "only 0 of 2 pods have started within 1 s"
+    assert f"{name}-0: ErrImagePull" in error.where
+    assert f"{name}-1: ErrImagePull" in error.where
+    assert "launcher.wait_s" in error.fix
+    assert any("0 of 2 pods have started; " in message for message in messages)
+    assert sorted(api.deleted) == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_a_manifest_that_the_server_rejects_is_an_error_and_leaves_nothing(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    launcher = launcher_of(tmp_path)
+    error, _ = error_of(launcher_of(tmp_path, pod={**launcher.pod, "nodeSelectr": {}}), order)
+    assert isinstance(error, LaunchError)
+    assert "nodeSelectr" in error.what
+    assert (api.jobs, api.services) == ({}, {})
+
+
+def test_a_pod_without_latentline_is_an_error_with_its_output_and_the_next_attempt_may_start(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.image_is_broken = True
+    for _ in range(2):
+        error, _ = error_of(launcher_of(tmp_path), order)
+        assert isinstance(error, LaunchError)
+        assert "ended with exit status 1" in error.what
+        assert "no module pipeline in this image" in error.where
+        assert "on node node-" in error.where
+        assert "start the job again" in error.fix
+    assert api.services == {}
+
+
+def test_a_job_that_an_earlier_attempt_left_running_is_an_error_with_the_command_to_stop_it(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    launcher = launcher_of(tmp_path)
+    api.pending = {0, 1}
+    earlier = launcher.pods_of_training(order)
+    KubernetesClient("default").create_job(earlier.job())
+    error, _ = error_of(launcher, order)
+    assert isinstance(error, LaunchError)
+    assert f"the Kubernetes job {earlier.name} of an earlier attempt at this run still exists" in error.what
+    assert error.fix.endswith(f"kubectl --namespace default delete job {earlier.name}")
+    assert api.deleted == []
+
+    # A job that has ended, which a killed step could not delete, is replaced.
+    api.image_is_broken, api.pending = True, set()
+    error, messages = error_of(launcher, order)
+    while "earlier attempt" in str(error):
+        error, messages = error_of(launcher, order)
+    assert "ended with exit status 1" in str(error)
+    assert any("of an earlier attempt" in message for message in messages)
+
+
+def failed_pod(**status: Any) -> Any:
+    """Return a pod as the client's classes describe it."""
+    metadata = client.V1ObjectMeta(name="job-1-abcde")
+    spec = client.V1PodSpec(containers=[], node_name="node-7")
+    return client.V1Pod(metadata=metadata, spec=spec, status=client.V1PodStatus(phase="Failed", **status))
+
+
+def ended(exit_code: int, reason: str = "Error") -> list[Any]:
+    state = client.V1ContainerState(
+        terminated=client.V1ContainerStateTerminated(exit_code=exit_code, reason=reason)
+    )
+    return [
+        client.V1ContainerStatus(
+            name="latentline", image="x", image_id="x", ready=False, restart_count=0, state=state
+        )
+    ]
+
+
+def test_the_error_of_a_worker_becomes_that_of_the_step_with_its_pod() -> None:
+    worker = ModelError("the base model is missing", where="/models/sdxl\nmachine 1", fix="mount it")
+    output = ["loading", *f"ModelError: {worker.text()}".splitlines()]
+    error = pod_error(failed_pod(container_statuses=ended(1)), output, place="namespace a, job job")
+    assert isinstance(error, LaunchError)
+    assert error.what == "ModelError in pod job-1-abcde: the base model is missing"
+    assert error.where == ("namespace a, job job, pod job-1-abcde on node node-7\n/models/sdxl\nmachine 1")
+    assert error.fix == "mount it; start the job again: the run resumes from its last checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("status", "what", "fix"),
+    [
+        ({"container_statuses": ended(137, "OOMKilled")}, "needed more memory than its limit", "resources"),
+        ({"container_statuses": ended(137)}, "pod job-1-abcde ended by signal SIGKILL", "correct the cause"),
+        ({"container_statuses": ended(3)}, "pod job-1-abcde ended with exit status 3", "correct the cause"),
+        ({"reason": "Evicted", "message": "low on memory"}, "Evicted: low on memory", "start the job again"),
+        ({}, "pod job-1-abcde failed", "correct the cause"),
+    ],
+)
+def test_a_pod_that_ended_without_an_error_is_explained_by_its_status(
+    status: dict[str, Any], what: str, fix: str
+) -> None:
+    error = pod_error(failed_pod(**status), ["a line", ""], place="namespace a, job job")
+    assert what in error.what
+    assert error.where.endswith("pod job-1-abcde on node node-7, last output:\na line")
+    assert fix in error.fix
+    assert "the run resumes from its last checkpoint" in error.fix
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+
+def stop(number, frame):
+    time.sleep(1)
+    (folder / f"checkpoint-{index}").touch()
+    print("stopped; a checkpoint is saved", flush=True)
+    sys.exit(143)
+
+index, folder, kind = os.environ["JOB_COMPLETION_INDEX"], Path(sys.argv[2]).parent, "KIND"
+signal.signal(signal.SIGTERM, stop)
+print(f"pod {index} trains: {sys.argv[3:]}", flush=True)
+(folder / f"started-{index}").touch()
+if kind == "error" and index == "1":
+    while not (folder / "started-0").exists():
+        time.sleep(0.05)
+    print("StoreError: an entry is missing\\n  where: a.safetensors\\n  fix:   encode it", flush=True)
+    sys.exit(1)
+if kind != "done":
+    time.sleep(600)
+"""
+"""Stands for `latentline train`: writes a checkpoint when it is stopped."""
+
+
+def when_all_pods_train(order: Path, act: Any) -> None:
+    """Call `act` in a thread when both pods train."""
+
+    def wait() -> None:
+        while len(list(order.parent.glob("started-*"))) < 2:
+            time.sleep(0.05)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_the_log_of_pod_0_is_in_that_of_the_step_although_the_server_fails_for_a_while(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "done")
+    when_all_pods_train(order, lambda: setattr(api, "num_failing_requests", 2))
+    messages = messages_of(launcher_of(tmp_path, wait_s=70), order)
+    (name,) = api.jobs
+    first = [message for message in messages if message.startswith("pod ")]
+    assert len(first) == 1
+    assert first[0].startswith("pod 0 trains: ['--machines', '2', '--master', '127.0.0.1:")
+    assert first[0].endswith("'--wait', '70', '--grace', '20']")
+    assert "2 of 2 pods have started" in messages
+    assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_the_error_of_a_failed_pod_ends_the_step_after_the_others_wrote_their_checkpoint(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "error")
+    error, _ = error_of(launcher_of(tmp_path), order)
+    assert isinstance(error, LaunchError)
+    (name,) = api.jobs
+    assert error.what.startswith(f"StoreError in pod {name}-1-")
+    assert error.what.endswith(": an entry is missing")
+    assert error.where.startswith(f"namespace default, job {name}, pod {name}-1-")
+    assert error.where.endswith("on node node-1\na.safetensors")
+    assert error.fix == "encode it; start the job again: the run resumes from its last checkpoint"
+    assert (order.parent / "checkpoint-0").exists()
+    assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_a_pod_that_is_killed_is_named(order: Path, tmp_path: Path, api: Server) -> None:
+    api.program = PROGRAM.replace("KIND", "long")
+    when_all_pods_train(order, lambda: [pod.kill() for pod in api.pods() if pod.index == 1])
+    error, _ = error_of(launcher_of(tmp_path), order)
+    assert isinstance(error, LaunchError)
+    (name,) = api.jobs
+    assert error.what.startswith(f"pod {name}-1-")
+    assert error.what.endswith("ended by signal SIGKILL")
+
+
+def test_a_stopped_step_waits_for_the_checkpoints_of_its_pods(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "long")
+    when_all_pods_train(order, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(DagsterExecutionInterruptedError):
+        messages_of(launcher_of(tmp_path), order)
+    (name,) = api.jobs
+    assert sorted(file.name for file in order.parent.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
+    assert api.pods() == []
+    assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_a_job_that_someone_deletes_is_an_error_that_says_so(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "long")
+    when_all_pods_train(order, lambda: KubernetesClient("default").delete_job(next(iter(api.jobs))))
+    error, _ = error_of(launcher_of(tmp_path), order)
+    assert isinstance(error, LaunchError)
+    assert error.what == f"the Kubernetes job {next(iter(api.jobs))} was deleted while it was running"
+    assert "the run resumes from its last checkpoint" in error.fix
+    assert api.services == {}
