@@ -26,7 +26,7 @@ from pydantic import Field
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import error_from_json, worker_variables
 from pipeline.processes.machines import Machines
-from pipeline.processes.ray_job.work import RESULT, JobResult, RayWork, parse_result
+from pipeline.processes.ray_job.work import RESULT, RayWork, parse_result
 from resources.launchers.local import Observer
 from resources.launchers.output import uninterrupted
 from resources.launchers.remote import Encoding, RemoteLauncher
@@ -66,7 +66,7 @@ class RayLauncher(RemoteLauncher):
         order = encoding.order
         work = self._work("encode", str(order.address), encoding.num_shards, num_processes=1)
         job = self._job(f"latentline-{order.order_id}", work, encoding.settings)
-        return job.run(encoding.context).last_output
+        return job.run(encoding.context)
 
     def train(
         self,
@@ -81,9 +81,7 @@ class RayLauncher(RemoteLauncher):
         # Each attempt at a run needs another name.
         job = self._job(f"latentline-{order.parent.name}-{uuid.uuid4().hex[:8]}", work, settings)
         observe = None if observer is None else observer(order)
-        result = job.run(context, observe=observe)
-        if result.error is not None:
-            raise error_from_json(result.error)
+        job.run(context, observe=observe)
 
     def _work(
         self, kind: Literal["encode", "train"], order: str, number: int, *, num_processes: int
@@ -142,14 +140,15 @@ class _Job:
 
     def run(
         self, context: AssetExecutionContext, *, observe: Callable[[bool], object] | None = None
-    ) -> JobResult:
-        """Submit the job, wait for its end, and return its result.
+    ) -> Sequence[str]:
+        """Submit the job, wait for its end, and return the last lines of failed commands.
 
         An interruption of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first stops the job, and waits
         until its commands have ended.
 
         Raises:
             LaunchError: The cluster cannot be reached, or did not run the job.
+            LatentlineError: The error of the job.
         """
         self._submit()
         context.log.info(f"submitted the Ray job {self.name} to {self.address}")
@@ -174,7 +173,10 @@ class _Job:
         results = [line for line in log.splitlines() if line.startswith(RESULT)]
         if not results:
             raise self._failure()
-        return parse_result(results[-1])
+        result = parse_result(results[-1])
+        if result.error is not None:
+            raise error_from_json(result.error)
+        return result.last_output
 
     def _submit(self) -> None:
         submission: Any = import_module("ray.job_submission")

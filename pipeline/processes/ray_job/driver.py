@@ -42,7 +42,7 @@ END_TOGETHER_S = 60.0
 
 POLL_S = 0.3
 
-_STOPPED_STATUS = 128 + signal.SIGTERM
+RESUME = "start the job again, and it resumes"
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,10 @@ def main(work_json: str) -> int:
             result = Driver(ray, work, stopped).run()
         except LatentlineError as err:
             result = JobResult(error_to_json(err))
+    if stopped and result.error is None:
+        error = LaunchError("the Ray job was stopped", where="the Ray cluster", fix=RESUME)
+        result = JobResult(error_to_json(error), result.last_output)
     print(result.line(), flush=True)  # noqa: T201 - the log of the job
-    if stopped:
-        return 128 + stopped[0]
     return 0 if result.error is None else 1
 
 
@@ -165,6 +166,7 @@ class Driver:
             LaunchError: After `wait_s`, the nodes would not have the resources even if they were free.
         """
         end_s = time.monotonic() + self.work.wait_s
+        print(f"waiting for {self.work.shown_resources()}", flush=True)  # noqa: T201 - the log of the job
         while not self.ray.wait([ready], timeout=POLL_S)[0]:
             if self.stopped:
                 return False
@@ -198,16 +200,15 @@ class Driver:
         return ends
 
     def _end_of(self, task: Any, name: str) -> Ended:
-        exceptions: Any = self.ray.exceptions
+        exceptions: Any = import_module("ray.exceptions")
         try:
             return self.ray.get(task)
-        except exceptions.TaskCancelledError:
-            return Ended(_STOPPED_STATUS)
         except exceptions.RayError as err:
+            # The process of the task or its node died, or the task was cancelled before it started.
             error = LaunchError(
                 f"Ray lost {name}: {' '.join(str(err).split())[:500]}",
                 where="the Ray cluster",
-                fix="start the job again, and it resumes; if this happens again, see Ray's logs of the node",
+                fix=f"{RESUME}; if this happens again, see Ray's logs of the node",
             )
             return Ended(1, error_to_json(error), [error.what])
 
