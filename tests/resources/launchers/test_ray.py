@@ -22,8 +22,6 @@ from pipeline.vae_latents.stage import cache_latents
 from resources.launchers.local import AccelerateLauncher
 from tests.free_ports import free_ports
 from tests.pipeline.cache_case import Cache, cache, entry_bytes
-from tests.pipeline.trained_lora.conftest import make_project, one_thread, tiny_bases
-from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.ray_cluster import NODES, RayCluster, ray_cluster
 
 __all__ = ["cache", "entry_bytes", "make_project", "one_thread", "tiny_bases"]  # fixtures
@@ -31,6 +29,8 @@ __all__ = ["cache", "entry_bytes", "make_project", "one_thread", "tiny_bases"]  
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from resources.launchers.ray import RayLauncher, job_environment
+from tests.pipeline.trained_lora.conftest import make_project, one_thread, tiny_bases
+from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 
 STEPS = 24
 
