@@ -30,10 +30,11 @@ LAUNCHERS = {
     "local": "resources.launchers.local.AccelerateLauncher",
     "slurm": "resources.launchers.slurm.SlurmLauncher",
     "kubernetes": "resources.launchers.kubernetes.KubernetesLauncher",
+    "ray": "resources.launchers.ray.RayLauncher",
 }
 """Import path of each kind's launcher, a `ConfigurableResource` with a field for each setting of its kind."""
 
-EXTRAS = {"dagster_k8s": "k8s", "kubernetes": "k8s"}
+EXTRAS = {"dagster_k8s": "k8s", "kubernetes": "k8s", "ray": "ray"}
 """Extra in pyproject.toml that installs a package, by the package's import name."""
 
 

@@ -16,6 +16,7 @@ from pipeline.recipe.deployment import (
     Deployment,
     DeploymentFile,
     KubernetesSettings,
+    RaySettings,
     SlurmSettings,
     deployment_values,
 )
@@ -56,7 +57,7 @@ def test_every_key_of_a_deployment_is_on_its_page_with_its_default() -> None:
     defaults = deployment_values(Deployment())
     assert rows["pools"] == f"`{defaults['pools']}`"
     assert rows["executor"] == f"`{defaults['executor']}`"
-    for model in (SlurmSettings, KubernetesSettings):
+    for model in (SlurmSettings, KubernetesSettings, RaySettings):
         for key, info in keys_of(model).items():
             default = info.get_default(call_default_factory=True)
             text = json.dumps(list(default) if isinstance(default, tuple) else default, default=str)

@@ -11,6 +11,7 @@ import click
 
 from pipeline.cli.conventions import echo, log_to_stderr
 from pipeline.errors import counted
+from pipeline.processes.guard import watch_parent
 from pipeline.processes.machines import Machines
 from pipeline.processes.schedulers import MachineOptions, find_machines
 from pipeline.recipe.deployment import WAIT_S
@@ -61,6 +62,7 @@ def command(
     The exit status is 0 after the last step, 1 after an error, and 130 or 143 if the training was stopped by
     Ctrl-C or SIGTERM. To resume, start the command again on all machines.
     """
+    watch_parent()  # its end stops the training's processes in turn, after a checkpoint
     chosen = find_machines(MachineOptions(machines, rank, master, wait_s=wait_s), os.environ)
     _train(absolute(order, Path.cwd()), chosen, grace_s)
 

@@ -39,7 +39,7 @@ def run_in_foreground(
         The exit status, or minus the number of the signal that ended the command; and the stop signal that
         this process received, or None.
     """
-    with _stop_signals() as received, output_file.open("wb") as output:
+    with stop_signals() as received, output_file.open("wb") as output:
         # A session of its own: Ctrl-C at a terminal reaches this process only, which then stops all others.
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -58,7 +58,7 @@ def run_in_foreground(
 
 
 @contextmanager
-def _stop_signals() -> Generator[list[signal.Signals]]:
+def stop_signals() -> Generator[list[signal.Signals]]:
     """Collect stop signals within the context, in the main thread only."""
     received: list[signal.Signals] = []
 

@@ -138,6 +138,16 @@ def launch_environment(
         **without_scheduler(os.environ),
         # The project must be importable from any working directory.
         "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        ERROR_FILE_VARIABLE: str(error_file),
+        PARENT_VARIABLE: str(os.getpid()),
+        **worker_variables(settings),
+        **machines.environment(),
+    }
+
+
+def worker_variables(settings: AccelerateSettings) -> dict[str, str]:
+    """Return the variables of a launched process that have the same values on all machines."""
+    return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONUTF8": "1",
         # OpenMP threads that spin while they wait lose all progress as soon as another process needs a core:
@@ -148,10 +158,7 @@ def launch_environment(
         "OMP_NUM_THREADS": str(settings.cpu_threads),  # accelerate's launcher sets the same
         THREADS_VARIABLE: str(settings.cpu_threads),
         "TOKENIZERS_PARALLELISM": "false",  # prevents a warning about forks
-        ERROR_FILE_VARIABLE: str(error_file),
-        PARENT_VARIABLE: str(os.getpid()),
         **_allocator_settings(),
-        **machines.environment(),
     }
 
 

@@ -205,7 +205,53 @@ class KubernetesSettings(Settings):
     )
 
 
-LauncherSettings: TypeAlias = LocalSettings | SlurmSettings | KubernetesSettings
+class RaySettings(Settings):
+    """Encoding and training run as jobs of a Ray cluster."""
+
+    kind: Literal["ray"] = Field(description="Launcher of encoding and training.")
+    address: str = Field(
+        default="http://127.0.0.1:8265",
+        description="Address of the cluster's dashboard, to which jobs are submitted.",
+        examples=["http://head:8265"],
+    )
+    workers: NumShards = 1
+    machines: NumMachines = 1
+    num_cpus: float = Field(
+        default=1.0, gt=0, description="Number of CPUs that Ray reserves for each process."
+    )
+    num_gpus: float = Field(
+        default=0.0, ge=0, description="Number of GPUs that Ray reserves for each process."
+    )
+    python: str = Field(
+        default="python",
+        min_length=1,
+        description="Python with Latentline and Ray on the nodes: a name, or a path that all nodes have.",
+    )
+    wait_s: int = Field(
+        default=WAIT_S,
+        ge=1,
+        description="Longest wait for nodes with enough CPUs and GPUs, and for the machines of a training to "
+        "connect, in seconds. Nodes that are busy are awaited without a limit.",
+    )
+    runtime_env: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Runtime environment of the jobs, as Ray's documentation describes it, such as env_vars "
+        "and pip.",
+        examples=[{"env_vars": {"HF_HOME": "/shared/huggingface"}}],
+    )
+
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        if not self.address.startswith(("http://", "https://")):
+            what = f"launcher.address must start with http:// or https://, got {self.address!r}"
+            yield Violation("address", what, "use the address of the dashboard, such as http://head:8265")
+        variables = self.runtime_env.get("env_vars", {})
+        if not isinstance(variables, dict) or not all(isinstance(each, str) for each in variables.values()):
+            what = "launcher.runtime_env.env_vars must be a mapping of names to texts"
+            yield Violation("runtime_env", what, "put numbers in quotes, such as {OMP_NUM_THREADS: '4'}")
+
+
+LauncherSettings: TypeAlias = LocalSettings | SlurmSettings | KubernetesSettings | RaySettings
 
 
 class DeploymentFile(Settings):

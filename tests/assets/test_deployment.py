@@ -72,6 +72,17 @@ def test_a_missing_package_is_an_error_with_the_extra_to_install(
     assert excinfo.value.fix == "pip install -e '.[k8s]'"
 
 
+def test_a_launcher_without_its_package_is_an_error_with_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "resources.launchers.ray", raising=False)
+    with pytest.raises(DeploymentError) as excinfo:
+        build_launcher(deployment(tmp_path, "launcher: {kind: ray}"))
+    assert "launcher needs resources.launchers.ray.RayLauncher" in excinfo.value.what
+    assert excinfo.value.fix == "pip install -e '.[ray]'"
+
+
 def test_an_executor_of_another_package_has_an_import_path_and_config(tmp_path: Path) -> None:
     text = "executor: {import: dagster.multiprocess_executor, config: {max_concurrent: 2}}"
     settings = deployment(tmp_path, text)

@@ -7,9 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -108,3 +111,35 @@ def test_a_port_in_use_is_an_error_that_names_it(order: Path) -> None:
     assert done.returncode == 1
     assert f"LaunchError: port {port} of this machine is in use" in done.stderr
     assert "choose another port on every machine" in done.stderr
+
+
+PARENT = """
+import os, subprocess, sys, time
+variables = {**os.environ, "LATENTLINE_PARENT_PID": str(os.getpid())}
+child = subprocess.Popen(sys.argv[1:], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_and_its_processes_end_with_the_process_that_started_it(order: Path) -> None:
+    options = ["--machines", "2", "--rank", "0", "--master", f"127.0.0.1:{free_port()}"]
+    command_line = [sys.executable, "-m", "pipeline.cli", "train", str(order), *options]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *command_line], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        started = psutil.Process(int(parent.stdout.readline()))
+        until(started.children, seconds=120)
+        processes = [started, *started.children(recursive=True)]
+    finally:
+        parent.kill()
+        parent.communicate()
+    until(lambda: not any(each.is_running() for each in processes), seconds=60)
+
+
+def until(condition: Callable[[], object], *, seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, "timed out"
+        time.sleep(0.05)

@@ -15,6 +15,7 @@ from pipeline.recipe.deployment import (
     Deployment,
     KubernetesSettings,
     LocalSettings,
+    RaySettings,
     SlurmSettings,
     load_deployment,
     read_deployment,
@@ -69,6 +70,7 @@ def test_the_variable_names_a_file_relative_to_the_working_directory(
         ("local", LocalSettings),
         ("slurm", SlurmSettings),
         ("kubernetes", KubernetesSettings),
+        ("ray", RaySettings),
     ],
 )
 def test_each_example_in_deploy_is_valid_and_of_its_kind(name: str, launcher: type) -> None:
@@ -93,6 +95,10 @@ def test_each_launcher_has_the_settings_that_its_class_reads(tmp_path: Path) -> 
         "nodeSelector": {"disk": "ssd"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
     }
+    ray = read(
+        tmp_path, "launcher: {kind: ray, workers: 4, num_gpus: 0.5, runtime_env: {pip: [six]}}"
+    ).launcher
+    assert ray == RaySettings(kind="ray", workers=4, num_gpus=0.5, runtime_env={"pip": ["six"]})
     local = read(tmp_path, "launcher: {kind: local, machines: 2, master: 'node1:29500'}").launcher
     assert local == LocalSettings(machines=2, master="node1:29500")
 
@@ -118,7 +124,7 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
     where: {file}:2, executorr
     fix:   did you mean executor?
 
-  launcher.kind must be local, slurm or kubernetes, got "slurms"
+  launcher.kind must be local, slurm, kubernetes or ray, got "slurms"
     where: {file}:3, launcher.kind
     fix:   did you mean slurm?
 
@@ -211,6 +217,18 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
             "at least 0",
         ),
         (
+            "launcher: {kind: ray, address: 'ray://head:10001'}",
+            "launcher.address must start with http:// or https://, got 'ray://head:10001'",
+            "launcher.address",
+            "such as http://head:8265",
+        ),
+        (
+            "launcher: {kind: ray, runtime_env: {env_vars: {OMP_NUM_THREADS: 4}}}",
+            "launcher.runtime_env.env_vars must be a mapping of names to texts",
+            "launcher.runtime_env",
+            "put numbers in quotes",
+        ),
+        (
             "launcher: {kind: local, machines: 2}",
             "launcher.master is required for a training on 2 machines",
             "launcher.master",
@@ -291,6 +309,10 @@ SECRET = "hunter2hunter2"
         (f"executor: {{import: a.b, config: 'token={SECRET}'}}", "executor.config"),
         (f"executor: {{import: a.b, config: {{clientSecret: {SECRET}}}}}", "executor.config.clientSecret"),
         (f"launcher: {{kind: slurm, options: ['--export=ALL,HF_TOKEN={SECRET}']}}", "launcher.options[0]"),
+        (
+            f"launcher: {{kind: ray, runtime_env: {{env_vars: {{HF_TOKEN: {SECRET}}}}}}}",
+            "launcher.runtime_env.env_vars.HF_TOKEN",
+        ),
         (f"launcher: {{kind: kubernetes, image: 'https://me:{SECRET}@host/a'}}", "launcher.image"),
         (
             "launcher: {kind: kubernetes, image: a, pod: {containers: [{env: "

@@ -13,7 +13,7 @@ from pipeline.recipe import project_root
 from pipeline.recipe.yaml_document import parse
 from tools.docs.deployment_schema import schema_path, schema_text
 
-EXAMPLES = [project_root() / "deploy" / f"{kind}.yaml" for kind in ("local", "slurm", "kubernetes")]
+EXAMPLES = [project_root() / "deploy" / f"{kind}.yaml" for kind in ("local", "slurm", "kubernetes", "ray")]
 SCHEMA = json.loads(schema_text())
 
 
@@ -44,6 +44,7 @@ def test_each_example_matches_the_schema_and_refers_to_it(file: Path) -> None:
         {"launcher": {"kind": "local", "workers": 2}},
         {"launcher": {"kind": "slurm", "workers": 0}},
         {"launcher": {"kind": "kubernetes"}},
+        {"launcher": {"kind": "ray", "num_cpus": 0}},
         {"pools": "gpu"},
         {"steps": 4},
     ],

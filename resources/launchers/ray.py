@@ -1,0 +1,271 @@
+"""Encoding and training as jobs of a Ray cluster.
+
+A job runs `latentline encode` for each shard, or `latentline train` on each of several nodes, see
+pipeline/processes/ray_job. It is submitted with Ray's own client: that of dagster-ray, `PipesRayJobClient`,
+stops a job only for Dagster's interruption, does not wait for its end, and has no place for an observer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dagster import AssetExecutionContext
+from pydantic import Field
+
+from pipeline.errors import LaunchError
+from pipeline.processes.launch import error_from_json, worker_variables
+from pipeline.processes.machines import Machines
+from pipeline.processes.ray_job.work import RESULT, RayWork, parse_result
+from resources.launchers.local import Observer
+from resources.launchers.output import uninterrupted
+from resources.launchers.remote import Encoding, RemoteLauncher
+
+if TYPE_CHECKING:
+    from pipeline.recipe import AccelerateSettings
+
+if find_spec("ray") is None:  # reported when the definitions load, which do not import Ray, as that takes 1 s
+    raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+POLL_S = 1.0
+
+LOG_END_S = 10.0
+"""Longest wait for the end of the log after that of the job."""
+
+LOST_AFTER_S = 60.0
+"""Time without an answer from the cluster after which a job counts as lost."""
+
+STOP_MARGIN_S = 30
+"""Time beyond `grace_s` in which a stopped job ends, before Ray kills it."""
+
+STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Environment variable of a job with the seconds between its stop and its kill; 3 by default."""
+
+
+class RayLauncher(RemoteLauncher):
+    """Submits encoding and training as jobs of Ray."""
+
+    address: str = Field(default="http://127.0.0.1:8265", description="Address of the cluster's dashboard.")
+    python: str = Field(default="python", description="Python with Latentline on the nodes.")
+    num_cpus: float = Field(default=1.0, gt=0, description="CPUs that Ray reserves for each process.")
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs that Ray reserves for each process.")
+    runtime_env: dict[str, Any] = Field(default_factory=dict, description="Runtime environment of the jobs.")
+
+    def encode(self, encoding: Encoding) -> Sequence[str]:
+        """See `RemoteLauncher.encode`; Ray runs as many workers at a time as it has resources for."""
+        order = encoding.order
+        work = self._work("encode", str(order.address), encoding.num_shards, num_processes=1)
+        job = self._job(f"latentline-{order.order_id}", work, encoding.settings)
+        return job.run(encoding.context)
+
+    def train(
+        self,
+        context: AssetExecutionContext,
+        settings: AccelerateSettings,
+        order: Path,
+        observer: Observer | None,
+    ) -> None:
+        """See `RemoteLauncher.train`; each machine is another node."""
+        num_processes = Machines(self.machines).num_processes_here(settings)
+        work = self._work("train", str(order), self.machines, num_processes=num_processes)
+        # Each attempt at a run needs another name.
+        job = self._job(f"latentline-{order.parent.name}-{uuid.uuid4().hex[:8]}", work, settings)
+        observe = None if observer is None else observer(order)
+        job.run(context, observe=observe)
+
+    def _work(
+        self, kind: Literal["encode", "train"], order: str, number: int, *, num_processes: int
+    ) -> RayWork:
+        resources = {"CPU": self.num_cpus * num_processes}
+        if self.num_gpus:
+            resources["GPU"] = self.num_gpus * num_processes
+        return RayWork(kind, order, number, resources, self.wait_s, self.grace_s)
+
+    def _job(self, name: str, work: RayWork, settings: AccelerateSettings) -> _Job:
+        command = shlex.join([self.python, "-m", "pipeline.processes.ray_job", work.to_json()])
+        environment = job_environment(self.runtime_env, settings, grace_s=self.grace_s)
+        return _Job(self.address, name, command, environment, stop_s=self.grace_s + STOP_MARGIN_S)
+
+
+def job_environment(
+    runtime_env: Mapping[str, Any], settings: AccelerateSettings, *, grace_s: float
+) -> dict[str, Any]:
+    """Return a job's runtime environment: the user's, and the variables of launched processes.
+
+    Args:
+        runtime_env: Settings of the user, which take precedence.
+        settings: The recipe's `accelerate` settings.
+        grace_s: Seconds that a stopped training has for its checkpoint.
+    """
+    root = Path(__file__).resolve().parents[2]
+    variables = {
+        **worker_variables(settings),
+        # Ray inserts the node's own value. A path that does not exist there has no effect.
+        "PYTHONPATH": f"{root}:${{PYTHONPATH}}",
+        STOP_WAIT_VARIABLE: str(int(grace_s) + STOP_MARGIN_S),
+    }
+    return {**runtime_env, "env_vars": {**variables, **runtime_env.get("env_vars", {})}}
+
+
+@dataclass
+class _Job:
+    """A job of a Ray cluster.
+
+    Attributes:
+        address: Address of the cluster's dashboard.
+        name: Unique submission id.
+        command: Entry point, as a shell command.
+        runtime_env: Runtime environment.
+        stop_s: Longest wait for the end of a job that was stopped, in seconds.
+    """
+
+    address: str
+    name: str
+    command: str
+    runtime_env: Mapping[str, Any]
+    stop_s: float
+    _client: Any = None
+    _num_forwarded: int = 0
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def run(
+        self, context: AssetExecutionContext, *, observe: Callable[[bool], object] | None = None
+    ) -> Sequence[str]:
+        """Submit the job, wait for its end, and return the last lines of failed commands.
+
+        An interruption of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first stops the job, and waits
+        until its commands have ended.
+
+        Raises:
+            LaunchError: The cluster cannot be reached, or did not run the job.
+            LatentlineError: The error of the job.
+        """
+        self._submit()
+        context.log.info(f"submitted the Ray job {self.name} to {self.address}")
+        follower = threading.Thread(target=self._follow_log, name="ray-job-log", daemon=True)
+        follower.start()
+
+        try:
+            self._wait(observe)
+        except BaseException as err:
+            with uninterrupted():
+                context.log.info(f"stopping the Ray job {self.name} ({type(err).__name__})")
+                self._stop()
+            raise
+        finally:
+            self._over.set()
+            follower.join(LOG_END_S)
+
+        log = self._client.get_job_logs(self.name)
+        self._forward(log[self._num_forwarded :])
+        if observe is not None:
+            observe(True)
+        results = [line for line in log.splitlines() if line.startswith(RESULT)]
+        if not results:
+            raise self._failure()
+        result = parse_result(results[-1])
+        if result.error is not None:
+            raise error_from_json(result.error)
+        return result.last_output
+
+    def _submit(self) -> None:
+        submission: Any = import_module("ray.job_submission")
+        exceptions: Any = import_module("ray.exceptions")
+        try:
+            self._client = submission.JobSubmissionClient(self.address)
+            self._client.submit_job(
+                entrypoint=self.command, submission_id=self.name, runtime_env=dict(self.runtime_env)
+            )
+        except OSError as err:
+            raise self._unreachable(err) from err
+        except (RuntimeError, ValueError, TypeError, exceptions.RayError) as err:
+            raise LaunchError(
+                f"Ray rejected the job {self.name}: {_short(err)}",
+                where=f"launcher.address: {self.address}",
+                fix="correct the cause that Ray names, often a key of launcher.runtime_env in the deployment "
+                "file, a missing RAY_AUTH_TOKEN, or a cluster with another version of Ray",
+            ) from err
+
+    def _wait(self, observe: Callable[[bool], object] | None) -> None:
+        answered_s = time.monotonic()
+        while True:
+            try:
+                if self._client.get_job_status(self.name).is_terminal():
+                    return
+                answered_s = time.monotonic()
+            except (RuntimeError, OSError) as err:
+                # The cluster's head may be busy or restart.
+                if time.monotonic() > answered_s + LOST_AFTER_S:
+                    raise self._unreachable(err) from err
+            if observe is not None:
+                observe(False)
+            time.sleep(POLL_S)
+
+    def _stop(self) -> None:
+        """Stop the job, and wait until its commands have ended; a training writes a checkpoint."""
+        end_s = time.monotonic() + self.stop_s
+        try:
+            self._client.stop_job(self.name)
+            while not self._client.get_job_status(self.name).is_terminal() and time.monotonic() < end_s:
+                time.sleep(POLL_S / 4)
+        except (RuntimeError, OSError) as err:
+            sys.stderr.write(f"the Ray job {self.name} could not be stopped: {_short(err)}\n")
+
+    def _follow_log(self) -> None:
+        """Forward the log of the job while it runs, in a thread."""
+        client_error: Any = import_module("aiohttp").ClientError
+
+        async def follow() -> None:
+            # Each connection receives the log from its start.
+            skipped = self._num_forwarded
+            async for text in self._client.tail_job_logs(self.name):
+                new = text[skipped:]
+                skipped = max(0, skipped - len(text))
+                self._forward(new)
+
+        while not self._over.is_set():
+            try:
+                asyncio.run(follow())
+                return
+            except (RuntimeError, OSError, client_error):
+                self._over.wait(POLL_S)
+
+    def _forward(self, text: str) -> None:
+        """Copy output to standard error, which Dagster captures, without the line of the result."""
+        self._num_forwarded += len(text)
+        sys.stderr.write("".join(line for line in text.splitlines(True) if not line.startswith(RESULT)))
+        sys.stderr.flush()
+
+    def _failure(self) -> LaunchError:
+        """Return the error of a job that ended without a result."""
+        details = self._client.get_job_info(self.name)
+        return LaunchError(
+            f"the Ray job {self.name} ended with the status {details.status}: {_short(details.message)}",
+            where=f"launcher.address: {self.address}",
+            fix="if somebody stopped it, start the job again; otherwise correct the cause, often "
+            "launcher.python or launcher.runtime_env in the deployment file: the nodes need the same "
+            "version of Latentline",
+        )
+
+    def _unreachable(self, err: Exception) -> LaunchError:
+        return LaunchError(
+            f"the Ray cluster cannot be reached: {_short(err)}",
+            where=f"launcher.address: {self.address}",
+            fix="set launcher.address in the deployment file to the dashboard of a running cluster, such as "
+            "http://head:8265",
+        )
+
+
+def _short(message: object) -> str:
+    """Return a message in one line; of a long one the end, in which a log has the cause."""
+    return " ".join(str(message).split())[-600:]

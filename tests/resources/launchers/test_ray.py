@@ -1,0 +1,327 @@
+"""Encoding and training as jobs of a real Ray cluster with two nodes on this machine."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
+
+from pipeline.errors import LaunchError, ModelError, StoreError
+from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
+from pipeline.recipe import AccelerateSettings
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.vae_latents.stage import cache_latents
+from resources.launchers.local import AccelerateLauncher
+from tests.free_ports import free_ports
+from tests.pipeline.cache_case import Cache, cache, entry_bytes
+from tests.ray_cluster import NODES, RayCluster, ray_cluster
+
+__all__ = ["cache", "entry_bytes", "make_project", "one_thread", "tiny_bases"]  # fixtures
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
+from resources.launchers.ray import RayLauncher, job_environment
+from tests.pipeline.trained_lora.conftest import make_project, one_thread, tiny_bases
+from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def running_cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def launcher(running_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayLauncher]:
+    """Return a function that creates a launcher with the given settings for the running cluster."""
+    for name, value in running_cluster.variables.items():
+        monkeypatch.setenv(name, value)
+
+    def create(**settings: Any) -> RayLauncher:
+        return RayLauncher(**{"address": running_cluster.address, "python": sys.executable, **settings})
+
+    return create
+
+
+def in_step(
+    launcher: RayLauncher, work: Callable[[Any], object], **settings: Any
+) -> tuple[list[str], BaseException | None]:
+    """Call `work` with a launch in a step; return the messages in Dagster's log, and the error."""
+    errors: list[BaseException] = []
+
+    # Annotated as in the project's assets.
+    @asset
+    def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
+        try:
+            work(launcher.bind(context, AccelerateSettings(**settings)))
+        except BaseException as err:
+            errors.append(err)
+
+    with DagsterInstance.ephemeral() as instance:
+        result = materialize([step], resources={"launcher": launcher}, instance=instance)
+        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
+    return messages, errors[0] if errors else None
+
+
+def encode(project: Cache, launch: Any) -> Any:
+    return cache_latents(project.recipe, project.buckets(), project.tables, launch=launch, log=str)
+
+
+def processes_of(project_folder: Path, command: str) -> list[psutil.Process]:
+    """Return the processes of a `latentline` command whose order is below a folder."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            arguments = process.cmdline()
+            if command in arguments and any(each.startswith(str(project_folder)) for each in arguments):
+                found.append(process)
+    return found
+
+
+def meanwhile(wait: Callable[[], Any], act: Callable[[Any], object], work: Callable[[], object]) -> None:
+    """Call `work`, and in a child process `act` with the first true result of `wait`."""
+    child = os.fork()
+    if child == 0:
+        while not (result := wait()):
+            time.sleep(0.05)
+        act(result)
+        os._exit(0)
+    try:
+        work()
+    finally:
+        os.waitpid(child, 0)
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_with_its_address(cache: Any) -> None:
+    address = f"http://127.0.0.1:{free_ports(1)[0]}"
+    _, error = in_step(RayLauncher(address=address), lambda launch: encode(cache, launch))
+    assert isinstance(error, LaunchError)
+    assert error.what.startswith("the Ray cluster cannot be reached")
+    assert error.where == f"launcher.address: {address}"
+    assert "launcher.address" in error.fix
+
+
+def test_a_training_whose_processes_cannot_be_divided_is_refused_before_it_is_submitted(
+    tmp_path: Path,
+) -> None:
+    order = tmp_path / "order.json"
+    _, error = in_step(
+        RayLauncher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=3
+    )
+    assert isinstance(error, LaunchError)
+    assert "divisible by the number of machines" in error.what
+
+
+def test_the_environment_of_a_job_has_the_users_variables_and_none_of_the_steps_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a secret of the step")
+    user = {"pip": ["six"], "env_vars": {"HF_HOME": "/shared", "OMP_NUM_THREADS": "3"}}
+    environment = job_environment(user, AccelerateSettings(cpu_threads=1), grace_s=20.0)
+    assert environment["pip"] == ["six"]
+    variables = environment["env_vars"]
+    assert (variables["HF_HOME"], variables["OMP_NUM_THREADS"]) == ("/shared", "3")
+    assert variables["LATENTLINE_CPU_THREADS"] == "1"
+    assert "HF_TOKEN" not in variables
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > 20
+
+
+@pytest.mark.slow
+def test_workers_of_ray_write_the_bytes_of_a_local_run(
+    cache: Any,
+    entry_bytes: Any,
+    in_process_launch: Any,
+    launcher: Callable[..., RayLauncher],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    encode(cache, in_process_launch)
+    expected = entry_bytes()
+    shutil.rmtree(cache.recipe.cache_dir)
+    shutil.rmtree(cache.recipe.output_dir)
+
+    reports: list[Any] = []
+    messages, error = in_step(
+        launcher(workers=3), lambda launch: reports.append(encode(cache, launch).report)
+    )
+    assert error is None
+    assert entry_bytes() == expected
+    assert reports[0]["encoded"] == 5
+    assert any("submitted the Ray job latentline-" in message for message in messages)
+    assert list((cache.recipe.cache_dir / "orders").iterdir()) == []
+    output = capsys.readouterr().err
+    for shard in range(3):
+        assert output.count(f"shard {shard}/3: shard {shard}/3 of") == 1
+        assert output.count(f"shard {shard}/3: ended with exit status 0") == 1
+    assert "latentline-result" not in output
+
+
+@pytest.mark.slow
+def test_a_request_that_no_node_can_meet_is_an_error_with_what_the_nodes_have(
+    cache: Any, launcher: Callable[..., RayLauncher]
+) -> None:
+    _, error = in_step(launcher(num_gpus=8, wait_s=1), lambda launch: encode(cache, launch))
+    assert isinstance(error, LaunchError)
+    assert "must have 1 node with CPU 1, GPU 8 each" in error.what
+    assert "CPU 2, GPU 0; CPU 2, GPU 0" in error.what
+    assert "launcher.num_gpus" in error.where
+
+
+@pytest.mark.slow
+def test_a_python_that_the_nodes_lack_is_an_error_that_names_it(
+    cache: Any, launcher: Callable[..., RayLauncher]
+) -> None:
+    _, error = in_step(launcher(python="/no/such/python"), lambda launch: encode(cache, launch))
+    assert isinstance(error, LaunchError)
+    assert "/no/such/python" in error.what
+    assert "launcher.python" in error.fix
+
+
+@pytest.mark.slow
+def test_the_error_of_a_shard_is_raised_in_the_step(
+    cache: Any, tmp_path: Path, tiny_sd: Path, launcher: Callable[..., RayLauncher]
+) -> None:
+    moved = shutil.copytree(tiny_sd, tmp_path / "model")
+    project = cache.with_settings(model={"base": str(moved)})
+
+    def encode_without_model(launch: Any) -> None:
+        def remove_model_first(module: str, order: Path, meanwhile: Any) -> None:
+            meanwhile()
+            shutil.rmtree(moved)
+            launch(module, order)
+
+        encode(project, remove_model_first)
+
+    _, error = in_step(launcher(workers=2), encode_without_model)
+    assert isinstance(error, ModelError)
+    assert "not on this worker" in error.what
+    assert "encoding shard" in error.where
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_ray_restarts_only_the_rest_of_its_shard(
+    cache: Any,
+    entry_bytes: Any,
+    in_process_launch: Any,
+    launcher: Callable[..., RayLauncher],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    encode(cache, in_process_launch)
+    expected = entry_bytes()
+    shutil.rmtree(cache.recipe.cache_dir)
+    shutil.rmtree(cache.recipe.output_dir)
+
+    def kill_parent(commands: list[psutil.Process]) -> None:
+        os.kill(commands[0].ppid(), signal.SIGKILL)
+
+    def kill_one(launch: Any) -> None:
+        meanwhile(
+            lambda: processes_of(cache.recipe.cache_dir, "encode"),
+            kill_parent,
+            lambda: encode(cache, launch),
+        )
+
+    _, error = in_step(launcher(workers=2), kill_one)
+    assert error is None
+    assert entry_bytes() == expected
+    output = capsys.readouterr().err
+    assert sorted(output.count(f"shard {shard}/2: started on") for shard in range(2)) == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_killed_shard_is_named_and_a_repetition_encodes_the_rest(
+    cache: Any, entry_bytes: Any, launcher: Callable[..., RayLauncher]
+) -> None:
+    def kill_one(launch: Any) -> None:
+        meanwhile(
+            lambda: processes_of(cache.recipe.cache_dir, "encode"),
+            lambda commands: commands[0].kill(),
+            lambda: encode(cache, launch),
+        )
+
+    _, error = in_step(launcher(workers=2), kill_one)
+    assert isinstance(error, LaunchError)
+    assert "1 shard is incomplete, although the encoding workers have ended" in error.what
+    survived = entry_bytes()
+    reports: list[Any] = []
+    _, error = in_step(launcher(workers=2), lambda launch: reports.append(encode(cache, launch).report))
+    assert error is None
+    assert reports[0]["encoded"] == 5 - len(survived)
+
+
+@pytest.mark.slow
+def test_an_interrupted_encoding_leaves_no_process(cache: Any, launcher: Callable[..., RayLauncher]) -> None:
+    step = os.getpid()
+
+    def interrupt(launch: Any) -> None:
+        meanwhile(
+            lambda: processes_of(cache.recipe.cache_dir, "encode"),
+            lambda _: os.kill(step, signal.SIGINT),
+            lambda: encode(cache, launch),
+        )
+
+    messages, error = in_step(launcher(workers=2), interrupt)
+    assert error is not None
+    assert any("stopping the Ray job" in message for message in messages)
+    assert processes_of(cache.recipe.cache_dir, "encode") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_interrupted(
+    make_project: Any, launcher: Callable[..., RayLauncher], capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = make_project(steps=STEPS, checkpoint_every=100, gradient_accumulation=1)
+    alone = project.changed("one_machine", num_processes=2).job()
+    LocalLaunch(alone.recipe.accelerate)(TRAINING_MODULE, alone.write())
+
+    job = project.changed("two_nodes", num_processes=2).job()
+    order, step = job.write(), os.getpid()
+    metrics = RunLayout(job.folder).metrics
+    messages, error = in_step(
+        launcher(machines=2),
+        lambda launch: meanwhile(
+            lambda: len(read_metrics(metrics, STEPS)) >= 4,
+            lambda _: os.kill(step, signal.SIGINT),
+            lambda: launch(TRAINING_MODULE, order),
+        ),
+        num_processes=2,
+    )
+    assert error is not None
+    assert any("stopping the Ray job" in message for message in messages)
+    assert processes_of(job.folder, "train") == []
+    assert len(list(job.folder.glob("checkpoints/step-*/COMPLETE"))) == 1
+    assert not (job.folder / f"checkpoints/step-{STEPS:08}").exists()
+
+    capsys.readouterr()
+    _, error = in_step(launcher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=2)
+    assert error is None
+    assert_equal_runs(job, alone, STEPS)
+    output = capsys.readouterr().err
+    assert any(
+        f"machine 0: machine 0 of 2 (ranks from 0): 1 process, meeting at {node}:" in output for node in NODES
+    )
+    assert "machine 1: ended with exit status 0" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_error_of_a_rank_is_raised_in_the_step(
+    make_project: Any, launcher: Callable[..., RayLauncher]
+) -> None:
+    job = make_project(steps=STEPS, gradient_accumulation=1).changed("two_nodes", num_processes=2).job()
+    order = job.write()
+    for entry in job.recipe.cache_dir.rglob("latents/**/*.safetensors"):
+        entry.unlink()
+    _, error = in_step(launcher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=2)
+    assert isinstance(error, StoreError)
+    assert processes_of(job.folder, "train") == []
