@@ -155,6 +155,7 @@ class KubernetesClient:
         """Return the answer to a request about an existing object; None if the object does not exist."""
         patience_s = self._patience_s if patience_s is None else patience_s
         end_s = time.monotonic() + patience_s
+
         while True:
             try:
                 return send(_TIMEOUT_S)
@@ -167,6 +168,7 @@ class KubernetesClient:
                 outage: Exception = err
             except (HTTPError, OSError) as err:
                 outage = err
+
             if time.monotonic() > end_s:
                 raise LaunchError(
                     f"the API server of Kubernetes did not answer for {patience_s:g} s: {_text(outage)}",
