@@ -108,7 +108,7 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
 
     # Someone cancels the job: it writes a checkpoint within Slurm's KillWait.
     def cancel() -> None:
-        cluster.call("scancel", "--user=root", cwd=tmp_path)
+        cluster.call("scancel", "--state=RUNNING", cwd=tmp_path)
 
     when_steps_are_done(job, done + 8, cancel)
     error, _ = in_step(job)

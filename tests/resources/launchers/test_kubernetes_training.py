@@ -1,6 +1,5 @@
 """A training in pods: what is refused, and the errors of pods that do not start or fail."""
 
-import json
 import os
 import signal
 import threading
@@ -18,8 +17,7 @@ from dagster import (
 )
 
 from pipeline.errors import LaunchError, ModelError
-from pipeline.recipe import AccelerateSettings, recipe_from_mapping
-from pipeline.storage.atomic import write_text
+from pipeline.recipe import AccelerateSettings
 from resources.launchers.local import AccelerateLauncher
 
 pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
@@ -34,26 +32,6 @@ from tests.kubernetes_api import Server, api
 __all__ = ["api"]  # fixture
 
 TRAINING = "pipeline.trained_lora.worker"
-
-
-@pytest.fixture
-def order(tmp_path: Path) -> Path:
-    """An order of two processes, whose inputs no test reads."""
-    values = {
-        "datasets": [{"name": "photos", "path": tmp_path / "photos"}],
-        "output_dir": tmp_path / "output",
-        "cache_dir": tmp_path / "cache",
-        "model": {"base": "no/model"},
-        "accelerate": {"num_processes": 2},
-    }
-    recipe = recipe_from_mapping("demo", values)
-    file = tmp_path / "output" / "runs" / "0123456789abcdef" / "order.json"
-    file.parent.mkdir(parents=True)
-    (tmp_path / "cache").mkdir()
-    job = {"recipe": recipe.model_dump(mode="json"), "prompts": [], "run": file.parent.name}
-    write_text(file, json.dumps({**job, "base": str(tmp_path), "elsewhere": {}}))
-    file.with_name("inputs.parquet").write_bytes(b"")
-    return file
 
 
 def launcher_of(folder: Path, **settings: Any) -> KubernetesLauncher:
@@ -223,6 +201,19 @@ def test_a_pod_that_ended_without_an_error_is_explained_by_its_status(
     assert error.where.endswith("pod job-1-abcde on node node-7, last output:\na line")
     assert fix in error.fix
     assert "the run resumes from its last checkpoint" in error.fix
+
+
+def test_the_error_of_latentline_train_in_a_pod_is_that_of_the_step(
+    order: Path, tmp_path: Path, api: Server
+) -> None:
+    (tmp_path / "cache").rmdir()
+    error, _ = error_of(launcher_of(tmp_path), order)
+    assert isinstance(error, LaunchError)
+    assert error.what.startswith(f"TrainingError in pod {next(iter(api.jobs))}-")
+    assert error.what.endswith(": the cache of the order does not exist on this machine")
+    assert error.where.endswith(f"\n{tmp_path / 'cache'}")
+    assert error.fix.startswith("use the same path on all machines")
+    assert error.fix.endswith("the run resumes from its last checkpoint")
 
 
 PROGRAM = """

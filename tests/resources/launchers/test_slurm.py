@@ -241,6 +241,18 @@ def test_the_error_of_a_failed_node_is_that_of_the_step(
     assert "node 1 trains with 3 CPUs" in (folder / "output.txt").read_text(), "the user's option counts"
 
 
+def test_the_error_of_latentline_train_on_a_node_is_that_of_the_step(order: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").rmdir()
+    _, error = in_step(
+        SlurmLauncher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=2
+    )
+    assert isinstance(error, TrainingError)
+    assert error.what == "the cache of the order does not exist on this machine"
+    assert error.where.startswith("Slurm job ")
+    assert error.where.endswith(f": Exited with exit code 1\n{tmp_path / 'cache'}")
+    assert error.fix.endswith(RESUME)
+
+
 def test_a_killed_task_is_named_with_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, error = train("killed", tmp_path, monkeypatch)
     assert isinstance(error, LaunchError)
