@@ -28,6 +28,10 @@ STORE_BYTES = 100_000_000
 
 STARTED = "Ray runtime started"
 
+# Ray reads the mode when it is imported, so this module must be imported before it.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+os.environ.update(TOKEN)
+
 
 @dataclass(frozen=True)
 class RayCluster:
@@ -52,7 +56,7 @@ def ray_program() -> str | None:
 def ray_cluster() -> Generator[RayCluster]:
     """Run a cluster of two nodes until the end of the body."""
     port, dashboard, client = free_ports(3)
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    variables = dict(TOKEN)
     # The names of sockets below this folder must be short, so it is not the test's.
     with tempfile.TemporaryDirectory(prefix="ray-") as folder, ExitStack() as stack:
         stack.callback(_kill_all, folder)

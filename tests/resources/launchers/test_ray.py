@@ -32,6 +32,9 @@ from resources.launchers.ray import RayLauncher, job_environment
 from tests.pipeline.trained_lora.conftest import make_project, one_thread, tiny_bases
 from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 
+# Ray's client passes ssl=None to aiohttp, which deprecates it.
+pytestmark = pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")
+
 STEPS = 24
 
 
