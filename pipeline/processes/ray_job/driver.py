@@ -29,6 +29,7 @@ from pipeline.processes.launch import (
     OUTPUT_TAIL_LINES,
     PARENT_VARIABLE,
     describe_status,
+    error_in_output,
     error_to_json,
     launch_error,
 )
@@ -243,7 +244,9 @@ def run_with_error(command: Sequence[str], grace_s: float, show: Callable[[str],
         if status == 0:
             return Ended(status)
         lines = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        error = launch_error("latentline", status, output=lines, error_file=error_file)
+        # `latentline train` prints the error of its processes.
+        printed = error_in_output(lines)
+        error = printed or launch_error("latentline", status, output=lines, error_file=error_file)
         return Ended(status, error_to_json(error), lines[-3:])
 
 

@@ -43,7 +43,8 @@ class RayWork:
         if self.kind == "encode":
             return [*command, "--shard", f"{index}/{self.number}"]
         command += ["--machines", str(self.number), "--rank", str(index)]
-        return [*command, "--master", master, "--wait", str(self.wait_s)]
+        command += ["--master", master, "--wait", str(self.wait_s)]
+        return [*command, "--grace", f"{self.grace_s:g}"]
 
     def shown_resources(self) -> str:
         """Return the resources as a text such as "CPU 1, GPU 1"."""

@@ -22,6 +22,13 @@ pathlib.Path(os.environ["LATENTLINE_ERROR_FILE"]).write_text(error_to_json(error
 raise SystemExit(1)
 """
 
+PRINT = """
+from pipeline.errors import StoreError
+error = StoreError("an entry is missing", where="cache/ab", fix="run the cache job")
+print(f"{type(error).__name__}: {error}")
+raise SystemExit(1)
+"""
+
 UNTIL_SIGTERM = """
 import os, signal, sys, time
 def stop(*_):
@@ -44,8 +51,9 @@ def test_a_command_that_succeeds_has_no_error_and_each_line_is_shown() -> None:
     assert lines == ["first", "last"]
 
 
-def test_the_error_of_a_command_is_returned_with_its_three_parts() -> None:
-    ended = run_with_error(python(RAISE), 1.0, lambda _: None)
+@pytest.mark.parametrize("code", [RAISE, PRINT], ids=["written to the error file", "printed"])
+def test_the_error_of_a_command_is_returned_with_its_three_parts(code: str) -> None:
+    ended = run_with_error(python(code), 1.0, lambda _: None)
     assert ended.status == 1
     assert ended.error is not None
     error = error_from_json(ended.error)

@@ -31,6 +31,7 @@ def test_a_training_has_a_command_for_each_machine_with_the_meeting_point_and_th
     assert command[1:] == [
         *("-m", "pipeline.cli", "train", "/cache/orders/a b"),
         *("--machines", "2", "--rank", "1", "--master", "10.0.0.2:31000", "--wait", "9"),
+        *("--grace", "2.5"),
     ]
     assert work("train").name(1) == "machine 1"
 
