@@ -87,18 +87,27 @@ def is_failed_precondition(err: BaseException) -> bool:
 
 def _causes(err: BaseException) -> Iterator[BaseException]:
     """Yield the error and what it was raised from."""
-    current: BaseException | None = err
-    while current is not None:
-        yield current
-        current = current.__cause__
+    return _chain(err, lambda current: current.__cause__)
 
 
 def _contexts(err: BaseException) -> Iterator[BaseException]:
     """Yield the error, its causes, and the errors that were being handled; botocore names no causes."""
+    return _chain(err, lambda current: current.__cause__ or current.__context__)
+
+
+def _chain(
+    err: BaseException, previous: Callable[[BaseException], BaseException | None]
+) -> Iterator[BaseException]:
+    """Yield the error and its predecessors once each.
+
+    A chain may be circular: fsspec raises errors of its thread again in threads that handle other errors.
+    """
+    seen = set[int]()
     current: BaseException | None = err
-    while current is not None:
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
         yield current
-        current = current.__cause__ or current.__context__
+        current = previous(current)
 
 
 def _http_status(err: BaseException) -> int | None:

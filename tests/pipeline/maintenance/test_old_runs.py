@@ -148,7 +148,7 @@ def test_a_run_that_is_published_or_trained_after_the_listing_is_not_deleted(out
     with hold_run(RunLayout(run.folder), print), pytest.raises(TrainingError, match="being trained"):
         delete_run(run)
     (output_dir / "lora" / "provenance.json").write_text(json.dumps({"run": OTHER}))
-    with pytest.raises(TrainingError, match="needed since it was listed: in lora/"):
+    with pytest.raises(TrainingError, match="needed now, after it was listed as old: in lora/"):
         delete_run(run)
     assert kept(output_dir)[OTHER] == "in lora/"
     assert survey_runs(output_dir, num_newest=0, recipes=[]).runs[-1] == replace(run, kept="in lora/")

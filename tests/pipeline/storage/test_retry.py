@@ -62,6 +62,12 @@ def test_an_answer_of_the_server_and_a_wrong_host_name_are_not_transient(err: Ex
     assert not is_transient(err)
 
 
+def test_a_circular_chain_of_errors_ends() -> None:
+    first, second, third = OSError("first"), OSError("second"), OSError("third")
+    first.__context__, second.__context__, third.__context__ = second, third, second
+    assert not is_transient(first)
+
+
 def test_an_address_with_an_unknown_host_fails_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL_S3": "http://no-such-host.invalid"}.items():
         monkeypatch.setenv(name, value)
