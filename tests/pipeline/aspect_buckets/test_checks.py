@@ -151,7 +151,8 @@ def test_rejected_images_are_conserved_and_have_a_reason(folder: Any, tiny_sd: P
     assert (row["sample_id"], row["stage"], row["reason"]) == ("d/small.png", "aspect_buckets", "too_small")
     assert "24x24 pixels would be enlarged 2.67 times to fill bucket 64x64 (height x width)" in row["detail"]
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 2
-    assert all(finding.passed for finding in aspect_buckets.run(CheckContext(recipe, folder.tables)))
+    findings = aspect_buckets.run(CheckContext(recipe, folder.tables))
+    assert {finding.name: finding.summary for finding in findings if not finding.passed} == {}
 
 
 def slider_finding(folder: Any, base: Path) -> Finding:

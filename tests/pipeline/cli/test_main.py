@@ -187,7 +187,7 @@ def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Pat
     assert completed.stderr.count("RecipeError: ") == 1
 
 
-@pytest.mark.parametrize("arguments", [("gc",), ("validate", "flowers")])
+@pytest.mark.parametrize("arguments", [("gc",), ("validate", "flowers")], ids=" ".join)
 def test_a_command_works_next_to_a_broken_recipe_and_reports_it_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -207,7 +207,7 @@ def test_validate_rejects_a_file_name_that_dagster_would_not_load(tmp_path: Path
     assert "rename it to flowers.yaml" in completed.stderr
 
 
-@pytest.mark.parametrize("arguments", [("explain", "flowers", "cat"), ("verify", "flowers")])
+@pytest.mark.parametrize("arguments", [("explain", "flowers", "cat"), ("verify", "flowers")], ids=" ".join)
 def test_a_message_about_a_job_names_the_recipe_s_own_job(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     write(tmp_path, base=str(tmp_path))
     completed = latentline(*arguments, configs=tmp_path)

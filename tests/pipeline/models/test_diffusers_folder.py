@@ -127,7 +127,7 @@ def test_a_shard_outside_of_the_folder_of_its_index_is_refused(tmp_path: Path, n
     assert excinfo.value.fix
 
 
-@pytest.mark.parametrize("weight_map", [[], {"a": 3}, {"a": ["b"]}, "x", None])
+@pytest.mark.parametrize("weight_map", [[], {"a": 3}, {"a": ["b"]}, "x", None], ids=str)
 def test_a_weight_index_without_file_names_is_refused(tmp_path: Path, weight_map: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match="the weight index names missing files"):

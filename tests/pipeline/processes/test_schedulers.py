@@ -60,6 +60,18 @@ KUBERNETES = {"NNODES": "2", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "train-
             Machines(2, 0, "job-master-0", 23456, WAIT_S),
         ),
     ],
+    ids=[
+        "nothing",
+        "torchrun",
+        "torchrun of group 2",
+        "Kubeflow",
+        "Kubernetes",
+        "Slurm",
+        "Slurm with a port",
+        "Slurm step of one node",
+        "Slurm step of two nodes",
+        "torchrun in Kubeflow",
+    ],
 )
 def test_schedulers_tell_the_machines(environ: dict[str, str], expected: Machines) -> None:
     assert find_machines(NOTHING, environ) == expected

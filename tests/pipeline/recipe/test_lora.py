@@ -62,6 +62,7 @@ def test_contradicting_settings_are_refused(lora: dict[str, Any], key: str, what
         ({"learning_rates": [{"modules": "*", "learning_rate": 1e-5}]}, "learning_rates"),
         ({"loraplus_ratio": 16.0}, "loraplus_ratio"),
     ],
+    ids=str,
 )
 def test_prodigy_does_not_allow_separate_learning_rates(lora: dict[str, Any], key: str) -> None:
     mistakes = mistakes_of(lora, optimizer="prodigy", learning_rate=1.0)

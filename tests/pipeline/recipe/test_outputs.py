@@ -53,6 +53,7 @@ def test_a_recipe_stored_by_an_older_version_has_its_folder_as_address() -> None
         ("s3://bucket", {"cache_dir": "s3://bucket/cache"}),
         ("s3://bucket/both", {"cache_dir": "s3://bucket/both"}),
     ],
+    ids=["in a dataset", "around a dataset", "in the cache", "around the cache", "the cache"],
 )
 def test_an_address_that_overlaps_another_is_refused(output: str, changes: dict[str, Any]) -> None:
     (conflict,) = check_isolation(recipe_with(output, **changes))

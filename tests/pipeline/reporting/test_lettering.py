@@ -38,17 +38,17 @@ def test_text_is_wrapped_between_words_without_losing_any() -> None:
     lines = wrapped(prompt, 12, width_px=150, max_lines=20)
     assert " ".join(lines) == prompt
     assert len(lines) > 2
-    assert all(font(12).getlength(line) <= 150 for line in lines)
+    assert [line for line in lines if font(12).getlength(line) > 150] == [], "lines longer than 150 px"
 
 
 def test_text_beyond_the_last_line_ends_in_an_ellipsis() -> None:
     lines = wrapped("word " * 100, 12, width_px=150, max_lines=3)
     assert len(lines) == 3
     assert lines[-1].endswith("…")
-    assert all(font(12).getlength(line) <= 150 for line in lines)
+    assert [line for line in lines if font(12).getlength(line) > 150] == [], "lines longer than 150 px"
 
 
 def test_a_word_longer_than_a_line_is_divided() -> None:
     lines = wrapped("x" * 100, 12, width_px=80, max_lines=50)
     assert "".join(lines) == "x" * 100
-    assert all(font(12).getlength(line) <= 80 for line in lines)
+    assert [line for line in lines if font(12).getlength(line) > 80] == [], "lines longer than 80 px"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def test_a_jpeg_reduces_quality_before_size_to_stay_small() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
     picture = Image.fromarray(noise)
     sizes = {limit: jpeg(picture, limit) for limit in (200_000, 70_000, 5_000)}
-    assert all(len(data) <= limit for limit, data in sizes.items())
+    too_large = {limit: len(data) for limit, data in sizes.items() if len(data) > limit}
+    assert too_large == {}, "number of bytes, by limit"
     shapes = [Image.open(io.BytesIO(data)).size for data in sizes.values()]
     assert shapes[0] == (400, 400)
     assert shapes[2][0] < 200
@@ -150,4 +152,4 @@ def test_slow_thumbnails_report_progress(tmp_path: Path, monkeypatch: pytest.Mon
     images = [SheetImage(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
     assert contact_sheet([SheetRow("slow", images)], log=lines.append).startswith(b"\xff\xd8")
     assert lines
-    assert all(line.startswith("thumbnails drawn: ") and " of 3, " in line for line in lines)
+    assert [line for line in lines if not re.match("thumbnails drawn: . of 3, ", line)] == []

@@ -159,7 +159,7 @@ def test_a_file_in_no_layout_is_an_error(path: Path, name: str, message: str) ->
     assert "pytorch_lora_weights.safetensors" in error.fix
 
 
-@pytest.mark.parametrize("shape", [(), (4,)])
+@pytest.mark.parametrize("shape", [(), (4,)], ids=str)
 def test_a_down_matrix_without_two_dimensions_is_an_error(path: Path, shape: tuple[int, ...]) -> None:
     key = f"{DIFFUSERS}.lora_A.weight"
     save_file({**module(DIFFUSERS), key: np.ones(shape, np.float32)}, path)

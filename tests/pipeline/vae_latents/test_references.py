@@ -151,7 +151,7 @@ def test_an_edited_reference_encodes_that_reference_alone(referenced: Referenced
     after = referenced.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {("photos/cat.png", False), ("photos/cat.png", True)}
-    assert all(before[name][0] == after[name][0] for name in before)
+    assert {name: keys[0] for name, keys in after.items()} == {name: keys[0] for name, keys in before.items()}
     assert referenced.failures() == {}
 
 

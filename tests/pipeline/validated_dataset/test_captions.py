@@ -198,7 +198,7 @@ def test_C07_canonical_is_idempotent_and_free_of_control_characters(text: str) -
     once = canonical(text)
     assert canonical(once) == once
     assert once == once.strip()
-    assert not any(ord(letter) < 32 and letter != "\n" for letter in once)
+    assert [letter for letter in once if ord(letter) < 32 and letter != "\n"] == []
 
 
 def test_captions_may_come_from_the_filename_or_be_fixed(tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ def test_B01_a_sample_missing_from_the_buckets_closes_the_gate(folder: Any, tiny
         {"bucket": pl.lit("80x48")},
         {"crop_left": pl.col("crop_left") + 1000},
     ],
+    ids=["bucket of 44 px", "another bucket", "crop outside"],
 )
 def test_B03_sizes_that_differ_from_the_bucket_or_are_not_divisible_close_the_gate(
     folder: Any, tiny_sd: Path, change: dict[str, pl.Expr]

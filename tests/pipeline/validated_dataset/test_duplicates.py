@@ -85,7 +85,7 @@ def test_I24_equal_frequencies_have_equal_bits_where_imagehash_depends_on_roundi
     assert library_differs
 
 
-@pytest.mark.parametrize("size", [(1, 1), (3, 500), (64, 64), (1000, 700)])
+@pytest.mark.parametrize("size", [(1, 1), (3, 500), (64, 64), (1000, 700)], ids=str)
 def test_a_single_colour_image_has_no_hash(size: tuple[int, int]) -> None:
     assert perceptual_hash(Image.new("RGB", size, (12, 200, 0))) is None
 

@@ -59,7 +59,7 @@ def test_two_pods_write_the_bytes_of_a_local_run_and_the_job_is_deleted(
     report, messages = in_step(KubernetesLauncher(image="x", workers=2), cache)
     assert report["encoded"] == 5
     assert entry_bytes() == expected
-    assert any("created the Kubernetes job default/latentline-" in message for message in messages)
+    assert "created the Kubernetes job default/latentline-" in "\n".join(messages)
     assert api.deleted == [f"jobs/{name}" for name in api.jobs]
 
 

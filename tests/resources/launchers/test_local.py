@@ -183,7 +183,7 @@ def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(
     assert isinstance(error, StoreError)
     assert alive(workers) == []
     assert (tmp_path / "checkpoint-0").is_file()
-    assert any("all processes have ended" in message for message in messages)
+    assert "all processes have ended" in "\n".join(messages)
     assert capsys.readouterr().err.count("a line that is being written") == 1
 
 

@@ -48,6 +48,7 @@ def test_each_example_matches_the_schema_and_refers_to_it(file: Path) -> None:
         {"pools": "gpu"},
         {"steps": 4},
     ],
+    ids=str,
 )
 def test_the_schema_rejects_values_that_the_loader_rejects(data: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):

@@ -46,6 +46,7 @@ def test_each_recipe_in_configs_matches_the_schema_and_refers_to_it(file: Path):
         {"name": "demo"},
         {"datasets": []},
     ],
+    ids=str,
 )
 def test_the_schema_rejects_values_that_the_loader_rejects(change: dict[str, Any]):
     demo = data_of(project_root() / "configs" / "demo.yaml")

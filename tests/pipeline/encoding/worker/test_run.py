@@ -81,7 +81,7 @@ STAGES: dict[Kind, str] = {"latents": "vae_latents", "text": "text_embeddings"}
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from Linux's /proc")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("counts", [(20, 200), (1_000, 10_000)])
+@pytest.mark.parametrize("counts", [(20, 200), (1_000, 10_000)], ids=str)
 @pytest.mark.parametrize("kind", ["latents", "text"])
 def test_L12_peak_memory_does_not_depend_on_the_number_of_jobs(
     cache: Any, tmp_path: Path, kind: Kind, counts: tuple[int, int]

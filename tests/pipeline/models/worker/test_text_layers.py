@@ -17,6 +17,7 @@ from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stre
 from pipeline.models.worker.text import SeenImage
 from pipeline.models.worker.text_layers import MARGIN_BYTES, EncoderSize, LayerOffload, resident_layers
 from tests.pipeline.models.worker.offload.streamed import PoisoningStore
+from tests.tensor_differences import differing_tensors
 
 KINDS = [
     "FLUX.2 dev",  # Mistral 3
@@ -64,8 +65,8 @@ def assert_streamed_equal(
     resident = encoded(family, family.text.load(dtype, "cpu"), images)
     encoders = family.text.load(dtype, "cpu", LayerOffload(0))
     streamed = encoded(family, encoders, images)
-    assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
-    assert all(bool(tensor.isfinite().all()) for tensor in streamed)
+    assert differing_tensors(resident, streamed) == []
+    assert [number for number, tensor in enumerate(streamed) if not tensor.isfinite().all()] == []
 
     for network in networks(family, encoders).values():
         layers = streamed_blocks(network)
@@ -88,7 +89,8 @@ def test_the_streamed_vision_layers_of_an_encoder_that_sees_images_give_the_same
 ) -> None:
     family = family_of("Qwen-Image-Edit", tmp_path / "tiny")
     encoders = family.text.load("auto", "cpu")
-    assert any("visual" in name for name in repeated_blocks(encoders.text_encoder))
+    blocks = list(repeated_blocks(encoders.text_encoder))
+    assert [name for name in blocks if "visual" in name], blocks
     image = SeenImage(Image.effect_noise((64, 48), 50).convert("RGB"), Size(48, 64))
     assert_streamed_equal(family, (image,))
 
@@ -103,7 +105,7 @@ def test_some_layers_may_stay_on_the_device(tmp_path: Path) -> None:
     ]
     resident = encoded(family, family.text.load("auto", "cpu"))
     streamed = encoded(family, encoders)
-    assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
+    assert differing_tensors(resident, streamed) == []
 
 
 def test_auto_streams_no_layers_on_a_cpu_or_if_all_encoders_fit(tmp_path: Path) -> None:
@@ -111,7 +113,8 @@ def test_auto_streams_no_layers_on_a_cpu_or_if_all_encoders_fit(tmp_path: Path) 
     lines: list[str] = []
     for free_bytes in (None, MARGIN_BYTES + 2**30):
         encoders = family.text.load("auto", "cpu", LayerOffload("auto", free_bytes, lines.append))
-        assert all(streamed_blocks(network) is None for network in networks(family, encoders).values())
+        streamed = {name: streamed_blocks(network) for name, network in networks(family, encoders).items()}
+        assert {name: layers for name, layers in streamed.items() if layers is not None} == {}
     assert lines == []
 
 

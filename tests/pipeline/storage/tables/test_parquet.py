@@ -65,7 +65,7 @@ def test_a_written_table_is_read_back_sorted_by_sample_id(
     assert_frame_equal(tables.read(asset), table.sort("sample_id"))
 
 
-@pytest.mark.parametrize("names", [["bucket", "sample_id", "scale"], ["scale"]])
+@pytest.mark.parametrize("names", [["bucket", "sample_id", "scale"], ["scale"]], ids=str)
 def test_a_subset_of_columns_is_read_only_from_a_valid_table(tmp_path: Path, names: list[str]) -> None:
     tables = Tables(tmp_path)
     row = {name: "x" if kind == pl.String else 1 for name, kind in SCHEMAS["aspect_buckets"].items()}

@@ -209,6 +209,7 @@ GOLDEN: list[list[tuple[str, bool]]] = [
         (samples_of({"a": 1}, repeats=0), settings_of(), "at least 1"),
         (samples_of({"a": 1}), settings_of(dropout=1.5), "1.5"),
     ],
+    ids=["no samples", "a sample twice", "no steps", "no repeats", "dropout above 1"],
 )
 def test_invalid_inputs_raise_training_errors(
     samples: list[PlanSample], shape: PlanSettings, message: str

@@ -26,6 +26,7 @@ from tests.pipeline.trained_lora.worker.engine_steps import (
     one_step,
 )
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -62,7 +63,8 @@ def test_one_step_equals_an_independent_step_with_diffusers(
             weight.copy_(before[name.replace(".default.", ".")])
     ddpm = DDPMScheduler.from_pretrained(job.base / "scheduler")
     signal = ddpm.alphas_cumprod[micro.timesteps].view(-1, 1, 1, 1)
-    assert torch.equal(micro.input_noise, micro.noise) == (not noise)
+    same_noise = torch.equal(micro.input_noise, micro.noise)
+    assert same_noise == (not noise), f"input_noise equals noise: {same_noise}, with the settings {noise}"
     noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.input_noise
     velocity = signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
     goal = micro.noise if prediction == "epsilon" else velocity
@@ -72,12 +74,13 @@ def test_one_step_equals_an_independent_step_with_diffusers(
     norm = torch.nn.utils.clip_grad_norm_(weights.values(), 0.05)
     torch.optim.AdamW(weights.values(), lr=1e-2).step()
 
-    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    step = f"{prediction}, noise {noise}: the input is mixed with input_noise, the target is from noise"
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5), f"loss of {step}"
+    assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4), f"gradient norm of {step}"
     after = adapter_state(engine.denoiser)
     for name, weight in weights.items():
         torch.testing.assert_close(after[name.replace(".default.", ".")], weight.data, rtol=1e-4, atol=1e-6)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert differing_tensors(after, before), "the step must change weights"
 
 
 def test_R03_accumulating_four_batches_of_two_gives_the_gradient_of_one_batch_of_eight(
@@ -106,7 +109,7 @@ def test_a_placeholder_of_weight_zero_does_not_change_the_gradient(
     alone = [weight.grad.clone() for weight in engine.weights if weight.grad is not None]
     engine._backward(MicroInput(**{**vars(micro), "weights": torch.zeros(1)}), 1, last=True)
     both = [weight.grad for weight in engine.weights if weight.grad is not None]
-    assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+    assert differing_tensors(alone, both) == []
 
 
 def test_a_loss_weight_multiplies_the_gradient_of_its_dataset_and_not_the_reported_losses(
@@ -180,7 +183,7 @@ def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(
     assert micro.variant_ids[1] in excinfo.value.where
     assert micro.variant_ids[0] not in excinfo.value.where
     after = adapter_state(engine.denoiser)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert differing_tensors(before, after) == []
 
 
 @pytest.mark.usefixtures("any_precision")
@@ -216,7 +219,7 @@ def test_R05_a_run_whose_steps_are_all_skipped_stops_with_an_error(
     ) as excinfo:
         one_step(engine, job, 20)
     assert "bf16" in excinfo.value.fix
-    assert all(torch.equal(each, before[name]) for name, each in adapter_state(engine.denoiser).items())
+    assert differing_tensors(adapter_state(engine.denoiser), before) == []
 
 
 @pytest.mark.usefixtures("any_precision")
@@ -232,7 +235,7 @@ def test_R10_trained_weights_are_float32_and_the_bfloat16_base_does_not_change(
     assert math.isfinite(outcome.loss)
     assert {weight.dtype for weight in engine.weights} == {torch.float32}
     assert {weight.dtype for weight in frozen.values()} == {torch.bfloat16}
-    assert all(torch.equal(weight, before[name]) for name, weight in frozen.items())
+    assert differing_tensors(frozen, before) == []
 
 
 def test_a_slot_s_noise_depends_only_on_seed_step_and_slot(make_project: Callable[..., Project]) -> None:
@@ -267,6 +270,7 @@ def _steps(job: TrainingJob, engine: Engine) -> Iterator[float]:
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [("constant", [0, 0.5, 1, 1, 1, 1]), ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25])],
+    ids=["constant", "linear"],
 )
 def test_R04_the_schedule_is_stepped_once_per_optimizer_step(
     make_project: Callable[..., Project], schedule: str, rates: list[float]

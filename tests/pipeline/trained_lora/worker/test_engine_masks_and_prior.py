@@ -23,6 +23,7 @@ from tests.pipeline.trained_lora.worker.engine_steps import (
     losses_of,
     one_step,
 )
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -50,14 +51,14 @@ def test_white_masks_train_the_same_weights_as_no_masks_bit_for_bit(
     table = job.inputs.table.drop("masks", "mask_tensors")
     weights = [adapter_after_a_step(each) for each in (job, replace(job, inputs=TrainingInputs(table)))]
     assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert differing_tensors(weights[0], weights[1]) == []
 
 
 def test_masks_change_what_is_trained(make_project: Callable[..., Project]) -> None:
     job = make_project(datasets={"photos": {"mask": {"from": "alpha"}}}).job()
     table = job.inputs.table.drop("masks", "mask_tensors")
     masked, plain = (adapter_after_a_step(each) for each in (job, replace(job, inputs=TrainingInputs(table))))
-    assert any(not torch.equal(masked[name], plain[name]) for name in masked)
+    assert differing_tensors(masked, plain), "the masks must change weights"
 
 
 def test_the_prior_loss_outside_a_mask_is_zero_at_step_0_and_then_that_computed_by_hand(
@@ -105,7 +106,8 @@ def test_the_loss_of_the_prior_prediction_is_zero_at_step_0(
     engine = engine_of(job)
     losses = {name: loss for step in range(3) for name, loss in losses_of(engine, job, step).items()}
     assert {name.split("/")[0] for name in losses} == set(PRIOR)
-    assert all((loss == 0.0) == name.startswith("class/") for name, loss in losses.items())
+    wrong = {name: loss for name, loss in losses.items() if (loss == 0.0) != name.startswith("class/")}
+    assert wrong == {}, "only losses of the class must be zero"
 
 
 def test_the_prior_prediction_is_that_of_the_base_model_computed_by_hand(

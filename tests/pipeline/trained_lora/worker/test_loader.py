@@ -135,7 +135,8 @@ def test_L12_only_a_few_micro_batches_are_prepared_ahead(
         assert next(ahead)[1] == taken
         assert len(started) <= taken + PREFETCH + 1
     ahead.close()
-    assert not any(thread.name.startswith("latentline-loader") for thread in threading.enumerate())
+    names = [thread.name for thread in threading.enumerate()]
+    assert [name for name in names if name.startswith("latentline-loader")] == []
 
 
 MASKED = {"masked": {"mask": {"from": "alpha", "unmasked_weight": 0.25}}, "plain": {}}

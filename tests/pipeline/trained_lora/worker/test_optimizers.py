@@ -17,6 +17,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.optimizers import fuses_steps, make_optimizer, make_schedule
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -163,9 +164,9 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit_with_every_optimizer(
         step_of(resumed, job, step)
     with uninterrupted.result_weights(), resumed.result_weights():
         left, right = adapter_state(uninterrupted.denoiser), adapter_state(resumed.denoiser)
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert differing_tensors(left, right) == []
     left, right = adapter_state(uninterrupted.denoiser), adapter_state(resumed.denoiser)
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert differing_tensors(left, right) == []
 
 
 def engine_of(job: Any) -> Engine:
@@ -194,6 +195,7 @@ def step_of(engine: Engine, job: Any, step: int) -> None:
         ("cuda:0", {"fused": False}, False, False),
         ("cuda:0", {"foreach": True}, False, False),
     ],
+    ids=str,
 )
 def test_adamw_is_fused_on_cuda_unless_gradients_are_scaled_or_the_recipe_chooses(
     device: str, arguments: dict[str, Any], scaled: bool, fused: bool

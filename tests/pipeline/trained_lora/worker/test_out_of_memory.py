@@ -45,6 +45,7 @@ def test_running_out_of_memory_in_a_step_names_the_settings(
         ({"lora": {"rank": 4, "alpha": 2.0, "dora": True}}, "quantize"),
         ({"offload": 0}, "offload"),
     ],
+    ids=str,
 )
 def test_advice_omits_settings_that_are_already_set_or_impossible(
     make_project: Callable[..., Project], settings: dict[str, Any], not_advised: str

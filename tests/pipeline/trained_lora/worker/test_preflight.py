@@ -19,6 +19,7 @@ from pipeline.trained_lora.worker.export import exporter
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.preflight import perturbed_weights
 from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -87,5 +88,5 @@ def test_perturbed_weights_are_restored_bit_for_bit_even_after_a_failure() -> No
 
     with pytest.raises(RuntimeError, match="while exporting"):
         fail_inside()
-    assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
+    assert differing_tensors(weights, before) == []
     assert torch.equal(torch.get_rng_state(), random)

@@ -43,6 +43,7 @@ from tests.pipeline.trained_lora.text_encoder_project import (
     settings,
     with_large_weights,
 )
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -230,7 +231,7 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit(
 def same_bits(one: Engine, other: Engine) -> dict[str, torch.Tensor]:
     left, right = (collect(each.networks, adapter_state) for each in (one, other))
     assert set(left) == set(right)
-    assert all(torch.equal(weight, right[name]) for name, weight in left.items())
+    assert differing_tensors(left, right) == []
     return left
 
 

@@ -70,7 +70,7 @@ def test_a_rank_larger_than_a_module_is_an_error(tiny_bases: dict[str, Path]) ->
         initialised(tiny_bases["epsilon"], "pissa", rank=33)
 
 
-@pytest.mark.parametrize("shape", [(300, 400), (400, 300), (40, 300)])
+@pytest.mark.parametrize("shape", [(300, 400), (400, 300), (40, 300)], ids=str)
 def test_the_largest_singular_values_equal_those_of_a_full_decomposition(shape: tuple[int, int]) -> None:
     random = torch.Generator().manual_seed(2)
     weight = torch.randn(shape, generator=random) / shape[1] ** 0.5

@@ -36,8 +36,8 @@ def test_the_layers_of_each_preset_have_names_in_every_layout(tmp_path: Path, ki
     family = load_family(tmp_path)
     denoiser = family.denoiser.load("float32", "cpu")
     chosen = target_modules(denoiser, LoraSettings(targets=preset), family.lora_targets())
-    assert all(family.kohya_layer(name).key and family.comfyui_key(name) for name in chosen)
-    assert not any("norm" in name or "embed" in name or "mod" in name for name in chosen)
+    assert [name for name in chosen if not (family.kohya_layer(name).key and family.comfyui_key(name))] == []
+    assert [name for name in chosen if "norm" in name or "embed" in name or "mod" in name] == []
     targets = set(target_modules(denoiser, LoraSettings(), family.lora_targets()))
     attention = {name for name in targets if "attn" in name or "attention" in name}
     assert attention <= set(chosen)
