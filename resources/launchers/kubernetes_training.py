@@ -20,13 +20,12 @@ from resources.launchers.kubernetes_client import (
 from resources.launchers.kubernetes_log import FollowedLog
 from resources.launchers.kubernetes_manifests import TrainingPods
 from resources.launchers.output import uninterrupted
+from resources.launchers.remote import RESUME
 
 POLL_S = 1.0
 
 LAST_LINES_S = 10.0
 """Longest wait for the rest of the log of a pod that has ended."""
-
-RESUME = "start the job again: the run resumes from its last checkpoint"
 
 _NUM_LAST_LINES = 3 * OUTPUT_TAIL_LINES
 """Number of lines of a failed pod's log in which its error is looked for."""

@@ -113,7 +113,7 @@ class AccelerateLauncher(ConfigurableResource):
 
     def _all_machines(self) -> Machines:
         """Return the machines of a training, of which this one is machine 0."""
-        if self.machines <= 1:
+        if self.machines <= 1:  # 0 is Kubernetes' value for a training in the process of the step
             return ONE_MACHINE
         host, port = parse_master(self.master, where="launcher.master")
         return Machines(self.machines, 0, host, port, self.wait_s)

@@ -27,6 +27,9 @@ from resources.launchers.local import AccelerateLauncher, Observer
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
 
+RESUME = "start the job again: the run resumes from its last checkpoint"
+"""Fix in the error of a training that failed or was cancelled."""
+
 
 @dataclass(frozen=True)
 class Encoding:

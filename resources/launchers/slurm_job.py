@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 
 from pipeline.errors import LatentlineError, LaunchError
 from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status, error_in_output
+from resources.launchers.remote import RESUME
 
 SUBMITTED = "Submitted batch job"
 """Beginning of the line that `sbatch` prints when Slurm has accepted the job; the id follows."""
-
-RESUME = "start the job again: the run resumes from its last checkpoint"
 
 COMPLETING_S = 60.0
 """Longest wait for the nodes of a job to confirm its end; a lost node never does."""

@@ -2,19 +2,15 @@
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
 
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from resources.launchers.local import AccelerateLauncher
+from tests.launcher_steps import in_step, when_steps_are_done
 from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.pipeline.trained_lora.runs import steps_kept
 
@@ -39,37 +35,9 @@ def launcher_of(job: TrainingJob, **settings: Any) -> KubernetesLauncher:
     return KubernetesLauncher(**{"image": "x", "machines": 2, "pod": pod, "wait_s": 900, **settings})
 
 
-def in_step(
-    launcher: KubernetesLauncher, job: TrainingJob, meanwhile: Callable[[], object] | None = None
-) -> tuple[BaseException | None, list[str]]:
-    """Train in a step; return the error and the messages in Dagster's log."""
-    errors: list[BaseException] = []
-
-    @asset
-    def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
-        try:
-            launcher.bind(context, job.recipe.accelerate)(TRAINING_MODULE, job.write(), meanwhile)
-        except BaseException as err:
-            errors.append(err)
-
-    with DagsterInstance.ephemeral() as instance:
-        result = materialize([step], resources={"launcher": launcher}, instance=instance)
-        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    return errors[0] if errors else None, messages
-
-
-def when_steps_are_done(job: TrainingJob, number: int, act: Callable[[], object]) -> None:
-    """Call `act` in a thread when the run has done a number of steps, or after the longest wait."""
-
-    def wait() -> None:
-        end_s = time.monotonic() + 900
-        while len(read_metrics(RunLayout(job.folder).metrics, 10**6)) < number:
-            if time.monotonic() > end_s:
-                return
-            time.sleep(0.05)
-        act()
-
-    threading.Thread(target=wait, daemon=True).start()
+def train_in_step(launcher: KubernetesLauncher, job: TrainingJob) -> tuple[list[str], BaseException | None]:
+    """Train in a step; return the messages in Dagster's log, and the error."""
+    return in_step(launcher, lambda launch: launch(TRAINING_MODULE, job.write()), job.recipe.accelerate)
 
 
 @pytest.mark.slow
@@ -82,7 +50,7 @@ def test_two_pods_train_the_lora_of_two_processes_on_one_machine(
     LocalLaunch(alone.recipe.accelerate)(TRAINING_MODULE, alone.write())
 
     job = project.changed("two_pods", num_processes=2).job()
-    error, messages = in_step(launcher_of(job), job)
+    messages, error = train_in_step(launcher_of(job), job)
     assert error is None, messages
     assert_equal_runs(job, alone, STEPS)
     (name,) = api.jobs
@@ -107,7 +75,7 @@ def test_a_stopped_run_and_one_that_lost_a_pod_resume_to_the_same_lora(
 
     # A stopped step deletes its job. The log of pod 0 is shown until its end, and the checkpoint is complete.
     when_steps_are_done(job, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    error, messages = in_step(launcher_of(job), job)
+    messages, error = train_in_step(launcher_of(job), job)
     assert error is not None, messages
     assert not isinstance(error, LaunchError), error
     (name,) = api.jobs
@@ -123,12 +91,12 @@ def test_a_stopped_run_and_one_that_lost_a_pod_resume_to_the_same_lora(
     when_steps_are_done(
         job, stopped_step + 3, lambda: next(pod for pod in api.pods() if pod.index == 1).kill()
     )
-    error, messages = in_step(launcher_of(job), job)
+    messages, error = train_in_step(launcher_of(job), job)
     assert isinstance(error, LaunchError), messages
     assert f"pod {name}-" in error.what
     assert "the run resumes from its last checkpoint" in error.fix
     assert f"resuming from the checkpoint of step {stopped_step}" in "\n".join(messages)
 
-    error, messages = in_step(launcher_of(job), job)
+    messages, error = train_in_step(launcher_of(job), job)
     assert error is None, messages
     assert_equal_runs(job, alone, steps)

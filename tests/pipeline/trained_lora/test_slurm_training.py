@@ -2,21 +2,17 @@
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
 
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from resources.launchers.local import AccelerateLauncher
 from resources.launchers.slurm import SlurmLauncher
+from tests.launcher_steps import in_step, when_steps_are_done
 from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.pipeline.trained_lora.runs import steps_kept
 from tests.slurm_cluster import SlurmCluster, cluster, slurm_cluster, why_no_slurm
@@ -31,35 +27,11 @@ pytestmark = [
 RESUME = "start the job again: the run resumes from its last checkpoint"
 
 
-def in_step(job: TrainingJob) -> tuple[BaseException | None, str]:
-    """Train on two nodes in a step; return the error and Dagster's log."""
-    errors: list[BaseException] = []
-
-    @asset
-    def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
-        try:
-            launcher.bind(context, job.recipe.accelerate)(TRAINING_MODULE, job.write())
-        except BaseException as err:
-            errors.append(err)
-
-    with DagsterInstance.ephemeral() as instance:
-        result = materialize([step], resources={"launcher": SlurmLauncher(machines=2)}, instance=instance)
-        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    return errors[0] if errors else None, "\n".join(messages)
-
-
-def when_steps_are_done(job: TrainingJob, number: int, act: Callable[[], object]) -> None:
-    """Call `act` in a thread when the run has done a number of steps; never, if it does not do them."""
-
-    def wait() -> None:
-        end_s = time.monotonic() + 900
-        while len(read_metrics(RunLayout(job.folder).metrics, 10**6)) < number:
-            if time.monotonic() > end_s:
-                return
-            time.sleep(0.05)
-        act()
-
-    threading.Thread(target=wait, daemon=True).start()
+def train_in_step(job: TrainingJob) -> tuple[str, BaseException | None]:
+    """Train on two nodes in a step; return Dagster's log, and the error."""
+    launcher, settings = SlurmLauncher(machines=2), job.recipe.accelerate
+    messages, error = in_step(launcher, lambda launch: launch(TRAINING_MODULE, job.write()), settings)
+    return "\n".join(messages), error
 
 
 @pytest.mark.timeout(1800)
@@ -69,7 +41,7 @@ def test_two_nodes_train_the_lora_of_two_processes_on_one_machine(
     cluster.use(monkeypatch, tmp_path)
     project = make_project(steps=4, gradient_accumulation=1)
     job = project.changed("two_nodes", num_processes=2).job()
-    error, _ = in_step(job)
+    _, error = train_in_step(job)
     assert error is None
 
     alone = project.changed("one_machine", num_processes=2).job()
@@ -97,7 +69,7 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
             process.kill()
 
     when_steps_are_done(job, 7, kill_rank_1)
-    error, _ = in_step(job)
+    _, error = train_in_step(job)
     assert isinstance(error, LaunchError)
     assert "Slurm job" in error.where
     assert "node " in error.where
@@ -111,7 +83,7 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
         cluster.call("scancel", "--state=RUNNING", cwd=tmp_path)
 
     when_steps_are_done(job, done + 8, cancel)
-    error, _ = in_step(job)
+    _, error = train_in_step(job)
     assert isinstance(error, LaunchError)
     assert "was cancelled" in error.what
     assert error.fix == RESUME
@@ -120,14 +92,14 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
 
     # The step is stopped: it waits for the checkpoint.
     when_steps_are_done(job, done + 8, lambda: os.kill(os.getpid(), signal.SIGINT))
-    error, messages = in_step(job)
+    messages, error = train_in_step(job)
     assert error is not None
     assert not isinstance(error, LaunchError)
     assert "cancelling the Slurm job" in messages
     assert cluster.processes(TRAINING_MODULE) == []
     assert steps_kept(job)[-1] > done
 
-    error, _ = in_step(job)
+    _, error = train_in_step(job)
     assert error is None
     assert_equal_runs(job, alone, steps)
     assert len(list((scratch / "slurm").iterdir())) == 3, "the output of failed attempts stays"
@@ -142,7 +114,7 @@ def test_a_lost_node_ends_the_training_with_an_error_that_names_it(
         job = make_project(steps=5000).changed("two_nodes", num_processes=2, checkpoint_every=5).job()
 
         when_steps_are_done(job, 7, lambda: own_cluster.kill_node("z2"))
-        error, _ = in_step(job)
+        _, error = train_in_step(job)
         assert isinstance(error, LaunchError)
         assert "Slurm job" in error.where
         assert "another machine" in error.what or "node" in error.what, error

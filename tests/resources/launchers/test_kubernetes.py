@@ -4,12 +4,10 @@ import shutil
 from typing import Any
 
 import pytest
-from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
 
 from pipeline.errors import LaunchError
-from pipeline.recipe import AccelerateSettings
 from pipeline.vae_latents.stage import cache_latents
-from resources.launchers.local import AccelerateLauncher
+from tests.launcher_steps import encode, in_step
 from tests.pipeline.cache_case import cache, entry_bytes
 
 pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
@@ -20,27 +18,9 @@ from tests.kubernetes_api import Server, api
 __all__ = ["api", "cache", "entry_bytes"]  # fixtures
 
 
-def in_step(launcher: Any, project: Any) -> tuple[Any, list[str]]:
-    """Encode in a step; return the report or the error, and the messages in Dagster's log."""
-    outcomes: list[Any] = []
-
-    @asset
-    def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
-        launch = launcher.bind(context, AccelerateSettings())
-        buckets, tables = project.buckets(), project.tables
-        try:
-            outcomes.append(cache_latents(project.recipe, buckets, tables, launch=launch, log=str).report)
-        except Exception as err:
-            outcomes.append(err)
-
-    with DagsterInstance.ephemeral() as instance:
-        result = materialize([step], resources={"launcher": launcher}, instance=instance)
-        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    return outcomes[0], messages
-
-
 def test_a_manifest_that_the_server_rejects_is_an_error_with_its_message(cache: Any, api: Server) -> None:
-    error, _ = in_step(KubernetesLauncher(image="x", pod={"nodeSelectr": {}}), cache)
+    launcher = KubernetesLauncher(image="x", pod={"nodeSelectr": {}})
+    _, error = in_step(launcher, lambda launch: encode(cache, launch))
     assert isinstance(error, LaunchError)
     assert "nodeSelectr" in error.what
     assert "launcher.pod" in error.fix
@@ -56,8 +36,11 @@ def test_two_pods_write_the_bytes_of_a_local_run_and_the_job_is_deleted(
     shutil.rmtree(cache.recipe.cache_dir)
     shutil.rmtree(cache.recipe.output_dir)
 
-    report, messages = in_step(KubernetesLauncher(image="x", workers=2), cache)
-    assert report["encoded"] == 5
+    reports: list[Any] = []
+    launcher = KubernetesLauncher(image="x", workers=2)
+    messages, error = in_step(launcher, lambda launch: reports.append(encode(cache, launch).report))
+    assert error is None
+    assert [report["encoded"] for report in reports] == [5]
     assert entry_bytes() == expected
     assert "created the Kubernetes job default/latentline-" in "\n".join(messages)
     assert api.deleted == [f"jobs/{name}" for name in api.jobs]
@@ -65,7 +48,8 @@ def test_two_pods_write_the_bytes_of_a_local_run_and_the_job_is_deleted(
 
 def test_the_log_of_a_failed_pod_is_quoted(cache: Any, api: Server) -> None:
     api.image_is_broken = True
-    error, _ = in_step(KubernetesLauncher(image="x", workers=1), cache)
+    launcher = KubernetesLauncher(image="x", workers=1)
+    _, error = in_step(launcher, lambda launch: encode(cache, launch))
     assert isinstance(error, LaunchError)
     assert "0/1" in error.what
     assert "-0-" in error.where

@@ -12,16 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
-from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
 
 from pipeline.errors import LaunchError, ModelError, StoreError
 from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
 from pipeline.recipe import AccelerateSettings
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.vae_latents.stage import cache_latents
-from resources.launchers.local import AccelerateLauncher
 from tests.free_ports import free_ports
-from tests.pipeline.cache_case import Cache, cache, entry_bytes
+from tests.launcher_steps import encode, encode_without_model, in_step
+from tests.pipeline.cache_case import cache, entry_bytes
 from tests.ray_cluster import NODES, RayCluster, ray_cluster
 
 __all__ = ["cache", "entry_bytes", "make_project", "one_thread", "tiny_bases"]  # fixtures
@@ -36,6 +34,8 @@ from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 pytestmark = pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")
 
 STEPS = 24
+
+TWO_PROCESSES = AccelerateSettings(num_processes=2)
 
 
 @pytest.fixture(scope="module")
@@ -54,30 +54,6 @@ def launcher(running_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Ca
         return RayLauncher(**{"address": running_cluster.address, "python": sys.executable, **settings})
 
     return create
-
-
-def in_step(
-    launcher: RayLauncher, work: Callable[[Any], object], **settings: Any
-) -> tuple[list[str], BaseException | None]:
-    """Call `work` with a launch in a step; return the messages in Dagster's log, and the error."""
-    errors: list[BaseException] = []
-
-    # Annotated as in the project's assets.
-    @asset
-    def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
-        try:
-            work(launcher.bind(context, AccelerateSettings(**settings)))
-        except BaseException as err:
-            errors.append(err)
-
-    with DagsterInstance.ephemeral() as instance:
-        result = materialize([step], resources={"launcher": launcher}, instance=instance)
-        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    return messages, errors[0] if errors else None
-
-
-def encode(project: Cache, launch: Any) -> Any:
-    return cache_latents(project.recipe, project.buckets(), project.tables, launch=launch, log=str)
 
 
 def processes_of(project_folder: Path, command: str) -> list[psutil.Process]:
@@ -119,7 +95,9 @@ def test_a_training_whose_processes_cannot_be_divided_is_refused_before_it_is_su
 ) -> None:
     order = tmp_path / "order.json"
     _, error = in_step(
-        RayLauncher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=3
+        RayLauncher(machines=2),
+        lambda launch: launch(TRAINING_MODULE, order),
+        AccelerateSettings(num_processes=3),
     )
     assert isinstance(error, LaunchError)
     assert "divisible by the number of machines" in error.what
@@ -193,18 +171,7 @@ def test_a_python_that_the_nodes_lack_is_an_error_that_names_it(
 def test_the_error_of_a_shard_is_raised_in_the_step(
     cache: Any, tmp_path: Path, tiny_sd: Path, launcher: Callable[..., RayLauncher]
 ) -> None:
-    moved = shutil.copytree(tiny_sd, tmp_path / "model")
-    project = cache.with_settings(model={"base": str(moved)})
-
-    def encode_without_model(launch: Any) -> None:
-        def remove_model_first(module: str, order: Path, meanwhile: Any) -> None:
-            meanwhile()
-            shutil.rmtree(moved)
-            launch(module, order)
-
-        encode(project, remove_model_first)
-
-    _, error = in_step(launcher(workers=2), encode_without_model)
+    _, error = in_step(launcher(workers=2), encode_without_model(cache, tiny_sd, tmp_path / "model"))
     assert isinstance(error, ModelError)
     assert "not on this worker" in error.what
     assert "encoding shard" in error.where
@@ -297,7 +264,7 @@ def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_i
             lambda _: os.kill(step, signal.SIGINT),
             lambda: launch(TRAINING_MODULE, order),
         ),
-        num_processes=2,
+        TWO_PROCESSES,
     )
     assert error is not None
     assert any("stopping the Ray job" in message for message in messages)
@@ -307,7 +274,7 @@ def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_i
     assert not (job.folder / f"checkpoints/step-{STEPS:08}").exists()
 
     capsys.readouterr()
-    _, error = in_step(launcher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=2)
+    _, error = in_step(launcher(machines=2), lambda launch: launch(TRAINING_MODULE, order), TWO_PROCESSES)
     assert error is None
     assert_equal_runs(job, alone, STEPS)
     output = capsys.readouterr().err
@@ -326,6 +293,6 @@ def test_the_error_of_a_rank_is_raised_in_the_step(
     order = job.write()
     for entry in job.recipe.cache_dir.rglob("latents/**/*.safetensors"):
         entry.unlink()
-    _, error = in_step(launcher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=2)
+    _, error = in_step(launcher(machines=2), lambda launch: launch(TRAINING_MODULE, order), TWO_PROCESSES)
     assert isinstance(error, StoreError)
     assert processes_of(job.folder, "train") == []

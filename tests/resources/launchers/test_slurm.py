@@ -6,26 +6,20 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dagster import (
-    AssetExecutionContext,
     DagsterExecutionInterruptedError,
-    DagsterInstance,
-    asset,
-    materialize,
 )
 
 from pipeline.errors import LatentlineError, LaunchError, ModelError, TrainingError
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.recipe import AccelerateSettings
-from pipeline.vae_latents.stage import cache_latents
-from resources.launchers.local import AccelerateLauncher
 from resources.launchers.slurm import SlurmLauncher
-from tests.pipeline.cache_case import Cache, cache, entry_bytes
+from tests.launcher_steps import encode, encode_without_model, in_step
+from tests.pipeline.cache_case import cache, entry_bytes
 from tests.slurm_cluster import SlurmCluster, cluster, slurm_cluster, why_no_slurm
 
 __all__ = ["cache", "cluster", "entry_bytes"]  # fixtures
@@ -42,30 +36,6 @@ pytestmark = [
 def deployment(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use the cluster's commands and a scratch folder of this test, which is returned."""
     return cluster.use(monkeypatch, tmp_path)
-
-
-def in_step(
-    launcher: SlurmLauncher, work: Callable[[Any], object], *, num_processes: int = 1
-) -> tuple[list[str], Exception | None]:
-    """Call `work` with a launch in a step; return the messages in Dagster's log, and the error."""
-    errors: list[Exception] = []
-
-    # Annotated as in the project's assets.
-    @asset
-    def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
-        try:
-            work(launcher.bind(context, AccelerateSettings(num_processes=num_processes)))
-        except Exception as err:
-            errors.append(err)
-
-    with DagsterInstance.ephemeral() as instance:
-        result = materialize([step], resources={"launcher": launcher}, instance=instance)
-        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    return messages, errors[0] if errors else None
-
-
-def encode(project: Cache, launch: Any) -> Any:
-    return cache_latents(project.recipe, project.buckets(), project.tables, launch=launch, log=str)
 
 
 def test_an_encoding_is_a_job_array_whose_entries_have_the_bytes_of_a_local_run(
@@ -96,18 +66,7 @@ def test_an_option_that_slurm_does_not_know_is_reported_with_its_message(cache: 
 
 
 def test_the_error_of_a_task_is_raised_in_the_step(cache: Any, tmp_path: Path, tiny_sd: Path) -> None:
-    moved = shutil.copytree(tiny_sd, tmp_path / "model")
-    project = cache.with_settings(model={"base": str(moved)})
-
-    def encode_without_model(launch: Any) -> None:
-        def remove_model_first(module: str, order: Path, meanwhile: Any) -> None:
-            meanwhile()
-            shutil.rmtree(moved)
-            launch(module, order)
-
-        encode(project, remove_model_first)
-
-    _, error = in_step(SlurmLauncher(workers=2), encode_without_model)
+    _, error = in_step(SlurmLauncher(workers=2), encode_without_model(cache, tiny_sd, tmp_path / "model"))
     assert isinstance(error, ModelError)
     assert "not on this worker" in error.what
     assert "encoding shard" in error.where
@@ -215,7 +174,7 @@ def train(
             threading.Thread(target=meanwhile, daemon=True).start()
         launch(TRAINING_MODULE, order)
 
-    return in_step(launcher, work, num_processes=2)
+    return in_step(launcher, work, AccelerateSettings(num_processes=2))
 
 
 def test_a_training_has_one_task_on_each_node_with_cpus_for_its_processes(
@@ -244,7 +203,9 @@ def test_the_error_of_a_failed_node_is_that_of_the_step(
 def test_the_error_of_latentline_train_on_a_node_is_that_of_the_step(order: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").rmdir()
     _, error = in_step(
-        SlurmLauncher(machines=2), lambda launch: launch(TRAINING_MODULE, order), num_processes=2
+        SlurmLauncher(machines=2),
+        lambda launch: launch(TRAINING_MODULE, order),
+        AccelerateSettings(num_processes=2),
     )
     assert isinstance(error, TrainingError)
     assert error.what == "the cache of the order does not exist on this machine"

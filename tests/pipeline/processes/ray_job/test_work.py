@@ -36,7 +36,7 @@ def test_a_training_has_a_command_for_each_machine_with_the_meeting_point_and_th
     assert work("train").name(1) == "machine 1"
 
 
-def test_work_and_result_survive_their_way_between_launcher_and_driver() -> None:
+def test_work_and_result_are_the_same_after_json() -> None:
     assert RayWork.from_json(work(CPU=2, GPU=0.5).to_json()) == work(CPU=2, GPU=0.5)
     result = JobResult("an error\nof two lines", ["a", "b"])
     assert "\n" not in result.line()
