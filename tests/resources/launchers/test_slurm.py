@@ -237,6 +237,7 @@ def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
             file.read_text().count("trains") == 2 for file in (deployment / "slurm").glob("*/output.txt")
         ):
             time.sleep(0.1)
+        time.sleep(5)  # srun kills tasks that have only just started without waiting for them
         os.kill(os.getpid(), signal.SIGINT)
 
     _, error = train("slow", tmp_path, monkeypatch, meanwhile=interrupt)
