@@ -15,8 +15,8 @@ from pipeline.storage.tables.schemas import row_names
 _TOP = """\
 # Tables
 
-Each asset writes one Parquet file, `output_dir/tables/<asset>.parquet`, and all samples that were rejected are
-in `output_dir/tables/rejected.parquet`. Any Parquet reader opens them:
+Each asset writes one Parquet file, `output_dir/tables/<asset>.parquet`. All samples that were rejected are in
+`output_dir/tables/rejected.parquet`. Any Parquet reader opens them:
 
     import polars as pl
     pl.read_parquet("outputs/flowers/tables/rejected.parquet").group_by("stage", "reason").len()
