@@ -243,7 +243,7 @@ def _change(file: File, row: dict[str, Any]) -> str | None:
             return None
     except ImageError as err:
         is_changed = err.reason == "changed"
-        return "changed: the same number of bytes, but other content" if is_changed else f"vanished: {err}"
+        return "changed: the same number of bytes, but other content" if is_changed else str(err)
 
 
 def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dagster import AssetCheckSeverity, AssetKey, AssetSelection, ExecuteInProcessResult, materialize
+from dagster import (
+    AssetCheckSeverity,
+    AssetKey,
+    AssetSelection,
+    ExecuteInProcessResult,
+    TableMetadataValue,
+    materialize,
+)
+from PIL import Image
 
 from assets.definitions import build_definitions
 from assets.names import GPU_POOL
@@ -12,13 +20,19 @@ from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe, recipe_from_mapping
 
 
-def recipe(folder: Path, cache_dir: str = "cache") -> Recipe:
-    (folder / "data").mkdir(exist_ok=True)
+def recipe(
+    folder: Path,
+    cache_dir: str = "cache",
+    datasets: tuple[str, ...] = ("data",),
+    base: Path | str = "models/none",
+) -> Recipe:
+    for name in datasets:
+        (folder / name).mkdir(exist_ok=True)
     values = {
-        "datasets": [{"name": "photos", "path": folder / "data"}],
+        "datasets": [{"name": name, "path": folder / name} for name in datasets],
         "cache_dir": folder / cache_dir,
         "output_dir": folder / "out",
-        "model": {"base": "models/none"},
+        "model": {"base": base},
     }
     return recipe_from_mapping("flowers", values)
 
@@ -54,3 +68,23 @@ def test_path_isolation_fails_the_step_even_if_the_check_is_not_selected(tmp_pat
     assert not result.success
     assert result.get_asset_check_evaluations() == []
     assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_check_has_the_severity_of_its_kind_and_a_table_of_its_rows(
+    tmp_path: Path, tiny_sd: Path
+) -> None:
+    flowers = recipe(tmp_path, datasets=("data", "empty"), base=tiny_sd)
+    Image.new("RGB", (8, 8)).save(tmp_path / "data" / "photo.jpg", "PNG")
+    result = run(flowers, AssetSelection.assets(RAW_IMAGES))
+    failed = {each.check_name: each for each in result.get_asset_check_evaluations() if not each.passed}
+    assert set(failed) == {"images_found", "oddities"}
+
+    gate, warning = failed["images_found"], failed["oddities"]
+    assert gate.severity == AssetCheckSeverity.ERROR
+    assert warning.severity == AssetCheckSeverity.WARN
+    for evaluation, cell in ((gate, "empty"), (warning, "data/photo.jpg")):
+        table = evaluation.metadata["rows"]
+        assert isinstance(table, TableMetadataValue)
+        assert [cell in record.data.values() for record in table.records] == [True], table.records
+        assert evaluation.metadata["num_rows"].value == 1
+        assert evaluation.metadata["fix"].value

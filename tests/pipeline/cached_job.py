@@ -20,6 +20,7 @@ from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
+from tests.pipeline.checks.row_columns import require_columns
 
 ASSETS = ["vae_latents", "text_embeddings"]
 
@@ -57,6 +58,7 @@ class Job:
     def failing(self, asset: str, recipe: Recipe | None = None) -> dict[str, Finding]:
         check = {"vae_latents": vae_latents.run, "text_embeddings": text_embeddings.run}[asset]
         findings = check(CheckContext(recipe or self.recipe, self.tables))
+        require_columns(findings)
         return {finding.name: finding for finding in findings if not finding.passed}
 
     def entry(self, asset: str, sample: str = "photos/cat.png") -> Path:

@@ -15,6 +15,7 @@ from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images.stage import scan
 from pipeline.validated_dataset.holdout import held_out
 from pipeline.validated_dataset.stage import validate
+from tests.pipeline.checks.row_columns import require_columns
 
 
 def findings_of(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str, Finding]:
@@ -23,7 +24,9 @@ def findings_of(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str
     for name, values in {**sections, "model": {"base": str(base)}}.items():
         recipe = recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=values)})
     folder.tables.write("aspect_buckets", assign_buckets(recipe, folder.ingest().table, log=str).table)
-    return {finding.name: finding for finding in aspect_buckets.run(CheckContext(recipe, folder.tables))}
+    findings = aspect_buckets.run(CheckContext(recipe, folder.tables))
+    require_columns(findings)
+    return {finding.name: finding for finding in findings}
 
 
 @pytest.fixture
@@ -103,8 +106,10 @@ def test_images_with_a_large_crop_loss_are_listed_worst_first(folder: Any, tiny_
         folder.add(f"{name}.png", folder.picture(1, height, width))
     warning = findings_of(folder, tiny_sd)["crop_loss"]
     assert (warning.passed, warning.severity) == (False, "warn")
-    assert [row["sample_id"] for row in warning.rows] == ["d/longer.png", "d/long.png"]
-    assert warning.rows[0]["crop_loss"] > 0.8
+    assert warning.rows == [
+        {"sample_id": "d/longer.png", "crop_loss": 0.88, "size": "10x200", "bucket": "40x96"},
+        {"sample_id": "d/long.png", "crop_loss": 0.76, "size": "10x100", "bucket": "40x96"},
+    ]
     assert "d/longer.png (10x200 to" in warning.summary
     assert findings_of(folder, tiny_sd, buckets={"max_crop_loss": 0.9})["crop_loss"].passed
 
@@ -129,11 +134,14 @@ def test_B08_the_gate_closes_if_all_images_are_too_small(folder: Any, tiny_sd: P
     result = assign_buckets(recipe, folder.ingest().table, log=folder.log.append)
     folder.tables.write("aspect_buckets", result.table)
     folder.tables.write_rejected("aspect_buckets", result.rejected)
-    (gate,) = (each for each in aspect_buckets.run(CheckContext(recipe, folder.tables)) if not each.passed)
+    findings = aspect_buckets.run(CheckContext(recipe, folder.tables))
+    (gate,) = (each for each in findings if not each.passed)
     assert gate.name == "batches_possible"
     assert gate.closes
     assert gate.summary == "no samples are left of 1 image: 1 too_small"
     assert "buckets.small_images: own_bucket" in gate.fix
+    (crops,) = (each for each in findings if each.name == "crop_loss")
+    assert crops.numbers["worst"] == 0.0
 
 
 def test_rejected_images_are_conserved_and_have_a_reason(folder: Any, tiny_sd: Path) -> None:
@@ -183,7 +191,11 @@ def test_images_of_a_slider_without_a_partner_are_listed(folder: Any, tiny_sd: P
     assert not finding.passed
     assert not finding.closes
     assert finding.numbers == {"num_rows": 3, "pairs": 1, "alone": 3}
-    assert [row["sample_id"] for row in finding.rows] == ["day/b.png", "night/b.png", "night/c.png"]
+    assert finding.rows == [
+        {"sample_id": "day/b.png", "bucket": "48x80", "slider": 1},
+        {"sample_id": "night/b.png", "bucket": "80x48", "slider": -1},
+        {"sample_id": "night/c.png", "bucket": "48x80", "slider": -1},
+    ]
     assert finding.summary.startswith(
         "3 of 5 images lack a partner in the opposite dataset, the first: day/b.png"
     )

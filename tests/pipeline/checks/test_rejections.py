@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipeline.checks.rejections import check_conservation, most_frequent_first, most_frequent_fixes
+from pipeline.checks.rejections import (
+    check_conservation,
+    most_frequent_first,
+    most_frequent_fixes,
+    no_samples_left,
+)
 from pipeline.storage.tables import REJECTED
 
 
@@ -44,3 +49,13 @@ def test_ties_are_broken_by_name_in_any_row_order() -> None:
 def test_rows_are_sorted_by_the_frequency_of_their_reason() -> None:
     rows = rejected(("d/a", "x", ""), ("d/b", "y", ""), ("d/d", "y", ""), ("d/c", "y", ""))
     assert most_frequent_first(rows)["sample_id"].to_list() == ["d/b", "d/c", "d/d", "d/a"]
+
+
+def test_I08_no_recipe_can_allow_that_no_samples_are_left() -> None:
+    rows = rejected(("d/b", "b", "x"), ("d/a", "a", "y"), ("d/c", "c", "z"), ("d/d", "c", "z"))
+    some = no_samples_left(rows, "add images")
+    assert some.summary == "no samples are left of 4 images: 2 c, 1 a, 1 b"
+    assert some.numbers == {"rejected": 4, "left": 0}
+    none = no_samples_left(rejected(), "add images")
+    assert (none.fix, none.numbers) == ("add images", {"rejected": 0, "left": 0})
+    assert [(each.passed, each.final) for each in (some, none)] == [(False, True)] * 2

@@ -232,3 +232,5 @@ def test_L13_an_entry_an_order_and_a_leftover_are_old_only_beyond_the_grace_peri
     files = {"orphans": latent, "orders": order, "leftovers": leftover}
     actual = {kind: names_in_cache(job, file) <= set(found[kind]) for kind, file in files.items()}
     assert actual == dict.fromkeys(files, is_old), f"{older_s} s beyond the grace period"
+    numbers = {"old": surveyed.num_old_orders, "young": surveyed.num_young_orders}
+    assert numbers == {"old": int(is_old), "young": int(not is_old)}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fsspec
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -17,7 +18,9 @@ import pytest
 from pipeline.raw_images import scan_index
 from pipeline.raw_images.scan_index import CAPTIONS_VERSION, caption_rule
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
+from pipeline.storage.addresses import Url
 from pipeline.storage.local_source import LocalSource
+from pipeline.storage.remote_source import RemoteSource
 from pipeline.validated_dataset import stage
 from tests.pipeline.conftest import Folder
 
@@ -242,3 +245,13 @@ def test_captions_that_an_earlier_version_read_stay_valid(folder: Folder) -> Non
     captions = settings.captions.model_dump_json(exclude={"replace", "class_words"})
     rule = f"{CAPTIONS_VERSION}\0links inside\0{settings.root}\0{captions}"
     assert caption_rule(settings) == hashlib.sha256(rule.encode()).hexdigest()[:16]
+
+
+def test_files_of_a_dataset_at_an_address_are_compared_even_if_it_has_none() -> None:
+    fsspec.filesystem("memory").pipe_file("/compared/a.png", b"pixels")
+    source = RemoteSource(Url("memory://compared"))
+    names = {"sample_id": "d/a.png", "dataset": "d", "path": "a.png"}
+    files = pl.DataFrame([names], schema=dict.fromkeys(names, pl.String))
+    for rows in (files, files.clear()):
+        stats = scan_index.read_stats({"d": source}, rows, log=str, doing="files compared")
+        assert stats["d"].select("sample_id", "file_bytes").rows() == [("d/a.png", 6)][: len(rows)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images import checks as raw_images
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset import checks as validated_dataset
+from tests.pipeline.checks.row_columns import require_columns
 
 
 def checked(module: Any, folder: Any) -> dict[str, Finding]:
-    return {finding.name: finding for finding in module.run(CheckContext(folder.recipe, folder.tables))}
+    findings = module.run(CheckContext(folder.recipe, folder.tables))
+    require_columns(findings)
+    return {finding.name: finding for finding in findings}
 
 
 def closed(findings: dict[str, Finding]) -> list[str]:
@@ -119,8 +123,13 @@ def test_unusual_bytes_per_pixel_within_a_format_warn(folder: Any) -> None:
     folder.scan()
     finding = checked(raw_images, folder)["file_size_outliers"]
     assert (finding.passed, finding.severity) == (False, "warn")
-    assert [row["sample_id"] for row in finding.rows] == ["d/huge.png"]
-    assert finding.numbers["not_judged"] == 1
+    [row] = finding.rows
+    assert (row["sample_id"], row["format"]) == ("d/huge.png", "PNG")
+    num_bytes = [(folder.root / f"{name}.png").stat().st_size for name in (*range(12), "huge")]
+    per_pixel = [each / (24 * 40) for each in num_bytes]
+    assert row["bytes_per_pixel"] == pytest.approx(per_pixel[-1], abs=1e-4)
+    assert row["median"] == pytest.approx(statistics.median(per_pixel), abs=1e-4)
+    assert finding.numbers == {"num_rows": 1, "judged": 13, "not_judged": 1}
 
 
 def test_oddities_are_listed_and_only_warn(folder: Any, tmp_path: Path) -> None:
@@ -243,7 +252,21 @@ def test_I20_files_changed_after_validation_close_the_gate_but_a_new_time_alone_
     deleted.unlink()
     findings = checked(validated_dataset, folder)
     assert closed(findings) == ["file_size_outliers"]
-    assert {row["sample_id"] for row in findings["file_size_outliers"].rows} == {"d/other.bmp", "d/gone.png"}
+    gone, changed = findings["file_size_outliers"].rows
+    assert (gone["sample_id"], changed["sample_id"]) == ("d/gone.png", "d/other.bmp")
+    assert gone["reason"].startswith(f"vanished: the file no longer exists\n  where: {deleted}")
+    assert changed["reason"] == "changed: the same number of bytes, but other content"
+
+
+def test_I20_a_file_emptied_after_validation_closes_the_gate(folder: Any) -> None:
+    emptied = folder.add("a.png")
+    num_bytes = emptied.stat().st_size
+    folder.ingest()
+    emptied.write_bytes(b"")
+    finding = checked(validated_dataset, folder)["file_size_outliers"]
+    assert finding.closes
+    reason = f"changed: 0 bytes, {num_bytes:,} at the scan"
+    assert finding.rows == [{"sample_id": "d/a.png", "reason": reason}]
 
 
 def test_B01_a_sample_missing_from_the_buckets_closes_the_gate(folder: Any, tiny_sd: Path) -> None:
@@ -261,9 +284,12 @@ def test_B01_a_sample_missing_from_the_buckets_closes_the_gate(folder: Any, tiny
     [
         {"target_height": pl.lit(44, pl.Int32), "bucket": pl.lit("44x80")},
         {"bucket": pl.lit("80x48")},
-        {"crop_left": pl.col("crop_left") + 1000},
+        {"crop_top": pl.lit(-1, pl.Int32)},
+        {"crop_left": pl.lit(-1, pl.Int32)},
+        {"crop_top": pl.col("resized_height") - pl.col("target_height") + 1},
+        {"crop_left": pl.col("resized_width") - pl.col("target_width") + 1},
     ],
-    ids=["bucket of 44 px", "another bucket", "crop outside"],
+    ids=["bucket of 44 px", "another bucket", "above", "to the left", "below", "to the right"],
 )
 def test_B03_sizes_that_differ_from_the_bucket_or_are_not_divisible_close_the_gate(
     folder: Any, tiny_sd: Path, change: dict[str, pl.Expr]
@@ -315,7 +341,11 @@ def test_I24_copies_and_similar_images_are_listed_without_closing_a_gate(folder:
     assert not similar.passed
     counts = "removed copies: 1; similar images: 2 in 1 group"
     assert similar.summary == f"{counts}; first: d/cat copy.png | d/cat small.png"
-    assert [row["what"] for row in similar.rows] == ["look alike", "copy, left out"]
+    copy = "same bytes and caption as d/cat copy.png, which is kept"
+    assert similar.rows == [
+        {"what": "look alike", "images": "d/cat copy.png | d/cat small.png"},
+        {"what": "copy, left out", "images": "d/cat.png", "of": copy},
+    ]
     assert findings["rejected_fraction"].numbers["rejected"] == 0
     assert folder.tables.read_rejected().filter(has_defect()).is_empty()
 
@@ -326,7 +356,7 @@ def test_single_colour_images_are_listed(folder: Any) -> None:
     folder.ingest()
     finding = checked(validated_dataset, folder)["one_colour"]
     assert (finding.passed, finding.closes) == (False, False)
-    assert [row["sample_id"] for row in finding.rows] == ["d/black.png"]
+    assert finding.rows == [{"sample_id": "d/black.png", "height": 200, "width": 300}]
 
 
 def test_I24_an_image_on_both_sides_of_the_split_closes_the_gate(folder: Any) -> None:
@@ -377,7 +407,7 @@ def test_two_captions_of_one_image_warn_with_both_files_and_the_used_one(folder:
     finding = checked(validated_dataset, folder)["captions_agree"]
     assert (finding.passed, finding.severity) == (False, "warn")
     assert finding.summary.endswith("in two files: d/a.png uses a.txt, not a.caption")
-    assert [row["sample_id"] for row in finding.rows] == ["d/a.png"]
+    assert finding.rows == [{"sample_id": "d/a.png", "used": "a.txt", "not_used": "a.caption"}]
 
     folder.captions = {"suffix": [".caption", ".txt"]}
     folder.ingest()

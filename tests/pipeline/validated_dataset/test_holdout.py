@@ -39,6 +39,12 @@ def test_about_the_fraction_is_held_out_and_a_larger_fraction_includes_a_smaller
     assert held_out(rows.reverse(), {"a": 0.1}).reverse().equals(few)
 
 
+def test_a_dataset_without_a_fraction_keeps_all_its_images() -> None:
+    rows = table([("a", number) for number in range(100)] + [("b", number) for number in range(100, 200)])
+    held = rows.with_columns(held_out=held_out(rows, {"a": 0.9})).filter("held_out")
+    assert set(held["dataset"]) == {"a"}
+
+
 def test_B01_an_epoch_draws_training_samples_by_repeats_and_held_out_ones_never() -> None:
     rows = table([(name, number) for name in "ab" for number in range(50)] + [("c", 50)])
     recipe = recipe_from_mapping(
