@@ -115,13 +115,14 @@ def test_images_with_a_large_crop_loss_are_listed_worst_first(folder: Any, tiny_
 
 
 def test_a_crop_loss_equal_to_the_limit_is_not_reported(folder: Any, tiny_sd: Path) -> None:
-    folder.add("long.png", folder.picture(1, 10, 100))
+    folder.add("long.png", folder.picture(1, 11, 103))
     findings_of(folder, tiny_sd)
     loss = folder.tables.read("aspect_buckets")["crop_loss"][0]
     assert 0 < loss < 1
     for limit, passed in ((loss, True), (np.nextafter(loss, 0).item(), False)):
         warning = findings_of(folder, tiny_sd, buckets={"max_crop_loss": limit})["crop_loss"]
         assert warning.passed == passed, f"limit {limit!r} and crop loss {loss!r}"
+        assert warning.numbers["worst"] == pytest.approx(loss, abs=0.5e-4)
 
 
 def test_B08_the_gate_closes_if_all_images_are_too_small(folder: Any, tiny_sd: Path) -> None:
