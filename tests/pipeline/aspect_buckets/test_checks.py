@@ -115,7 +115,7 @@ def test_images_with_a_large_crop_loss_are_listed_worst_first(folder: Any, tiny_
 
 
 def test_a_crop_loss_equal_to_the_limit_is_not_reported(folder: Any, tiny_sd: Path) -> None:
-    folder.add("long.png", folder.picture(1, 11, 103))
+    folder.add("long.png", folder.picture(1, 17, 101))
     findings_of(folder, tiny_sd)
     loss = folder.tables.read("aspect_buckets")["crop_loss"][0]
     assert 0 < loss < 1
