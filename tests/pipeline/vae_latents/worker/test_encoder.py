@@ -50,7 +50,7 @@ def order(cache, tmp_path: Path) -> Order:
     return order_of(cache, tmp_path)
 
 
-def order_of(cache, tmp_path: Path, **settings: str) -> Order:
+def order_of(cache, tmp_path: Path, **settings: str | int) -> Order:
     entries, jobs = RecipeEntries(cache.recipe), list[Job]()
     for scanned in cache.buckets().to_dicts():
         square = {"target_height": 64, "target_width": 64}
@@ -360,6 +360,17 @@ def test_I02_an_exception_for_one_image_rejects_only_that_image(
     outcomes = {job.name: outcome for job, outcome in encoded}
     assert {name for name, outcome in outcomes.items() if isinstance(outcome, Failure)} == {"cat.png"}
     assert "no room" in outcomes["cat.png"].detail
+
+
+def test_a_file_above_the_recipes_limit_is_rejected_when_it_is_encoded(
+    cache, tmp_path: Path, listener: Listener
+) -> None:
+    sizes = {path.name: path.stat().st_size for path in cache.photos.glob("*.png")}
+    largest = max(sizes, key=sizes.__getitem__)
+    order = order_of(cache, tmp_path, max_file_bytes=sizes[largest] - 1)
+    encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+    failed = {job.name: outcome.reason for job, outcome in encoded if isinstance(outcome, Failure)}
+    assert failed == {largest: "file_too_large"}
 
 
 def test_posterior_noise_depends_on_the_key_and_is_standard_normal() -> None:
