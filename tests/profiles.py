@@ -57,14 +57,26 @@ def grey_profile(curve: bytes) -> bytes:
     return _profile(b"GRAY", [(b"wtpt", b"XYZ \0\0\0\0" + _fixed(_D50)), (b"kTRC", curve)])
 
 
-def _profile(colour_space: bytes, tags: list[tuple[bytes, bytes]]) -> bytes:
+def cmyk_profile(lightness: npt.NDArray[np.uint8]) -> bytes:
+    """Return a profile whose colours are greys: CIE L* (2, 2, 2, 2), 255 for white, by full and missing inks.
+
+    The table is an ICC `lut8Type`; colours between full and missing ink are interpolated.
+    """
+    neutral = np.stack([lightness, np.full_like(lightness, 128), np.full_like(lightness, 128)], axis=-1)
+    identity = bytes(range(256))
+    table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + _fixed(np.eye(3).ravel())
+    table += identity * 4 + neutral.tobytes() + identity * 3
+    return _profile(b"CMYK", [(b"wtpt", b"XYZ \0\0\0\0" + _fixed(_D50)), (b"A2B0", table)], b"Lab ")
+
+
+def _profile(colour_space: bytes, tags: list[tuple[bytes, bytes]], connected_to: bytes = b"XYZ ") -> bytes:
     body, table, offset = b"", b"", 128 + 4 + 12 * len(tags)
     for name, data in tags:
         table += name + struct.pack(">II", offset + len(body), len(data))
         body += data
     size = offset + len(body)
     head = struct.pack(">I", size) + b"\0" * 4 + struct.pack(">I", 0x02100000)
-    head += b"mntr" + colour_space + b"XYZ " + b"\0" * 12 + b"acsp" + b"\0" * 28 + _fixed(_D50)
+    head += b"mntr" + colour_space + connected_to + b"\0" * 12 + b"acsp" + b"\0" * 28 + _fixed(_D50)
     return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
 
 

@@ -81,6 +81,14 @@ class DecodeLimits(NamedTuple):
     max_bytes: int | None = MAX_DECODE_BYTES
 
 
+def limits_of_accepted(original_size: Size) -> DecodeLimits:
+    """Return limits for an image that a recipe's limits, which may be above the defaults, have accepted.
+
+    An image that has become larger since then is opened nevertheless, so that the error can state its size.
+    """
+    return DecodeLimits(max(MAX_IMAGE_PX, original_size.height * original_size.width), max_bytes=None)
+
+
 @dataclass(frozen=True)
 class Header:
     """The properties of an image file that are known before its pixels are decoded.
@@ -171,7 +179,7 @@ def decoded(
     source: bytes | File | BinaryIO,
     background: Background,
     *,
-    limits: DecodeLimits | None = None,
+    limits: DecodeLimits,
     draft_px: int | None = None,
     convert: Convert | None = None,
 ) -> Generator[Image.Image]:
@@ -182,7 +190,7 @@ def decoded(
     Args:
         source: The file's bytes, its path, or the open file at its start.
         background: Colour that shows through transparent pixels.
-        limits: Limits above which the image is refused; by default those of a recipe.
+        limits: Limits above which the image is refused.
         draft_px: For thumbnails: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, if its edges stay at
             least this long.
         convert: Conversion of the decoded image; to sRGB by default. Its errors must be an `ImageError`.
@@ -190,7 +198,6 @@ def decoded(
     Raises:
         ImageError: The image cannot be decoded.
     """
-    limits = limits or DecodeLimits()
     with ExitStack() as memory:
         with _opened(source, limits.max_px) as (image, file):
             num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
@@ -259,13 +266,11 @@ def load_pixels(
     Raises:
         ImageError: The file is missing (`vanished`), has other content (`changed`), or does not decode.
     """
-    # The recipe's limits, which accepted this content, may be above the defaults.
     original = geometry.original_size
-    limits = DecodeLimits(max(MAX_IMAGE_PX, original.height * original.width), max_bytes=None)
     with (
         image_errors(str(file)),
         open_content(file, content_hash) as content,
-        decoded(content, background, limits=limits) as image,
+        decoded(content, background, limits=limits_of_accepted(original)) as image,
     ):
         if Size(image.height, image.width) != original:
             decoded_size = f"{image.height}x{image.width} (height x width)"

@@ -13,7 +13,8 @@ from __future__ import annotations
 import io
 import mmap
 import re
-from typing import BinaryIO, NamedTuple
+from collections.abc import Iterator
+from typing import BinaryIO
 
 from pipeline.images.formats import ImageError
 
@@ -21,21 +22,13 @@ MAX_JPEG_SCANS = 100
 """Maximum number of scans of a JPEG. Encoders write 1 to about 20."""
 
 _SOS, _EOI = 0xDA, 0xD9
-_WITHOUT_LENGTH = frozenset([0x01, *range(0xD0, 0xD9)])
 _FRAMES = frozenset([*range(0xC0, 0xD0)]) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE_FRAMES = frozenset([0xC2, 0xC6, 0xCA, 0xCE])
 
-_SOS_MARKER = b"\xff\xda"
-_NEXT_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]", re.DOTALL)
+_NEXT_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)
+"""The marker of a segment with a length, or of the end; decoders skip everything in front of it too."""
 
 _Data = bytes | mmap.mmap
-
-
-class _FirstScan(NamedTuple):
-    """Position of the first scan's segment, and whether further scans may follow it."""
-
-    position: int
-    is_one_of_several: bool
 
 
 def require_few_scans(file: BinaryIO) -> int:
@@ -57,16 +50,20 @@ def count_scans(file: BinaryIO) -> int:
     The position in the file does not change.
     """
     data = _contents(file)
-    first = _first_scan(data)
-    if first is None or not first.is_one_of_several:
-        return 1
+    num_channels, is_progressive, num_scans = 0, False, 0
+    for marker, content in _segments(data):
+        if marker in _FRAMES:
+            num_channels, is_progressive = _byte(data, content + 5), marker in _PROGRESSIVE_FRAMES
+        num_scans += marker == _SOS
 
-    # Searching two bytes is much faster than parsing. Data behind the image can only increase the number.
-    num_markers, position = 0, first.position
-    while num_markers <= MAX_JPEG_SCANS and (position := data.find(_SOS_MARKER, position)) >= 0:
-        num_markers += 1
-        position += 2
-    return num_markers if num_markers <= MAX_JPEG_SCANS else _parsed_scans(data, first.position)
+        # As in libjpeg, the first scan is the only one if it contains all channels of a frame that is not
+        # progressive.
+        is_first = marker == _SOS and num_scans == 1
+        if is_first and not is_progressive and _byte(data, content) >= num_channels:
+            break
+        if num_scans > MAX_JPEG_SCANS:
+            break
+    return max(num_scans, 1)  # a decoder reports that there is no scan
 
 
 def _contents(file: BinaryIO) -> _Data:
@@ -82,41 +79,18 @@ def _contents(file: BinaryIO) -> _Data:
         return data
 
 
-def _first_scan(data: _Data) -> _FirstScan | None:
-    """Return the first scan; None if there is none, and the decoder will report that.
-
-    As in libjpeg, there are several scans if the image is progressive, or if the first scan does not contain
-    all channels.
-    """
-    position, num_channels, is_progressive = 2, 0, False
-    while position + 4 <= len(data):
-        if data[position] != 0xFF:
-            position += 1  # decoders skip such bytes too
-            continue
-        marker = data[position + 1]
-        if marker == 0xFF or marker in _WITHOUT_LENGTH or marker == 0:
-            position += 1 if marker == 0xFF else 2
-            continue
-
-        content = position + 4
+def _segments(data: _Data) -> Iterator[tuple[int, int]]:
+    """Yield the marker of each segment up to the end of the image, and the position of its content."""
+    position = 0
+    while found := _NEXT_SEGMENT.search(data, position):
+        marker, content = data[found.start() + 1], found.end() + 2
         if marker == _EOI:
-            return None
-        if marker == _SOS:
-            num_in_scan = data[content] if content < len(data) else 0
-            return _FirstScan(position, is_progressive or num_in_scan < num_channels)
-        if marker in _FRAMES and content + 6 <= len(data):
-            num_channels, is_progressive = data[content + 5], marker in _PROGRESSIVE_FRAMES
-        position += 2 + max(2, int.from_bytes(data[position + 2 : position + 4], "big"))
-    return None
+            return
+        yield marker, content
+        num_bytes = int.from_bytes(data[content - 2 : content], "big")
+        position = max(content, content - 2 + num_bytes)
 
 
-def _parsed_scans(data: _Data, position: int) -> int:
-    """Return the number of scans from the first one to the end of the image, at most one above the limit."""
-    num_scans = 0
-    while num_scans <= MAX_JPEG_SCANS and (found := _NEXT_SEGMENT.search(data, position)):
-        position, marker = found.start(), data[found.start() + 1]
-        if marker == _EOI:
-            break
-        num_scans += marker == _SOS
-        position += 2 + max(2, int.from_bytes(data[position + 2 : position + 4], "big"))
-    return num_scans
+def _byte(data: _Data, position: int) -> int:
+    """Return one byte; 0 behind the end."""
+    return int.from_bytes(data[position : position + 1], "big")

@@ -16,11 +16,11 @@ from PIL import Image, ImageChops
 from pipeline.images import colour
 from pipeline.images.colour import Background
 from pipeline.images.decode import (
-    MAX_IMAGE_PX,
     Convert,
     DecodeLimits,
     File,
     decoded,
+    limits_of_accepted,
     open_content,
     read_bytes,
 )
@@ -93,8 +93,7 @@ def load_mask(
     Raises:
         ImageError: The file is missing (`vanished`), has other content (`changed`), or is not usable.
     """
-    original = geometry.original_size
-    limits = DecodeLimits(max(MAX_IMAGE_PX, original.height * original.width), max_bytes=None)
+    limits = limits_of_accepted(geometry.original_size)
     with (
         image_errors(str(file)),
         open_content(file, content_hash) as content,
@@ -139,7 +138,7 @@ def show_mask(image: Image.Image, *, mask: File, source: MaskSource) -> Image.Im
     """
     with image_errors(str(mask)):
         data = io.BytesIO(read_bytes(mask))
-        with decoded(data, _BLACK, convert=_CONVERT[source]) as weights:
+        with decoded(data, _BLACK, limits=DecodeLimits(), convert=_CONVERT[source]) as weights:
             fitted = weights.resize(image.size)
     return Image.composite(image, ImageChops.multiply(image, Image.new("RGB", image.size, _DARK_RED)), fitted)
 

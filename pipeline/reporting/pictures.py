@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from pipeline.images.decode import File, decoded
+from pipeline.images.decode import DecodeLimits, File, decoded
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.formats import ImageError
 from pipeline.reporting.lettering import font, line_height_px, shortened, wrapped
@@ -170,7 +170,11 @@ def readable_thumbnail(item: SheetImage, *, edge_px: int) -> Image.Image | None:
         The thumbnail; None if the image cannot or must not be read.
     """
     if item.path is not None:
-        with suppress(ImageError, OSError), decoded(item.path, _WHITE, draft_px=2 * edge_px) as image:
+        limits, draft_px = DecodeLimits(), 2 * edge_px
+        with (
+            suppress(ImageError, OSError),
+            decoded(item.path, _WHITE, limits=limits, draft_px=draft_px) as image,
+        ):
             return _drawn(item, image, edge_px=edge_px)
     return None
 

@@ -13,7 +13,7 @@ from pipeline.cache.worker.tensors import as_stored
 from pipeline.encoding.jobs import Encoded, Failure, Job, Order, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
-from pipeline.images.decode import MAX_IMAGE_PX, DecodeLimits, decoded, open_content
+from pipeline.images.decode import decoded, limits_of_accepted, open_content
 from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
@@ -154,13 +154,11 @@ class TextEncoder:
             limit = self._settings["max_file_bytes"]
             self._sources[root] = source_at(address(root), max_file_bytes=limit)
         file = self._sources[root].file(work["path"])
-        # The recipe's limits, which accepted this content, may be above the defaults.
-        limits = DecodeLimits(max(MAX_IMAGE_PX, original.height * original.width), max_bytes=None)
         red, green, blue = self._settings["background"]
         with (
             image_errors(str(file)),
             open_content(file, work["content_hash"]) as content,
-            decoded(content, (red, green, blue), limits=limits) as image,
+            decoded(content, (red, green, blue), limits=limits_of_accepted(original)) as image,
         ):
             return SeenImage(image.copy(), Size(*work["size"]))
 

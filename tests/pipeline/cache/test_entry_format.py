@@ -118,6 +118,72 @@ def test_all_tensors_survive_a_round_trip_and_the_file_has_the_expected_size(
         assert np.array_equal(array, tensors[name])
 
 
+def resealed(raw: bytes, data: bytes) -> bytes:
+    """Return an entry's file with other data and their checksum, as the module's docstring defines it."""
+    header = json.loads(raw[8:DATA_START])
+    facts = json.loads(header["__metadata__"]["latentline"])
+    old = facts.pop("checksum")
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    checksum = hashlib.sha256(canonical.encode() + data).hexdigest()
+    return raw[:DATA_START].replace(old.encode(), checksum.encode()) + data
+
+
+BITS = {
+    "float16": (2, [0x7BFF, 0xFBFF, 0x0001, 0x8000], [0x7C00, 0xFC00, 0x7C01, 0x7E00, 0xFFFF]),
+    "bfloat16": (2, [0x7F7F, 0xFF7F, 0x0001, 0x8000], [0x7F80, 0xFF80, 0x7F81, 0x7FC0, 0xFFFF]),
+    "float32": (4, [0x7F7FFFFF, 0xFF7FFFFF, 1, 1 << 31], [0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF]),
+}
+"""Bytes of a value of each dtype, and bits of finite and of other values, from IEEE 754."""
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_L05_all_finite_values_are_stored_and_no_others_are_written_or_accepted(
+    store: Store, dtype: str
+) -> None:
+    num_bytes, finite, not_finite = BITS[dtype]
+    kind = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}[dtype]
+    spec = EntrySpec("latents", "0123456789", {"latent": TensorSpec(dtype, (len(finite),))})
+    sound = np.array(finite, dtype=f"<u{num_bytes}")
+    assert store.write(spec, {"latent": sound.view(kind)}, FACTS)
+    assert store.check(spec).valid
+
+    raw = store.path(spec).read_bytes()
+    assert resealed(raw, sound.tobytes()) == raw
+    for bits in not_finite:
+        damaged = sound.copy()
+        damaged[1] = bits
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            serialise(spec, {"latent": damaged.view(kind)}, FACTS)
+        store.path(spec).write_bytes(resealed(raw, damaged.tobytes()))
+        state = store.check(spec)
+        assert (state.status, state.reason) == ("wrong", "it contains NaN or infinite values"), hex(bits)
+
+
+def test_an_array_of_any_memory_layout_is_stored_in_the_order_of_its_shape(store: Store) -> None:
+    values = {"latent": np.asfortranarray(VALUES["latent"])}
+    assert serialise(SPEC, values, FACTS) == serialise(SPEC, VALUES, FACTS)
+
+
+def test_the_header_may_fill_its_space_and_is_read_only_if_it_is_complete(store: Store) -> None:
+    def entry(num_characters: int) -> bytes:
+        return serialise(SPEC, VALUES, {"inputs": "x" * num_characters})
+
+    # The header is ASCII without spaces, so that these are what fills it up.
+    longest = 1000 + entry(1000)[:DATA_START].count(b" ")
+    assert b" " not in entry(longest)[:DATA_START]
+    with pytest.raises(ValueError, match="2040"):
+        entry(longest + 1)
+
+    path = store.path(SPEC)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(entry(longest))
+    assert store.check(SPEC).valid
+    for num_bytes, is_complete in ((DATA_START, True), (DATA_START - 1, False), (8, False), (0, False)):
+        path.write_bytes(entry(10)[:num_bytes])
+        assert (store.read_metadata("latents", SPEC.key) is not None) == is_complete
+        assert (store.read_tensor_specs(SPEC) == SPEC.tensors) == is_complete
+
+
 def test_the_safetensors_library_can_read_an_entry(store: Store) -> None:
     assert store.write(SPEC, VALUES, FACTS)
     path = store.path(SPEC)

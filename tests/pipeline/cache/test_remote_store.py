@@ -283,6 +283,35 @@ def test_H02_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
     assert sorted(listed) == sorted(f"latents/ab/{key}.safetensors" for key in keys[:64])
 
 
+@pytest.mark.parametrize(
+    ("start", "num_listed", "num_infos"),
+    [("abcd", [20], 20), ("abc", [2, 20], 20), ("ab", [1, 2, 20, 20], 0)],
+    ids=["four digits", "three digits", "two digits"],
+)
+def test_H02_the_prefix_of_the_estimate_is_shortened_until_it_selects_enough_entries(
+    s3: str, monkeypatch: pytest.MonkeyPatch, start: str, num_listed: list[int], num_infos: int
+) -> None:
+    """20 entries count as 20 x 16^digits. Of 20 x 16^2, 20 belong to the folder, which then is listed."""
+    del s3
+    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", 100)
+    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 1)
+    monkeypatch.setattr(remote_store, "_MAX_SINGLE_REQUESTS", 10)
+    bucket = f"estimated-{start}"
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    store = FsspecStore(Url(f"s3://{bucket}/cache"))
+
+    # Each digit behind `start` occurs once or twice.
+    keys = [f"{start}{number % 16:x}{number:x}".ljust(64, "0") for number in range(20)]
+    for key in keys:
+        store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
+    requests = RecordedRequests(store.folder, monkeypatch)
+
+    assert store.stats("latents", keys)[:, 0].tolist() == [5] * 20
+    assert len(requests.listed) == len(num_listed)
+    assert requests.num_listed == sum(num_listed)
+    assert requests.num_infos == num_infos
+
+
 def test_remove_deletes_an_entry_but_not_a_folder_at_its_path(backend: Backend) -> None:
     backend.store.remove(SPEC)
     backend.write_entry()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 
@@ -224,11 +225,12 @@ def test_L10_concurrent_repairs_of_a_damaged_entry_leave_a_valid_one(store: Stor
         assert len(list(path.parent.iterdir())) == 1
 
 
+@pytest.mark.parametrize("number", ["EPERM", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EMLINK", "EXDEV"])
 def test_on_a_file_system_without_hard_links_the_first_writer_still_wins(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, "hard links are not supported")
+        raise OSError(getattr(errno, number), "hard links are not supported")
 
     monkeypatch.setattr(os, "link", refuse)
     path = write_entry(store)
@@ -236,6 +238,45 @@ def test_on_a_file_system_without_hard_links_the_first_writer_still_wins(
     _cut(path)
     assert store.write(SPEC, VALUES, FACTS)
     assert store.check(SPEC).valid
+
+
+def test_an_entry_that_cannot_be_linked_because_of_an_error_is_not_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.write(SPEC, VALUES, FACTS)
+    assert list(store.path(SPEC).parent.iterdir()) == []
+
+
+def test_an_entry_is_read_completely_if_the_system_returns_a_few_bytes_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_entry(store)
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda descriptor, number: read(descriptor, min(number, 1000)))
+    assert store.check(SPEC).valid
+    assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("change", [_cut, _grow, _empty], ids=lambda change: change.__name__.strip("_"))
+def test_L07_a_file_of_the_right_size_that_changes_before_it_is_read_is_wrong(
+    store: Store, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
+    path = write_entry(store)
+    read = os.read
+
+    def read_changed(descriptor: int, number: int) -> bytes:
+        if path.stat().st_size == SPEC.file_bytes:
+            change(path)
+        return read(descriptor, number)
+
+    monkeypatch.setattr(os, "read", read_changed)
+    assert store.check(SPEC).status == "wrong"
 
 
 def test_L14_a_full_disk_error_names_the_path_and_size_and_other_entries_stay_valid(
@@ -304,8 +345,11 @@ def test_L06_an_entry_is_synced_before_it_gets_its_name(store: Store, disk_calls
 def test_stats_are_the_size_times_and_inode_of_each_file(store: Store) -> None:
     stat = write_entry(store).stat()
     expected = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    rows = store.stats("latents", [SPEC.key, OTHER.key])
-    assert [tuple(row) for row in rows.tolist()] == [expected, NO_STAT]
+    folder = EntrySpec("latents", "ef" * 32, SPEC.tensors)
+    store.path(folder).mkdir(parents=True)
+    rows = store.stats("latents", [SPEC.key, OTHER.key, folder.key])
+    assert [tuple(row) for row in rows.tolist()] == [expected, NO_STAT, NO_STAT]
+    assert store.stats("latents", []).shape == (0, 4)
     checked = store.check(SPEC).stat
     assert checked is not None
     assert astuple(checked) == expected

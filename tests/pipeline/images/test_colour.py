@@ -16,6 +16,7 @@ from tests.pipeline.pixels import WHITE, Pixels, decoded, pattern, saved
 from tests.profiles import (
     DISPLAY_P3,
     SRGB,
+    cmyk_profile,
     gamma_curve,
     grey_profile,
     matrix_profile,
@@ -197,3 +198,46 @@ def test_I12_an_rgb_profile_fits_grey_images_but_not_cmyk() -> None:
     assert (colours[12] != grey[12, :, None]).all()
     inks = Image.fromarray(pattern()).convert("CMYK")
     assert (decoded(saved(inks, "TIFF", icc_profile=profile)) == np.asarray(inks.convert("RGB"))).all()
+
+
+def grey_inks() -> npt.NDArray[np.uint8]:
+    """Return the lightness (2, 2, 2, 2) of all combinations of full inks, from black to white."""
+    cyan, magenta, yellow, black = np.mgrid[0:2, 0:2, 0:2, 0:2]
+    return (255 * (1 - (2 * cyan + 3 * magenta + yellow) / 6) * (1 - black)).astype(np.uint8)
+
+
+def test_I12_a_cmyk_profile_is_converted_to_srgb() -> None:
+    lightness = grey_inks()
+    inks = np.moveaxis(np.mgrid[0:2, 0:2, 0:2, 0:2], 0, -1).astype(np.uint8) * 255
+    image = Image.fromarray(inks.reshape(4, 4, 4), "CMYK")
+    data = saved(image, "TIFF", icc_profile=cmyk_profile(lightness))
+
+    level = lightness.reshape(4, 4) / 255.0 * 100  # CIE L*
+    light = np.where(level > 8, ((level + 16) / 116) ** 3, level / 903.3)
+    assert np.abs(decoded(data) - (srgb_encoded(light) * 255)[..., None]).max() <= 1.5
+    assert read_header(data).notes == ("colour_profile",)
+
+
+PROFILES = {
+    "grey": grey_profile(gamma_curve(1.8)),
+    "RGB": gamma_profile(1.8),
+    "CMYK": cmyk_profile(grey_inks()),
+    "sRGB": ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes(),
+    "unusable": b"no profile",
+}
+FITTING = {"grey": {"L", "LA", "1"}, "RGB": {"L", "LA", "P", "PA", "RGB", "RGBA", "1"}, "CMYK": {"CMYK"}}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"])
+def test_I12_the_header_notes_a_profile_if_and_only_if_it_fits_the_mode_and_changes_pixels(
+    mode: str, profile: str
+) -> None:
+    image = Image.fromarray(pattern()).convert("P" if mode == "PA" else mode).convert(mode)
+    options = {"save_all": False} | ({"compression": "raw"} if mode == "PA" else {})
+    kind = "TIFF" if mode in {"CMYK", "PA"} else "PNG"
+    with_profile = saved(image, kind, icc_profile=PROFILES[profile], **options)
+    is_noted = read_header(with_profile).notes == ("colour_profile",)
+    changes = bool((decoded(with_profile) != decoded(saved(image, kind, **options))).any())
+    assert is_noted == (mode in FITTING.get(profile, set()))
+    assert changes == (is_noted and mode != "1")  # black and white are the same in both

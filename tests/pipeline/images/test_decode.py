@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import struct
 import zlib
@@ -18,14 +19,24 @@ from PIL.PngImagePlugin import PngInfo
 
 from pipeline.images import formats as image_formats
 from pipeline.images.decode import (
+    DECODER,
+    MAX_IMAGE_PX,
+    DecodeLimits,
     decode,
+    decode_cost,
+    decoder_version,
     hash_bytes,
+    is_current_decoder,
+    limits_of_accepted,
     load_pixels,
+    open_content,
     read_header,
 )
+from pipeline.images.decode import decoded as decoded_within
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Buckets, Geometry, Placement, Size, ladder
 from pipeline.versions import PREPROCESSING_VERSION
+from tests.hostile_images import jpeg_with_scans
 from tests.pipeline.pixels import WHITE, Pixels, decoded, pattern, saved
 
 PHOTOS = Path(skimage.__file__).parent / "data"
@@ -121,11 +132,16 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def test_I09_an_orientation_stored_behind_the_pixels_of_a_png_is_applied() -> None:
-    stored = pattern()
+def with_late_orientation(stored: Pixels) -> bytes:
+    """Return a PNG with orientation 6 behind its pixels."""
     plain = saved(Image.fromarray(stored))
     end = plain.index(b"IEND") - 4
-    late = plain[:end] + chunk(b"eXIf", with_orientation(6).removeprefix(b"Exif\0\0")) + plain[end:]
+    return plain[:end] + chunk(b"eXIf", with_orientation(6).removeprefix(b"Exif\0\0")) + plain[end:]
+
+
+def test_I09_an_orientation_stored_behind_the_pixels_of_a_png_is_applied() -> None:
+    stored = pattern()
+    late = with_late_orientation(stored)
     assert read_header(late).size == Size(40, 24)
     assert (decoded(late) == upright(stored, 6)).all()
 
@@ -316,6 +332,69 @@ def test_golden_pixels_force_a_new_preprocessing_version(tmp_path: Path) -> None
             content_hash = hash_bytes(path.read_bytes())
             digest.update(load_pixels(path, geometry, (200, 100, 0), content_hash=content_hash).tobytes())
     assert digest.hexdigest() == GOLDEN[PREPROCESSING_VERSION]
+
+
+@pytest.mark.parametrize(
+    ("data", "edges_px", "num_scans"),
+    [
+        (saved(Image.fromarray(pattern())), 24 * 40, 1),
+        (saved(Image.fromarray(pattern()), exif=with_orientation(6)), 24 * 40, 1),
+        (with_late_orientation(pattern()), 24 * 40, 1),
+        (saved(Image.fromarray(pattern()), "JPEG"), 24 * 40, 1),
+        (jpeg_with_scans(17, edge_px=48), 48 * 48, 17),
+        (saved(Image.fromarray(pattern()), "WEBP"), 24 * 40, 1),
+    ],
+    ids=["PNG", "rotated PNG", "PNG rotated late", "JPEG", "JPEG of 17 scans", "WebP"],
+)
+def test_the_cost_of_decoding_is_the_memory_that_it_may_need_and_the_pixels_of_all_scans(
+    data: bytes, edges_px: int, num_scans: int
+) -> None:
+    file = io.BytesIO(data)
+    cost = decode_cost(file, limits=DecodeLimits())
+    assert (cost.passes_px, file.tell()) == (edges_px * num_scans, 0)
+
+    enough, too_low = (DecodeLimits(max_bytes=cost.num_bytes - less) for less in (0, 1))
+    assert decode_cost(file, limits=enough) == cost
+    with decoded_within(data, WHITE, limits=enough) as image:
+        assert image.width * image.height == edges_px
+    for refused in (
+        lambda: decode_cost(file, limits=too_low),
+        lambda: decoded_within(data, WHITE, limits=too_low).__enter__(),
+    ):
+        with pytest.raises(ImageError, match="too_much_memory"):
+            refused()
+
+
+def test_an_accepted_image_is_decoded_again_whatever_its_size_and_memory() -> None:
+    assert limits_of_accepted(Size(2, 3)) == DecodeLimits(MAX_IMAGE_PX, max_bytes=None)
+    assert limits_of_accepted(Size(MAX_IMAGE_PX, 3)) == DecodeLimits(3 * MAX_IMAGE_PX, max_bytes=None)
+
+
+def test_a_large_file_is_read_from_its_start_and_must_not_change_until_it_has_been_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = tmp_path / "x.png", saved(Image.fromarray(pattern()))
+    monkeypatch.setattr("pipeline.images.decode.MAX_BUFFERED_BYTES", 10)
+    path.write_bytes(data)
+    with open_content(path, hash_bytes(data)) as content:
+        assert (content.tell(), content.read()) == (0, data)
+
+    for change in (lambda: path.write_bytes(data + b"more"), lambda: os.utime(path, ns=(1, 1))):
+        with pytest.raises(ImageError, match="changed"), open_content(path, hash_bytes(data)):
+            change()
+
+
+def test_the_version_of_a_decoder_names_the_plug_in_of_its_format_and_becomes_outdated() -> None:
+    assert decoder_version("PNG") == decoder_version(None) == DECODER
+    assert is_current_decoder(DECODER)
+    assert not is_current_decoder("latentline-0 pillow-1.0")
+    assert not is_current_decoder(f"{DECODER} pillow-heif-0.1")
+
+
+def test_the_version_of_the_decoder_of_heic_files_has_the_version_of_the_plug_in() -> None:
+    heif = pytest.importorskip("pillow_heif")
+    assert decoder_version("HEIF") == f"{DECODER} pillow-heif-{heif.__version__}"
+    assert is_current_decoder(decoder_version("HEIF"))
 
 
 def test_an_image_error_can_be_pickled() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from pipeline.images.decode import decode
@@ -39,12 +41,84 @@ def test_thumbnails_and_appended_data_are_no_scans() -> None:
     assert decode(data, WHITE).size == (64, 64)
 
 
-def test_the_count_is_the_same_in_a_file_and_leaves_its_position(tmp_path: Path) -> None:
-    path = tmp_path / "a.jpg"
-    path.write_bytes(jpeg_with_scans(50))
-    with path.open("rb") as file:
-        file.seek(3)
-        assert (count_scans(file), file.tell()) == (50, 3)
+class Remote(io.BufferedReader):
+    """A file whose descriptor is missing in one of the ways of libraries for remote files."""
+
+    def __init__(self, data: bytes, error: Exception) -> None:
+        super().__init__(io.BytesIO(data))  # pyright: ignore[reportArgumentType] - it has a raw file's methods
+        self._error = error
+
+    def fileno(self) -> int:
+        raise self._error
+
+
+def test_the_count_is_the_same_in_any_file_and_leaves_its_position(tmp_path: Path) -> None:
+    path, data = tmp_path / "a.jpg", jpeg_with_scans(50)
+    path.write_bytes(data)
+    remote = [Remote(data, error) for error in (OSError(), ValueError(), AttributeError())]
+    with path.open("rb") as local:
+        for file in (local, io.BytesIO(data), *remote):
+            file.seek(len(data) - 3)
+            assert (count_scans(file), file.tell()) == (50, len(data) - 3)
+
+
+FRAMES = [0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF]
+PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
+OTHER_SEGMENTS = [0xC4, 0xC8, 0xCC, 0xDB, 0xDC, 0xDD, 0xDE, 0xDF, *range(0xE0, 0xF0), 0xFE]
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2, "big") + content
+
+
+def frame(marker: int, channels: int) -> bytes:
+    return segment(marker, bytes([8, 0, 64, 0, 64, channels]) + b"\x01\x11\x00" * channels)
+
+
+def scan(channels: int) -> bytes:
+    return segment(SOS[1], bytes([channels]) + b"\x01\x00" * channels + bytes(3))
+
+
+@pytest.mark.parametrize("marker", FRAMES)
+def test_every_scan_counts_if_the_frame_is_progressive_or_its_first_scan_lacks_a_channel(marker: int) -> None:
+    start = b"\xff\xd8" + frame(marker, 3)
+    complete, incomplete = start + scan(3) * 4 + EOI, start + scan(2) + scan(1) + scan(3) + EOI
+    assert count_scans(io.BytesIO(complete)) == (4 if marker in PROGRESSIVE else 1)
+    assert count_scans(io.BytesIO(incomplete)) == 3
+
+
+@pytest.mark.parametrize("marker", OTHER_SEGMENTS)
+def test_only_frames_state_the_number_of_channels(marker: int) -> None:
+    like_a_frame = segment(marker, frame(0xC2, 9)[4:])
+    data = b"\xff\xd8" + frame(0xC0, 3) + like_a_frame + scan(3) * 2 + EOI
+    assert count_scans(io.BytesIO(data)) == 1
+
+
+hidden = st.sampled_from([b"", b"\0", b"\xff", SOS, EOI, EOI + SOS * 120, frame(0xC2, 9), bytes(5) + b"\x09"])
+other_segments = st.builds(segment, st.sampled_from(OTHER_SEGMENTS), hidden)
+without_content = st.sampled_from([b"\xff\xfe\0\0", b"\xff\xfe\0\x01", b"\xff\x01", b"\xff\xd8"])
+skipped = st.sampled_from(
+    [b"\xff\x00", b"\xff\xff", b"\x07\xda", *(b"\xff" + bytes([0xD0 + n]) for n in range(8))]
+)
+anything_else = st.lists(other_segments | without_content | skipped, max_size=4).map(b"".join)
+scans = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+
+
+@given(
+    marker=st.sampled_from(FRAMES),
+    channels=st.integers(1, 4),
+    scans=scans,
+    between=st.lists(anything_else, min_size=9, max_size=9),
+    end=st.sampled_from([b"", EOI, EOI + SOS * 120, EOI + b"\0\2" + scan(3) * 3]),
+)
+def test_scans_are_counted_whatever_is_between_them(
+    marker: int, channels: int, scans: list[int], between: list[bytes], end: bytes
+) -> None:
+    before, after, *rest = between
+    data = b"\xff\xd8" + before + frame(marker, channels) + after
+    data += b"".join(scan(number) + other for number, other in zip(scans, rest, strict=False)) + end
+    has_all_channels = scans[0] >= channels and marker not in PROGRESSIVE
+    assert count_scans(io.BytesIO(data)) == (1 if has_all_channels else len(scans))
 
 
 def test_the_largest_number_of_scans_decodes_and_one_more_is_rejected_with_a_fix() -> None:
@@ -72,7 +146,8 @@ def test_thousands_of_scans_are_rejected_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xd8\xff", b"\xff\xd8\xff\xda", b"\xff\xd8\xff\xc2\x00\x00\xff\xda\0"]
+    "data",
+    [b"\xff\xd8\xff", b"\xff\xd8\xff\xda", b"\xff\xd8\xff\xc2\x00\x00\xff\xda\0", b"\xff\xd8" + scan(0) * 2],
 )
 def test_a_damaged_header_is_no_error_of_the_count(data: bytes) -> None:
-    assert count_scans(io.BytesIO(data)) in {0, 1}
+    assert count_scans(io.BytesIO(data)) == 1

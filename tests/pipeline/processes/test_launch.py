@@ -9,22 +9,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 
-from pipeline.errors import LaunchError, StoreError, TrainingError
+from pipeline import errors
+from pipeline.errors import LatentlineError, LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import (
     ALLOCATOR_VARIABLES,
     CPU_THREADS_PER_PROCESS,
     OUTPUT_TAIL_LINES,
     LocalLaunch,
     describe_status,
+    error_from_json,
     error_in_output,
+    error_to_json,
     launch_command,
     launch_environment,
     launch_error,
+    worker_variables,
 )
+from pipeline.processes.machines import Machines
 from pipeline.recipe import AccelerateSettings
 
 
@@ -68,6 +74,68 @@ def test_the_number_of_threads_is_two_unless_the_recipe_sets_it(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
     assert process.stdout.strip() == threads
+
+
+def test_one_machine_uses_any_free_port_and_several_meet_at_the_address_of_the_first() -> None:
+    settings = AccelerateSettings(num_processes=4)
+    one = launch_command(settings, "m", Path("o"))
+    assert (value(one, "--num_machines"), value(one, "--main_process_port")) == ("1", "0")
+    assert not {"--machine_rank", "--main_process_ip", "--rdzv_conf"} & set(one)
+
+    two = launch_command(settings, "m", Path("o"), Machines(2, 1, "node1", 29500, 60))
+    options = {
+        "--num_machines": "2",
+        "--num_processes": "4",
+        "--machine_rank": "1",
+        "--main_process_ip": "node1",
+        "--main_process_port": "29500",
+        "--rdzv_conf": "timeout=60",
+    }
+    assert {name: value(two, name) for name in options} == options
+
+
+@pytest.mark.parametrize(("chosen", "passed"), [("auto", "no"), ("no", "no"), ("bf16", "bf16")])
+def test_the_process_chooses_the_precision_if_the_recipe_leaves_it_open(
+    chosen: Literal["auto", "no", "bf16"], passed: str
+) -> None:
+    command = launch_command(AccelerateSettings(mixed_precision=chosen), "m", Path("o"))
+    assert value(command, "--mixed_precision") == passed
+
+
+def test_the_variables_of_a_launched_process_are_those_of_the_recipe_and_not_of_a_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "OMP_WAIT_POLICY", *ALLOCATOR_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("OWN", "kept")
+    settings = AccelerateSettings(cpu_threads=3)
+    same_on_all_machines = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "3",
+        "LATENTLINE_CPU_THREADS": "3",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if sys.platform == "linux":
+        same_on_all_machines["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    assert worker_variables(settings) == same_on_all_machines
+
+    variables = launch_environment(settings, tmp_path / "error.json", Machines(2, 1, "localhost", 29500, 60))
+    expected = {
+        **same_on_all_machines,
+        "OWN": "kept",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
+        "LATENTLINE_ERROR_FILE": str(tmp_path / "error.json"),
+        "LATENTLINE_PARENT_PID": str(os.getpid()),
+    }
+    assert expected.items() <= variables.items()
+    assert "RANK" not in variables
+    assert json.loads(variables["LATENTLINE_MACHINES"])["rank"] == 1
+
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert worker_variables(settings)["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_a_launched_process_has_its_parents_id_and_imports_the_project(
@@ -142,6 +210,31 @@ def test_a_process_that_ctrl_c_ended_during_its_start_interrupts_its_parent_too(
         LocalLaunch(AccelerateSettings())("slow_entry", order)
 
 
+@pytest.mark.parametrize("status", [130, -2])
+def test_a_process_with_the_status_of_ctrl_c_interrupts_its_parent_too(order: Path, status: int) -> None:
+    code = f"import os, signal, sys\nstatus = {status}\n"
+    code += "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    code += "os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)\n"
+    (order.parent / "slow_entry.py").write_text(code, encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        LocalLaunch(AccelerateSettings())("slow_entry", order)
+
+
+@pytest.mark.parametrize("logs", [True, False], ids=["with a log", "without a log"])
+def test_output_that_is_not_text_is_logged_and_quoted_and_each_line_is_logged_once(
+    order: Path, logs: bool
+) -> None:
+    code = "import os, sys, time\n"
+    code += "for part in (b'first ', b'line\\nsec', b'ond\\ncaf\\xe9'):\n"
+    code += "    os.write(1, part)\n    time.sleep(0.3)\n"
+    code += "sys.exit(3)\n"
+    (order.parent / "slow_entry.py").write_text(code, encoding="utf-8")
+    lines = list[str]()
+    with pytest.raises(LaunchError, match=r"ended with exit status 3: caf"):
+        LocalLaunch(AccelerateSettings(), lines.append if logs else None)("slow_entry", order)
+    assert lines == (["first line", "second", "caf\ufffd"] if logs else [])
+
+
 REPORTING_ENTRY = """
 import sys, time
 from pathlib import Path
@@ -189,6 +282,21 @@ def test_the_error_that_a_process_wrote_is_raised(tmp_path: Path) -> None:
     assert (error.what, error.where, error.fix) == ("a", "b", "c")
 
 
+@pytest.mark.parametrize("kind", [each for each in vars(errors).values() if isinstance(each, type)])
+def test_every_error_of_latentline_can_be_handed_to_the_launching_process(kind: type) -> None:
+    if not issubclass(kind, LatentlineError):
+        return
+    error = kind("what", where="where", fix="fix")
+    copy = error_from_json(error_to_json(error))
+    assert type(copy) is kind
+    assert (copy.what, copy.where, copy.fix) == ("what", "where", "fix")
+
+
+def test_an_error_of_an_unknown_kind_is_an_error_of_latentline() -> None:
+    text = json.dumps({"kind": "NoSuchError", "what": "a", "where": "b", "fix": "c"})
+    assert type(error_from_json(text)) is LatentlineError
+
+
 def test_without_a_written_error_the_end_of_the_output_is_quoted(tmp_path: Path) -> None:
     lines = [f"line {number}" for number in range(OUTPUT_TAIL_LINES + 5)]
     error = launch_error("m", 7, output=lines, error_file=tmp_path / "none")
@@ -213,7 +321,16 @@ def test_only_the_last_line_of_a_traceback_is_quoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [(1, "with exit status 1"), (-9, "by signal SIGKILL"), (143, "by signal SIGTERM")]
+    ("status", "words"),
+    [
+        (1, "with exit status 1"),
+        (128, "with exit status 128"),
+        (129, "by signal SIGHUP"),
+        (-1, "by signal SIGHUP"),
+        (143, "by signal SIGTERM"),
+        (-9, "by signal SIGKILL"),
+        (255, "with exit status 255"),
+    ],
 )
 def test_a_status_is_described_in_words(status: int, words: str) -> None:
     assert describe_status(status) == words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -293,3 +294,16 @@ def test_a_family_may_encode_the_empty_caption_and_negative_prompts_without_refe
     other.run()
     after = other.keys()
     assert {name for name in before if before[name] != after[name]} == {("photos/coffee.png", 0)}
+
+
+def test_a_reference_above_the_recipes_limit_is_rejected_when_it_is_encoded(job: EditJob) -> None:
+    sizes = {
+        path: path.stat().st_size for name in ("negative", "half") for path in (root(job) / name).iterdir()
+    }
+    largest = max(sizes, key=sizes.__getitem__)
+    shutil.rmtree(job.recipe.cache_dir)
+    limits = {"max_file_bytes": sizes[largest] - 1, "max_rejected_fraction": 1.0}
+    recipe = edit_recipe(root(job), job.recipe.model.base, checks=limits)
+    result = cache_text(recipe, job.tables.read("validated_dataset"), job.tables, launch=job.launch, **QUIET)
+    rejected = dict(result.rejected.select("sample_id", "reason").rows())
+    assert rejected == {f"photos/{largest.name}": "reference_file_too_large"}

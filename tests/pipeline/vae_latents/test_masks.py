@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.entry_format import EntrySpec, TensorSpec, serialise
 from pipeline.cache.mask_requests import mask_inputs, mask_spec
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.users import read_users
@@ -128,11 +129,24 @@ def test_keys_of_latents_are_those_of_a_recipe_without_masks(masked: MaskedJob, 
 def test_a_lost_or_damaged_mask_entry_is_found_and_encoded_again(masked: MaskedJob) -> None:
     entries = RecipeEntries(masked.recipe)
     rows = masked.result.table.filter(~pl.col("flipped")).to_dicts()
-    paths = [entries.store.path(mask_spec(entries, row)) for row in rows[:2]]
+    paths = [entries.store.path(mask_spec(entries, row)) for row in rows[:4]]
     paths[0].unlink()
     paths[1].write_bytes(paths[1].read_bytes()[:-2])
+    raw = paths[2].read_bytes()
+    paths[2].write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    spec = mask_spec(entries, rows[3])
+    (height, width) = spec.tensors["mask"].shape[1:]
+    column = EntrySpec(spec.kind, spec.key, {"mask": TensorSpec("float16", (height * width, 1, 1))})
+    values = entries.store.read(spec)["mask"].reshape(height * width, 1, 1)
+    paths[3].write_bytes(serialise(column, {"mask": values}, {}))
+
     failures = masked.failures()
-    assert set(failures) == {"completeness", "file_size_outliers"}
+    assert {name: Path(finding.rows[0]["path"]) for name, finding in failures.items()} == {
+        "completeness": paths[0],
+        "file_size_outliers": paths[1],
+        "finite_values": paths[2],
+        "shape_uniformity": paths[3],
+    }
     assert [name for name, finding in failures.items() if not finding.closes] == []
 
     masked.cache()  # needed_entries reads text_embeddings too, and this run encodes the lost masks again

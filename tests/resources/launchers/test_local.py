@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 from dagster import AssetExecutionContext, DagsterInstance, Output, asset, materialize
+from pydantic import ValidationError
 
 from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 from pipeline.recipe import AccelerateSettings
-from resources.launchers.local import AccelerateLauncher
+from resources.launchers.local import AccelerateLauncher, Observer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -30,6 +31,7 @@ with reporter() as report:
     order = json.loads(pathlib.Path(sys.argv[1]).read_text())
     folder = pathlib.Path(sys.argv[1]).parent
     report.info(f"rank {rank()} of {os.environ.get('WORLD_SIZE', '1')} is up")
+    report.info(f"session {os.getsid(0)}")
     if order["do"] == "raise":
         raise TrainingError("loss is NaN", where="step 3", fix="lower the learning rate")
     if order["do"] == "crash":
@@ -88,6 +90,7 @@ def launch_in_process(
     module: str = "entry_under_test",
     num_processes: int = 1,
     launcher: AccelerateLauncher | None = None,
+    observer: Observer | None = None,
 ) -> tuple[list[str], Exception | None]:
     """Return the messages in Dagster's log, and the error that the launch raised."""
     errors: list[Exception] = []
@@ -97,7 +100,7 @@ def launch_in_process(
     def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
         try:
             settings = AccelerateSettings(num_processes=num_processes)
-            launcher.bind(context, settings)(module, file, meanwhile)
+            launcher.bind(context, settings, observer)(module, file, meanwhile)
         except Exception as err:
             errors.append(err)
         yield Output(1)
@@ -144,6 +147,34 @@ def test_the_messages_of_a_worker_are_in_dagsters_log_and_a_good_launch_returns(
     messages, error = launch_in_process(order(tmp_path, "return"))
     assert error is None
     assert "rank 0 of 1 is up" in messages
+    assert [line for line in messages if "other machines" in line] == []
+    assert f"session {os.getsid(0)}" not in messages, "a terminal's Ctrl-C would reach the worker"
+
+
+def test_an_observer_is_called_while_the_processes_run_and_once_after_they_have_ended(tmp_path: Path) -> None:
+    file = order(tmp_path, "print")
+    observed: list[Path] = []
+    calls: list[bool] = []
+
+    def observer(observed_order: Path) -> Callable[[bool], object]:
+        observed.append(observed_order)
+        return calls.append
+
+    assert launch_in_process(file, observer=observer)[1] is None
+    assert observed == [file]
+    assert (len(calls) > 5, set(calls[:-1]), calls[-1]) == (True, {False}, True)
+
+
+def test_the_default_of_the_grace_period_is_the_documented_one() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert f"{AccelerateLauncher().grace_s:g} by default" in text
+    assert AccelerateLauncher(grace_s=0, machines=1, wait_s=1).grace_s == 0
+
+
+@pytest.mark.parametrize("wrong", [{"grace_s": -1}, {"machines": 0}, {"wait_s": 0}], ids=str)
+def test_impossible_settings_of_the_launcher_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        AccelerateLauncher(**wrong)
 
 
 def test_each_line_that_a_worker_prints_is_forwarded_once(

@@ -221,7 +221,26 @@ def test_impossible_bucket_edges_are_errors(targets: list[Size]) -> None:
         Buckets(targets)
 
 
-@pytest.mark.parametrize(("resolution", "step", "limit"), [(1000, 64, 3.0), (64, 0, 3.0), (64, 8, 0.5)])
-def test_an_impossible_ladder_is_an_error(resolution: int, step: int, limit: float) -> None:
-    with pytest.raises(BucketError):
+@pytest.mark.parametrize(
+    ("resolution", "step", "limit", "where"),
+    [
+        (1000, 64, 3.0, "buckets.resolution, buckets.step"),
+        (0, 8, 3.0, "buckets.resolution, buckets.step"),
+        (-8, 8, 3.0, "buckets.resolution, buckets.step"),
+        (64, 0, 3.0, "buckets.step"),
+        (64, -8, 3.0, "buckets.step"),
+        (64, 8, 0.99, "buckets.max_aspect_ratio"),
+        (64, 8, float("nan"), "buckets.max_aspect_ratio"),
+    ],
+)
+def test_an_impossible_ladder_is_an_error_that_names_its_settings(
+    resolution: int, step: int, limit: float, where: str
+) -> None:
+    with pytest.raises(BucketError) as excinfo:
         ladder(resolution, step, limit)
+    assert excinfo.value.where == where
+
+
+def test_a_step_of_one_pixel_and_a_single_shape_are_possible() -> None:
+    assert ladder(1, 1, 1.0).sizes == (Size(1, 1),)
+    assert set(ladder(2, 1, 3.0).sizes) == {Size(1, 3), Size(2, 2), Size(3, 1)}

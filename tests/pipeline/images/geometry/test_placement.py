@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.images.geometry import (
     MAX_BUCKET_EDGE_PX,
+    Buckets,
     Crop,
     Geometry,
     Placement,
@@ -161,6 +162,29 @@ def test_with_each_an_image_is_used_at_every_resolution_that_it_fills(
         single_placements = [
             rules([each], limit, ratio, small="reject").assign(size) for each in sorted(areas)
         ]
+        filled = list(dict.fromkeys(each for each in single_placements if each is not None))
+        assert placements == (filled or [best.assign(size)])
+
+
+few_edges = st.sampled_from([64, 128, 192])
+few_sizes = st.lists(st.builds(Size, few_edges, few_edges), min_size=1, max_size=3)
+small_edges = st.integers(1, 400)
+
+
+@given(
+    st.lists(st.builds(Size, small_edges, small_edges), min_size=1, max_size=10),
+    st.lists(few_sizes.map(Buckets), min_size=1, max_size=4).map(tuple),
+    limits,
+)
+def test_with_each_an_image_is_used_once_in_a_size_that_several_resolutions_share(
+    originals: list[Size], sets: tuple[Buckets, ...], limit: Fraction | None
+) -> None:
+    best = Placement(sets, limit, step=64)
+    placed = replace(best, per_image="each").assign_many(*zip(*originals, strict=True))
+    for index, size in enumerate(originals):
+        rows = np.flatnonzero(placed.image == index)
+        placements = [None if placed.too_small[row] else placed.columns.one(int(row)) for row in rows]
+        single_placements = [replace(best, sets=(each,), small="reject").assign(size) for each in sets]
         filled = list(dict.fromkeys(each for each in single_placements if each is not None))
         assert placements == (filled or [best.assign(size)])
 

@@ -39,9 +39,20 @@ def tree():
         yield root
 
 
-@given(one=SPELLINGS, other=SPELLINGS)
-def test_L01_relations_agree_with_real_paths_and_are_symmetric(tree: Path, one: str, other: str):
-    first, second = identify(f"{tree}/{one}"), identify(f"{tree}/{other}/")
+def stat_without_inode(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+    """Return the stat of a file system on which all inodes are 0."""
+    fields = os.stat(path, follow_symlinks=follow_symlinks)  # noqa: PTH116 - replaces the method of Path
+    return os.stat_result([0 if index == 1 else field for index, field in enumerate(fields)])
+
+
+@given(one=SPELLINGS, other=SPELLINGS, known=st.sampled_from(["inodes and mounts", "inodes", "mounts"]))
+def test_L01_relations_agree_with_real_paths_and_are_symmetric(tree: Path, one: str, other: str, known: str):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if "mounts" not in known:
+            monkeypatch.setattr(identity, "MOUNT_TABLE", tree / "absent")
+        if "inodes" not in known:
+            monkeypatch.setattr(Path, "stat", stat_without_inode)
+        first, second = identify(f"{tree}/{one}"), identify(f"{tree}/{other}/")
     real, other_real = Path(os.path.realpath(f"{tree}/{one}")), Path(os.path.realpath(f"{tree}/{other}"))
     expected = "apart"
     if real == other_real:
@@ -96,6 +107,37 @@ def test_a_case_sensitive_file_system_is_recognised_without_writing(tmp_path: Pa
     assert not folds_case(tmp_path)
     assert tmp_path.stat().st_mtime_ns == before
     assert [path.name for path in tmp_path.iterdir()] == ["Aa"]
+
+
+@pytest.mark.parametrize("folds", [True, False])
+@pytest.mark.parametrize(("folder", "file"), [("1234", "Abc"), ("Abcd", "1.2"), ("Abcd", None)])
+def test_L01_names_in_the_folder_show_whether_case_is_folded_and_otherwise_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, file: str | None, folds: bool
+):
+    (tmp_path / folder).mkdir()
+    if file is not None:
+        (tmp_path / folder / file).touch()
+    lstat = Path.lstat
+
+    def folding_lstat(path: Path) -> os.stat_result:
+        same = [other for other in path.parent.iterdir() if other.name.casefold() == path.name.casefold()]
+        return lstat(same[0] if same else path)
+
+    if folds:
+        monkeypatch.setattr(Path, "lstat", folding_lstat)
+    assert folds_case(tmp_path / folder) == folds
+
+
+@pytest.mark.parametrize(("kind", "folds"), [("vfat", True), ("cifs", True), ("ext4", False), ("xfs", False)])
+def test_L01_without_a_name_to_test_the_type_of_the_file_system_shows_whether_case_is_folded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, folds: bool
+):
+    folder, table = tmp_path / "1234", tmp_path / "mountinfo"
+    folder.mkdir()
+    lines = ["27 1 254:0 / / rw - ext4 /dev/vda rw", f"43 27 8:1 / {tmp_path} rw - {kind} /dev/sda1 rw"]
+    table.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(identity, "MOUNT_TABLE", table)
+    assert folds_case(folder) == folds
 
 
 def test_a_link_or_hard_link_with_swapped_case_does_not_count_as_folding(tmp_path: Path):

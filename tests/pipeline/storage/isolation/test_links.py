@@ -78,6 +78,17 @@ def test_I19_other_links_are_allowed_and_loops_end(data: Path):
     assert links_found(data, data.parent / "cache") == []
 
 
+@pytest.mark.timeout(20)
+def test_I19_folders_that_link_to_each_other_are_searched_once(data: Path):
+    for name, other in (("outside", "further"), ("further", "outside")):
+        (data.parent / name).mkdir()
+        (data.parent / name / "other").symlink_to(f"../{other}")
+        (data / name).symlink_to(f"../{name}")
+    assert links_found(data, data.parent / "cache") == []
+    (data.parent / "further" / "x").symlink_to("../cache")
+    assert links_found(data, data.parent / "cache") == ["further/x"]
+
+
 def test_I25_a_fifo_named_as_an_image_and_a_link_to_it_do_not_block(data: Path):
     os.mkfifo(data / "x.jpg")
     (data / "y.jpg").symlink_to("x.jpg")

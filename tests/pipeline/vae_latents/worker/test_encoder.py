@@ -50,14 +50,14 @@ def order(cache, tmp_path: Path) -> Order:
     return order_of(cache, tmp_path)
 
 
-def order_of(cache, tmp_path: Path, **settings: str) -> Order:
+def order_of(cache, tmp_path: Path, **settings: str | int) -> Order:
     entries, jobs = RecipeEntries(cache.recipe), list[Job]()
     for scanned in cache.buckets().to_dicts():
         square = {"target_height": 64, "target_width": 64}
         row = scanned | (square if scanned["path"] in SQUARE else {})
         work = {**row, "root": str(cache.photos), "flipped": False}
         jobs.append(Job(entries.latent_spec(row), {}, work, row["path"], 4096))
-    jobs.sort(key=lambda job: job.spec.tensors["latent"].shape)
+    jobs.sort(key=lambda job: next(iter(job.spec.tensors.values())).shape)
     chosen = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255], **settings}
     return Order("latents", Path(cache.recipe.model.base), tmp_path / "store", chosen, jobs)
 
@@ -362,6 +362,17 @@ def test_I02_an_exception_for_one_image_rejects_only_that_image(
     assert "no room" in outcomes["cat.png"].detail
 
 
+def test_a_file_above_the_recipes_limit_is_rejected_when_it_is_encoded(
+    cache, tmp_path: Path, listener: Listener
+) -> None:
+    sizes = {path.name: path.stat().st_size for path in cache.photos.glob("*.png")}
+    largest = max(sizes, key=sizes.__getitem__)
+    order = order_of(cache, tmp_path, max_file_bytes=sizes[largest] - 1)
+    encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+    failed = {job.name: outcome.reason for job, outcome in encoded if isinstance(outcome, Failure)}
+    assert failed == {largest: "file_too_large"}
+
+
 def test_posterior_noise_depends_on_the_key_and_is_standard_normal() -> None:
     keys = ("00ffaa11", "00ffaa11", "00ffaa12")
     first, again, other = (posterior_noise(key * 8, (1, 4, 128, 128)) for key in keys)
@@ -370,6 +381,36 @@ def test_posterior_noise_depends_on_the_key_and_is_standard_normal() -> None:
     # 65,536 draws: a mean beyond 0.02 or a deviation off by 0.02 happens less than once in a million keys.
     assert abs(float(first.mean())) < 0.02
     assert abs(float(first.std()) - 1) < 0.02
+
+
+def test_posterior_noise_is_that_of_the_first_60_bits_of_the_key_as_seed() -> None:
+    """Entries in existing caches were made with it."""
+    key = "fedcba9876543210" * 4
+    expected = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(0xFEDCBA987654321))
+    assert torch.equal(posterior_noise(key, (1, 4, 8, 8)), expected)
+
+
+def test_a_sample_of_the_posterior_is_its_mean_plus_its_deviation_times_the_noise(
+    cache, tmp_path: Path, listener: Listener
+) -> None:
+    """`posterior: moments` stores mean and deviation, from which `sample` and `mean` can be computed."""
+    stored: dict[str, dict[str, Encoded]] = {}
+    keys: dict[str, str] = {}
+    for posterior in ("moments", "mean", "sample"):
+        settings = {"dtype": "float32", "posterior": posterior}
+        order = order_of(cache.with_settings(latents=settings), tmp_path, posterior=posterior)
+        encoded = list(encoder_of(order, listener).encoded(order.jobs, Store(order.store_root)))
+        stored[posterior] = {job.name: outcome for job, outcome in encoded if isinstance(outcome, Encoded)}
+        keys = {job.name: job.spec.key for job in order.jobs}
+
+    assert len(keys) == 5
+    for name, key in keys.items():
+        moments = stored["moments"][name].tensors
+        mean, sample = (stored[each][name].tensors["latent"] for each in ("mean", "sample"))
+        noise = posterior_noise(key, (1, *mean.shape))[0].numpy()
+        np.testing.assert_allclose(moments["mean"], mean, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(sample, mean + moments["std"] * noise, rtol=0, atol=1e-5)
+        assert np.abs(sample - mean).max() > 1e-3
 
 
 @pytest.fixture
