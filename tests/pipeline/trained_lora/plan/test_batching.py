@@ -21,7 +21,9 @@ def samples_of(sizes: list[int], dataset: str = "a", repeats: int = 1) -> list[P
     ]
 
 
-def micro_batches(samples: PlanSamples, mix: Mix, capacity: int, underfilled: Underfilled) -> list[list[Draw]]:
+def micro_batches(
+    samples: PlanSamples, mix: Mix, capacity: int, underfilled: Underfilled
+) -> list[list[Draw]]:
     """Return all micro-batches of epoch 0, in the order in which they run."""
     epoch = Epochs(mix, 7, capacity, underfilled).shuffled(0)
     return [named(samples, draws) for draws in epoch.micro_batches(0, len(epoch.order))]
