@@ -191,9 +191,11 @@ def _delta_norms(result: _Result) -> dict[str, float]:
         up, down = (tensors[key].reshape(len(tensors[key]), -1) for key in (up_key, down_key))
         if result.settings.of_network(module.name).starts_from_base_weights:
             up, down = up.astype(np.float64), down.astype(np.float64)
-        norm = float(np.linalg.norm(up @ down))
+        with np.errstate(invalid="ignore", over="ignore"):  # such weights give a norm that is not finite
+            norm = float(np.linalg.norm(up @ down))
         rounding_error = _ROUNDING * float(np.linalg.norm(up) * np.linalg.norm(down))
-        norms[module.name] = norm * module.alpha / module.rank if norm > rounding_error else 0.0
+        is_zero = math.isfinite(norm) and norm <= rounding_error
+        norms[module.name] = 0.0 if is_zero else norm * module.alpha / module.rank
     return norms
 
 
@@ -204,7 +206,7 @@ def _adapter_not_zero(norms: Mapping[str, float]) -> Outcome:
     numbers = {
         "modules": len(norms),
         "zero_modules": len(zero),
-        "largest_norm": max(norms.values(), default=0.0),
+        "largest_norm": max(filter(math.isfinite, norms.values()), default=0.0),
     }
     if not_finite or not norms or len(zero) == len(norms):
         summary = f"of {modules}, {len(zero)} have zero and {len(not_finite)} non-finite delta weights"

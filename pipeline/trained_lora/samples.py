@@ -88,10 +88,10 @@ class TrainingInput:
     views: tuple[LatentView, ...]
     original_size_hw: tuple[int, int]
     target_size_hw: tuple[int, int]
-    held_out: bool = False
-    lora_scale: int = 1
-    pair: str | None = None
-    empty_text: EntrySpec | None = None
+    held_out: bool
+    lora_scale: int
+    pair: str | None
+    empty_text: EntrySpec | None
 
 
 COLUMNS: dict[str, Any] = {
@@ -288,7 +288,7 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
     rows = rows.join(_latent_tensors(entries, rows), on=TARGET, how="left", maintain_order="left")
 
     of_all_views = ("dataset", "repeats", "latent_tensors", "height", "width", *TARGET, "held_out")
-    inputs = rows.group_by("sample_id", "bucket", maintain_order=True).agg(
+    inputs = rows.group_by("sample_id", "bucket").agg(
         "latents", "crops_top", "crops_left", "masks", pl.col(*of_all_views, "mask_tensors").first()
     )
     inputs = inputs.with_columns(
@@ -313,7 +313,7 @@ def _references(entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
 
     by_view = each.group_by("row", "sample_id", "bucket", maintain_order=True)
     views = by_view.agg("reference_tensors", references="key")
-    by_input = views.group_by("sample_id", "bucket", maintain_order=True)
+    by_input = views.group_by("sample_id", "bucket")
     return by_input.agg("references", pl.col("reference_tensors").first())
 
 

@@ -24,7 +24,7 @@ these draws from the epoch, and others from the next.
 Places = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Epoch:
     """The micro-batches of one epoch.
 
@@ -92,7 +92,7 @@ class Epochs:
         if draws.due is None:
             name = turn_name(bucket)
             turns = (hash_bits(64, self.seed, "turn", name, epoch, number) for number in range(len(starts)))
-            return np.fromiter(turns, dtype=np.uint64, count=len(starts))
+            return np.fromiter(turns, dtype=np.uint64)
         due = [draws.due[start:stop].tolist() for start, stop in pairwise([*starts, len(draws)])]
         return np.array([sum(each) / len(each) for each in due])
 

@@ -35,7 +35,7 @@ Exhausted = Literal["leave", "end_epoch", "repeat"]
 """Treatment of a dataset whose samples have all been drawn."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Draws:
     """Appearances of samples in an epoch, in order; N is their number.
 
@@ -91,8 +91,7 @@ class Mix:
         self._round = {name: int(samples.repeats[samples.datasets.members(name)].sum()) for name in datasets}
         self.constant = not weights or exhausted == "leave"
         """Whether every epoch has the same number of draws in each bucket."""
-        ends = [self._round[name] / weight for name, weight in self._weights.items()]
-        self._length = Fraction(0) if self.constant else (min if exhausted == "end_epoch" else max)(ends)
+        self._exhausted = exhausted
         self._kept: dict[str, tuple[int, Ints]] = {}
 
     def sizes(self, epoch: int) -> dict[str, int]:
@@ -134,20 +133,21 @@ class Mix:
             for name, times in zip(names, repeats.tolist(), strict=True)
             for occurrence in range(times)
         )
-        order = np.argsort(np.fromiter(hashes, dtype=np.uint64, count=len(numbers)), kind="stable")
+        order = np.argsort(np.fromiter(hashes, dtype=np.uint64), kind="stable")
         return Draws(np.repeat(members, repeats)[order], numbers[order].astype(np.int32))
 
     def _due(self, dataset: str, epoch: int) -> Draws:
         """Return the dataset's draws in the epoch, in order, with their due times."""
         queued, weight = self._queued(dataset, epoch), self._weights[dataset]
         due = (float((place + Fraction(1, 2)) / weight) for place in range(len(queued)))
-        return Draws(queued, _times_before(queued), np.fromiter(due, dtype=np.float64, count=len(queued)))
+        return Draws(queued, _times_before(queued), np.fromiter(due, dtype=np.float64))
 
     def _queued(self, dataset: str, epoch: int) -> Ints:
         """Return the indices of the samples that the dataset contributes to the epoch, in order."""
         if self.constant:
             return self._once_round(dataset, epoch)
-        length = self._length * self._weights[dataset]
+        ends = [self._round[name] / weight for name, weight in self._weights.items()]
+        length = (min if self._exhausted == "end_epoch" else max)(ends) * self._weights[dataset]
         first, last = floor(epoch * length), floor((epoch + 1) * length)
         size = self._round[dataset]
         taken: list[Ints] = [np.empty(0, dtype=np.int32)]

@@ -132,12 +132,12 @@ class TrainingPlan(Sequence[StepPlan]):
 
     @staticmethod
     def steps_in(samples: PlanSamples, settings: PlanSettings, epochs: int) -> int:
-        """Return the number of optimizer steps in `epochs` epochs; ignores `settings.steps`.
+        """Return the number of optimizer steps in `epochs` epochs, whatever `settings.steps` is.
 
         Raises:
             TrainingError: As `TrainingPlan`.
         """
-        plan = TrainingPlan(samples, replace(settings, steps=1))
+        plan = TrainingPlan(samples, settings)
         if plan._mix.constant:
             return epochs * plan.steps_per_epoch
         return sum(plan._steps_of(epoch) for epoch in range(epochs))
@@ -268,8 +268,8 @@ class TrainingPlan(Sequence[StepPlan]):
             epoch=epoch,
             occurrence=occurrence,
             drop_caption=drawn("dropout") / 2**64 < self.settings.caption_dropout,
-            variant=drawn("variant") % sample.variants if sample.variants > 1 else 0,
-            view=drawn("view") % sample.views if sample.views > 1 else 0,
+            variant=drawn("variant") % sample.variants,
+            view=drawn("view") % sample.views,
         )
 
 

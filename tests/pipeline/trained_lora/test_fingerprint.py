@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,12 +17,21 @@ from demo.tiny_models import make_tiny_chroma
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.text_requests import caption_variants
+from pipeline.errors import TrainingError
 from pipeline.models.families import FAMILIES
 from pipeline.processes.machines import Machines
 from pipeline.recipe import Recipe, TrainingSettings, recipe_from_mapping
 from pipeline.recipe.schema import all_keys
 from pipeline.storage.tables import SCHEMAS, frame
-from pipeline.trained_lora.fingerprint import describe_difference, log_differences, run_facts, run_id
+from pipeline.trained_lora.fingerprint import (
+    describe_difference,
+    is_run_id,
+    log_differences,
+    run_facts,
+    run_id,
+    write_facts,
+)
+from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.samples import training_inputs
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
 
@@ -140,6 +151,213 @@ def test_R11_the_machines_of_a_training_do_not_change_the_run_id(
     for name, value in {**variables, **Machines(2, 1, "127.0.0.1", 5).environment()}.items():
         monkeypatch.setenv(name, value)
     assert samples.ids(change).run == alone
+
+
+PLAIN_FACTS: dict[str, Any] = {
+    "version": 1,
+    "samples": {"number": 6, "latents": "hash", "text": "hash", "repeats": "hash"},
+    "empty_text": "hash",
+    "model": {"family": "Stable Diffusion 1.x and 2.x", "denoiser": "hash"},
+    "plan": {
+        "seed": 42,
+        "batch_size": 1,
+        "gradient_accumulation": 1,
+        "num_processes": 1,
+        "caption_dropout": 0.1,
+        "underfilled": "partial",
+    },
+    "loss": {
+        "kind": "mse",
+        "delta": 0.1,
+        "weighting": "none",
+        "gamma": 5.0,
+        "prediction": "epsilon",
+        "timesteps": {
+            "density": "auto",
+            "location": 0.0,
+            "scale": 1.0,
+            "mode_scale": 1.29,
+            "min": 0.0,
+            "max": 1.0,
+            "shift": None,
+        },
+        "density": "uniform",
+    },
+    "noise": {"offset": 0.0, "input_perturbation": 0.0, "zero_terminal_snr": False},
+    "optimizer": {
+        "kind": "adamw",
+        "arguments": {},
+        "learning_rate": 0.0001,
+        "max_grad_norm": 1.0,
+        "ema_decay": None,
+    },
+    "schedule": {"kind": "constant", "warmup_steps": 0},
+    "lora": {
+        "rank": 16,
+        "alpha": 16.0,
+        "kind": "lora",
+        "dropout": 0.0,
+        "targets": "family",
+        "modules": [],
+        "conv_rank": None,
+        "conv_alpha": None,
+        "ranks": [],
+        "dora": False,
+        "rslora": False,
+        "init": "kaiming",
+        "start_from": None,
+        "family_targets": ["to_q", "to_k", "to_v", "to_out.0"],
+    },
+    "mixed_precision": "no",
+    "quantize": "none",
+    "compile": False,
+}
+"""Facts of a recipe of defaults, as of 2026-11-25, with "hash" for each SHA-256."""
+
+RICH_RECIPE: Values = {
+    "datasets": [
+        {
+            "name": "photos",
+            "path": "@folder@/photos",
+            "weight": 2.0,
+            "loss_weight": 0.5,
+            "mask": {"path": "@folder@/masks", "unmasked_weight": 0.2, "prior_weight": 0.1},
+        },
+        {"name": "class", "path": "@folder@/class", "role": "prior", "weight": 1.0},
+    ],
+    "text": {"caption_dropout": 0.0},
+    "training": {
+        "exhausted": "repeat",
+        "loss": {"prior_weight": 0.5},
+        "lr_scheduler": "cosine",
+        "optimizer_arguments": {"weight_decay": 0.5},
+        "lora": {
+            "targets": "blocks",
+            "save_dtype": "float16",
+            "loraplus_ratio": 16.0,
+            "start_from": "@lora_file@",
+        },
+    },
+}
+
+RICH_FACTS: dict[str, Any] = {
+    "samples.number": 12,
+    "samples.masks": "hash",
+    "empty_text": None,
+    "plan.caption_dropout": 0.0,
+    "plan.weights.photos": 2.0,
+    "plan.weights.class": 1.0,
+    "plan.exhausted": "repeat",
+    "loss.prior.datasets": ["class"],
+    "loss.prior.target": "images",
+    "loss.prior.weight": 0.5,
+    "loss.dataset_weights.photos": 0.5,
+    "loss.masks.photos.unmasked_weight": 0.2,
+    "loss.masks.photos.normalise": True,
+    "loss.masks.photos.prior_weight": 0.1,
+    "optimizer.arguments.weight_decay": 0.5,
+    "schedule.kind": "cosine",
+    "schedule.steps": 1000,
+    "schedule.cycles": 1,
+    "schedule.power": 1.0,
+    "schedule.decay_steps": 0,
+    "lora.targets": "blocks",
+    "lora.loraplus_ratio": 16.0,
+    "lora.save_dtype": "float16",
+    "lora.start_from": "hash",
+    "lora.family_targets": None,
+}
+"""Facts of `RICH_RECIPE` that differ from those of defaults."""
+
+
+def facts_of(samples: Samples, values: Values, validated: pl.DataFrame) -> dict[str, Any]:
+    entries = RecipeEntries(samples.recipe(values))
+    inputs = training_inputs(entries.recipe, entries, *samples.tables(entries, validated))
+    return run_facts(entries.recipe, entries, inputs)
+
+
+def without_hashes(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the facts by dotted name, with "hash" for each SHA-256."""
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            flat |= without_hashes(value, f"{prefix}{name}.")
+        else:
+            is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+            flat[f"{prefix}{name}"] = "hash" if is_hash else value
+    return flat
+
+
+def test_R11_the_facts_of_a_run_are_those_of_earlier_versions(samples: Samples) -> None:
+    """A fact that is new or missing would start every run again."""
+    plain = facts_of(samples, {}, samples.validated)
+    assert without_hashes(plain) == without_hashes(PLAIN_FACTS)
+
+    hashes = pl.col("content_hash").str.reverse()
+    masked = samples.validated.with_columns(mask_path="path", mask_hash=hashes, mask_mean=pl.lit(0.5))
+    prior = samples.validated.with_columns(
+        dataset=pl.lit("class"), sample_id=pl.col("sample_id").str.replace("photos", "class")
+    )
+    both = pl.concat([masked, prior], how="diagonal")
+    rich = without_hashes(facts_of(samples, RICH_RECIPE, both))
+    assert rich == {
+        **without_hashes(
+            {
+                **PLAIN_FACTS,
+                "optimizer": {
+                    **PLAIN_FACTS["optimizer"],
+                    "arguments": RICH_RECIPE["training"]["optimizer_arguments"],
+                },
+            }
+        ),
+        **RICH_FACTS,
+    }
+
+
+def test_the_samples_of_a_run_are_hashed_with_their_buckets_and_entries(samples: Samples) -> None:
+    entries = RecipeEntries(samples.recipe({"datasets": {"repeats": 3}}))
+    inputs = training_inputs(entries.recipe, entries, *samples.tables(entries, samples.validated))
+
+    def digest(rows: list[list[Any]]) -> str:
+        return hashlib.sha256("".join(json.dumps(row) + "\n" for row in rows).encode()).hexdigest()
+
+    assert run_facts(entries.recipe, entries, inputs)["samples"] == {
+        "number": len(inputs),
+        "latents": digest([[i.variant_id, i.bucket, *(view.entry.key for view in i.views)] for i in inputs]),
+        "text": digest([[i.variant_id, *(variant.entry.key for variant in i.variants)] for i in inputs]),
+        "repeats": digest([[i.variant_id, 3] for i in inputs]),
+    }
+
+
+def test_a_run_id_is_the_beginning_of_a_hash_of_canonical_json() -> None:
+    name = run_id({"b": [1, 2], "a": None})
+    assert name == hashlib.sha256(b'{"a":null,"b":[1,2]}').hexdigest()[:16]
+    assert is_run_id(name)
+    for other in (name[:-1], f"{name}0", name.upper(), "lora", f"{name}\n"):
+        assert not is_run_id(other), other
+
+
+def test_a_new_run_is_compared_with_the_most_recent_other_one(tmp_path: Path) -> None:
+    for number, run in enumerate(["aa", "cc", "bb", "new"]):
+        layout = RunLayout(tmp_path / run)
+        layout.folder.mkdir()
+        write_facts(layout, {"plan": {"seed": number, "name": "x" * 31, "hash": run * 16}})
+        os.utime(layout.facts, ns=(0, 10**9 * {"aa": 2, "cc": 3, "bb": 1, "new": 4}[run]))
+    lines: list[str] = []
+    log_differences(
+        tmp_path, "new", {"plan": {"seed": 3, "name": "y" * 31, "hash": "d" * 32}}, log=lines.append
+    )
+    assert lines == [
+        "run new is new; it differs from cc in "
+        f"plan.hash cccccccc... -> dddddddd...; plan.name {'x' * 31} -> {'y' * 31}; plan.seed 1 -> 3"
+    ]
+
+
+def test_a_lora_to_start_from_that_is_missing_is_an_error_that_names_the_key(samples: Samples) -> None:
+    values: Values = {"training": {"lora": {"start_from": "@folder@/missing.safetensors"}}}
+    with pytest.raises(TrainingError) as excinfo:
+        samples.ids(values)
+    assert excinfo.value.where.startswith("training.lora.start_from: ")
 
 
 FACTS_OF_ROWS: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -10,9 +15,12 @@ from pipeline.errors import TrainingError
 from pipeline.trained_lora.run_folder import (
     RunLayout,
     checkpoint_list,
+    hold_idle_run,
     hold_run,
     hold_training,
     is_being_trained,
+    lora_steps,
+    read_metrics,
 )
 
 
@@ -32,6 +40,26 @@ def test_complete_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
     checkpoint(layout, "step-00000500", complete=False)
     checkpoint(layout, ".step-00000750-1-ab.tmp")
     assert checkpoint_list(layout) == [{"step": 1000, "bytes": 102}, {"step": 250, "bytes": 102}]
+
+
+def test_the_steps_with_lora_files_are_listed_in_ascending_order(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    assert lora_steps(layout) == {}
+    for name in ("step-100000000", "step-00000250", "step-00001000"):
+        checkpoint(layout, name)
+        (layout.checkpoints / name / "lora.json").write_bytes(b"{}")
+    checkpoint(layout, "step-00000500")
+    folders = {step: f"step-{step:08}" for step in (250, 1000, 100_000_000)}
+    assert [(step, path.name) for step, path in lora_steps(layout).items()] == list(folders.items())
+
+
+def test_the_last_complete_line_of_each_step_of_the_plan_is_read_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": step + 0.5}) for step in (2, 0, 4, 3, 1)]
+    damaged = ['{"step": 1, "lo', "\xff", '{"loss": 9.0}', '{"step": null}', "[1, 2]", ""]
+    file.write_text("\n".join([*damaged, '{"step": 1, "loss": 7.0}', *damaged, *lines, *damaged]), "latin-1")
+    assert read_metrics(file, 3) == [{"step": step, "loss": step + 0.5} for step in range(3)]
+    assert read_metrics(tmp_path / "missing.jsonl", 3) == []
 
 
 HOLD = """
@@ -81,3 +109,64 @@ def test_only_one_process_trains_a_run(tmp_path: Path) -> None:
     assert not is_being_trained(layout)
     with hold_training(layout):
         pass
+
+
+Hold = Callable[[RunLayout], AbstractContextManager[None]]
+
+
+def held_by_step(layout: RunLayout) -> AbstractContextManager[None]:
+    return hold_run(layout, pytest.fail)
+
+
+HOLDS = pytest.mark.parametrize("hold", [held_by_step, hold_training, hold_idle_run])
+
+
+@HOLDS
+def test_a_held_run_counts_as_being_trained_until_the_body_ends_or_fails(tmp_path: Path, hold: Hold) -> None:
+    layout = RunLayout(tmp_path)
+    with hold(layout):
+        assert is_being_trained(layout)
+    assert not is_being_trained(layout)
+
+    # The error keeps the frames of the functions that it passed through, and with them their lock objects.
+    with pytest.raises(OSError, match="disk full") as error, hold(layout):
+        raise OSError("disk full")
+    assert not is_being_trained(layout)
+    assert error.value is not None
+
+
+@HOLDS
+def test_O08_without_locks_of_the_file_system_no_lock_file_replaces_them(
+    tmp_path: Path, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed would leave such a file, and nobody could train the run again."""
+    layout = RunLayout(tmp_path)
+    with hold(layout):
+        pass
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(OSError, match="not implemented"), hold(layout):
+        pass
+    with pytest.raises(OSError, match="not implemented"):
+        is_being_trained(layout)
+
+
+def test_only_an_existing_run_that_nobody_trains_is_idle(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "0123")
+    with pytest.raises(TrainingError, match="does not exist"), hold_idle_run(layout):
+        pass
+    with hold_run(layout, pytest.fail):
+        with pytest.raises(TrainingError, match="is being trained"), hold_idle_run(layout):
+            pass
+        assert is_being_trained(layout)
+
+
+def test_the_folders_of_a_run_are_created_when_it_is_held(tmp_path: Path) -> None:
+    for number, hold in enumerate((held_by_step, hold_training)):
+        layout = RunLayout(tmp_path / str(number) / "runs" / "0123")
+        for _ in range(2):
+            with hold(layout):
+                assert layout.folder.is_dir()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -17,10 +18,21 @@ from pipeline.models.worker.family import load_family
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
 from pipeline.trained_lora.job import TrainingJob, read_job
-from pipeline.trained_lora.samples import TrainingInputs, training_inputs
+from pipeline.trained_lora.samples import (
+    COLUMNS,
+    MASK_COLUMNS,
+    REFERENCE_COLUMNS,
+    TrainingInputs,
+    read_entry_keys,
+    read_inputs,
+    training_inputs,
+    write_inputs,
+)
 from pipeline.trained_lora.tensors_json import tensors_json
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
+from tests.pipeline.reference_family import with_references
+from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -104,6 +116,101 @@ def test_inputs_are_sorted_by_variant_id_and_found_whatever_the_names_of_the_sam
     expected = ["photos/a.png (2).png", "photos/a.png (32x96)", "photos/a.png (64x64)"]
     assert [item.variant_id for item in inputs] == expected
     assert [inputs.named(name).variant_id for name in expected] == expected
+
+
+ALL_COLUMNS = {**COLUMNS, **MASK_COLUMNS, **REFERENCE_COLUMNS}
+
+
+@pytest.fixture
+def rich(make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A project of images with masks, with references, and with neither, all of them plain and mirrored."""
+    with_references(monkeypatch)
+    references = [{"path": "/before"}, {"path": "/style"}]
+    datasets: dict[str, dict[str, Any]] = {
+        "masked": {"mask": {"from": "alpha"}, "repeats": 2},
+        "edits": {"references": references},
+        "photos": {},
+    }
+    return make_project(datasets=datasets, sizes={"64x64": 9, "32x96": 3})
+
+
+def test_every_input_has_the_masks_and_references_of_its_own_dataset(rich: Project) -> None:
+    inputs = rich.job().inputs
+    assert dict(inputs.table.schema) == ALL_COLUMNS
+    counts = {
+        item.dataset: (item.repeats, item.views[0].mask is not None, len(item.views[0].references))
+        for item in inputs
+    }
+    assert counts == {"masked": (2, True, 0), "edits": (1, False, 2), "photos": (1, False, 0)}
+    shapes = dict(zip(inputs.table["dataset"], inputs.reference_shapes, strict=True))
+    assert shapes["masked"] == shapes["photos"] == "" != shapes["edits"]
+
+
+def test_inputs_survive_their_file_which_lists_the_keys_of_all_their_entries(
+    rich: Project, tmp_path: Path
+) -> None:
+    inputs, file = rich.job().inputs, tmp_path / "inputs.parquet"
+    write_inputs(inputs, file)
+    assert read_inputs(file) == inputs
+    assert list(read_inputs(file)) == list(inputs)
+    entries = [view.entry for item in inputs for view in item.views]
+    entries += [view.mask for item in inputs for view in item.views if view.mask is not None]
+    entries += [entry for item in inputs for view in item.views for entry in view.references]
+    entries += [variant.entry for item in inputs for variant in item.variants]
+    assert {entry.kind for entry in entries} == {"latents", "masks", "text"}
+    assert read_entry_keys(file) == {entry.key for entry in entries}
+
+
+def test_the_file_of_inputs_has_the_column_names_of_earlier_versions(rich: Project, tmp_path: Path) -> None:
+    inputs, file = rich.job().inputs, tmp_path / "inputs.parquet"
+    write_inputs(inputs, file)
+    stored = pl.read_parquet(file)
+    assert stored["sample_id"].equals(inputs.table["variant_id"])
+    assert stored["image_id"].equals(inputs.table["sample_id"])
+    assert set(stored.columns) == {"image_id", *ALL_COLUMNS} - {"variant_id"}
+
+
+@pytest.mark.parametrize("datasets", [["photos"], []], ids=["an image without references", "no image"])
+def test_the_columns_do_not_depend_on_the_images_that_remain(rich: Project, datasets: list[str]) -> None:
+    latents = rich.latents.filter(pl.col("dataset").is_in(datasets))
+    inputs = training_inputs(rich.recipe, RecipeEntries(rich.recipe), latents, rich.text)
+    assert len(inputs) == len(latents)
+    assert dict(inputs.table.schema) == ALL_COLUMNS
+    assert inputs.reference_shapes.to_list() == [""] * len(inputs)
+    assert [item.views[0].references for item in inputs] == [()] * len(inputs)
+
+
+def test_inputs_are_equal_if_their_tables_are(make_project: Callable[..., Project]) -> None:
+    inputs = make_project().job().inputs
+    assert inputs == TrainingInputs(inputs.table.clone())
+    assert inputs != inputs[1:]
+    assert inputs != list(inputs)
+    assert [item.variant_id for item in inputs[1:]] == [item.variant_id for item in inputs][1:]
+
+
+def test_inputs_have_the_scale_of_their_side_of_a_slider_and_1_without_one(
+    make_project: Callable[..., Project],
+) -> None:
+    assert make_project().job().inputs.lora_scales.to_list() == [1] * 8
+    inputs = slider_project(make_project, datasets={"plain": {}}).job().inputs
+    expected = {"bright": 1, "dark": -1, "plain": 1}
+    assert {item.dataset for item in inputs} == set(expected)
+    assert [item.lora_scale for item in inputs] == [expected[item.dataset] for item in inputs]
+    assert inputs.lora_scales.to_list() == [item.lora_scale for item in inputs]
+
+
+def test_a_sample_of_a_dataset_that_the_recipe_lacks_is_an_error(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project()
+    first = project.latents["sample_id"].min()
+    is_first = pl.col("sample_id") == first
+    latents = project.latents.with_columns(
+        dataset=pl.when(is_first).then(pl.lit("gone")).otherwise("dataset")
+    )
+    with pytest.raises(TrainingError) as excinfo:
+        training_inputs(project.recipe, RecipeEntries(project.recipe), latents, project.text)
+    assert excinfo.value.where == first
 
 
 def test_a_sample_without_a_caption_is_an_error_that_names_the_sample(

@@ -6,6 +6,7 @@ write such checkpoints are also the oracle of the conversion, and share nothing 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +79,41 @@ NAMES: dict[str, Names] = {
 """Names by kind of model. sd-scripts and ComfyUI read diffusers' names where no original code is given."""
 
 
+MODULES_BY_DEFAULT = {
+    "Stable Diffusion 1.x and 2.x": (32, "1022b6ce"),
+    "Stable Diffusion XL": (96, "88ba35ef"),
+    "Stable Diffusion 3 and 3.5": (23, "752e607a"),
+    "FLUX.1 dev": (34, "3ede5c85"),
+    "FLUX.1 schnell": (34, "3ede5c85"),
+    "FLUX.1 Kontext": (34, "3ede5c85"),
+    "FLUX.2 klein": (28, "6e156381"),
+    "FLUX.2 dev": (28, "6e156381"),
+    "Qwen-Image": (20, "cde46943"),
+    "Qwen-Image-Edit": (20, "cde46943"),
+    "Qwen-Image 2.1": (14, "31067e18"),
+    "Qwen-Image 2.1 Turbo": (14, "31067e18"),
+    "Z-Image": (28, "732a5e81"),
+    "Z-Image Turbo": (28, "732a5e81"),
+    "Chroma": (34, "3ede5c85"),
+    "Lumina Image 2": (28, "e7d0945f"),
+    "Sana": (16, "3308f3eb"),
+    "AuraFlow": (24, "f11210b6"),
+    "HiDream": (24, "e2b89171"),
+    "Kolors": (96, "88ba35ef"),
+    "CogView4": (8, "bcb0a6a8"),
+    "ERNIE-Image": (14, "8f369dc6"),
+    "Krea 2": (32, "625df6be"),
+    "Ideogram 4": (14, "5e723d59"),
+    "Kandinsky 5 (image)": (26, "2fad8b56"),
+    "Bria FIBO": (34, "3ede5c85"),
+    "Bria FIBO 2": (73, "5e2949d3"),
+}
+"""Number and hash of the modules that get an adapter by default, as of 2026-11-25.
+
+They decide the names in the files of a run, and the run id.
+"""
+
+
 WHAT = ("kohya's key", "kohya's layer of modules", "ComfyUI's key")
 
 
@@ -142,10 +178,12 @@ def test_every_module_has_the_name_of_its_weights_in_the_code_that_reads_the_fil
         ]
 
     assert not wrong, "\n".join(wrong)
-    without_name = {module for module in modules_of(state) if adapted(family, module)} - named
-    assert without_name == set(), "modules that are adapted by default have no name"
+    by_default = sorted(module for module in modules_of(state) if adapted(family, module))
+    assert set(by_default) - named == set(), "modules that are adapted by default have no name"
+    digest = hashlib.sha256("\n".join(by_default).encode()).hexdigest()[:8]
+    assert (len(by_default), digest) == MODULES_BY_DEFAULT[kind], by_default
     assert len(named) >= 8, f"only {sorted(named)} have names"
 
 
 def test_every_kind_of_model_has_expected_names() -> None:
-    assert NAMES.keys() == TINY.keys()
+    assert NAMES.keys() == MODULES_BY_DEFAULT.keys() == TINY.keys()

@@ -70,3 +70,47 @@ def test_a_chatglm_stored_in_half_precision_runs_in_the_default_dtype(tmp_path: 
     encoders.text_encoder = expected
     for name, tensor in family.text.encode_caption(encoders, "a red cat").tensors.items():
         assert torch.equal(encoded[name], tensor), name
+
+
+def test_masked_embeddings_are_padded_with_zeros_to_the_longest_of_a_batch(tmp_path: Path) -> None:
+    TINY["Lumina Image 2"](tmp_path / "tiny")
+    family = load_family(tmp_path / "tiny")
+    assert family.text_padding == "masked"
+    short, long = (torch.full((length, 4), float(length)) for length in (2, 5))
+    stacked = family.text.stack([{"text_embedding": short}, {"text_embedding": long}])
+    assert stacked["text_lengths"] == (2, 5)
+    assert stacked["text_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
+    assert stacked["text_embedding"].shape == (2, 5, 4)
+    assert torch.equal(stacked["text_embedding"][0], torch.cat([short, torch.zeros(3, 4)]))
+    assert torch.equal(stacked["text_embedding"][1], long)
+
+
+def test_other_tensors_are_stacked_as_they_are(tmp_path: Path) -> None:
+    TINY["Stable Diffusion XL"](tmp_path / "tiny")
+    texts = [{"text_embedding": torch.rand(7, 4), "pooled_text_embedding": torch.rand(3)} for _ in range(2)]
+    stacked = load_family(tmp_path / "tiny").text.stack(texts)
+    assert stacked.keys() == texts[0].keys()
+    for name, value in stacked.items():
+        assert torch.equal(value, torch.stack([text[name] for text in texts]))
+
+
+@pytest.mark.parametrize("kind", ["Stable Diffusion 1.x and 2.x", "Stable Diffusion XL", "Lumina Image 2"])
+def test_a_caption_beyond_the_limit_reports_its_tokens_and_where_it_is_cut(tmp_path: Path, kind: str) -> None:
+    TINY[kind](tmp_path / "tiny")
+    family = load_family(tmp_path / "tiny")
+    encoders = family.text.load("float32", "cpu")
+    (limit,) = set(family.token_limits().values())
+
+    def counts(num_words: int) -> tuple[int, int, int | None]:
+        encoded = family.text.encode_caption(encoders, " ".join(["cat"] * num_words))
+        return encoded.num_tokens, encoded.num_cut, encoded.cut_from
+
+    # Every further word is one token, so that the tokens besides the words follow from any count.
+    extra = counts(3)[0] - 3
+    fitting = limit - extra
+    assert counts(fitting) == (limit, 0, None)
+    for cut in (1, 4):
+        num_tokens, num_cut, cut_from = counts(fitting + cut)
+        assert (num_tokens, num_cut) == (limit + cut, cut)
+        assert cut_from is not None
+        assert abs(cut_from - 4 * fitting) <= 1, "the space before a word may belong to its token"

@@ -127,6 +127,28 @@ def test_over_many_epochs_datasets_follow_their_weights_and_samples_have_equal_s
         )
 
 
+@given(mixes(), st.sampled_from(WEIGHTED), st.integers(0, 3))
+def test_the_draws_of_a_dataset_are_evenly_spaced_by_its_share_of_the_weights(
+    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epoch: int
+) -> None:
+    weights = mix[1]
+    draws = Mixed(*mix, exhausted).in_order(epoch)
+    for name, weight in weights.items():
+        due = [draw.due for draw in draws if draw.variant_id.startswith(name)]
+        share = weight / sum(weights.values())
+        assert due == pytest.approx([(place + 0.5) / share for place in range(len(due))])
+
+
+def test_occurrences_count_the_appearances_of_a_sample_in_the_order_of_its_draws() -> None:
+    mixed = Mixed([*dataset("a", 40), *dataset("b", 3, repeats=2)], {"a": 1, "b": 20}, "repeat")
+    for epoch in range(2):
+        occurrences: dict[str, list[int]] = {}
+        for draw in mixed.in_order(epoch):
+            occurrences.setdefault(draw.variant_id, []).append(draw.occurrence)
+        assert max(map(len, occurrences.values())) > 200
+        assert {name: each for name, each in occurrences.items() if each != list(range(len(each)))} == {}
+
+
 @pytest.mark.parametrize("exhausted", WEIGHTED)
 def test_every_prefix_of_an_epoch_follows_the_dataset_weights(exhausted: Exhausted) -> None:
     mixed = Mixed(dataset("a", 30) + dataset("b", 90), {"a": 3, "b": 1}, exhausted)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.plan.batching import Underfilled
+from pipeline.trained_lora.plan.mixing import Exhausted
 from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, Slot, StepPlan, TrainingPlan
 
@@ -200,6 +203,117 @@ GOLDEN: list[list[tuple[str, bool]]] = [
 ]
 
 
+FOUR_BUCKETS = [
+    *(PlanSample(f"a/{number:02}", "64x64", 2, 3, 2, dataset="a") for number in range(9)),
+    *(PlanSample(f"b/{number:02}", "64x128", dataset="b") for number in range(7)),
+    *(PlanSample(f"c/{number:02}", "64x64", dataset="b", references="1") for number in range(5)),
+    *(
+        PlanSample(f"d/{number:02}", "64x64", 3, dataset="b", slider=1, pair=f"{number}")
+        for number in range(4)
+    ),
+    *(
+        PlanSample(f"e/{number:02}", "64x64", 3, dataset="a", slider=-1, pair=f"{number}")
+        for number in range(4)
+    ),
+]
+WEIGHTS = {"a": 3.0, "b": 1.0}
+
+STORED: list[tuple[Underfilled, dict[str, float], Exhausted, str]] = [
+    ("partial", {}, "leave", "f4e7ef1fd3b06e5b"),
+    ("repeat", {}, "leave", "8b1b80f01bbce993"),
+    ("drop", {}, "leave", "2e11fa3648167717"),
+    ("partial", WEIGHTS, "leave", "ad61a05115975d64"),
+    ("drop", WEIGHTS, "end_epoch", "881601807b4467ab"),
+    ("repeat", WEIGHTS, "repeat", "70366786c0cd0b41"),
+]
+"""Policies, weights, and the hash of the plan as of 2026-11-25."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "weights", "exhausted", "stored"),
+    STORED,
+    ids=[f"{p}, {e}" if w else p for p, w, e, _ in STORED],
+)
+def test_R01_every_slot_of_every_step_equals_that_of_earlier_versions(
+    policy: Underfilled, weights: dict[str, float], exhausted: Exhausted, stored: str
+) -> None:
+    shape = settings_of(40, batch=2, accumulation=2, ranks=2, dropout=0.4)
+    plan = plan_of(FOUR_BUCKETS, replace(shape, underfilled=policy, weights=weights, exhausted=exhausted))
+    steps = [asdict(step) for step in plan]
+    text = json.dumps([steps, [plan.dropped(epoch) for epoch in range(plan.num_epochs)]])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == stored
+
+
+@pytest.mark.parametrize(
+    ("policy", "numbers"),
+    [
+        (
+            "partial",
+            {
+                "draws_per_epoch": 15,
+                "micro_batches_per_epoch": 5,
+                "underfilled_micro_batches": 2,
+                "filled": 0.75,
+            },
+        ),
+        (
+            "repeat",
+            {
+                "draws_per_epoch": 15,
+                "micro_batches_per_epoch": 5,
+                "underfilled_micro_batches": 2,
+                "filled": 1.0,
+            },
+        ),
+        (
+            "drop",
+            {
+                "draws_per_epoch": 12,
+                "micro_batches_per_epoch": 3,
+                "dropped_per_epoch": 3,
+                "filled": 1.0,
+                "underfilled_micro_batches": 2,
+                "steps_per_epoch": 2,
+                "epochs": 5.5,
+            },
+        ),
+    ],
+)
+def test_the_numbers_of_a_plan_describe_its_epochs(
+    policy: Underfilled, numbers: dict[str, int | float]
+) -> None:
+    """Micro-batches of 4: a bucket of 8 draws fills two of them, and buckets of 5 and 2 have a remainder."""
+    samples = [*samples_of({"64x64": 4}, repeats=2), *samples_of({"64x128": 5, "32x96": 2})]
+    plan = plan_of(samples, replace(settings_of(11, batch=2, accumulation=2, ranks=2), underfilled=policy))
+    assert plan.numbers() == {
+        "steps": 11,
+        "epochs": 3.667,
+        "steps_per_epoch": 3,
+        "dropped_per_epoch": 0,
+        "global_batch_size": 8,
+        "underfilled": policy,
+        **numbers,
+    }
+
+
+def test_the_number_of_epochs_of_a_weighted_plan_counts_the_steps_of_each_epoch() -> None:
+    """An epoch has 10 draws of a, and 3 or 4 of b: 13.3 on average, in micro-batches of 1."""
+    samples = [PlanSample(f"{name}/{number}", "64x64", dataset=name) for name in "ab" for number in range(10)]
+    shape = replace(settings_of(20, batch=1), weights=WEIGHTS, exhausted="end_epoch")
+    plan = plan_of(samples, shape)
+    assert plan.steps_per_epoch == 13
+    assert plan.numbers()["epochs"] == round(1 + 7 / 13, 3)
+    assert plan_of(samples, replace(shape, steps=33)).numbers()["epochs"] == round(2 + 7 / 14, 3)
+    assert plan_of(samples, replace(shape, steps=13)).num_epochs == 1
+    assert plan_of(samples, replace(shape, steps=14)).num_epochs == 2
+
+
+def test_a_slice_of_a_plan_has_its_steps() -> None:
+    plan = plan_of(FOUR_BUCKETS, settings_of(9))
+    assert plan[2:7:2] == [plan[2], plan[4], plan[6]]
+    assert plan[-2:] == [plan[7], plan[8]]
+
+
 @pytest.mark.parametrize(
     ("samples", "shape", "message"),
     [
@@ -207,9 +321,27 @@ GOLDEN: list[list[tuple[str, bool]]] = [
         (samples_of({"a": 1}) * 2, settings_of(), "duplicate sample id"),
         (samples_of({"a": 1}), settings_of(steps=0), "at least 1"),
         (samples_of({"a": 1}, repeats=0), settings_of(), "at least 1"),
+        (samples_of({"a": 1}), settings_of(batch=0), "at least 1"),
+        (samples_of({"a": 1}), settings_of(accumulation=0), "at least 1"),
+        (samples_of({"a": 1}), settings_of(ranks=0), "at least 1"),
+        ([PlanSample("a", "a", variants=0)], settings_of(), "at least 1"),
+        ([PlanSample("a", "a"), PlanSample("b", "a", views=0)], settings_of(), "at least 1"),
         (samples_of({"a": 1}), settings_of(dropout=1.5), "1.5"),
+        (samples_of({"a": 1}), settings_of(dropout=-0.5), "-0.5"),
     ],
-    ids=["no samples", "a sample twice", "no steps", "no repeats", "dropout above 1"],
+    ids=[
+        "no samples",
+        "a sample twice",
+        "no steps",
+        "no repeats",
+        "no batch",
+        "no accumulation",
+        "no process",
+        "no caption",
+        "no latent",
+        "dropout above 1",
+        "dropout below 0",
+    ],
 )
 def test_invalid_inputs_raise_training_errors(
     samples: list[PlanSample], shape: PlanSettings, message: str

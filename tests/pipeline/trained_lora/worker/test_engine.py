@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -278,3 +279,28 @@ def test_R04_the_schedule_is_stepped_once_per_optimizer_step(
     job = make_project(lr_scheduler=schedule, warmup_steps=2, learning_rate=1e-3).job()
     used = list(_steps(job, engine_of(job)))
     assert used == pytest.approx([1e-3 * rate for rate in rates])
+
+
+def test_an_evaluation_has_neither_dropout_nor_gradients_and_training_continues_afterwards(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=1, lora={"rank": 4, "alpha": 2.0, "dropout": 0.5})
+    job = project.job()
+    engine = engine_of(job)
+    ((_, micro), *_) = inputs_of(job, engine, job.plan()[0])
+    with torch.no_grad():
+        for weight in engine.weights:
+            weight.add_(0.1)
+
+    losses: list[torch.Tensor] = []
+    with suppress(RuntimeError), engine.evaluation():
+        losses += [engine.losses(micro, engine.denoiser) for _ in range(2)]
+        raise RuntimeError("ends early")
+    assert torch.equal(*losses)
+    assert not losses[0].requires_grad
+    assert all(network.training for network in engine.networks.values())
+
+    trained = [engine.losses(micro, engine.denoiser) for _ in range(2)]
+    assert not torch.equal(*trained), "dropout is random in training"
+    assert trained[0].requires_grad
+    assert engine.embed_caption("a cat") is None, "no text encoder is trained"

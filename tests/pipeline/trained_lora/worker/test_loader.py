@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +19,7 @@ from pipeline.errors import StoreError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import StepPlan
-from pipeline.trained_lora.samples import (
-    TrainingInputs,
-    read_entry_keys,
-    read_inputs,
-    write_inputs,
-)
+from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.tensors_json import tensors_json
 from pipeline.trained_lora.worker.loader import PREFETCH, MicroBatchMaker, micro_inputs, prefetch
 from pipeline.trained_lora.worker.loop import train
@@ -139,6 +136,24 @@ def test_L12_only_a_few_micro_batches_are_prepared_ahead(
     assert [name for name in names if name.startswith("latentline-loader")] == []
 
 
+def test_closing_cancels_what_no_thread_has_begun(make_project: Callable[..., Project]) -> None:
+    batch = make_project(steps=1).job().plan()[0]
+    closing, begun = threading.Event(), list[int]()
+
+    def task(number: int) -> int:
+        begun.append(number)
+        if number > 0:
+            closing.wait()
+            time.sleep(1)  # in which `close` cancels the others
+        return number
+
+    ahead = prefetch(((batch, partial(task, number)) for number in range(10)), readers=1)
+    assert next(ahead)[1] == 0
+    closing.set()
+    ahead.close()
+    assert begun in ([0], [0, 1])
+
+
 MASKED = {"masked": {"mask": {"from": "alpha", "unmasked_weight": 0.25}}, "plain": {}}
 
 
@@ -174,15 +189,6 @@ def test_slots_get_the_weights_of_their_masks_and_others_get_ones(
                 assert float(weights.mean()) == pytest.approx(1.0, abs=1e-6)
                 num_masked += 1
     assert min(num_masked, num_plain) > 0
-
-
-def test_masks_survive_the_file_of_inputs(make_project: Callable[..., Project], tmp_path: Path) -> None:
-    job = make_project(datasets=MASKED).job()
-    write_inputs(job.inputs, tmp_path / "inputs.parquet")
-    assert read_inputs(tmp_path / "inputs.parquet") == job.inputs
-    keys = {view.mask.key for item in job.inputs for view in item.views if view.mask is not None}
-    assert keys
-    assert keys <= read_entry_keys(tmp_path / "inputs.parquet")
 
 
 def test_a_mask_of_another_shape_is_an_error(make_project: Callable[..., Project]) -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS, Validation
 
 if TYPE_CHECKING:
@@ -75,6 +77,53 @@ def test_the_validation_loss_does_not_depend_on_seed_loss_or_batch_size_and_chan
             torch.equal(weight, before[name]) for name, weight in adapter_state(engine.denoiser).items()
         )
     assert losses[0].mean == pytest.approx(losses[1].mean, rel=1e-5)
+
+
+@dataclass
+class CountingEngine:
+    """An engine of one rank that gives each cell its index as error, and counts its forward passes."""
+
+    process_index: int
+    num_processes: int
+    is_sharded: bool
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    passes: int = 0
+
+    @property
+    def accelerator(self) -> CountingEngine:
+        return self
+
+    def errors(self, micro: MicroInput, scheduler: object) -> torch.Tensor:
+        self.passes += 1
+        return micro.indices.float()
+
+    def reduce(self, errors: torch.Tensor, reduction: str) -> torch.Tensor:
+        assert reduction == "sum"
+        return errors
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_ranks_measure_each_cell_once_and_run_a_sharded_model_equally_often(
+    make_project: Callable[..., Project], sharded: bool
+) -> None:
+    """A forward pass of a sharded model waits for those of all other ranks."""
+    job = make_project(datasets=HALF, batch_size=3).job()
+    validation = Validation(job, load_family(job.base), job.inputs.held_out)
+
+    def measured(num_ranks: int) -> tuple[list[int], float]:
+        engines = [CountingEngine(rank, num_ranks, sharded) for rank in range(num_ranks)]
+        total = sum(validation.loss(cast("Any", engine)).mean for engine in engines)
+        return [engine.passes for engine in engines], total
+
+    (alone,), loss = measured(1)
+    assert alone >= 5
+    for num_ranks in range(2, alone + 2):
+        passes, total = measured(num_ranks)
+        assert total == pytest.approx(loss)
+        if sharded:
+            assert passes == [-(-alone // num_ranks)] * num_ranks
+        else:
+            assert sum(passes) == alone
 
 
 def test_output_change_is_zero_for_a_fresh_adapter_and_grows_with_its_weights(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +15,10 @@ from pipeline.trained_lora.worker.adapter.lora import (
     add_lora,
     load_adapter_state,
     lora_modules,
+    scaled_adapters,
     trainable_weights,
 )
+from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from tests.pipeline.trained_lora.adapters import delta_weights
 from tests.tensor_differences import differing_tensors
 
@@ -68,3 +71,52 @@ def test_targets_without_a_match_are_named_in_the_error(tiny_bases: dict[str, Pa
     with pytest.raises(TrainingError) as excinfo:
         adapted(tiny_bases["epsilon"], targets=["no_such_module"])
     assert "no_such_module" in excinfo.value.what
+
+
+def moved(base: Path, **settings: Any) -> Any:
+    """Return a denoiser whose adapter of these settings is not zero."""
+    family = load_family(base)
+    denoiser = cast("Any", family.denoiser.load("float32", "cpu"))
+    lora = LoraSettings.model_validate({"rank": 4, "alpha": 2.0, **settings})
+    add_lora(denoiser, lora, targets=family.lora_targets(), seed=1)
+    if lora.starts_from_base_weights:
+        init_from_base_weights(denoiser, lora, seed=1)
+    with torch.no_grad():
+        for weight in trainable_weights(denoiser):
+            weight.add_(0.05)
+    return denoiser.eval()
+
+
+@torch.no_grad()
+def output(denoiser: Any) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1)
+    width = denoiser.config.cross_attention_dim
+    latent, text = torch.randn(1, 4, 8, 8, generator=draw), torch.randn(1, 5, width, generator=draw)
+    return denoiser(latent, torch.tensor([500]), text).sample
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "lokr"}],
+    ids=["lora", "dora", "pissa", "loha", "lokr"],
+)
+def test_a_scale_of_0_is_the_base_model_1_is_the_adapter_and_both_end_with_the_context(
+    tiny_bases: dict[str, Path], settings: dict[str, Any]
+) -> None:
+    plain = output(load_family(tiny_bases["epsilon"]).denoiser.load("float32", "cpu"))
+    denoiser = moved(tiny_bases["epsilon"], **settings)
+    adapted_output = output(denoiser)
+    trained = {name for name, weight in denoiser.named_parameters() if weight.requires_grad}
+    outputs: dict[float, torch.Tensor] = {}
+    for scale in (0.0, 0.5, 1.0):
+        with suppress(RuntimeError), scaled_adapters({"": denoiser}, scale):
+            outputs[scale] = output(denoiser)
+            raise RuntimeError("ends early")
+        assert torch.equal(output(denoiser), adapted_output)
+        assert {name for name, weight in denoiser.named_parameters() if weight.requires_grad} == trained
+    change = float((adapted_output - plain).abs().max())
+    assert change > 0.001
+    # Initial weights that are subtracted again leave rounding errors.
+    torch.testing.assert_close(outputs[0.0], plain, rtol=0, atol=1e-3 * change)
+    torch.testing.assert_close(outputs[1.0], adapted_output)
+    assert 1e-2 * change < float((outputs[0.5] - plain).abs().max()) < change
