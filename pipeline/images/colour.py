@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -219,5 +220,4 @@ def _probe(mode: str) -> Image.Image:
     if mode == "L":
         return Image.fromarray(np.arange(256, dtype=np.uint8).reshape(1, 256))
     levels = np.linspace(0, 255, 17).round().astype(np.uint8)
-    grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1)
-    return Image.fromarray(grid.reshape(17, 289, 3))
+    return Image.fromarray(np.array([*product(levels, repeat=3)]).reshape(17, 289, 3))

@@ -102,14 +102,27 @@ def test_a_registration_of_an_earlier_version_gets_a_new_id_and_keeps_its_keys(t
 
 
 @pytest.mark.parametrize(
-    ("suffix", "content"), [(".json", b"{"), (".json", b"[]"), ("-latents.keys", b"short")]
+    ("suffix", "content"),
+    [
+        (".json", b"{"),
+        (".json", b"[]"),
+        (".json", b"{}"),
+        (".json", b'{"output_dir": "/out"}'),
+        (".json", None),
+        ("-latents.keys", b"short"),
+        ("-latents.keys", None),
+    ],
 )
 def test_L13_a_damaged_registration_is_an_error_and_not_an_empty_key_set(
-    tmp_path: Path, suffix: str, content: bytes
+    tmp_path: Path, suffix: str, content: bytes | None
 ) -> None:
     register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
     (path,) = (tmp_path / "outputs").glob(f"*{suffix}")
-    path.write_bytes(content)
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
     with pytest.raises(StoreError, match="registration") as excinfo:
         list(read_users(tmp_path))
     assert "run the cache job" in excinfo.value.fix
@@ -124,5 +137,8 @@ def test_speed_is_recorded_per_kind_and_a_damaged_record_is_ignored(tmp_path: Pa
     record_speed(tmp_path, "latents", 0.5)
     record_speed(tmp_path, "text", 0.25)
     assert (recorded_speed(tmp_path, "latents"), recorded_speed(tmp_path, "text")) == (0.5, 0.25)
-    (tmp_path / "speed.json").write_text("nonsense")
-    assert recorded_speed(tmp_path, "text") is None
+    for damaged in ("nonsense", "5", "[1]", ""):
+        (tmp_path / "speed.json").write_text(damaged)
+        assert recorded_speed(tmp_path, "text") is None
+    record_speed(tmp_path / "speed.json", "text", 0.5)  # a folder that cannot be written
+    assert recorded_speed(tmp_path / "speed.json", "text") is None

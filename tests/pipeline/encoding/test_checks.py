@@ -168,15 +168,29 @@ def test_T02_a_missing_entry_for_the_empty_caption_or_a_sample_prompt_closes_the
 
 
 def test_C05_a_truncated_caption_causes_a_warning_that_shows_the_truncated_part(job: Job) -> None:
-    sidecar = job.recipe.datasets[0].path / "cat.txt"
-    sidecar.write_text("the cat " * 50 + "and nobody reads this", encoding="utf-8")
+    folder = job.recipe.datasets[0].path
+    (folder / "cat.txt").write_text("the cat " * 50 + "and nobody reads this", encoding="utf-8")
+    for name in ("coffee", "camera"):
+        (folder / f"{name}.txt").write_text("the cat " * 45, encoding="utf-8")
     job.run()
     failing = job.failing("text_embeddings")
     assert set(failing) == {"captions_fit"}
     finding = failing["captions_fit"]
     assert not finding.closes
     assert finding.rows[0]["cut_part"].endswith("and nobody reads this")
-    assert finding.rows[0]["num_cut"] > 0
+    assert finding.rows[0]["num_cut"] > finding.rows[1]["num_cut"] == finding.rows[2]["num_cut"] > 0
+    longest_first = ["photos/cat.png", "photos/camera.png", "photos/coffee.png"]
+    assert [row["sample_id"] for row in finding.rows] == longest_first
+
+
+def test_L03_shape_uniformity_reports_a_bucket_whose_latents_have_several_shapes(job: Job) -> None:
+    table = job.tables.read("vae_latents")
+    same_bucket = table.with_columns(bucket=pl.lit("64x64"))
+    shapes = same_bucket.select("latent_channels", "latent_height", "latent_width").unique()
+    assert len(shapes) > 1
+    job.tables.write("vae_latents", same_bucket)
+    rows = job.failing("vae_latents")["shape_uniformity"].rows
+    assert rows == [{"sample_id": "bucket 64x64", "problem": f"it has latents of {len(shapes)} shapes"}]
 
 
 def test_an_image_rejected_while_encoding_counts_towards_rejected_fraction_but_not_completeness(

@@ -178,6 +178,20 @@ def test_I12_display_p3_is_converted_by_its_matrix() -> None:
     assert np.abs(grid.astype(int) - expected).max() > 20, "the two spaces differ"
 
 
+@pytest.mark.parametrize(("shift", "difference"), [(0.0004, 0), (0.0009, 2)])
+def test_I12_a_profile_is_converted_if_it_changes_a_level_by_more_than_one(
+    shift: float, difference: int
+) -> None:
+    """Another red primary changes saturated colours only: here by 1 and by 2 levels."""
+    (red_x, red_y), *others = SRGB
+    profile = matrix_profile(((red_x - shift, red_y), *others), srgb_curve())
+    levels = np.linspace(0, 255, 17).round().astype(np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(17, 289, 3)
+    data = saved(Image.fromarray(grid), icc_profile=profile)
+    assert np.abs(decoded(data) - grid).max() == difference
+    assert read_header(data).notes == (("colour_profile",) if difference else ())
+
+
 def test_I12_an_srgb_profile_changes_nothing() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     data = saved(Image.fromarray(pattern()), icc_profile=profile)

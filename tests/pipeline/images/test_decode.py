@@ -22,6 +22,7 @@ from pipeline.images.decode import (
     DECODER,
     MAX_IMAGE_PX,
     DecodeLimits,
+    Header,
     decode,
     decode_cost,
     decoder_version,
@@ -167,6 +168,22 @@ def test_I13_an_animation_decodes_to_its_first_frame() -> None:
         data = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
         assert (decoded(data) == (255, 0, 0)).all(), kind
         assert read_header(data).notes == ("animated",), kind
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "AVIF", "JPEG2000"])
+def test_I13_an_image_of_one_frame_is_not_animated(kind: str) -> None:
+    assert read_header(saved(Image.fromarray(pattern()), kind)).notes == ()
+
+
+def test_I13_the_views_of_an_mpo_are_not_an_animation() -> None:
+    views = [Image.fromarray(pattern()), Image.fromarray(pattern()[::-1])]
+    header = read_header(saved(views[0], "MPO", save_all=True, append_images=views[1:]))
+    assert (header.format, header.notes) == ("MPO", ())
+
+
+def test_a_header_states_the_stored_properties_of_the_file() -> None:
+    data = saved(Image.fromarray(pattern()).convert("LA"), exif=with_orientation(6))
+    assert read_header(data) == Header("PNG", "LA", 2, Size(40, 24), 6, ())
 
 
 def test_I03_the_first_bytes_decide_the_format() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.images.geometry import Placement, Size, ladder
+from pipeline.images.geometry.crops import random_corner
 
 edges = st.integers(1, 40_000)
 sizes = st.builds(Size, edges, edges)
@@ -33,6 +34,21 @@ def test_random_crops_are_uniform_and_depend_on_the_seed() -> None:
     assert counts == pytest.approx(dict.fromkeys(range(4), 1000), abs=200), "samples by top edge"
     other = Placement((ladder(64, 64, 1.0),), crop="random", crop_seed=1)
     assert (other.assign_many([67] * 4000, [64] * 4000, names).columns.crop_top != tops).any()
+
+
+@pytest.mark.parametrize(
+    ("seed", "tops", "lefts"),
+    [
+        (0, [226415137, 226718853, 2084751721], [0, 105, 0]),
+        (7, [389972791, 1882251758, 32161953], [0, 877, 0]),
+    ],
+)
+def test_random_crops_stay_the_same_in_every_version(seed: int, tops: list[int], lefts: list[int]) -> None:
+    """A crop is part of its latent's key, so that another position would encode the image again."""
+    names = ["photos/a.jpg", "photos/b.jpg", "fotos/\u00fc.png"]
+    excess_height, excess_width = np.full(3, 2**31 - 1), np.array([3, 1000, 0])
+    top, left = random_corner(excess_height, excess_width, seed=seed, names=names, image=np.arange(3))
+    assert (top.tolist(), left.tolist()) == (tops, lefts)
 
 
 def test_a_top_crop_keeps_the_upper_part_and_is_horizontally_centred() -> None:
