@@ -30,6 +30,18 @@ except ModelError as err:
     print(err)
 """
 
+COMPONENT_CODE = """\
+import sys
+from pathlib import Path
+from pipeline.errors import ModelError
+from pipeline.models.components import resolve_components
+from tests.pipeline.model_recipe import recipe
+try:
+    resolve_components(recipe(Path(sys.argv[1]), "models/tiny", components={"vae": sys.argv[2]}))
+except ModelError as err:
+    print(err)
+"""
+
 INVALID_TOKEN = "Invalid credentials in Authorization header"
 
 
@@ -50,6 +62,8 @@ class Hub(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization")
         if token == "Bearer hf_expired":
             self._send(401, {"X-Error-Message": INVALID_TOKEN})
+        elif "/someone/down" in self.path:
+            self._send(503, {})
         elif "/someone/gated" in self.path and not is_info:
             self._send(403 if token else 401, {"X-Error-Code": "GatedRepo"})
         elif "/someone/tiny/revision/none" in self.path:
@@ -90,11 +104,11 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def resolve(folder: Path, *arguments: str, **environment: str) -> str:
-    """Resolve a base model in another process, and return its error."""
+def resolve(folder: Path, *arguments: str, code: str = CODE, **environment: str) -> str:
+    """Resolve a base model, or what `code` resolves, in another process, and return its error."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     process = subprocess.run(
-        [sys.executable, "-c", CODE, str(folder), *arguments],
+        [sys.executable, "-c", code, str(folder), *arguments],
         cwd=ROOT,
         env={**inherited, "HF_HOME": str(folder / "hf"), **environment},
         capture_output=True,
@@ -146,6 +160,16 @@ def test_without_a_network_there_is_one_attempt(tmp_path: Path) -> None:
     assert "check the network" in error
     assert "Retrying" not in error
     assert time.monotonic() - started < 26, "the retries of hf_hub_download alone take 23 s"
+
+
+@pytest.mark.parametrize("code", [CODE, COMPONENT_CODE], ids=["base model", "component"])
+def test_a_hub_that_is_unavailable_gets_one_request(
+    tmp_path: Path, hub: tuple[str, list[str]], code: str
+) -> None:
+    address, requests = hub
+    error = resolve(tmp_path, "someone/down", code=code, HF_ENDPOINT=address)
+    assert "could not be downloaded from the Hub: " in error
+    assert len([request for request in requests if "someone/down" in request]) == 1
 
 
 def test_offline_mode_requests_nothing(tmp_path: Path, hub: tuple[str, list[str]]) -> None:

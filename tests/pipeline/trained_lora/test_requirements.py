@@ -15,7 +15,11 @@ from torch.nn.functional import huber_loss
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import TrainingSettings
-from pipeline.trained_lora.requirements import require_objective, require_trackers
+from pipeline.trained_lora.requirements import (
+    require_objective,
+    require_text_encoders,
+    require_trackers,
+)
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
@@ -94,6 +98,18 @@ def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
         "debiased": snr.sqrt() / to_latent,
     }[loss.get("weighting")]
     torch.testing.assert_close(losses, errors.mean(dim=(1, 2, 3)) * weights, rtol=1e-5, atol=1e-6)
+
+
+def test_text_encoders_are_trained_only_if_the_recipe_says_so_and_the_family_can(
+    tiny_bases: dict[str, Path],
+) -> None:
+    families = {name: load_family(tiny_bases[name]) for name in ("sdxl", "klein")}
+    trained = TrainingSettings.model_validate({"lora": {"text_encoders": {}}})
+    require_text_encoders(trained, families["sdxl"])
+    for family in families.values():
+        require_text_encoders(TrainingSettings(), family)
+    with pytest.raises(TrainingError, match=r"text encoders of FLUX\.2 klein cannot be trained"):
+        require_text_encoders(trained, families["klein"])
 
 
 def test_a_tracker_whose_package_is_missing_is_an_error(

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from demo.tiny_models import TINY
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.text import count_within_template
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
@@ -114,3 +115,49 @@ def test_a_caption_beyond_the_limit_reports_its_tokens_and_where_it_is_cut(tmp_p
         assert (num_tokens, num_cut) == (limit + cut, cut)
         assert cut_from is not None
         assert abs(cut_from - 4 * fitting) <= 1, "the space before a word may belong to its token"
+
+
+def test_a_caption_that_one_of_several_encoders_reads_completely_is_not_cut(tmp_path: Path) -> None:
+    """Stable Diffusion 3 has two CLIPs of 77 tokens and a T5 of 256."""
+    TINY["Stable Diffusion 3 and 3.5"](tmp_path / "tiny")
+    family = load_family(tmp_path / "tiny")
+    encoders = family.text.load("float32", "cpu")
+    limits = family.token_limits().values()
+    for num_words, fits in ((3, True), (min(limits) + 1, True), (max(limits) + 1, False)):
+        encoded = family.text.encode_caption(encoders, " ".join(["cat"] * num_words))
+        assert (encoded.num_cut == 0, encoded.cut_from is None) == (fits, fits)
+        assert encoded.num_tokens >= num_words
+    assert encoded.cut_from is not None
+    assert encoded.cut_from > 4 * min(limits), "the encoder that reads furthest decides"
+
+
+TEMPLATE_START, TEMPLATE_END = "say: ", " now"
+
+
+def spans(caption: str) -> list[tuple[int, int]]:
+    """Return the tokens of a template: its start, the caption's, and its end.
+
+    A caption is split into tokens of 4 characters if that leaves no rest, otherwise into characters.
+    """
+    size = 4 if len(caption) % 4 == 0 and len(caption) != 12 else 1
+    first = len(TEMPLATE_START)
+    words = [(first + at, first + at + size) for at in range(0, len(caption), size)]
+    end = first + len(caption)
+    return [(0, first), *words, (end, end + len(TEMPLATE_END))]
+
+
+@pytest.mark.parametrize(
+    ("length", "limit", "expected"),
+    [
+        (16, 7, (6, 0, None)),
+        (16, 6, (6, 0, None)),
+        (16, 4, (6, 2, 8)),
+        (16, 3, (6, 3, 4)),
+        (16, 5, (6, 2, 8)),  # 12 characters would be 12 tokens
+    ],
+)
+def test_a_caption_in_a_template_is_cut_until_the_template_ends_within_the_limit(
+    length: int, limit: int, expected: tuple[int, int, int | None]
+) -> None:
+    start = len(TEMPLATE_START)
+    assert count_within_template(spans, "x" * length, caption_start=start, limit=limit) == expected

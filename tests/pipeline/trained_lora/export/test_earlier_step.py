@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ from pipeline.cli.main import latentline
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora.export.earlier_step import exportable_run, exported_step, forget_exported_step
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
@@ -55,7 +58,10 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
 ) -> None:
     project, launch, log = make_project(checkpoint_every=2), InProcessLaunch(), list[str]()
     run(project, launch)
+    (run_folders(project)[0] / "lora" / "samples.jpg").write_bytes(b"a sheet of previews")
+    run(project, launch)
     last = published(project)
+    assert last["samples.jpg"] == b"a sheet of previews"
     checkpoint = run_folders(project)[0] / "checkpoints" / "step-00000004"
 
     shown = export(project, "--step", "4")
@@ -66,8 +72,19 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     for name in FILES:
         if name.endswith(".safetensors"):
             assert earlier[name] == (checkpoint / name).read_bytes() != last[name]
-    record = json.loads(earlier["provenance.json"])
+    assert earlier.keys() == last.keys()
+    assert earlier["samples.jpg"] == last["samples.jpg"]
+    assert "samples.jpg" in earlier["README.md"].decode()
+    record, last_record = (json.loads(each["provenance.json"]) for each in (earlier, last))
     assert (record["step"], record["steps"]) == (4, 4)
+    assert [(file["name"], file["bytes"], file["sha256"]) for file in record["files"]] == [
+        (name, len(earlier[name]), hashlib.sha256(earlier[name]).hexdigest())
+        for name in sorted(FILES)
+        if name.endswith(".safetensors")
+    ]
+    assert record["run"] == run_folders(project)[0].name
+    assert record["device"] == last_record["device"]
+    assert last_record.keys() <= record.keys()
     assert read_provenance(project.recipe.output_dir)["step"] == 4
     assert "| steps | 4 of 6, " in earlier["README.md"].decode()
     assert "| steps | 6, " in last["README.md"].decode()
@@ -92,6 +109,45 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     other = run(project.changed("output", seed=8), launch)
     assert other.report["published_step"] == 6
     assert json.loads(published(project)["provenance.json"])["run"] == other.report["run"]
+
+
+def test_the_run_in_lora_or_else_the_one_with_the_newest_lora_files_is_exportable(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="no checkpoint holds LoRA files"):
+        exportable_run(tmp_path)
+    for number, run_name in enumerate(["bb", "cc", "aa"]):
+        file = tmp_path / "runs" / run_name / "checkpoints" / "step-00000002" / "lora.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        os.utime(file, ns=(0, 10**9 * (2 if number == 1 else 1)))
+    assert exportable_run(tmp_path) == "cc"
+
+    record = tmp_path / "lora" / "provenance.json"
+    record.parent.mkdir()
+    for text, expected in (
+        ('{"run": "bb"}', "bb"),
+        ('{"run": "without files"}', "cc"),
+        ("[]", "cc"),
+        ("{", "cc"),
+    ):
+        record.write_text(text)
+        assert exportable_run(tmp_path) == expected
+
+
+def test_the_step_that_stays_is_recorded_for_its_run_until_it_is_forgotten(tmp_path: Path) -> None:
+    assert exported_step(tmp_path, "aa") is None
+    assert forget_exported_step(tmp_path) is None
+    record = tmp_path / "runs" / "exported_step.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps({"run": "aa", "step": 4}))
+    assert exported_step(tmp_path, "aa") == 4
+    assert exported_step(tmp_path, "bb") is None
+    assert forget_exported_step(tmp_path) == ("aa", 4)
+    assert not record.exists()
+
+    record.write_text("torn")
+    assert exported_step(tmp_path, "aa") is None
+    assert forget_exported_step(tmp_path) is None
+    assert not record.exists()
 
 
 def test_a_step_that_cannot_be_published_is_an_error_that_lists_the_others(

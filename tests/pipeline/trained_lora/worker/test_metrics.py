@@ -1,13 +1,26 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+import polars as pl
 import psutil
+import pytest
 import torch
 
-from pipeline.trained_lora.run_folder import read_metrics
-from pipeline.trained_lora.worker.metrics import JsonLines, peak_memory_bytes
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.trained_lora.samples import TrainingInputs
+from pipeline.trained_lora.worker.metrics import JsonLines, MetricsLog, peak_memory_bytes
+from pipeline.trained_lora.worker.step_outcome import StepOutcome
+from pipeline.trained_lora.worker.validation import ValidationLoss
+from tests.pipeline.disk_calls import DiskCalls
+
+if TYPE_CHECKING:
+    from conftest import Project
 
 
 def append(path: Path, *lines: tuple[int, float]) -> None:
@@ -44,6 +57,70 @@ def test_a_loss_reads_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none", 4) == []
+
+
+class Tracker:
+    """An accelerator that keeps what it would give to its trackers."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.trackers: list[Any] = []
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+
+OUTCOME = StepOutcome(0.5, 2.0, 1e-4, stop=False, losses=(0.25, 0.75), timesteps=(10.0, 900.0))
+
+
+def logged_run(make_project: Callable[..., Project], *, sync: bool) -> tuple[RunLayout, Tracker, TrainingJob]:
+    """Log the second step and a validation loss of a run whose first image is held out."""
+    project = make_project(batch_size=2, gradient_accumulation=1)
+    job, layout, tracker = project.job(), RunLayout(project.recipe.output_dir / "run"), Tracker()
+    is_first = pl.int_range(pl.len()) == 0
+    inputs = TrainingInputs(job.inputs.table.with_columns(held_out=is_first))
+    job = replace(job, inputs=inputs)
+    with closing(MetricsLog(layout, inputs, cast("Any", tracker))) as log:
+        log.step(job.plan()[1], OUTCOME, 0.123456)
+        log.validation(2, ValidationLoss(0.4, (0.3, 0.5), {}))
+        if sync:
+            log.sync()
+    return layout, tracker, job
+
+
+def test_a_step_and_a_validation_loss_are_logged_with_all_their_numbers(
+    make_project: Callable[..., Project],
+) -> None:
+    layout, tracker, job = logged_run(make_project, sync=False)
+    batch = job.plan()[1]
+    (line,) = read_metrics(layout.metrics, 9)
+    numbers = {"loss": 0.5, "learning_rate": 1e-4, "grad_norm": 2.0, "seconds": 0.1235}
+    memory = line.pop("memory_bytes")
+    assert line == {"step": 1, "epoch": batch.epoch, "samples": 2, **numbers}
+    assert memory > 0
+
+    (samples,) = read_metrics(layout.sample_losses, 9)
+    trained = [item.variant_id for item in job.inputs if not item.held_out]
+    places = [trained.index(slot.variant_id) for slot in batch.slots()]
+    by_sample = {"samples": places, "timesteps": [10.0, 900.0], "losses": [0.25, 0.75]}
+    assert samples == {"step": 1, **by_sample}
+    assert read_metrics(layout.validation, 9) == [{"step": 2, "loss": 0.4, "by_level": [0.3, 0.5]}]
+
+    (step, values), validation = tracker.logged
+    assert step == 2, "trackers count the steps done"
+    speed = values.pop("samples_per_second")
+    assert speed == pytest.approx(2 / 0.123456)
+    assert values == {**numbers, "memory_bytes": memory}
+    assert validation == (2, {"validation_loss": 0.4})
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_R01_all_files_of_metrics_are_on_disk_before_a_checkpoint(
+    make_project: Callable[..., Project], disk_calls: DiskCalls, sync: bool
+) -> None:
+    layout = logged_run(make_project, sync=sync)[0]
+    files = (layout.metrics, layout.sample_losses, layout.validation)
+    assert [disk_calls.is_synced(file) for file in files] == [sync] * 3
 
 
 def test_the_peak_memory_of_the_host_is_in_bytes() -> None:
