@@ -1,9 +1,12 @@
 """Fixtures and settings that several test files share."""
 
 import os
+import re
+import reprlib
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,22 @@ CROPS = {
     "camera": ("camera.png", (90, 60, 330, 300), "a man behind a camera, black and white"),
 }
 """Photograph of scikit-image, box (left, upper, right, lower) and caption, by file name."""
+
+SHORT = reprlib.Repr()  # it sorts sets, so that ids are the same in all xdist workers
+SHORT.maxstring, SHORT.maxother = 40, 60
+LONGEST_STRING_IN_PYTEST_IDS = 100
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a parameter that pytest would only number, as in `rule0`, by its shortened representation."""
+    if isinstance(val, str | bytes):
+        return SHORT.repr(val) if len(val) > LONGEST_STRING_IN_PYTEST_IDS else None
+    if isinstance(val, int | float | complex | Enum | re.Pattern | None) or hasattr(val, "__name__"):
+        return None
+    if " at 0x" in repr(val):  # an address, which differs between xdist workers
+        return None
+    text = " ".join((str(val) if isinstance(val, Path) else SHORT.repr(val)).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @pytest.fixture(scope="session")

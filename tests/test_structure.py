@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -125,3 +126,13 @@ def test_the_first_level_of_the_pipeline_is_the_documented_one() -> None:
     assert len(packages) <= 18
     modules = {path.name for path in (ROOT / "pipeline").glob("*.py")}
     assert modules == {"__init__.py", "errors.py", "versions.py"}
+
+
+def test_ids_of_parametrized_tests_name_their_cases(request: pytest.FixtureRequest) -> None:
+    numbered = [
+        item.nodeid
+        for item in request.session.items
+        if (case := getattr(item, "callspec", None))
+        and any(re.search(rf"(^|-){name}\d+(-|$)", case.id) for name in case.params)
+    ]
+    assert numbered == [], "give these parameters ids=..., or a representation without an address"

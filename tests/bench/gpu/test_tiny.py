@@ -40,4 +40,4 @@ def test_an_experiment_measures_all_of_its_parts(bench: Bench, experiment: Exper
     measured = {each.figure.name for each in ended.measured}
     # A launched training reports its memory on a GPU only.
     assert measured == expected - {f"{experiment.name}: training memory"}
-    assert all(value >= 0 for each in ended.measured for value in (*each.ours, *each.limit))
+    assert [each for each in ended.measured if min(*each.ours, *each.limit) < 0] == []

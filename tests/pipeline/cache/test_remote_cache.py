@@ -26,6 +26,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from tests.pipeline.cached_job import ASSETS, Job, recipe_of
+from tests.tensor_differences import differing_tensors
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -74,7 +75,10 @@ def test_a_remote_cache_gets_the_entries_and_tables_of_a_local_one_and_a_warm_ru
         name.rpartition("/")[2]: name for name in files(job).list_files() if name.endswith(".safetensors")
     }
     assert sorted(remote_names) == sorted(path.name for path in local_paths)
-    assert all(files(job).read(remote_names[path.name]) == path.read_bytes() for path in local_paths)
+    different = [
+        path.name for path in local_paths if files(job).read(remote_names[path.name]) != path.read_bytes()
+    ]
+    assert different == [], "entries whose bytes differ from the local ones"
 
 
 @pytest.mark.parametrize("asset", ASSETS)
@@ -115,7 +119,7 @@ def test_L13_garbage_collection_deletes_orphans_and_nothing_else(job: Job) -> No
     before = set(files(job).list_files())
     assert delete(cache, orphan_survey) == (2, sum(orphan_survey.orphans.values()))
     assert set(files(job).list_files()) == before - orphan_paths
-    assert all(job.failing(asset) == {} for asset in ASSETS)
+    assert {asset: failing for asset in ASSETS if (failing := job.failing(asset))} == {}
     assert unregister_user(cache, job.recipe.output_dir)
     assert list(read_users(cache)) == []
 
@@ -147,7 +151,7 @@ def test_training_reads_the_same_tensors_from_a_remote_cache_as_from_a_local_one
     for remote, local in zip(read(job), read(local_job), strict=True):
         assert remote.variant_ids == local.variant_ids
         assert torch.equal(remote.latent, local.latent)
-        assert all(torch.equal(remote.conditions[name], local.conditions[name]) for name in local.conditions)
+        assert differing_tensors(remote.conditions, local.conditions) == []
 
 
 def test_L01_a_cache_inside_a_dataset_is_refused_however_its_address_is_spelled(

@@ -166,7 +166,8 @@ def test_L10_several_concurrent_jobs_on_an_empty_cache_all_complete(
         assert sum(report["encoded"] for report in reports) == num_entries, (
             "each entry must be written exactly once"
         )
-        assert all(report["encoded"] + report["reused"] == num_entries for report in reports)
+        in_cache = [report["encoded"] + report["reused"] for report in reports]
+        assert in_cache == [num_entries] * num_jobs, f"encoded and reused {asset}, by job"
 
 
 def prepare(recipe: Recipe) -> None:

@@ -11,8 +11,6 @@ from pipeline.images.decode import DecodeLimits, hash_bytes
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry, Placement, Size, ladder
 from pipeline.images.mask import (
-    MAX_COLOUR,
-    MIN_WHITE,
     fit_mask,
     load_mask,
     mask_weights,
@@ -142,12 +140,14 @@ def test_a_mask_that_would_train_nothing_or_something_else_is_an_error(
 @pytest.mark.parametrize(
     ("colour", "expected"),
     [
-        ((MIN_WHITE + 1,) * 3, "accepted"),
-        ((MIN_WHITE,) * 3, "mask_black"),
-        ((200, 200 + MAX_COLOUR, 200), "accepted"),
-        ((200, 200 + MAX_COLOUR + 1, 200), "mask_not_grey"),
+        ((9, 9, 9), "accepted"),
+        ((8, 8, 8), "mask_black"),
+        ((200, 232, 200), "accepted"),
+        ((200, 233, 216), "mask_not_grey"),
+        ((216, 200, 233), "mask_not_grey"),
+        ((200, 216, 233), "mask_not_grey"),
     ],
-    ids=["least white", "too dark", "most colourful", "too colourful"],
+    ids=["least white", "too dark", "most colourful", "red and green", "green and blue", "red and blue"],
 )
 def test_a_mask_is_accepted_up_to_the_limits_of_darkness_and_colour(
     colour: tuple[int, ...], expected: str
@@ -158,6 +158,12 @@ def test_a_mask_is_accepted_up_to_the_limits_of_darkness_and_colour(
     except ImageError as err:
         outcome = err.reason
     assert outcome == expected, f"a mask of the colour {colour}"
+
+
+def test_the_weights_of_a_mask_with_a_tint_are_its_green_values() -> None:
+    tinted = Image.new("RGB", (9, 9), (200, 210, 220))
+    content = read_mask(io.BytesIO(png(tinted)), "file", limits=DecodeLimits())
+    assert content.mean == pytest.approx(210 / 255)
 
 
 def test_the_opacity_of_an_image_is_its_mask(tmp_path: Path) -> None:

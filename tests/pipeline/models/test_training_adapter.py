@@ -89,9 +89,17 @@ def test_a_repository_that_is_not_on_this_machine_needs_the_network(tmp_path: Pa
 @pytest.mark.parametrize(
     ("make", "adapter"),
     [
-        (partial(make_tiny_flux, schnell=True), "ostris/FLUX.1-schnell-training-adapter"),
-        (partial(make_tiny_z_image, turbo=True), "zimage_turbo_training_adapter_v2.safetensors"),
-        (partial(make_tiny_qwen_image21, turbo=True), "train the model that"),
+        pytest.param(
+            partial(make_tiny_flux, schnell=True), "ostris/FLUX.1-schnell-training-adapter", id="flux schnell"
+        ),
+        pytest.param(
+            partial(make_tiny_z_image, turbo=True),
+            "zimage_turbo_training_adapter_v2.safetensors",
+            id="z_image turbo",
+        ),
+        pytest.param(
+            partial(make_tiny_qwen_image21, turbo=True), "train the model that", id="qwen_image21 turbo"
+        ),
         (make_tiny_flux, None),
         (make_tiny_z_image, None),
         (make_tiny_krea2, None),

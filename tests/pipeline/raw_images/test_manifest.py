@@ -208,7 +208,8 @@ def test_C03_missing_captions_suggest_the_manifests_columns(folder: Path) -> Non
     used = recipe(write(folder, "csv"), captions={})
     tables = Tables(used.output_dir)
     rejected = validate(used, scan(used, tables, log=str).table, tables, log=str).rejected
-    assert all("captions: {from: column" in fix for fix in rejected["fix"])
+    assert len(rejected) > 0
+    assert [fix for fix in rejected["fix"] if "captions: {from: column" not in fix] == []
 
 
 def test_a_missing_manifest_is_an_error(folder: Path) -> None:

@@ -45,7 +45,7 @@ def test_files_that_are_not_images_are_rejected_with_reason_and_fix_and_the_othe
         "d/page.jpg": "not_an_image",
         "d/phone.jxl": "plugin_missing",
     }
-    assert all(result.rejected["fix"].str.len_chars() > 5)
+    assert [fix for fix in result.rejected["fix"] if len(fix) <= 5] == []
     report = result.report
     assert (report["in"], report["kept"], report["rejected"], report["samples"]) == (5, 1, 4, 1)
     assert report["rejected_by_reason"]["not_an_image"] == 2

@@ -22,6 +22,7 @@ from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
 from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -85,9 +86,9 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     project, launch, log = make_project(), InProcessLaunch(), list[str]()
     first = run(project, launch)
     second = run(project, launch, log)
-    assert len(launch.launched) == 1
-    assert not second.report["launched"]
-    assert any("nothing is launched" in line for line in log)
+    assert len(launch.launched) == 1, "the second run must not launch a training"
+    assert second.report["launched"] is False
+    assert "nothing is launched" in "\n".join(log)
     assert second.table.equals(first.table)
     original = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     (run_folders(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
@@ -95,7 +96,7 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     assert len(launch.launched) == 2
     assert third.report["resumed_from"] == 6
     exported = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
-    assert all(exported[name].equal(original[name]) for name in original)
+    assert differing_tensors(exported, original) == []
 
 
 def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
@@ -135,7 +136,8 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     other = project.changed("output", learning_rate=2e-2)
     run(other, launch, log)
     assert len(run_folders(project)) == 2
-    assert any("optimizer.learning_rate 0.01 -> 0.02" in line and old in line for line in log)
+    (difference,) = [line for line in log if "is new; it differs from" in line]
+    assert f"differs from {old} in optimizer.learning_rate 0.01 -> 0.02" in difference
     changed_back = run(project, launch)
     assert len(launch.launched) == 2
     assert changed_back.report["run"] == old
@@ -143,7 +145,7 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     assert record["run"] == old
 
 
-@pytest.mark.parametrize("update", [{"checkpoint_every": 3}, {"sample_every": 4}])
+@pytest.mark.parametrize("update", [{"checkpoint_every": 3}, {"sample_every": 4}], ids=str)
 def test_preview_and_checkpoint_intervals_do_not_start_a_new_run(
     make_project: Callable[..., Project], update: dict[str, Any]
 ) -> None:
@@ -200,7 +202,8 @@ def test_files_of_half_size_pass_all_checks_of_their_run(
     project = make_project(lora={"rank": 4, "alpha": 2.0, "save_dtype": name})
     run(project, InProcessLaunch())
     context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
-    assert all(finding.passed for finding in trained_lora.run(context))
+    findings = trained_lora.run(context)
+    assert {finding.name: finding.summary for finding in findings if not finding.passed} == {}
     full = project.recipe.training.lora.model_copy(update={"save_dtype": "float32"})
     training = project.recipe.training.model_copy(update={"lora": full})
     context = CheckContext(

@@ -52,7 +52,7 @@ def test_bad_captions_are_rejected_with_their_reason(folder: Any) -> None:
         "d/empty.png": "caption_empty",
         "d/windows.png": "caption_undecodable",
     }
-    assert all(result.rejected["fix"].str.len_chars() > 5)
+    assert [fix for fix in result.rejected["fix"] if len(fix) <= 5] == []
 
 
 def test_C01_one_malformed_caption_does_not_stop_the_others(
@@ -68,10 +68,8 @@ def test_C01_one_malformed_caption_does_not_stop_the_others(
     result = folder.ingest()
     assert result.table["path"].to_list() == ["good.png"]
     assert reasons(result) == {"d/half.png": "caption_undecodable", "d/deep.png": "caption_undecodable"}
-    assert all(
-        name in detail
-        for name, detail in result.rejected.select(pl.col("path").str.replace("png", "json"), "detail").rows()
-    )
+    details = result.rejected.select(pl.col("path").str.replace("png", "json"), "detail").rows()
+    assert [detail for name, detail in details if name not in detail] == [], "details must name their file"
 
 
 def test_I16_two_images_with_the_same_stem_share_a_caption_and_are_kept(folder: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_pod_that_does_not_start_in_time_is_an_error_with_its_reason(
     assert f"{name}-0: ErrImagePull" in error.where
     assert f"{name}-1: ErrImagePull" in error.where
     assert "launcher.wait_s" in error.fix
-    assert any("0 of 2 pods have started; " in message for message in messages)
+    assert "0 of 2 pods have started; " in "\n".join(messages)
     assert sorted(api.deleted) == [f"jobs/{name}", f"services/{name}"]
 
 
@@ -152,7 +152,7 @@ def test_a_job_that_an_earlier_attempt_left_running_is_an_error_with_the_command
     while "earlier attempt" in str(error):
         error, messages = error_of(launcher, order)
     assert "ended with exit status 1" in str(error)
-    assert any("of an earlier attempt" in message for message in messages)
+    assert "of an earlier attempt" in "\n".join(messages)
 
 
 def failed_pod(**status: Any) -> Any:

@@ -282,8 +282,8 @@ def test_a_single_reference_is_seen_as_in_training_whatever_the_size_of_the_prev
     family.drawing.draw(pipeline, tensors, tensors, size, references=pictures(1))
     hook.remove()
     edges = FIBO2_REFERENCES.size(family.model, Size(64, 160))
-    assert all(tuple(each.shape[2:]) == (edges.height // 8, edges.width // 8) for (each,) in calls)
-    assert len(calls) == 2
+    shapes = [tuple(each.shape[2:]) for (each,) in calls]
+    assert shapes == [(edges.height // 8, edges.width // 8)] * 2
 
 
 def test_an_edit_caption_in_json_needs_an_instruction(loaded: tuple[WorkerFamily, Any]) -> None:

@@ -96,7 +96,7 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     assert len(launch.launched) == 1
     assert published(project) == earlier
     assert again.report["published_step"] == 4
-    assert any("step 4" in line and "--latest" in line for line in log)
+    assert [line for line in log if "step 4" in line and "--latest" in line] != [], log
     context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
     reload_equals = {each.name: each for each in trained_lora.run(context)}["reload_equals"]
     assert reload_equals.passed, reload_equals.summary
