@@ -16,25 +16,31 @@ class DiskCalls:
 
     Attributes:
         names: Final names, in order.
-        unsynced: Final names that were given before a sync of the file, or of all files in the folder.
+        unsynced: Final names that were given before the complete file or folder was synced.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Record the calls until the end of the test."""
         self.names: list[str] = []
         self.unsynced: list[str] = []
-        self._synced: set[int] = set()
+        self._synced_bytes: dict[int, int] = {}
         self._fsync = os.fsync
         monkeypatch.setattr(os, "fsync", self._record_sync)
         for name in ("rename", "replace", "link"):
             monkeypatch.setattr(os, name, self._naming(getattr(os, name)))
 
     def is_synced(self, path: Path) -> bool:
-        """Return whether this file was synced under any name, or this folder since its last new name."""
-        return path.stat().st_ino in self._synced
+        """Return whether this file was synced under any name, or this folder since its last new name.
+
+        A file counts only if it was as large as it is now. Otherwise a part was still in a buffer.
+        """
+        stat = path.stat()
+        num_bytes = self._synced_bytes.get(stat.st_ino)
+        return num_bytes is not None and (path.is_dir() or num_bytes == stat.st_size)
 
     def _record_sync(self, descriptor: int) -> None:
-        self._synced.add(os.fstat(descriptor).st_ino)
+        stat = os.fstat(descriptor)
+        self._synced_bytes[stat.st_ino] = stat.st_size
         self._fsync(descriptor)
 
     def _naming(self, function: Any) -> Any:
@@ -43,7 +49,7 @@ class DiskCalls:
             files = list(path.rglob("*")) if path.is_dir() else [path]
             is_synced = all(map(self.is_synced, files))
             function(source, target, **options)
-            self._synced.discard(Path(target).parent.stat().st_ino)
+            self._synced_bytes.pop(Path(target).parent.stat().st_ino, None)
             self.names.append(Path(target).name)
             self.unsynced += [] if is_synced else [Path(target).name]
 

@@ -8,7 +8,8 @@ import os
 import pickle
 import struct
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from pipeline.images.decode import (
     read_header,
 )
 from pipeline.images.decode import decoded as decoded_within
+from pipeline.images.decode_memory import MemoryBudget
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Buckets, Geometry, Placement, Size, ladder
 from pipeline.versions import PREPROCESSING_VERSION
@@ -380,6 +382,44 @@ def test_the_cost_of_decoding_is_the_memory_that_it_may_need_and_the_pixels_of_a
     ):
         with pytest.raises(ImageError, match="too_much_memory"):
             refused()
+
+
+def test_the_largest_number_of_pixels_is_accepted_and_one_less_rejected() -> None:
+    data = saved(Image.fromarray(pattern()))
+    assert read_header(data, max_px=24 * 40).size == Size(24, 40)
+    assert decode(data, WHITE, max_px=24 * 40).size == (40, 24)
+    for call in (
+        lambda: read_header(data, max_px=24 * 40 - 1),
+        lambda: decode(data, WHITE, max_px=24 * 40 - 1),
+    ):
+        with pytest.raises(ImageError, match="too_large"):
+            call()
+
+
+@pytest.mark.parametrize(("draft_px", "edge_px"), [(None, 512), (257, 512), (256, 256), (100, 128), (9, 64)])
+def test_a_draft_of_a_jpeg_is_the_smallest_that_is_not_smaller_than_asked(
+    draft_px: int | None, edge_px: int
+) -> None:
+    image = Image.fromarray(pattern()).resize((512, 512))
+    assert decode(saved(image, "JPEG"), WHITE, draft_px=draft_px).size == (edge_px, edge_px)
+    assert decode(saved(image, "PNG"), WHITE, draft_px=draft_px).size == (512, 512)
+
+
+def test_reading_a_header_reserves_memory_only_if_pixels_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[int] = []
+
+    class RecordingBudget(MemoryBudget):
+        @contextmanager
+        def reserved(self, num_bytes: int) -> Iterator[None]:
+            reserved.append(num_bytes)
+            with super().reserved(num_bytes):
+                yield
+
+    monkeypatch.setattr("pipeline.images.decode.DECODE_MEMORY", RecordingBudget(10**9))
+    read_header(saved(Image.fromarray(pattern()), exif=with_orientation(6)))
+    assert reserved == []
+    read_header(with_late_orientation(pattern()))
+    assert reserved == [24 * 40 * 4]
 
 
 def test_an_accepted_image_is_decoded_again_whatever_its_size_and_memory() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from pipeline.reporting.reports import write_report
 from pipeline.storage.atomic import (
-    OLD_S,
     TEMP_SUFFIX,
     is_temp_name,
     remove_old_temp_files,
@@ -101,8 +100,8 @@ def test_old_temp_files_of_killed_writers_are_removed_and_nothing_else(tmp_path:
     old.parent.mkdir()
     for path in (old, young, foreign):
         path.write_bytes(b"")
-    for path in (old, foreign):
-        os.utime(path, (time.time() - OLD_S - 60,) * 2)
+    for path, hours in ((old, 24.1), (foreign, 24.1), (young, 23.9)):
+        os.utime(path, (time.time() - hours * 3600,) * 2)
 
     remove_old_temp_files(tmp_path)
     assert not old.exists()
