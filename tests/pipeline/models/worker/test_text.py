@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from demo.tiny_models import TINY
 from pipeline.models.worker.family import load_family
-from pipeline.models.worker.text import count_within_template
+from pipeline.models.worker.text import chat_prompt, count_within_template, own_tokens, unpadded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
@@ -49,6 +49,8 @@ def test_every_kind_of_model_embeds_with_default_dtypes_almost_as_in_float32(
     expected = family.text.encode_caption(family.text.load("float32", "cpu"), "a red cat").tensors
     tensors = family.text.encode_caption(family.text.load("auto", "cpu"), "a red cat").tensors
     assert tensors.keys() == expected.keys()
+    if family.text_padding == "stored":
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == family.text_shapes()
     for name, tensor in tensors.items():
         values = (tensor.float().flatten(), expected[name].flatten())
         assert float(torch.nn.functional.cosine_similarity(*values, dim=0)) > 0.99, name
@@ -161,3 +163,86 @@ def test_a_caption_in_a_template_is_cut_until_the_template_ends_within_the_limit
 ) -> None:
     start = len(TEMPLATE_START)
     assert count_within_template(spans, "x" * length, caption_start=start, limit=limit) == expected
+
+
+@pytest.mark.parametrize("kind", ["Stable Diffusion XL", "Lumina Image 2"])
+def test_captions_are_embedded_together_as_one_by_one(tmp_path: Path, kind: str) -> None:
+    TINY[kind](tmp_path / "tiny")
+    family = load_family(tmp_path / "tiny")
+    encoders, captions = family.text.load("float32", "cpu"), ["a red cat", "", "two old cats"]
+    alone = [family.text.encode_caption(encoders, caption) for caption in captions]
+    expected = family.text.stack([each.tensors for each in alone])
+    with torch.no_grad():
+        together = family.text.embed_captions(encoders, captions)
+    assert together.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, tuple):
+            assert together[name] == value
+        else:
+            torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-4)
+
+    assert family.text.embeds_batches == (kind == "Stable Diffusion XL")
+    if family.text.embeds_batches:
+        for one, other in zip(family.text.encode_captions(encoders, captions), alone, strict=True):
+            assert (one.num_tokens, one.num_cut, one.cut_from) == (other.num_tokens, 0, None)
+            for name, value in other.tensors.items():
+                torch.testing.assert_close(one.tensors[name], value, rtol=1e-4, atol=1e-4)
+
+
+POOLED = ("prompt_embeds", "pooled_prompt_embeds")
+ARGUMENTS = {
+    "Stable Diffusion 1.x and 2.x": ("prompt_embeds",),
+    "Stable Diffusion XL": POOLED,
+    "FLUX.1 dev": POOLED,
+    "Lumina Image 2": ("prompt_embeds", "prompt_attention_mask"),
+}
+"""Arguments of a pipeline that replace its prompt, in the order of an entry's tensors."""
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_a_pipeline_gets_each_tensor_of_the_caption_and_of_the_negative_prompt(
+    tmp_path: Path, kind: str
+) -> None:
+    TINY[kind](tmp_path / "tiny")
+    text = load_family(tmp_path / "tiny").text
+    caption, negative = (
+        {name: torch.full((1, 2), value) for name in ("text_embedding", "pooled_text_embedding", "text_mask")}
+        for value in (1.0, 2.0)
+    )
+    arguments = text.prompt_arguments(None, caption, negative)
+    plain = {name for name in arguments if not name.startswith("negative_")}
+    assert plain == set(ARGUMENTS[kind])
+    # FLUX.1's guidance is distilled: its family passes no negative prompt on.
+    negatives = {name.removeprefix("negative_") for name in arguments.keys() - plain}
+    assert negatives == (set() if kind == "FLUX.1 dev" else plain)
+    for name, value in arguments.items():
+        assert torch.equal(value, torch.full((1, 2), 2.0 if name.startswith("negative_") else 1.0))
+    assert text.guidance_arguments(3.5) == {"guidance_scale": 3.5}
+
+
+class ChatTokenizer:
+    """A tokenizer that returns what its template would get."""
+
+    def apply_chat_template(self, messages: object, **options: object) -> tuple[object, dict[str, object]]:
+        return messages, options
+
+
+def test_a_chat_has_the_caption_as_its_only_message_and_the_beginning_of_the_answer() -> None:
+    messages, options = chat_prompt(ChatTokenizer(), "a cat", enable_thinking=False)
+    assert messages == [{"role": "user", "content": "a cat"}]
+    assert options == {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+
+
+def test_each_sample_of_a_padded_batch_has_its_own_tokens() -> None:
+    batch = torch.arange(12.0).reshape(2, 3, 2)
+    assert [len(each) for each in unpadded(batch, (1, 3))] == [1, 3]
+    assert torch.equal(unpadded(batch, (1, 3))[0], batch[0, :1])
+    mask = torch.tensor([[0, 1, 1]])
+    assert torch.equal(own_tokens(batch[:1], mask), batch[:1, 1:])
+
+
+def test_references_are_an_error_if_the_text_encoder_sees_no_images(tmp_path: Path) -> None:
+    TINY["Stable Diffusion 1.x and 2.x"](tmp_path / "tiny")
+    text = load_family(tmp_path / "tiny").text
+    with pytest.raises(NotImplementedError, match="sees no images"):
+        text.embed_with_images(None, "a cat", [])

@@ -304,3 +304,4 @@ def test_an_evaluation_has_neither_dropout_nor_gradients_and_training_continues_
     assert not torch.equal(*trained), "dropout is random in training"
     assert trained[0].requires_grad
     assert engine.embed_caption("a cat") is None, "no text encoder is trained"
+    assert engine.is_sharded is False
