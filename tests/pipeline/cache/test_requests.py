@@ -22,6 +22,7 @@ from pipeline.cache.keys import KeyTemplate
 from pipeline.cache.requests import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, RecipeEntries
 from pipeline.models.fingerprints import canonical_hash
 from pipeline.recipe import recipe_from_mapping
+from pipeline.versions import PREPROCESSING_VERSION
 
 ROW: dict[str, Any] = {
     "sample_id": "photos/a.png",
@@ -85,6 +86,16 @@ def test_L04_every_input_that_affects_a_latent_changes_its_key(tiny_sd: Path, tm
     (other / "vae" / "config.json").write_text(json.dumps({**config, "scaling_factor": 0.2}))
     keys["scaling_factor of the VAE"] = entries(other, tmp_path).latent_spec(ROW).key
     assert with_the_same_value(keys) == [], "changes of an ingredient that lead to the same key"
+
+
+def test_L04_T01_inputs_of_keys_state_the_versions_of_the_code_that_makes_the_entries(
+    tiny_sd: Path, tmp_path: Path
+) -> None:
+    base = entries(tiny_sd, tmp_path)
+    latents, text = base.latent_inputs(ROW), base.text_inputs("a cat")
+    assert latents.preprocessing_version == PREPROCESSING_VERSION
+    assert latents.method == "autoencoder-kl scaled, 1"
+    assert text.method == "clip last hidden state padded, 1"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ from pipeline.trained_lora.fingerprint import (
     write_facts,
 )
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.samples import training_inputs
+from pipeline.trained_lora.samples import TrainingInputs, training_inputs
+from pipeline.versions import TRAINING_VERSION
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
 
 SIZES_HW = [(40, 48), (60, 200), (110, 130), (200, 64), (96, 96), (140, 90)]
@@ -137,8 +138,37 @@ def test_L04_R11_a_setting_changes_exactly_the_keys_and_the_run_id_that_it_decid
     assert changed == expected, f"{key}: {effect.change} changes {changed}, expected {expected}"
 
 
+def test_R11_a_run_has_the_facts_of_earlier_versions(samples: Samples) -> None:
+    """A fact that is missing or new makes all runs start again, so a change here must be intended."""
+    entries = RecipeEntries(samples.recipe({}))
+    inputs = training_inputs(entries.recipe, entries, *samples.tables(entries, samples.validated))
+    facts = run_facts(entries.recipe, entries, inputs)
+    sections = {"samples", "model", "plan", "loss", "noise", "optimizer", "schedule", "lora"}
+    values = {"version", "empty_text", "mixed_precision", "quantize", "compile"}
+    assert facts.keys() == sections | values
+    plan = {"seed", "batch_size", "gradient_accumulation", "num_processes", "caption_dropout", "underfilled"}
+    expected = {
+        "samples": {"number", "latents", "text", "repeats"},
+        "model": {"family", "denoiser"},
+        "plan": plan,
+        "optimizer": {"kind", "arguments", "learning_rate", "max_grad_norm", "ema_decay"},
+        "schedule": {"kind", "warmup_steps"},
+    }
+    assert {name: set(facts[name]) for name in expected} == expected
+    assert {"prediction", "timesteps", "density"} <= facts["loss"].keys()
+    assert {"start_from", "family_targets"} <= facts["lora"].keys()
+
+
 def test_R11_the_steps_do_not_change_the_run_id_of_a_constant_rate(samples: Samples) -> None:
     assert samples.ids({"training": {"steps": 50}}).run == samples.unchanged.run
+
+
+def test_R11_another_version_of_the_training_code_changes_the_run_id(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = samples.unchanged.run
+    monkeypatch.setattr("pipeline.trained_lora.fingerprint.TRAINING_VERSION", TRAINING_VERSION + 1)
+    assert samples.ids({}).run != before
 
 
 def test_R11_the_machines_of_a_training_do_not_change_the_run_id(
@@ -394,6 +424,19 @@ def test_R11_the_order_of_rows_keeps_the_run_id(samples: Samples) -> None:
         for tables in [(latents, text), (latents.reverse(), text.reverse())]
     ]
     assert describe_difference(*facts) == [], "rows in reverse order give another run"
+
+
+def test_R11_empty_captions_with_references_decide_the_run_id_only_if_dropout_trains_them(
+    samples: Samples,
+) -> None:
+    def run(dropout: float, key: str) -> str:
+        entries = RecipeEntries(samples.recipe({"text": {"caption_dropout": dropout}}))
+        inputs = training_inputs(entries.recipe, entries, *samples.tables(entries, samples.validated))
+        inputs = TrainingInputs(inputs.table.with_columns(empty_text=pl.lit(key)))
+        return run_id(run_facts(entries.recipe, entries, inputs))
+
+    assert run(0.2, "of one image") != run(0.2, "of another image")
+    assert run(0.0, "of one image") == run(0.0, "of another image")
 
 
 def test_a_difference_lists_each_changed_fact_with_both_values() -> None:
