@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_steps_alternating_between_machines_make_the_tables_and_the_lora_of_one_machine(
     pair: Pair, s3: str, tmp_path: Path
 ) -> None:
