@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 from pipeline.errors import LaunchError, counted
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipeline.recipe import AccelerateSettings
 
 MACHINES_VARIABLE = "LATENTLINE_MACHINES"
@@ -78,14 +76,17 @@ class Machines:
         """
         return settings.model_copy(update={"num_processes": self.num_processes_here(settings)})
 
-    def command_of_others(self, order: Path) -> str:
-        """Return the command to start on each other machine, and on which ones."""
+    def command_of_others(self, order: str) -> str:
+        """Return the command to start on each other machine, and on which ones.
+
+        `order` is the path or address where these machines find the order.
+        """
         rank = "1" if self.number == 2 else "<rank>"
         ranks = (
             "machine 1" if self.number == 2 else f"machines 1 to {self.number - 1}, each with its own rank"
         )
         options = f"--machines {self.number} --rank {rank} --master {self.address}"
-        return f"on {ranks}: latentline train {shlex.quote(str(order))} {options}"
+        return f"on {ranks}: latentline train {shlex.quote(order)} {options}"
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables for the processes of a training on several machines."""

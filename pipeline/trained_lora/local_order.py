@@ -44,6 +44,13 @@ def local_order(order: Address, folder: Path, *, rank: int) -> Path:
     return file
 
 
+def order_for_others(order: Path) -> str:
+    """Return where machines other than 0 find an order: at the address of the outputs, if they have one."""
+    job: dict[str, Any] = json.loads(order.read_text(encoding="utf-8"))
+    outputs: str = job["recipe"]["output_address"]
+    return f"{outputs.rstrip('/')}/runs/{job['run']}" if "://" in outputs else str(order)
+
+
 def require_local_files(order: Path) -> None:
     """Raise TrainingError if the base model or the cache of an order is not on this machine."""
     job: dict[str, Any] = json.loads(order.read_text(encoding="utf-8"))

@@ -17,8 +17,7 @@ import polars as pl
 
 from pipeline.cache.reference_requests import reference_hashes
 from pipeline.errors import DatasetError, counted
-from pipeline.images.decode import DECODER, File, read_bytes
-from pipeline.images.failures import changed_error
+from pipeline.images.decode import DECODER, File, open_content
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import sidecar_path
 from pipeline.raw_images.manifest import captions_by_path, focus_by_path, focus_of, manifests_with_columns
@@ -271,7 +270,7 @@ def _read_samples(
     def read(row: Row) -> Row:
         try:
             if row["sample_id"] not in unchanged:
-                raise _change_error(sources[row["dataset"]].file(row["path"]))
+                _require_content(sources[row["dataset"]].file(row["path"]), row["content_hash"])
             error = decoded.error_of(row)
             if error is not None:
                 raise error
@@ -287,13 +286,13 @@ def _read_samples(
     return samples, rejected
 
 
-def _change_error(file: File) -> ImageError:
-    """Return why a file differs from the scan: it cannot be read any more, or its content has changed."""
-    try:
-        read_bytes(file)
-    except ImageError as err:
-        return err
-    return changed_error(file)
+def _require_content(file: File, content_hash: str) -> None:
+    """Raise ImageError if a file cannot be read any more, or has other content than at the scan.
+
+    A new time alone is not a change: another machine may have a copy of the dataset on its own disk.
+    """
+    with open_content(file, content_hash):
+        pass
 
 
 def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

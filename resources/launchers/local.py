@@ -91,7 +91,10 @@ class AccelerateLauncher(ConfigurableResource):
             command = launch_command(used, module, order, machines)
             observe = _observe_nothing if observer is None else observer(order)
             if machines.number > 1:
-                context.log.info(f"waiting for the other machines; {machines.command_of_others(order)}")
+                from pipeline.trained_lora.local_order import order_for_others  # imports Polars
+
+                others = machines.command_of_others(order_for_others(order))
+                context.log.info(f"waiting for the other machines; {others}")
 
             with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
                 variables = launch_environment(used, Path(folder) / "error.json", machines)

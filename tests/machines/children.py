@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 
+import psutil
+
 
 class Child:
     """A process in its own session, with its output in a file.
@@ -46,6 +48,15 @@ class Child:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal, unless the process has ended, and wait for its end."""
         self._process.send_signal(number)
+        self._process.wait(60)
+
+    def kill_tree(self) -> None:
+        """Kill the process and all of its descendants at once: none of them reacts to the end of another."""
+        root = psutil.Process(self.pid)
+        processes = [root, *root.children(recursive=True)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in processes:
+                process.send_signal(number)
         self._process.wait(60)
 
     def output(self) -> str:

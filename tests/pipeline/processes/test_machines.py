@@ -73,7 +73,7 @@ def test_an_unknown_host_has_no_interface() -> None:
 
 
 def test_the_command_for_the_other_machines_can_be_copied() -> None:
-    order = Path("/shared/my run/order.json")
+    order = "/shared/my run/order.json"
     assert Machines(2, 0, "a", 5).command_of_others(order) == (
         "on machine 1: latentline train '/shared/my run/order.json' --machines 2 --rank 1 --master a:5"
     )

@@ -196,6 +196,19 @@ def test_I20_files_deleted_or_changed_between_the_stages_are_rejected(folder: An
     assert set(result.table["sample_id"]) == {"d/good.png", "d/changed.bmp"}
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_files_with_the_content_of_the_scan_but_another_time_are_kept(folder: Any, known: bool) -> None:
+    """Another machine has scanned its own copy of the dataset."""
+    copy = folder.add("copy.png")
+    if known:
+        folder.ingest()
+    folder.scan()
+    os.utime(copy, ns=(1, 1))
+    result = folder.validate()
+    assert reasons(result) == {}
+    assert set(result.table["sample_id"]) == {"d/copy.png"}
+
+
 def test_I20_if_one_of_two_equal_files_is_deleted_the_other_is_decoded(folder: Any) -> None:
     first = folder.add("a.png", folder.picture(1))
     folder.add("b.png", folder.picture(1))

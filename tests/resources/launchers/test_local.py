@@ -266,14 +266,18 @@ def test_encoding_uses_the_processes_of_this_machine_alone(tmp_path: Path) -> No
     assert "divisible by the number of machines" in error.what
 
 
-def test_a_training_waits_for_the_other_machines_and_logs_their_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outputs", ["/shared/out", "s3://bucket/out"])
+def test_a_training_waits_for_the_other_machines_and_logs_their_command(tmp_path: Path, outputs: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{probe.getsockname()[1]}"
     launcher = AccelerateLauncher(machines=2, master=master, wait_s=1)
     file = order(tmp_path, "nothing")
+    fields = {**json.loads(file.read_text()), "run": "0123", "recipe": {"output_address": outputs}}
+    file.write_text(json.dumps(fields))
     messages, error = launch_in_process(file, module=TRAINING_MODULE, num_processes=2, launcher=launcher)
-    command = f"on machine 1: latentline train {file} --machines 2 --rank 1 --master {master}"
+    place = "s3://bucket/out/runs/0123" if "://" in outputs else file
+    command = f"on machine 1: latentline train {place} --machines 2 --rank 1 --master {master}"
     assert f"waiting for the other machines; {command}" in messages
     assert isinstance(error, LaunchError)
     assert error.what.startswith("not all other machines connected within 1 s")
