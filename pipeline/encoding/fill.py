@@ -310,10 +310,9 @@ class _Fill:
     def _log_damaged(self, damaged: pl.DataFrame) -> None:
         for row in damaged.head(_MAX_NAMED).iter_rows(named=True):
             spec = self._requests.spec(row)
-            reason = self._store.check(spec).reason
-            self._log(
-                f"damaged entry of {self._requests.job(row).name}: {reason} ({self._store.where(spec)})"
-            )
+            state = self._store.check(spec)
+            where = state.place_in_pack or self._store.where(spec)
+            self._log(f"damaged entry of {self._requests.job(row).name}: {state.reason} ({where})")
 
 
 def _ordered_model(entries: RecipeEntries, kind: Kind) -> OrderedModel | None:
