@@ -90,7 +90,7 @@ class FsspecStore(Store):
         return PackedEntries(RemoteCacheFolder(self.address, self.folder))
 
     @cached_property
-    def _copies(self) -> PackCopies:
+    def copies(self) -> PackCopies:
         """Local copies of packs, which are read instead of the remote ones."""
         max_bytes = round(load_deployment().pack_copies_gb * 1e9)
         return PackCopies(scratch_folder(project_root()) / PACKS, max_bytes, self.folder.download)
@@ -101,7 +101,7 @@ class FsspecStore(Store):
         Packs are used when the first single entry is missing.
         """
         try:
-            arrays = self.packed.read_known(spec, lambda: self._copies)
+            arrays = self.packed.read_known(spec, lambda: self.copies)
         except OSError as err:
             raise self._packs_error(spec.kind, err) from err
         return super().read(spec) if arrays is None else arrays
