@@ -15,7 +15,7 @@ from pipeline.cache.entry_format import KINDS, EntrySpec, Kind, WrongEntryError
 from pipeline.cache.pack_format import build_pack, index_path, pack_folder, pack_path
 from pipeline.cache.pack_index import announce_change
 from pipeline.cache.store import Store
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, counted
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log
 from pipeline.storage.os_errors import entry_disk_full_error, is_disk_full
@@ -27,6 +27,9 @@ MAX_BYTES = 128 * 2**20
 """Maximum size of a pack with several entries: 1,000 latents of SDXL at 1024 px.
 
 A pack is built in memory."""
+
+MIN_NEW = 100
+"""Fewest new entries that `seal_new` seals, so that small changes of a dataset do not make small packs."""
 
 _READ_AT_ONCE = 64
 
@@ -84,6 +87,19 @@ def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
                 _write_pack(store, kind, entries, result)
                 num_done += len(entries)
     return result
+
+
+def seal_new(store: Store, specs: Sequence[EntrySpec], *, log: Log) -> None:
+    """Seal entries that were encoded just now, unless they are few.
+
+    Raises:
+        StoreError: See `seal`.
+    """
+    if len(specs) < MIN_NEW:
+        return
+    sealed = seal(store, specs, log=log)
+    entries = counted(sealed.num_entries, "new entry", "new entries")
+    log(f"{entries} sealed in {counted(sealed.num_packs, 'pack')}")
 
 
 def _valid_entries(

@@ -284,6 +284,11 @@ class DeploymentFile(Settings):
         description="Local folder for working copies of output folders that are addresses, and for copies of "
         "packs. Relative to the project root.",
     )
+    seal_packs: bool = Field(
+        default=False,
+        description="Copy new cache entries into packs when a step has encoded at least 100, and when a "
+        "worker has completed a shard of at least 100. `latentline gc` deletes the single files.",
+    )
     pack_copies_gb: float = Field(
         default=20.0,
         ge=0,
