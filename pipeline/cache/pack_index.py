@@ -26,7 +26,6 @@ from pipeline.cache.pack_format import (
     index_bytes,
     index_path,
     pack_folder,
-    pack_path,
     parse_index,
 )
 
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
 
 _DIGEST_BYTES = 16
 """Number of bytes of a key that are compared. The entry itself states its complete key."""
+
+NO_DIGEST = bytes(_DIGEST_BYTES)
+"""Digest of no entry, for `PackIndex.stats`."""
 
 _INDEXES_AT_ONCE = 16
 
@@ -259,8 +261,12 @@ def remove_rows(folder: CacheFolder, kind: Kind, pack: str, keys: Iterable[str])
     """
     import polars as pl
 
-    pack_bytes = folder.stats(pack_folder(kind))[pack_path(kind, pack).rpartition("/")[2]][0]
-    index = read_index(folder, kind, pack, pack_bytes)
-    kept = index.filter(~pl.col("key").is_in(list(keys)))
-    folder.replace(index_path(kind, pack), index_bytes(kept))
+    try:
+        pack_bytes = folder.stats(pack_folder(kind)).get(f"{pack}{PACK_SUFFIX}", (0,))[0]
+        index = read_index(folder, kind, pack, pack_bytes)
+    except (FileNotFoundError, WrongPackError):
+        pass  # all of its entries count as missing
+    else:
+        kept = index.filter(~pl.col("key").is_in(list(keys)))
+        folder.replace(index_path(kind, pack), index_bytes(kept))
     announce_change(folder, kind)

@@ -40,7 +40,7 @@ from pipeline.cache.entry_format import (
 from pipeline.cache.entry_state import NO_STAT, EntryStat, EntryState
 from pipeline.cache.folder import LocalCacheFolder
 from pipeline.cache.pack_format import pack_folder
-from pipeline.cache.pack_index import digests_of
+from pipeline.cache.pack_index import NO_DIGEST, digests_of
 from pipeline.cache.packed_entries import PackedEntries
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address
@@ -143,7 +143,7 @@ class Store:
             row = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
             values.extend(row if regular else NO_STAT)
             if not regular:
-                unfound += digests_of((key,))
+                unfound += NO_DIGEST
         return self._with_packed(kind, np.frombuffer(values, dtype=np.int64).reshape(-1, 4), unfound)
 
     def read_tensor_specs(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:

@@ -6,13 +6,13 @@ import hashlib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fsspec
 import numpy as np
 import pytest
 
-from pipeline.cache.entry_format import EntrySpec, TensorSpec
+from pipeline.cache.entry_format import EntrySpec, Kind, TensorSpec
 from pipeline.cache.folder import CacheFolder
 from pipeline.cache.remote_store import store_at
 from pipeline.cache.sealing import seal
@@ -49,6 +49,17 @@ def seal_and_remove(store: Store, specs: list[EntrySpec]) -> None:
     assert sealed.unusable == {}
     for spec in specs:
         delete(store, spec)
+
+
+def pack_everything(cache_dir: Path) -> None:
+    """Seal all entries of a local cache, and delete their files."""
+    store = Store(cache_dir)
+    paths = list(cache_dir.rglob("*.safetensors"))
+    named = [EntrySpec(cast("Kind", path.parents[1].name), path.stem, {}) for path in paths]
+    specs = [spec.holding(store.read_tensor_specs(spec) or {}) for spec in named]
+    assert seal(store, specs, log=discard).num_entries == len(paths) > 0
+    for path in paths:
+        path.unlink()
 
 
 def delete(store: Store, spec: EntrySpec) -> None:

@@ -156,6 +156,27 @@ def test_a_removed_entry_is_missing_and_the_others_of_its_pack_are_not(any_store
         assert [store.check(spec).status for spec in specs] == ["valid", "missing", "valid"]
 
 
+@pytest.mark.parametrize("suffix", [".pack", ".parquet"])
+def test_an_entry_of_a_pack_that_was_lost_can_be_removed(any_store: Store, suffix: str) -> None:
+    specs = write_entries(any_store, 2)
+    seal_and_remove(any_store, specs)
+    store = reopened(any_store)
+    assert store.check(specs[0]).valid
+    any_store.packed.folder.delete(pack_names(any_store.packed.folder, suffix)[0])
+    store.remove(specs[0])
+    assert store.check(specs[0]).status == "missing"
+
+
+def test_a_folder_at_the_path_of_a_packed_entry_hides_it(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 3)
+    seal_and_remove(store, specs)
+    store.path(specs[1]).mkdir()
+    assert [store.check(spec).status for spec in specs] == ["valid", "wrong", "valid"]
+    stats = store.stats("latents", [spec.key for spec in specs])
+    assert [tuple(row) == NO_STAT for row in stats.tolist()] == [False, True, False]
+
+
 def test_an_entry_in_two_packs_is_found_after_one_of_them_is_removed(any_store: Store) -> None:
     specs = write_entries(any_store, 2)
     seal(any_store, specs, log=discard)

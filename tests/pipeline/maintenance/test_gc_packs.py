@@ -21,6 +21,7 @@ from tests.pipeline.packs_case import (
     pack_names,
     reopened,
     single_files,
+    spec_of,
     values_of,
     write_entries,
 )
@@ -63,6 +64,22 @@ def test_single_entries_are_deleted_after_sealing_and_stay_readable(any_store: S
     }
     assert all(reopened(any_store).check(spec).valid for spec in [*specs, *alone])
     assert delete(any_store.address, survey(any_store.address)) == (0, 0)
+
+
+def test_an_open_store_finds_the_entries_of_a_pack_whose_writer_was_killed_before_announcing_it(
+    any_store: Store,
+) -> None:
+    first, second = write_entries(any_store, 2), write_entries(any_store, 2, start=2)
+    register(any_store, [*first, *second])
+    seal(any_store, first, log=discard)
+    opened = reopened(any_store)
+    assert opened.check(spec_of(99)).status == "missing", "it has listed the packs"
+    token = any_store.packed.folder.read("packs/latents/changed")
+    seal(any_store, second, log=discard)
+    any_store.packed.folder.replace("packs/latents/changed", token)
+
+    assert delete(any_store.address, survey(any_store.address))[0] == 4
+    assert all(opened.check(spec).valid for spec in [*first, *second])
 
 
 def test_a_single_entry_stays_if_its_packed_copy_is_damaged(any_store: Store) -> None:
