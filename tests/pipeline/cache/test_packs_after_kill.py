@@ -27,7 +27,9 @@ def local_killer() -> Generator[Killer]:
         yield started
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(
+    params=["folder", pytest.param("s3", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
 def new_cache(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
     """Return a function that returns the address of a new cache."""
     if request.param == "folder":
