@@ -16,8 +16,9 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -129,22 +130,12 @@ def batches(items: Iterable[EntrySpec], size: int) -> Iterator[list[EntrySpec]]:
         yield part
 
 
-class measured:  # noqa: N801 - used like a function
-    """Prints the time of its body per entry."""
-
-    def __init__(self, name: str, num_entries: int) -> None:
-        """Measure `num_entries` under this name."""
-        self._name = name
-        self._num_entries = num_entries
-
-    def __enter__(self) -> None:
-        """Start."""
-        self._start_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        """Print."""
-        elapsed_s = time.perf_counter() - self._start_s
-        report(self._name, ms_per_entry=round(elapsed_s / self._num_entries * 1e3, 3))
+@contextmanager
+def measured(name: str, num_entries: int) -> Generator[None]:
+    """Print the time of the body per entry."""
+    start_s = time.perf_counter()
+    yield
+    report(name, ms_per_entry=round((time.perf_counter() - start_s) / num_entries * 1e3, 3))
 
 
 def report(name: str, **values: object) -> None:
