@@ -6,16 +6,21 @@ Entries themselves are read and written by the store.
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.atomic import write_bytes
+from pipeline.storage.atomic import sync_folder, write_bytes
 from pipeline.storage.remote_folder import RemoteFolder, stat_from_info
+
+FileStat: TypeAlias = tuple[int, int, int, int]
+"""Size, modification time, change time, and inode or number of a version; the fields of `EntryStat`."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,20 @@ class CacheFolder(ABC):
         """Read a file."""
 
     @abstractmethod
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Read the bytes of a file from `start` to `end`, exclusive; fewer if the file ends before."""
+
+    @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
         """Replace a file atomically."""
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
         """Return the sorted names of the files directly in a folder; none if it does not exist."""
+
+    @abstractmethod
+    def stats(self, folder: str) -> dict[str, FileStat]:
+        """Return the stat of each file directly in a folder, by name; none if it does not exist."""
 
     @abstractmethod
     def files(self) -> Iterator[CacheFile]:
@@ -93,14 +106,40 @@ class LocalCacheFolder(CacheFolder):
         """See `CacheFolder.read`."""
         return (self._root / name).read_bytes()
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """See `CacheFolder.read_range`."""
+        descriptor = os.open(self._root / name, os.O_RDONLY)
+        try:
+            data = os.pread(descriptor, end - start, start)
+            while len(data) < end - start and (
+                more := os.pread(descriptor, end - start - len(data), start + len(data))
+            ):
+                data += more  # one call returns at most 2 GiB, and less after a signal
+            return data
+        finally:
+            os.close(descriptor)
+
     def replace(self, name: str, data: bytes) -> None:
         """See `CacheFolder.replace`."""
-        write_bytes(self._root / name, data)
+        path = self._root / name
+        write_bytes(path, data)
+        sync_folder(path.parent)
 
     def names(self, folder: str) -> list[str]:
         """See `CacheFolder.names`."""
         path = self._root / folder
         return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
+
+    def stats(self, folder: str) -> dict[str, FileStat]:
+        """See `CacheFolder.stats`."""
+        found: dict[str, FileStat] = {}
+        with suppress(FileNotFoundError), os.scandir(self._root / folder) as files:
+            for file in files:
+                with suppress(FileNotFoundError):
+                    if file.is_file():
+                        stat = file.stat()
+                        found[file.name] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+        return found
 
     def files(self) -> Iterator[CacheFile]:
         """See `CacheFolder.files`; a file that is deleted meanwhile is omitted."""
@@ -128,18 +167,22 @@ class LocalCacheFolder(CacheFolder):
 class RemoteCacheFolder(CacheFolder):
     """Files of a cache at an fsspec address."""
 
-    def __init__(self, url: Url) -> None:
-        """Open the file system.
+    def __init__(self, url: Url, folder: RemoteFolder | None = None) -> None:
+        """Open the file system, or use `folder`, the same address opened before.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
         """
         super().__init__(url)
-        self._folder = RemoteFolder(url)
+        self._folder = RemoteFolder(url) if folder is None else folder
 
     def read(self, name: str) -> bytes:
         """See `CacheFolder.read`."""
         return self._folder.read(name)
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """See `CacheFolder.read_range`."""
+        return self._folder.read(name, end - start, start=start)
 
     def replace(self, name: str, data: bytes) -> None:
         """See `CacheFolder.replace`."""
@@ -149,6 +192,12 @@ class RemoteCacheFolder(CacheFolder):
         """See `CacheFolder.names`."""
         names = (name.removeprefix(f"{folder}/") for name in self._folder.list_files(folder))
         return sorted(name for name in names if "/" not in name)
+
+    def stats(self, folder: str) -> dict[str, FileStat]:
+        """See `CacheFolder.stats`."""
+        infos = self._folder.list_files(folder).items()
+        named = ((name.removeprefix(f"{folder}/"), info) for name, info in infos)
+        return {name: remote_file_stat(info) for name, info in named if "/" not in name}
 
     def files(self) -> Iterator[CacheFile]:
         """See `CacheFolder.files`."""
@@ -162,3 +211,14 @@ class RemoteCacheFolder(CacheFolder):
 
     def tidy(self, folders: Iterable[str]) -> None:
         """Do nothing: object stores cannot hold empty folders, and on other systems they are harmless."""
+
+
+def remote_file_stat(info: Mapping[str, Any]) -> FileStat:
+    """Convert fsspec's info; if it states a version, omit the time, which differs between listings."""
+    num_bytes, time_ns, _, version = stat_from_info(info)
+    if version:
+        return num_bytes, 0, 0, version
+
+    # Without version and time, make the stat unequal to any recorded one, so that the file is read.
+    unique = 0 if time_ns else time.monotonic_ns()
+    return num_bytes, time_ns, unique, 0

@@ -8,22 +8,31 @@ entry of an earlier one; both are valid.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.cache.entry_format import DATA_START, EntrySpec, Kind, WrongEntryError
-from pipeline.cache.store import DISPLACED_SUFFIX, NO_STAT, EntryStat, Store
+from pipeline.cache.entry_format import DATA_START, Array, EntrySpec, Kind, WrongEntryError
+from pipeline.cache.entry_state import NO_STAT, EntryStat
+from pipeline.cache.folder import RemoteCacheFolder, remote_file_stat
+from pipeline.cache.pack_copies import PackCopies
+from pipeline.cache.pack_format import PACKS
+from pipeline.cache.pack_index import digests_of
+from pipeline.cache.packed_entries import PackedEntries
+from pipeline.cache.store import DISPLACED_SUFFIX, Store
 from pipeline.escaping import without_secrets
+from pipeline.recipe import project_root
+from pipeline.recipe.deployment import load_deployment
+from pipeline.recipe.scratch import scratch_folder
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder, stat_from_info
+from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder
 
 _MAX_SINGLE_REQUESTS = 32
 """Number of entries that are always stat one by one."""
@@ -74,6 +83,29 @@ class FsspecStore(Store):
         super().__init__(Path())
         self.address = url
 
+    @cached_property
+    def packed(self) -> PackedEntries:
+        """See `Store.packed`."""
+        assert isinstance(self.address, Url)
+        return PackedEntries(RemoteCacheFolder(self.address, self.folder))
+
+    @cached_property
+    def copies(self) -> PackCopies:
+        """Local copies of packs, which are read instead of the remote ones."""
+        max_bytes = round(load_deployment().pack_copies_gb * 1e9)
+        return PackCopies(scratch_folder(project_root()) / PACKS, max_bytes, self.folder.download)
+
+    def read(self, spec: EntrySpec) -> dict[str, Array]:
+        """See `Store.read`; an entry in a pack precedes its single file, for which two requests would fail.
+
+        Packs are used when the first single entry is missing.
+        """
+        try:
+            arrays = self.packed.read_known(spec, lambda: self.copies)
+        except OSError as err:
+            raise self._packs_error(spec.kind, err) from err
+        return super().read(spec) if arrays is None else arrays
+
     def stats(self, kind: Kind, keys: Iterable[str]) -> npt.NDArray[np.int64]:
         """See `Store.stats`.
 
@@ -96,7 +128,8 @@ class FsspecStore(Store):
                 stats = zip(names, pool.map(self._stat_or_missing, names), strict=True)
                 found = {name: stat for name, stat in stats if stat is not None}
         rows = [astuple(found[name]) if name in found else NO_STAT for name in names]
-        return np.array(rows, np.int64).reshape(-1, 4)
+        unfound = bytearray(digests_of(PurePosixPath(name).stem for name in names if name not in found))
+        return self._with_packed(kind, np.array(rows, np.int64).reshape(-1, 4), unfound)
 
     def _folders_to_list(self, kind: Kind, names: Sequence[str]) -> list[str]:
         """Return the folders whose listings take least time; none if single requests do."""
@@ -174,12 +207,5 @@ class FsspecStore(Store):
         return True
 
 
-def _entry_stat(info: dict[str, Any]) -> EntryStat:
-    """Convert fsspec's info; if it states a version, omit the time, which differs between listings."""
-    num_bytes, time_ns, _, version = stat_from_info(info)
-    if version:
-        return EntryStat(num_bytes, 0, 0, version)
-
-    # Without version and time, make the stat unequal to any recorded one, so that the entry is read.
-    unique = 0 if time_ns else time.monotonic_ns()
-    return EntryStat(num_bytes, time_ns, unique, 0)
+def _entry_stat(info: Mapping[str, Any]) -> EntryStat:
+    return EntryStat(*remote_file_stat(info))

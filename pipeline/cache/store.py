@@ -1,27 +1,28 @@
 """Content-addressed store on a local disk: one immutable safetensors file per key.
 
     <root>/<kind>/<first two digits of key>/<key>.safetensors
+    <root>/packs/<kind>/                                        packs of entries, see `pack_format`
 
 An entry is written under a temporary name, synced, and linked to its final name, which only one of several
 writers can do. So a reader sees the complete entry or none, an entry never changes, and no lock is needed.
-`entry_format` defines the bytes of an entry.
+`entry_format` defines the bytes of an entry. An entry without a file of its own may be in a pack.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import stat as stat_module
 from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.cache.entry_files import link, read_file, regular_stat
 from pipeline.cache.entry_format import (
     DATA_START,
     KINDS,
@@ -36,57 +37,23 @@ from pipeline.cache.entry_format import (
     stated_metadata,
     stated_tensors,
 )
+from pipeline.cache.entry_state import NO_STAT, EntryStat, EntryState
+from pipeline.cache.folder import LocalCacheFolder
+from pipeline.cache.pack_format import pack_folder
+from pipeline.cache.pack_index import NO_DIGEST, digests_of
+from pipeline.cache.packed_entries import PackedEntries
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import temp_path_for
 from pipeline.storage.os_errors import entry_disk_full_error, is_disk_full
 
-__all__ = ["KINDS", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
+__all__ = ["KINDS", "NO_STAT", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
 
 SUFFIX = ".safetensors"
 """Suffix of an entry's file."""
 
 DISPLACED_SUFFIX = ".displaced"
 """Suffix of a folder that was found at an entry's path; it is renamed, never deleted."""
-
-NO_STAT = (0, 0, 0, 0)
-"""Row of `Store.stats` for a key without a file."""
-
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-
-
-@dataclass(frozen=True)
-class EntryStat:
-    """Stat of an entry's file; while it is unchanged, the content is taken to be unchanged too."""
-
-    num_bytes: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
-
-
-@dataclass(frozen=True)
-class EntryState:
-    """Result of `Store.check`.
-
-    Attributes:
-        status: "valid", "missing" or "wrong".
-        reason: Defect of a wrong entry, without its path; empty otherwise.
-        stat: Stat of the file; None if there is no regular file.
-        metadata: Metadata of a valid entry that was read; None if its stat was trusted.
-        shapes: Shapes of the tensors of such an entry, by name.
-    """
-
-    status: Literal["valid", "missing", "wrong"]
-    reason: str = ""
-    stat: EntryStat | None = None
-    metadata: dict[str, Any] | None = None
-    shapes: Mapping[str, tuple[int, ...]] | None = None
-
-    @property
-    def valid(self) -> bool:
-        """Whether the entry can be used."""
-        return self.status == "valid"
 
 
 class Store:
@@ -112,20 +79,26 @@ class Store:
         self.root = root
         self.address: Address = root
 
+    @cached_property
+    def packed(self) -> PackedEntries:
+        """Entries in packs."""
+        return PackedEntries(LocalCacheFolder(self.root))
+
     def path(self, spec: EntrySpec) -> Path:
-        """Return the path of the entry, whether or not it exists."""
+        """Return the path of the entry's own file, whether or not it exists."""
         # A format string takes a fifth of the time of joining paths.
         return Path(f"{self.root}/{spec.kind}/{spec.key[:2]}/{spec.key}{SUFFIX}")
 
     def where(self, spec: EntrySpec) -> str:
-        """Return the location of the entry for messages."""
+        """Return the location of the entry's own file for messages."""
         return self._shown(self.path(spec))
 
     def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
         """Check whether the entry exists and satisfies its specification.
 
         A file whose stat equals `trusted` is not read. Any other file is read and verified: size, header,
-        key, shapes, dtypes, checksum, and finite values.
+        key, shapes, dtypes, checksum, and finite values. An entry in a pack counts only if it has no file of
+        its own.
 
         Raises:
             StoreError: The file or its folder cannot be read.
@@ -139,7 +112,7 @@ class Store:
             raw, stat = self._read_with_stat(path)
             arrays, metadata = parse(spec, raw, verify=True)
         except FileNotFoundError:
-            return EntryState("missing")
+            return self._check_packed(spec, trusted)
         except WrongEntryError as err:
             return EntryState("wrong", str(err), self._stat_or_none(path))
         except OSError as err:
@@ -151,55 +124,82 @@ class Store:
     def stats(self, kind: Kind, keys: Iterable[str]) -> npt.NDArray[np.int64]:
         """Return the `EntryStat` of many entries as int64 (N, 4), in the order of `keys`.
 
-        A row is `NO_STAT` if the key has no regular file. Files are not opened.
+        A row is `NO_STAT` if the key has no regular file and is in no pack. Files are not opened.
+
+        Raises:
+            StoreError: The packs cannot be read.
         """
         root = f"{self.root}/{kind}/"
         values = array("q")
+        unfound = bytearray()
         for key in keys:
             try:
                 stat = os.stat(f"{root}{key[:2]}/{key}{SUFFIX}")  # noqa: PTH116 - a Path costs more than the call
             except OSError:
                 values.extend(NO_STAT)
+                unfound += digests_of((key,))
                 continue
             regular = stat_module.S_ISREG(stat.st_mode)
             row = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
             values.extend(row if regular else NO_STAT)
-        return np.frombuffer(values, dtype=np.int64).reshape(-1, 4)
+            if not regular:
+                unfound += NO_DIGEST
+        return self._with_packed(kind, np.frombuffer(values, dtype=np.int64).reshape(-1, 4), unfound)
 
     def read_tensor_specs(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
         """Return the shapes and dtypes in an entry's header, unverified; None without a readable header."""
         try:
-            return stated_tensors(self._header(self.path(spec)))
+            return stated_tensors(self._header(spec))
         except (OSError, WrongEntryError):
             return None
 
     def read_metadata(self, kind: Kind, key: str) -> dict[str, Any] | None:
         """Return the metadata in an entry's header, unverified; None without a readable header."""
         try:
-            return stated_metadata(self._header(self.path(EntrySpec(kind, key, {}))))
+            return stated_metadata(self._header(EntrySpec(kind, key, {})))
         except (OSError, WrongEntryError):
             return None
 
     def read(self, spec: EntrySpec) -> dict[str, Array]:
         """Read an entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
 
-        Every call checks size, header, key, shapes and dtypes. Only `check` computes the checksum.
+        Every call checks size, header, key, shapes and dtypes. The checksum is computed by `check`, and for
+        entries in packs.
 
         Raises:
             StoreError: The entry is missing or does not match `spec`.
         """
         path = self.path(spec)
         try:
-            arrays, _ = parse(spec, self._read(path), verify=False)
+            raw = self._read(path)
+        except FileNotFoundError as err:
+            return self._read_packed(spec, err)
         except WrongEntryError as err:
-            raise StoreError(
-                f"a cache entry is damaged: {err}",
-                where=self._shown(path),
-                fix="start the cache job again: it replaces the entry",
-            ) from err
+            raise _damaged_error(self._shown(path), err) from err
         except OSError as err:
             raise self._access_error(path, err, "read") from err
-        return arrays
+
+        try:
+            return parse(spec, raw, verify=False)[0]
+        except WrongEntryError as err:
+            raise _damaged_error(self._shown(path), err) from err
+
+    def read_verified(self, spec: EntrySpec) -> bytes:
+        """Return the bytes of an entry's own file after verifying them completely.
+
+        Raises:
+            WrongEntryError: The file is missing or wrong.
+            StoreError: The file cannot be read.
+        """
+        path = self.path(spec)
+        try:
+            raw = self._read(path)
+        except FileNotFoundError as err:
+            raise WrongEntryError("the entry is missing") from err
+        except OSError as err:
+            raise self._access_error(path, err, "read") from err
+        parse(spec, raw, verify=True)
+        return raw
 
     def write(self, spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bool:
         """Write an entry unless a valid one exists: the first valid entry wins.
@@ -228,17 +228,17 @@ class Store:
             raise self._access_error(path, err, "written") from err
 
     def remove(self, spec: EntrySpec) -> None:
-        """Delete an entry's file if it exists; a folder at its path stays.
+        """Delete an entry: its file if it exists, and its rows in indexes of packs; a folder stays.
 
         Raises:
-            StoreError: The file cannot be deleted.
+            StoreError: The file cannot be deleted, or an index cannot be replaced.
         """
         path = self.path(spec)
         try:
-            self._stat(path)
-            self._delete(path)
-        except (FileNotFoundError, WrongEntryError):
-            return
+            with suppress(FileNotFoundError, WrongEntryError):
+                self._stat(path)
+                self._delete(path)
+            self.packed.remove(spec)
         except OSError as err:
             raise self._access_error(path, err, "deleted") from err
 
@@ -250,9 +250,56 @@ class Store:
             fix="start the cache job again: it encodes missing entries" if missing else self.fix,
         )
 
-    def _header(self, path: Path) -> dict[str, Any]:
-        self._stat(path)
-        return read_header(self._read_start(path))
+    def _header(self, spec: EntrySpec) -> dict[str, Any]:
+        path = self.path(spec)
+        try:
+            self._stat(path)
+            return read_header(self._read_start(path))
+        except FileNotFoundError:
+            header = self.packed.header(spec)
+            if header is None:
+                raise
+            return header
+
+    def _check_packed(self, spec: EntrySpec, trusted: EntryStat | None) -> EntryState:
+        try:
+            return self.packed.check(spec, trusted)
+        except OSError as err:
+            raise self._packs_error(spec.kind, err) from err
+
+    def _read_packed(self, spec: EntrySpec, missing: FileNotFoundError) -> dict[str, Array]:
+        """Read an entry without a file of its own, as `read`; `missing` is the error of reading the file."""
+        try:
+            arrays = self.packed.read(spec)
+        except WrongEntryError as err:
+            raise _damaged_error(self.packed.where(spec), err) from err
+        except OSError as err:
+            raise self._packs_error(spec.kind, err) from err
+        if arrays is None:
+            raise self._access_error(self.path(spec), missing, "read") from missing
+        return arrays
+
+    def _with_packed(
+        self, kind: Kind, stats: npt.NDArray[np.int64], unfound: bytearray
+    ) -> npt.NDArray[np.int64]:
+        """Return stats with the rows of packed entries; `unfound` has a digest for each row `NO_STAT`."""
+        if not unfound:
+            return stats
+        try:
+            packed = self.packed.stats(kind, unfound)
+        except OSError as err:
+            raise self._packs_error(kind, err) from err
+        if packed.any():
+            stats = stats.copy()
+            stats[(stats == NO_STAT).all(axis=1)] = packed
+        return stats
+
+    def _packs_error(self, kind: Kind, err: OSError) -> StoreError:
+        return StoreError(
+            f"the packs of the cache cannot be read: {err.strerror or err}",
+            where=self._shown(Path(pack_folder(kind))),
+            fix=self.fix,
+        )
 
     def _stat_or_none(self, path: Path) -> EntryStat | None:
         try:
@@ -273,15 +320,15 @@ class Store:
             FileNotFoundError: The path does not exist.
             WrongEntryError: The path is not a regular file.
         """
-        return _regular_stat(path.stat())
+        return regular_stat(path.stat())
 
     def _read_with_stat(self, path: Path) -> tuple[bytes, EntryStat]:
         """Read a file, and return its stat from before; raises as `_stat`."""
-        return _read_file(path)
+        return read_file(path)
 
     def _read(self, path: Path) -> bytes:
         """Read a file; raises as `_stat`."""
-        return _read_file(path)[0]
+        return read_file(path)[0]
 
     def _delete(self, path: Path) -> None:
         """Delete a file."""
@@ -302,7 +349,7 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
 
-            while not _link(temp, path):
+            while not link(temp, path):
                 if self.check(spec).valid:
                     return False
                 self._clear_path(spec, path)
@@ -327,58 +374,18 @@ class Store:
             return
 
         try:
-            parse(spec, _read_file(aside)[0], verify=True)
+            parse(spec, read_file(aside)[0], verify=True)
         except (WrongEntryError, OSError):
             aside.unlink()
             return
-        _link(aside, path)
+        link(aside, path)
         with suppress(FileNotFoundError):
             aside.unlink()
 
 
-def _read_file(path: Path) -> tuple[bytes, EntryStat]:
-    """Return the content of a regular file and its stat, taken before reading.
-
-    Uses system calls directly: a Python file object makes eight of them instead of four, and threads that
-    read many small entries wait for each other at every call.
-
-    Raises:
-        WrongEntryError: The path is not a regular file.
-        OSError: The file does not exist or cannot be read.
-    """
-    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        stat = _regular_stat(os.fstat(descriptor))
-        data = os.read(descriptor, stat.num_bytes + 1)
-        while len(data) < stat.num_bytes and (more := os.read(descriptor, stat.num_bytes + 1)):
-            data += more  # one call returns at most 2 GiB, and less after a signal
-        return data, stat
-    finally:
-        os.close(descriptor)
-
-
-def _regular_stat(stat: os.stat_result) -> EntryStat:
-    if not stat_module.S_ISREG(stat.st_mode):
-        kind = "a folder" if stat_module.S_ISDIR(stat.st_mode) else "a special file"
-        raise WrongEntryError(f"its path must be a regular file, got {kind}")
-    return EntryStat(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-
-def _link(temp: Path, path: Path) -> bool:
-    """Link `temp` to `path`; return False if `path` exists.
-
-    On a file system without hard links, rename instead. Two writers may then rename at the same moment, and
-    the later entry remains; both are valid.
-    """
-    try:
-        os.link(temp, path)
-    except FileExistsError:
-        return False
-    except OSError as err:
-        if err.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(path):
-            return False
-        temp.replace(path)
-    return True
+def _damaged_error(where: str, err: WrongEntryError) -> StoreError:
+    return StoreError(
+        f"a cache entry is damaged: {err}",
+        where=where,
+        fix="start the cache job again: it replaces the entry",
+    )

@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 
 from pipeline.cache.users import unregister_user
-from pipeline.cli.conventions import RECIPE, bytes_text, echo, reported_recipes
+from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
 from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
+from pipeline.maintenance.gc_packs import Pack, Packs
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
 from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Address, Url, absolute
@@ -70,6 +71,9 @@ def command(
     the last jobs of a registered folder requested it, if a table in the folder names it, or if an unfinished
     run in the folder trains on it.
 
+    The files of entries that are also in packs are not needed (see latentline pack). Before one is deleted,
+    its copy in the pack is read and verified. A pack is deleted if nothing needs any of its entries.
+
     With --keep-runs N, the command examines the training runs of these recipes instead. A run is kept if it
     is one of the newest N, if its LoRA is in lora/, if start_from of a recipe or of a run in training names
     one of its files, or if it is being trained. All other runs are old; deleting one deletes its checkpoints
@@ -93,9 +97,11 @@ def command(
         if given:
             _require_cache(cache_dir, surveyed)
         _show(cache_dir, surveyed, grace_hours)
+        packs = surveyed.packs
         has_garbage = bool(surveyed.orphans or surveyed.leftovers or surveyed.old_orders)
+        has_garbage |= bool(packs.single or packs.old)
         if has_garbage and do_delete:
-            num_files, num_bytes = delete(cache_dir, surveyed)
+            num_files, num_bytes = delete(cache_dir, surveyed, log=log_to_stderr)
             echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
         elif has_garbage:
             echo("  nothing was deleted; run latentline gc --delete to delete the unneeded files")
@@ -164,7 +170,7 @@ def _forget(cache_dir: Address, forgotten: Sequence[Address]) -> None:
 
 def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
     """Raise StoreError if the folder holds only foreign files, and so cannot be a cache."""
-    if surveyed.foreign and not surveyed.users and not surveyed.entries:
+    if surveyed.foreign and not surveyed.users and not surveyed.entries and not surveyed.packs.all:
         raise StoreError(
             f"not a cache: the folder holds only {counted(len(surveyed.foreign), 'file')} of other programs",
             where=str(cache_dir),
@@ -204,6 +210,7 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
     echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")
     if surveyed.young:
         echo(f"  {surveyed.young:>9,} not needed but younger than {grace_hours:g} h: kept")
+    _show_packs(surveyed.packs, grace_hours)
     if surveyed.leftovers:
         leftover_bytes = bytes_text(sum(surveyed.leftovers.values()))
         echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
@@ -216,3 +223,22 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
         names = ", ".join(surveyed.foreign[:MAX_SHOWN])
         names += ", ..." if len(surveyed.foreign) > MAX_SHOWN else ""
         echo(f"  {len(surveyed.foreign):>9,} from other programs, never touched: {names}")
+
+
+def _show_packs(packs: Packs, grace_hours: float) -> None:
+    if packs.all:
+        entries = counted(packs.num_entries, "entry", "entries")
+        echo(f"  {len(packs.all):>9,} packs with {entries}, {_pack_bytes(packs.all)}")
+    if packs.single:
+        single_bytes = bytes_text(sum(packs.single.values()))
+        echo(f"  {len(packs.single):>9,} single entries are also in packs, {single_bytes}")
+    if packs.young:
+        echo(f"  {len(packs.young):>9,} packs not needed but younger than {grace_hours:g} h: kept")
+    if packs.old:
+        echo(f"  {len(packs.old):>9,} packs not needed, {_pack_bytes(packs.old)}")
+    for index in packs.damaged[:MAX_SHOWN]:
+        echo(f"  damaged index, so that the entries of its pack count as missing: {index}")
+
+
+def _pack_bytes(packs: Sequence[Pack]) -> str:
+    return bytes_text(sum(pack.num_bytes for pack in packs))

@@ -30,6 +30,7 @@ COMMANDS = {
     "run": "pipeline.cli.run",
     "explain": "pipeline.cli.explain",
     "verify": "pipeline.cli.verify",
+    "pack": "pipeline.cli.pack",
     "gc": "pipeline.cli.gc",
     "sample": "pipeline.cli.sample",
     "export": "pipeline.cli.export",

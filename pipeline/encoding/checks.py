@@ -64,7 +64,7 @@ class Problems:
             "problem": state.reason or "the entry is missing",
             "bytes": state.stat.num_bytes if state.stat else None,
             "expected_bytes": spec.file_bytes,
-            "path": store.where(spec),
+            "path": state.place_in_pack or store.where(spec),
         }
         self._rows.setdefault(_check_of(store, spec, state.stat), []).append(row)
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
+from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
 from pipeline.cache.users import record_speed, register_user
 from pipeline.encoding.jobs import (
@@ -28,6 +29,7 @@ from pipeline.encoding.jobs import (
 )
 from pipeline.errors import StoreError, counted
 from pipeline.processes.launch import Launch
+from pipeline.recipe.deployment import load_deployment
 from pipeline.reporting.progress import phase, progress
 from pipeline.reporting.reports import Log, Stopwatch
 from pipeline.storage.os_errors import require_disk_space
@@ -173,6 +175,9 @@ class _Fill:
 
         for states in self._check(missing):
             self._collect(states, results)
+        if self._result.encoded and load_deployment().seal_packs:
+            encoded = missing.filter(pl.col("key").is_in(self._result.encoded))
+            seal_new(self._store, [self._requests.spec(row) for row in encoded.to_dicts()], log=self._log)
         return self._result
 
     def _new_entry_is_missing(self) -> bool:
@@ -310,10 +315,9 @@ class _Fill:
     def _log_damaged(self, damaged: pl.DataFrame) -> None:
         for row in damaged.head(_MAX_NAMED).iter_rows(named=True):
             spec = self._requests.spec(row)
-            reason = self._store.check(spec).reason
-            self._log(
-                f"damaged entry of {self._requests.job(row).name}: {reason} ({self._store.where(spec)})"
-            )
+            state = self._store.check(spec)
+            where = state.place_in_pack or self._store.where(spec)
+            self._log(f"damaged entry of {self._requests.job(row).name}: {state.reason} ({where})")
 
 
 def _ordered_model(entries: RecipeEntries, kind: Kind) -> OrderedModel | None:

@@ -27,6 +27,7 @@ from pipeline.cache.folder import CacheFile, cache_folder
 from pipeline.cache.users import access_fix
 from pipeline.encoding.jobs import JOBS_FILE, ORDER_FILE
 from pipeline.errors import StoreError
+from pipeline.recipe.deployment import load_deployment
 from pipeline.storage.addresses import Address, Url, address
 from pipeline.versions import PREPROCESSING_VERSION
 
@@ -213,6 +214,7 @@ def publish_order(order_file: Path, *, num_shards: int, cpu_threads: int) -> Sha
         "num_parts": num_parts,
         "num_shards": num_shards,
         "cpu_threads": cpu_threads,
+        "seal_packs": load_deployment().seal_packs,
         "order": fields,
     }
     order.put(ORDER_FILE, json.dumps(settings).encode())

@@ -113,7 +113,7 @@ def _explain_entries(entries: RecipeEntries, sample_rows: Mapping[str, pl.DataFr
         inputs = metadata.get("inputs", {})
         facts = {
             "key": spec.key,
-            "path": entries.store.where(spec),
+            "path": state.place_in_pack or entries.store.where(spec),
             "state": state.reason or state.status,
         }
         facts |= {f"{tensor} {list(each.shape)}": each.dtype for tensor, each in tensors.items()}

@@ -10,14 +10,17 @@ from pathlib import Path, PurePosixPath
 
 import polars as pl
 
-from pipeline.cache.folder import CacheFile, cache_folder
+from pipeline.cache.folder import CacheFile, CacheFolder, cache_folder
+from pipeline.cache.pack_format import CHANGED, PACKS, is_pack_file
 from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.users import FOLDER, CacheUser, access_fix, read_users
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
+from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
 from pipeline.recipe import project_root
 from pipeline.recipe.outputs import MERGED_REJECTIONS
 from pipeline.recipe.scratch import working_copy
+from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
 from pipeline.storage.mirror import Mirror
@@ -38,17 +41,19 @@ class Survey:
 
     Attributes:
         users: Registered output folders, by name.
-        entries: Number of entries.
-        entry_bytes: Size of all entries.
-        orphans: Size of each entry that no user needs and that is older than the grace period.
-        young: Number of entries that no user needs within the grace period, or of unknown age.
+        entries: Number of single entries.
+        entry_bytes: Size of all single entries.
+        orphans: Size of each single entry that no user needs and that is older than the grace period.
+        young: Number of single entries that no user needs within the grace period, or of unknown age.
         leftovers: Size of each temporary file older than the grace period.
         old_orders: Size of each file of an order whose newest file is older than the grace period.
         num_old_orders: Number of these orders.
         num_young_orders: Number of the other orders, which workers may be encoding.
+        packs: Packs, and the single entries that packs also hold.
         foreign: Files that Latentline did not write and never touches.
     """
 
+    packs: Packs
     users: list[CacheUser] = field(default_factory=list[CacheUser])
     entries: int = 0
     entry_bytes: int = 0
@@ -80,12 +85,13 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
         StoreError: The cache cannot be listed, or a registration cannot be read.
         TableError: A table of a registered output folder cannot be read.
     """
-    result = Survey(users=list(read_users(cache_dir)))
+    result = Survey(_read_packs(cache_dir), users=list(read_users(cache_dir)))
     needed = _needed_keys(result.users)
     oldest_kept_s = time.time() - grace_s
 
-    # An order is old only if all of its files are, so these are classified together.
+    # An order is old only if all of its files are, so these are classified together. So are packs.
     orders: defaultdict[str, list[CacheFile]] = defaultdict(list)
+    old_pack_files = set[str]()
     for file in _list_files(cache_dir):
         path = PurePosixPath(file.name)
         is_old = file.modified_s is not None and file.modified_s < oldest_kept_s
@@ -94,22 +100,30 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
             result.entry_bytes += file.num_bytes
             if path.stem not in needed and is_old:
                 result.orphans[file.name] = file.num_bytes
+            elif result.packs.add_single(path.parts[0], path.stem, file):
+                continue
             elif path.stem not in needed:
                 result.young += 1
         elif path.parts[0] == ORDERS and len(path.parts) > 2:
             orders[path.parts[1]].append(file)
-        elif _is_leftover(path):
+        elif result.packs.is_complete(file.name):
+            old_pack_files |= {file.name} if is_old else set()
+        elif _is_leftover(path) or is_pack_file(path):
             if is_old:
                 result.leftovers[file.name] = file.num_bytes
         elif not _is_bookkeeping(path):
             result.foreign.append(file.name)
 
     result.add_orders(orders, oldest_kept_s)
+    result.packs.classify(needed, old_pack_files.__contains__)
     return result
 
 
-def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
+def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple[int, int]:
     """Delete the survey's orphans, leftovers and old orders, except entries that a user has requested since.
+
+    Single entries that packs hold are deleted too, and packs that no user needs. `log` receives warnings
+    about damaged packs.
 
     Returns:
         Number of deleted files, and their total size in bytes.
@@ -119,9 +133,20 @@ def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
         TableError: A table of a registered output folder cannot be read.
     """
     cache = cache_folder(cache_dir)
+    try:
+        deleted = delete_single(cache, surveyed.packs, log=log)
+        deleted |= delete_old(cache, surveyed.packs, lambda: _needed_keys(read_users(cache_dir)))
+    except OSError as err:
+        raise StoreError(
+            f"a pack or an entry in a pack cannot be read or deleted: {err.strerror or err}",
+            where=cache.where(PACKS),
+            fix=access_fix(cache_dir, err),
+        ) from err
+    cache.tidy(sorted({str(PurePosixPath(name).parent) for name in deleted}, reverse=True))
+
     sizes = {**surveyed.orphans, **surveyed.leftovers, **surveyed.old_orders}
     names = sorted(sizes)
-    num_files = num_bytes = 0
+    num_files, num_bytes = len(deleted), sum(deleted.values())
 
     for start in range(0, len(names), _DELETE_BATCH):
         batch = names[start : start + _DELETE_BATCH]
@@ -149,16 +174,28 @@ def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
     return num_files, num_bytes
 
 
+def _read_packs(cache_dir: Address) -> Packs:
+    cache = cache_folder(cache_dir)
+    try:
+        return Packs(cache)
+    except OSError as err:
+        raise _listing_error(cache, err) from err
+
+
 def _list_files(cache_dir: Address) -> Iterator[CacheFile]:
     cache = cache_folder(cache_dir)
     try:
         yield from cache.files()
     except OSError as err:
-        raise StoreError(
-            f"the cache cannot be listed: {err}",
-            where=cache.where(""),
-            fix=access_fix(cache_dir, err),
-        ) from err
+        raise _listing_error(cache, err) from err
+
+
+def _listing_error(cache: CacheFolder, err: OSError) -> StoreError:
+    return StoreError(
+        f"the cache cannot be listed: {err}",
+        where=cache.where(""),
+        fix=access_fix(cache.address, err),
+    )
 
 
 def _is_entry(path: PurePosixPath) -> bool:
@@ -172,13 +209,16 @@ def _is_leftover(path: PurePosixPath) -> bool:
     """Return whether the path has the name of a temporary file, in a folder that Latentline writes to."""
     *folders, name = path.parts
     in_entry_folder = len(folders) == 2 and folders[0] in KINDS and len(folders[1]) == 2
-    return is_temp_name(name) and (folders in ([], [FOLDER]) or in_entry_folder)
+    in_pack_folder = len(folders) == 2 and folders[0] == PACKS and folders[1] in KINDS
+    return is_temp_name(name) and (folders in ([], [FOLDER]) or in_entry_folder or in_pack_folder)
 
 
 def _is_bookkeeping(path: PurePosixPath) -> bool:
-    """Return whether the path is a user's registration, or state of this machine."""
+    """Return whether the path is a user's registration, state of this machine, or the state of the packs."""
     if len(path.parts) == 1:
         return path.suffix == ".json"
+    if path.parts[0] == PACKS:
+        return len(path.parts) == 3 and path.parts[1] in KINDS and path.name == CHANGED
     return len(path.parts) == 2 and path.parts[0] == FOLDER and path.suffix in {".json", ".keys"}
 
 

@@ -105,7 +105,11 @@ def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[B
         threads=store.threads,
     )
     return [
-        BadEntry(each, store.where(each.spec), state.reason or "the entry is missing")
+        BadEntry(
+            each,
+            state.place_in_pack or store.where(each.spec),
+            state.reason or "the entry is missing",
+        )
         for each, state in zip(needed, states, strict=True)
         if not state.valid
     ]
@@ -114,7 +118,8 @@ def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[B
 def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log) -> None:
     """Encode bad entries again with the cache stages, which also update the rows of their samples.
 
-    Damaged files are deleted first. A file with bit rot has the stat of a valid one and would be trusted.
+    Damaged files are deleted first, and damaged entries are removed from the indexes of packs. A file with
+    bit rot has the stat of a valid one and would be trusted.
 
     Raises:
         StoreError: A file cannot be deleted, or the cache cannot be written.

@@ -281,8 +281,19 @@ class DeploymentFile(Settings):
     )
     scratch: FolderPath = Field(
         default=DEFAULT_SCRATCH,
-        description="Local folder for working copies of output folders that are addresses. Relative to the "
-        "project root.",
+        description="Local folder for working copies of output folders that are addresses, and for copies of "
+        "packs. Relative to the project root.",
+    )
+    seal_packs: bool = Field(
+        default=False,
+        description="Copy new cache entries into packs when a step has encoded at least 100, and when a "
+        "worker has completed a shard of at least 100. `latentline gc` deletes the single files.",
+    )
+    pack_copies_gb: float = Field(
+        default=20.0,
+        ge=0,
+        description="Maximum size in GB of the copies that trainings keep of the packs of remote caches, in "
+        "the folder `packs` of the scratch folder. 0 reads from the remote cache only.",
     )
 
 

@@ -200,14 +200,14 @@ class RemoteFolder:
         """
         return self._request(lambda: dict(self.files.info(self._full(name))))
 
-    def read(self, name: str, num_bytes: int | None = None) -> bytes:
-        """Return the bytes of a file, or its first `num_bytes`.
+    def read(self, name: str, num_bytes: int | None = None, *, start: int = 0) -> bytes:
+        """Return the bytes of a file, or `num_bytes` of them from `start`.
 
         Raises:
             FileNotFoundError: The file does not exist.
             OSError: The file cannot be read.
         """
-        limits = {} if num_bytes is None else {"start": 0, "end": num_bytes}
+        limits = {} if num_bytes is None else {"start": start, "end": start + num_bytes}
         return self._request(lambda: bytes(self.files.cat_file(self._full(name), **limits)))
 
     def put(self, name: str, data: bytes) -> None:

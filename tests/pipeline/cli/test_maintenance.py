@@ -1,4 +1,4 @@
-"""The commands plan, explain, verify and gc."""
+"""The commands plan, explain, verify, pack and gc."""
 
 from __future__ import annotations
 
@@ -293,3 +293,74 @@ def test_O03_no_command_imports_torch(cli: Any, name: str) -> None:
         [sys.executable, "-c", code, name, *arguments], capture_output=True, text=True, check=True
     )
     assert completed.stdout.splitlines()[-1] == "[]"
+
+
+def pack_and_collect(cli: Any) -> str:
+    """Pack the cache, delete the single entries, and return the output of gc."""
+    packed = cli("pack", "sample")
+    assert packed.exit_code == 0, packed.output
+    assert "2 packs written with 11 entries" in packed.stdout
+    assert "11 single entries are also in packs" in cli("gc").stdout
+    return cli("gc", "--delete").stdout
+
+
+def test_pack_and_gc_replace_single_entries_by_packs_that_jobs_and_commands_use(cli: Any, job: Job) -> None:
+    latent = job.entry("vae_latents")
+    assert "deleted 11 files" in pack_and_collect(cli)
+    assert list(job.recipe.cache_dir.rglob("*.safetensors")) == []
+    assert "2 packs with 11 entries" in cli("gc").stdout
+
+    verified = cli("verify", "sample")
+    assert (verified.exit_code, "11 entries" in verified.stdout) == (0, True)
+    assert "0 to encode" in cli("plan", "sample").stdout
+    explained = json.loads(cli("explain", "sample", "cat.png", "--json").stdout)["latents entry"]
+    assert (explained["state"], explained["key"]) == ("valid", latent.stem)
+    assert re.search(r"packs/latents/[0-9a-f]{64}\.pack from byte [\d,]+$", explained["path"])
+    assert explained["made of flip"] is False
+
+    again = cli("pack", "sample")
+    assert "0 packs written with 0 entries, 0 bytes; 11 of 11 entries packed before" in again.stdout
+
+
+def test_a_job_after_pack_and_gc_encodes_nothing_and_its_gates_pass(
+    cli: Any, job: Job, in_process_launch: Any
+) -> None:
+    keys = job.tables.read("vae_latents")["key"]
+    pack_and_collect(cli)
+    in_process_launch.modules.clear()
+    job.cache()
+    assert in_process_launch.modules == []
+    assert job.tables.read("vae_latents")["key"].equals(keys)
+    assert job.failing("vae_latents") == job.failing("text_embeddings") == {}
+    assert list(job.recipe.cache_dir.rglob("*.safetensors")) == []
+
+
+def test_verify_finds_and_repairs_damage_in_a_pack(
+    cli: Any, job: Job, in_process_launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.maintenance.verify.LocalLaunch", lambda _: in_process_launch)
+    pack_and_collect(cli)
+    job.cache()
+    (pack,) = (job.recipe.cache_dir / "packs" / "latents").glob("*.pack")
+    raw = bytearray(pack.read_bytes())
+    raw[3000] ^= 1
+    pack.write_bytes(raw)
+
+    damaged = cli("verify", "sample")
+    assert damaged.exit_code == 1
+    assert "1 missing or damaged" in damaged.stdout
+    assert str(pack) in damaged.stdout
+    repaired = cli("verify", "sample", "--repair")
+    assert "repaired 1 of 1 entry" in repaired.stdout, repaired.output
+    assert len(list(job.recipe.cache_dir.rglob("*.safetensors"))) == 1
+    assert "1 pack written with 1 entry," in cli("pack", "sample").stdout
+
+
+def test_pack_omits_damaged_entries_with_a_warning_and_a_fix(cli: Any, job: Job) -> None:
+    latent = job.entry("vae_latents")
+    latent.write_bytes(latent.read_bytes()[:-1])
+    packed = cli("pack", "sample")
+    assert packed.exit_code == 0
+    assert "with 10 entries" in packed.stdout
+    assert "1 missing or damaged entry not packed, the first: photos/cat.png: expected" in packed.stderr
+    assert "latentline verify sample --repair" in packed.stderr

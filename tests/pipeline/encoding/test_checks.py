@@ -239,8 +239,8 @@ def test_the_checks_read_an_entry_only_if_its_stat_has_changed(
     from pipeline.cache import store
 
     read_paths: list[Path] = []
-    read_file = store._read_file
-    monkeypatch.setattr(store, "_read_file", lambda path: read_paths.append(path) or read_file(path))
+    read_file = store.read_file
+    monkeypatch.setattr(store, "read_file", lambda path: read_paths.append(path) or read_file(path))
     assert job.failing("vae_latents") == {}
     assert read_paths == []
     path = job.entry("vae_latents")

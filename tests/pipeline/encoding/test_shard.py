@@ -21,7 +21,9 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from pipeline.cache import sealing
 from pipeline.cache.folder import cache_folder
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cli import encode as encode_command
 from pipeline.encoding.collecting import encode_on_workers
 from pipeline.encoding.jobs import read_order, share
@@ -119,6 +121,34 @@ def test_four_workers_write_the_bytes_tables_reports_and_pictures_of_one_process
         assert [several.report[name] for name in counters] == [one.report[name] for name in counters]
     assert alone[0].report["failed"] == 1, "the broken image fails on a worker as in one process"
     assert other_files(shared.recipe) == [], "orders are removed after success"
+
+
+@pytest.mark.parametrize("on_workers", [True, False], ids=["workers", "one process"])
+def test_new_entries_are_packed_if_the_deployment_file_demands_it(
+    cache: Cache,
+    address: str,
+    in_process_launch: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_workers: bool,
+) -> None:
+    shared = at(cache, address)
+    launch = OnWorkers(in_process_launch) if on_workers else in_process_launch
+    (tmp_path / "deployment.yaml").write_text("seal_packs: true\n", encoding="utf-8")
+    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(tmp_path / "deployment.yaml"))
+    entries = shared.keep("vae_latents", latents(shared, launch)).table["key"]
+    packed = RecipeEntries(shared.recipe).store.packed
+    assert packed.among("latents", entries) == set(), "few new entries are not packed"
+
+    for name in entries_at(shared.recipe):
+        cache_folder(shared.recipe.cache_dir).delete(name)
+    monkeypatch.setattr(sealing, "MIN_NEW", 1)
+    before = set(latents(shared, launch).table["key"])
+    store = RecipeEntries(shared.recipe).store
+    assert store.packed.among("latents", entries) == before == set(entries)
+    num_packs = sum(name.endswith(".pack") for name in store.packed.folder.names("packs/latents"))
+    assert num_packs == (NUM_SHARDS if on_workers else 1)
+    assert len(entries_at(shared.recipe)) == len(before), "the single files stay"
 
 
 def test_a_worker_that_ends_early_is_reported_and_a_restart_of_its_shard_encodes_only_the_rest(

@@ -21,6 +21,7 @@ from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
+from tests.pipeline.packs_case import pack_everything
 from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
 from tests.tensor_differences import differing_tensors
 
@@ -97,6 +98,35 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     assert third.report["resumed_from"] == 6
     exported = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     assert differing_tensors(exported, original) == []
+
+
+def test_packing_the_cache_changes_neither_a_finished_run_nor_its_provenance(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), InProcessLaunch()
+    first = run(project, launch)
+    lora = project.recipe.output_dir / "lora"
+    record = read_provenance(lora)
+    pack_everything(project.recipe.cache_dir)
+    second = run(project, launch)
+    assert len(launch.launched) == 1
+    assert second.table.equals(first.table)
+    assert read_provenance(lora) == record
+
+
+def test_a_training_from_packs_gives_the_lora_of_single_entries(make_project: Callable[..., Project]) -> None:
+    project, launch = make_project(), InProcessLaunch()
+    run(project, launch)
+    pack_everything(project.recipe.cache_dir)
+    other = project.changed("from packs")
+    run(other, launch)
+    assert len(launch.launched) == 2
+    single, packed = (
+        load_file(each.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+        for each in (project, other)
+    )
+    assert single.keys() == packed.keys() != set()
+    assert all(packed[name].equal(single[name]) for name in single)
 
 
 def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:

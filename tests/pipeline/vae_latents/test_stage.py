@@ -137,8 +137,8 @@ def test_a_warm_run_reads_no_entry_and_a_run_without_the_table_reads_all(
 
     cached(cache, in_process_launch)
     read_paths: list[Path] = []
-    read_file = store._read_file
-    monkeypatch.setattr(store, "_read_file", lambda path: read_paths.append(path) or read_file(path))
+    read_file = store.read_file
+    monkeypatch.setattr(store, "read_file", lambda path: read_paths.append(path) or read_file(path))
     cached(cache, forbidden_launch)
     assert read_paths == []
     cache.tables.path("vae_latents").unlink()

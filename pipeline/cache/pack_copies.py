@@ -1,0 +1,160 @@
+"""Copies of a remote cache's packs on a local disk, for training.
+
+A pack is copied in the background after one of its entries has been read. Until then, entries are read from
+the remote pack, so that training never waits for a copy. All processes of a machine share the folder, and
+one of them copies at a time. A copy has the name of its hash, which is verified, so it is never outdated.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from queue import Queue
+
+from pipeline.cache.pack_format import PACK_SUFFIX
+from pipeline.storage.atomic import is_temp_name, temp_path_for
+
+IDLE_S = 600.0
+"""Time since its last use from which a copy may make room for another one. A training uses each of its packs
+many times per epoch, so that its packs do not displace each other."""
+
+_USE_INTERVAL_S = 60.0
+"""Shortest time between two records of a copy's use."""
+
+_MIN_FREE_FRACTION = 0.1
+"""Fraction of the disk that copies leave free."""
+
+Download = Callable[[str, Path], object]
+"""Writes the pack of a path relative to the cache to a local file."""
+
+
+class PackCopies:
+    """Copies of packs in one folder; it can be used from several threads and processes."""
+
+    def __init__(self, folder: Path, max_bytes: int, download: Download) -> None:
+        """Use a folder, which is created with the first copy.
+
+        Args:
+            folder: Folder of the copies.
+            max_bytes: Maximum size of all copies; 0 disables copying.
+            download: Writes a pack to a local file.
+        """
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._download = download
+        self._queue: Queue[tuple[str, int]] = Queue()
+        self._wanted: set[str] = set()
+        self._last_use_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def read(self, name: str, start: int, end: int) -> bytes | None:
+        """Return bytes of a copied pack; None if there is no copy.
+
+        Args:
+            name: Path of the pack relative to the cache.
+            start: First byte.
+            end: End of the bytes, exclusive.
+        """
+        path = self._path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            data = os.pread(descriptor, end - start, start)
+        finally:
+            os.close(descriptor)
+
+        now_s = time.monotonic()
+        if now_s - self._last_use_s.get(name, -_USE_INTERVAL_S) >= _USE_INTERVAL_S:
+            self._last_use_s[name] = now_s
+            with suppress(OSError):
+                os.utime(path)
+        return data
+
+    def want(self, name: str, num_bytes: int) -> None:
+        """Copy a pack in the background if there is room, and if this process has not tried it before."""
+        if num_bytes > self._max_bytes:
+            return
+        with self._lock:
+            if name in self._wanted:
+                return
+            self._wanted.add(name)
+            self._queue.put((name, num_bytes))
+            if self._thread is None:
+                # A daemon thread ends with the process. The next one deletes an unfinished copy.
+                self._thread = threading.Thread(target=self._work, name="latentline-copies", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all wanted packs were tried."""
+        self._queue.join()
+
+    def _work(self) -> None:
+        while True:
+            name, num_bytes = self._queue.get()
+            # Without a copy, entries are read from the remote pack, and errors are raised there.
+            with suppress(OSError):
+                self._copy(name, num_bytes)
+            self._queue.task_done()
+
+    def _copy(self, name: str, num_bytes: int) -> None:
+        path = self._path(name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self._folder / "lock"):
+            if path.exists() or not self._make_room(num_bytes):
+                return
+            temp = temp_path_for(path)
+            try:
+                self._download(name, temp)
+                if _sha256(temp) == path.stem:
+                    temp.replace(path)
+            finally:
+                with suppress(FileNotFoundError):
+                    temp.unlink()
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Delete idle copies until another one fits; return whether it does. The caller holds the lock."""
+        copies: list[tuple[float, int, Path]] = []
+        for file in self._folder.iterdir():
+            if is_temp_name(file.name):
+                file.unlink()  # only the process with the lock writes
+            elif file.suffix == PACK_SUFFIX:
+                stat = file.stat()
+                copies.append((stat.st_mtime, stat.st_size, file))
+
+        used_bytes = sum(size for _, size, _ in copies)
+        disk = shutil.disk_usage(self._folder)
+        free_bytes = disk.free - _MIN_FREE_FRACTION * disk.total
+        for last_use_s, size, file in sorted(copies):
+            fits = used_bytes + num_bytes <= self._max_bytes and num_bytes <= free_bytes
+            if fits or last_use_s > time.time() - IDLE_S:
+                break
+            file.unlink()
+            used_bytes -= size
+            free_bytes += size
+        return used_bytes + num_bytes <= self._max_bytes and num_bytes <= free_bytes
+
+    def _path(self, name: str) -> Path:
+        return self._folder / PurePosixPath(name).name  # a hash, so equal names are equal packs
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Hold a lock during the body; the system releases it if the process is killed."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,162 @@
+"""Seal entries in packs: copy valid single entries into packs, and leave their files in place.
+
+A pack is written before its index, each atomically. So a process that is killed leaves single entries as they
+are, and at most a pack without an index, which readers ignore and `latentline gc` deletes. Sealing the same
+entries again writes the same pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from pipeline.cache.entry_format import KINDS, EntrySpec, Kind, WrongEntryError
+from pipeline.cache.pack_format import build_pack, index_path, pack_folder, pack_path
+from pipeline.cache.pack_index import announce_change
+from pipeline.cache.store import Store
+from pipeline.errors import StoreError, counted
+from pipeline.reporting.progress import progress
+from pipeline.reporting.reports import Log
+from pipeline.storage.os_errors import entry_disk_full_error, is_disk_full
+
+MAX_ENTRIES = 1000
+"""Maximum number of entries in a pack."""
+
+MAX_BYTES = 128 * 2**20
+"""Maximum size of a pack with several entries: 1,000 latents of SDXL at 1024 px.
+
+A pack is built in memory."""
+
+MIN_NEW = 100
+"""Fewest new entries that `seal_new` seals, so that small changes of a dataset do not make small packs."""
+
+_READ_AT_ONCE = 64
+
+
+@dataclass
+class Sealed:
+    """Result of `seal`.
+
+    Attributes:
+        num_packs: Number of packs that were written.
+        num_entries: Number of entries in these packs.
+        num_bytes: Size of these packs.
+        num_packed_before: Number of entries that were in packs before.
+        unusable: Problems of the entries that are missing or damaged, by key.
+    """
+
+    num_packs: int = 0
+    num_entries: int = 0
+    num_bytes: int = 0
+    num_packed_before: int = 0
+    unusable: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
+    """Copy entries into packs, unless they are in packs already.
+
+    Each entry is verified completely. Missing and damaged entries are omitted.
+
+    Args:
+        store: Store of the entries.
+        specs: Entries.
+        log: Receives the progress.
+
+    Raises:
+        StoreError: An entry or pack cannot be read or written. All packs that were written before are
+            complete.
+    """
+    result = Sealed()
+    by_kind: dict[Kind, dict[str, EntrySpec]] = {kind: {} for kind in KINDS}
+    for spec in specs:
+        by_kind[spec.kind][spec.key] = spec
+
+    num_done = 0
+    total = sum(map(len, by_kind.values()))
+    with progress(lambda: num_done, total, "cache entries sealed in packs", log=log):
+        for kind, own_specs in by_kind.items():
+            try:
+                packed = store.packed.among(kind, own_specs)
+            except OSError as err:
+                raise _pack_error(store, kind, err, "listed") from err
+            num_done += len(packed)
+            result.num_packed_before += len(packed)
+            unpacked = [own_specs[key] for key in sorted(own_specs.keys() - packed)]
+            for entries in _divided(_valid_entries(store, unpacked, result)):
+                _write_pack(store, kind, entries, result)
+                num_done += len(entries)
+    return result
+
+
+def seal_new(store: Store, specs: Sequence[EntrySpec], *, log: Log) -> None:
+    """Seal entries that were encoded just now, unless they are few.
+
+    Raises:
+        StoreError: See `seal`.
+    """
+    if len(specs) < MIN_NEW:
+        return
+    sealed = seal(store, specs, log=log)
+    entries = counted(sealed.num_entries, "new entry", "new entries")
+    log(f"{entries} sealed in {counted(sealed.num_packs, 'pack')}")
+
+
+def _valid_entries(
+    store: Store, specs: Sequence[EntrySpec], result: Sealed
+) -> Iterator[tuple[EntrySpec, bytes]]:
+    """Yield the bytes of the valid entries; the problems of the others are added to the result."""
+
+    def read(spec: EntrySpec) -> bytes | str:
+        try:
+            return store.read_verified(spec)
+        except WrongEntryError as err:
+            return str(err)
+
+    with ThreadPoolExecutor(store.threads, thread_name_prefix="latentline-seal") as pool:
+        for start in range(0, len(specs), _READ_AT_ONCE):
+            part = specs[start : start + _READ_AT_ONCE]
+            for spec, raw in zip(part, pool.map(read, part), strict=True):
+                if isinstance(raw, str):
+                    result.unusable[spec.key] = raw
+                else:
+                    yield spec, raw
+
+
+def _divided(entries: Iterable[tuple[EntrySpec, bytes]]) -> Iterator[dict[str, bytes]]:
+    """Yield the entries of each pack."""
+    part: dict[str, bytes] = {}
+    num_bytes = 0
+    for spec, raw in entries:
+        if part and (len(part) == MAX_ENTRIES or num_bytes + len(raw) > MAX_BYTES):
+            yield part
+            part, num_bytes = {}, 0
+        part[spec.key] = raw
+        num_bytes += len(raw)
+    if part:
+        yield part
+
+
+def _write_pack(store: Store, kind: Kind, entries: dict[str, bytes], result: Sealed) -> None:
+    pack, content, index = build_pack(entries)
+    folder = store.packed.folder
+    try:
+        folder.replace(pack_path(kind, pack), content)
+        folder.replace(index_path(kind, pack), index)
+        announce_change(folder, kind)
+    except OSError as err:
+        if is_disk_full(err):
+            raise entry_disk_full_error(len(content), folder.where(pack_path(kind, pack))) from err
+        raise _pack_error(store, kind, err, "written") from err
+
+    result.num_packs += 1
+    result.num_entries += len(entries)
+    result.num_bytes += len(content)
+
+
+def _pack_error(store: Store, kind: Kind, err: OSError, action: str) -> StoreError:
+    return StoreError(
+        f"packs of the cache cannot be {action}: {err.strerror or err}",
+        where=store.packed.folder.where(pack_folder(kind)),
+        fix=store.fix,
+    )

@@ -1,0 +1,149 @@
+"""A process that is killed while it seals or collects garbage leaves every entry valid; a rerun completes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pipeline.cache.remote_store import store_at
+from pipeline.cache.users import register_user
+from pipeline.maintenance.gc import delete, survey
+from pipeline.storage.addresses import address
+from tests.pipeline.pack_killer import NUM_ENTRIES, Killer, act, killer
+from tests.pipeline.packs_case import single_files, spec_of, write_entries
+
+ALL = range(NUM_ENTRIES)
+MIN_CHANGES = {"seal": 6, "gc": 7, "gc of all ages": 3}
+"""Number of files that each action writes or deletes; on a local disk, each file takes several changes."""
+
+
+@pytest.fixture(scope="module")
+def local_killer() -> Generator[Killer]:
+    with killer() as started:
+        yield started
+
+
+@pytest.fixture(
+    params=["folder", pytest.param("s3", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def new_cache(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Return a function that returns the address of a new cache."""
+    if request.param == "folder":
+        return lambda: str(tmp_path / uuid.uuid4().hex)
+    request.getfixturevalue("s3")
+    bucket = uuid.uuid4().hex
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    return lambda: f"s3://{bucket}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def killed(new_cache: Callable[[], str], request: pytest.FixtureRequest) -> Generator[Killer]:
+    if new_cache().startswith("s3"):
+        with killer() as started:  # the variables of the server are those of this test
+            yield started
+    else:
+        yield request.getfixturevalue("local_killer")
+
+
+def invalid(cache: str, numbers: range) -> list[int]:
+    store = store_at(address(cache))
+    return [number for number in numbers if not store.check(spec_of(number)).valid]
+
+
+def each_kill(killed: Killer, action: str, prepare: Callable[[], str], check: Callable[[str], None]) -> int:
+    """Kill the action before each of its changes, each time in a new cache; return the number of changes."""
+    number = 0
+    while True:
+        number += 1
+        cache = prepare()
+        was_killed = killed.run(action, cache, number)
+        check(cache)
+        if not was_killed:
+            return number - 1
+        act(action, cache)
+        check(cache)
+
+
+def test_a_kill_while_sealing_leaves_all_entries_and_a_rerun_completes(
+    new_cache: Callable[[], str], killed: Killer
+) -> None:
+    singles: dict[str, dict[str, bytes]] = {}
+
+    def prepare() -> str:
+        cache = new_cache()
+        store = store_at(address(cache))
+        write_entries(store, NUM_ENTRIES)
+        singles[cache] = single_files(store)
+        return cache
+
+    def check(cache: str) -> None:
+        assert single_files(store_at(address(cache))) == singles[cache]
+        assert invalid(cache, ALL) == []
+
+    num_changes = each_kill(killed, "seal", prepare, check)
+    assert num_changes >= MIN_CHANGES["seal"]
+    for cache in singles:
+        store = store_at(address(cache))
+        assert len(store.packed.among("latents", (spec_of(number).key for number in ALL))) == NUM_ENTRIES
+
+
+def test_a_kill_while_gc_deletes_single_entries_leaves_all_entries_readable(
+    new_cache: Callable[[], str], killed: Killer, tmp_path: Path
+) -> None:
+    opened_before = {}
+
+    def prepare() -> str:
+        cache = new_cache()
+        store = store_at(address(cache))
+        specs = write_entries(store, NUM_ENTRIES)
+        register_user(
+            address(cache), tmp_path / "out", recipe="r", kind="latents", keys=[spec.key for spec in specs]
+        )
+        act("seal", cache)
+        opened_before[cache] = store
+        return cache
+
+    def check(cache: str) -> None:
+        assert invalid(cache, ALL) == []
+        assert all(opened_before[cache].read(spec_of(number)) for number in ALL)
+
+    num_changes = each_kill(killed, "gc", prepare, check)
+    assert num_changes >= MIN_CHANGES["gc"]
+    assert all(single_files(store) == {} for store in opened_before.values())
+
+
+def test_a_kill_while_gc_deletes_a_pack_leaves_the_other_packs(
+    new_cache: Callable[[], str], killed: Killer, tmp_path: Path
+) -> None:
+    """The pack with three entries is not needed; the other one is."""
+    in_order = sorted(ALL, key=lambda number: spec_of(number).key)
+    needed = in_order[3:]
+    caches: list[str] = []
+
+    def prepare() -> str:
+        cache = new_cache()
+        caches.append(cache)
+        write_entries(store_at(address(cache)), NUM_ENTRIES)
+        act("seal", cache)
+        delete(address(cache), survey(address(cache)))
+        keys = [spec_of(number).key for number in needed]
+        register_user(address(cache), tmp_path / "out", recipe="r", kind="latents", keys=keys)
+        return cache
+
+    def check(cache: str) -> None:
+        store = store_at(address(cache))
+        states = {number: store.check(spec_of(number)).status for number in ALL}
+        assert all(states[number] == "valid" for number in needed)
+        assert len({states[number] for number in in_order[:3]}) == 1
+        assert set(states.values()) <= {"valid", "missing"}
+
+    num_changes = each_kill(killed, "gc of all ages", prepare, check)
+    assert num_changes >= MIN_CHANGES["gc of all ages"]
+    for cache in caches:
+        packs = store_at(address(cache)).packed.folder.names("packs/latents")
+        assert len(packs) == 3, "one pack, its index, and the file that announces changes"
+        assert invalid(cache, ALL) == sorted(in_order[:3])

@@ -1,0 +1,81 @@
+"""Sealing copies valid single entries into packs, and never changes an entry."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.cache import sealing
+from pipeline.cache.sealing import seal
+from pipeline.cache.store import Store
+from pipeline.errors import StoreError
+from pipeline.reporting.reports import discard
+from tests.pipeline.packs_case import any_store, pack_names, reopened, single_files, spec_of, write_entries
+
+__all__ = ["any_store"]
+
+
+def test_entries_are_divided_into_packs_and_their_files_stay(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealing, "MAX_ENTRIES", 4)
+    specs = write_entries(any_store, 10)
+    before = single_files(any_store)
+    sealed = seal(any_store, specs, log=discard)
+    assert (sealed.num_packs, sealed.num_entries, sealed.num_packed_before) == (3, 10, 0)
+    assert sealed.num_bytes == sum(spec.file_bytes for spec in specs)
+    assert single_files(any_store) == before
+    assert len(pack_names(any_store.packed.folder, ".pack")) == 3
+
+
+def test_a_pack_is_at_most_as_large_as_allowed_unless_one_entry_is_larger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 5)
+    monkeypatch.setattr(sealing, "MAX_BYTES", 2 * specs[0].file_bytes)
+    assert seal(store, specs, log=discard).num_packs == 3
+    monkeypatch.setattr(sealing, "MAX_BYTES", 1)
+    assert seal(store, write_entries(store, 2, start=5), log=discard).num_packs == 2
+
+
+def test_entries_in_packs_are_not_sealed_again(any_store: Store) -> None:
+    specs = write_entries(any_store, 3)
+    seal(any_store, specs, log=discard)
+    more = write_entries(any_store, 2, start=3)
+    sealed = seal(reopened(any_store), [*specs, *more, *more], log=discard)
+    assert (sealed.num_packs, sealed.num_entries, sealed.num_packed_before) == (1, 2, 3)
+    assert seal(reopened(any_store), [*specs, *more], log=discard).num_packs == 0
+
+
+def test_missing_and_damaged_entries_are_omitted_and_reported(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 3)
+    path = store.path(specs[0])
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    sealed = seal(store, [*specs, spec_of(99)], log=discard)
+    assert sealed.num_entries == 2
+    assert set(sealed.unusable) == {specs[0].key, spec_of(99).key}
+    assert sealed.unusable[spec_of(99).key] == "the entry is missing"
+    assert "checksum" in sealed.unusable[specs[0].key]
+
+
+def test_the_same_entries_give_the_same_pack_in_any_cache(tmp_path: Path) -> None:
+    names = set()
+    for root in ("a", "b"):
+        store = Store(tmp_path / root)
+        specs = write_entries(store, 5)
+        seal(store, specs if root == "a" else reversed(specs), log=discard)
+        names.add(tuple(pack_names(store.packed.folder, ".pack")))
+    assert len(names) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_fix(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 2)
+    (tmp_path / "cache" / "packs").mkdir(mode=0o500)
+    with pytest.raises(StoreError, match="packs of the cache cannot be written: Permission denied"):
+        seal(store, specs, log=discard)

@@ -1,0 +1,182 @@
+"""`latentline gc` deletes single entries with a verified copy in a pack, and packs that nothing needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.cache.entry_format import DATA_START
+from pipeline.cache.sealing import seal
+from pipeline.cache.store import EntrySpec, Store
+from pipeline.cache.users import register_user
+from pipeline.maintenance.gc import delete, survey
+from pipeline.reporting.reports import discard
+from pipeline.storage.addresses import address
+from pipeline.storage.atomic import temp_name
+from tests.pipeline.packs_case import (
+    any_store,
+    flip_bit,
+    pack_names,
+    reopened,
+    single_files,
+    spec_of,
+    values_of,
+    write_entries,
+)
+
+__all__ = ["any_store"]
+
+OLD_S = 1_000_000_000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+def register(store: Store, specs: list[EntrySpec]) -> None:
+    register_user(
+        store.address, address("memory://out"), recipe="r", kind="latents", keys=[spec.key for spec in specs]
+    )
+
+
+def make_all_files_old(store: Store) -> None:
+    for path in store.root.rglob("*"):
+        os.utime(path, (OLD_S, OLD_S))
+
+
+def test_single_entries_are_deleted_after_sealing_and_stay_readable(any_store: Store) -> None:
+    specs = write_entries(any_store, 3)
+    alone = write_entries(any_store, 2, start=3)
+    register(any_store, [*specs, *alone])
+    sealed = seal(any_store, specs, log=discard)
+    surveyed = survey(any_store.address)
+    assert len(surveyed.packs.all) == 1
+    assert surveyed.packs.num_entries == 3
+    assert len(surveyed.packs.single) == 3
+    assert (surveyed.entries, surveyed.orphans, surveyed.foreign, surveyed.young) == (5, {}, [], 0)
+
+    assert delete(any_store.address, surveyed) == (3, sealed.num_bytes)
+    assert {name.rpartition("/")[2] for name in single_files(any_store)} == {
+        f"{spec.key}.safetensors" for spec in alone
+    }
+    assert all(reopened(any_store).check(spec).valid for spec in [*specs, *alone])
+    assert delete(any_store.address, survey(any_store.address)) == (0, 0)
+
+
+def test_an_open_store_finds_the_entries_of_a_pack_whose_writer_was_killed_before_announcing_it(
+    any_store: Store,
+) -> None:
+    first, second = write_entries(any_store, 2), write_entries(any_store, 2, start=2)
+    register(any_store, [*first, *second])
+    seal(any_store, first, log=discard)
+    opened = reopened(any_store)
+    assert opened.check(spec_of(99)).status == "missing", "it has listed the packs"
+    token = any_store.packed.folder.read("packs/latents/changed")
+    seal(any_store, second, log=discard)
+    any_store.packed.folder.replace("packs/latents/changed", token)
+
+    assert delete(any_store.address, survey(any_store.address))[0] == 4
+    assert all(opened.check(spec).valid for spec in [*first, *second])
+
+
+def test_a_single_entry_stays_if_its_packed_copy_is_damaged(any_store: Store) -> None:
+    specs = write_entries(any_store, 3)
+    register(any_store, specs)
+    seal(any_store, specs, log=discard)
+    (pack,) = pack_names(any_store.packed.folder, ".pack")
+    flip_bit(any_store.packed.folder, pack, DATA_START + 3)
+    first = min(specs, key=lambda spec: spec.key)
+
+    log: list[str] = []
+    assert delete(any_store.address, survey(any_store.address), log=log.append)[0] == 2
+    assert any_store.packed.folder.where(pack) in log[0]
+    assert "a pack has 1 damaged entry; latentline pack seals them again" in log[0]
+    assert len(single_files(any_store)) == 1
+    assert all(reopened(any_store).check(spec).valid for spec in specs)
+
+    assert seal(reopened(any_store), specs, log=discard).num_entries == 1
+    assert delete(any_store.address, survey(any_store.address))[0] == 1
+    assert reopened(any_store).check(first).valid
+
+
+def test_a_pack_is_deleted_when_nothing_needs_any_of_its_entries(store: Store) -> None:
+    specs = write_entries(store, 3)
+    register(store, specs[:1])
+    seal(store, specs, log=discard)
+    delete(store.address, survey(store.address))
+    make_all_files_old(store)
+    surveyed = survey(store.address)
+    assert (surveyed.packs.old, surveyed.packs.young) == ([], []), "one entry is needed"
+
+    register(store, [])
+    assert len(survey(store.address, grace_s=1e12).packs.young) == 1
+    surveyed = survey(store.address)
+    num_bytes = sum((store.root / name).stat().st_size for name in surveyed.packs.old[0].files)
+    assert delete(store.address, surveyed) == (2, num_bytes)
+    assert [path.name for path in (store.root / "packs").rglob("*") if path.is_file()] == ["changed"]
+    assert reopened(store).check(specs[0]).status == "missing"
+
+
+def test_a_pack_needed_since_the_survey_is_kept(store: Store) -> None:
+    specs = write_entries(store, 2)
+    register(store, [])
+    seal(store, specs, log=discard)
+    make_all_files_old(store)
+    surveyed = survey(store.address)
+    assert len(surveyed.packs.old) == 1
+    register(store, specs)
+    delete(store.address, surveyed)
+    assert len(pack_names(store.packed.folder, ".pack")) == 1
+
+
+def test_a_store_that_was_open_notices_that_a_pack_was_deleted(store: Store) -> None:
+    specs = write_entries(store, 2)
+    register(store, specs)
+    seal(store, specs, log=discard)
+    delete(store.address, survey(store.address))
+    opened = reopened(store)
+    assert opened.check(specs[0]).valid
+    register(store, [])
+    make_all_files_old(store)
+    delete(store.address, survey(store.address))
+    assert opened.check(specs[0]).status == "missing"
+    assert opened.write(specs[0], values_of(0), {"number": 0})
+    assert opened.check(specs[0]).valid
+
+
+def test_packs_without_an_index_and_temporary_files_are_left_over_after_the_grace_period(
+    store: Store,
+) -> None:
+    specs = write_entries(store, 2)
+    register(store, specs)
+    seal(store, specs, log=discard)
+    (index,) = pack_names(store.packed.folder, ".parquet")
+    temp = store.root / "packs" / "latents" / temp_name()
+    temp.write_bytes(b"unfinished")
+    assert survey(store.address).leftovers == {}
+
+    store.packed.folder.delete(index)
+    assert survey(store.address).leftovers == {}
+    make_all_files_old(store)
+    surveyed = survey(store.address)
+    names = {temp.relative_to(store.root).as_posix(), *pack_names(store.packed.folder, ".pack")}
+    assert set(surveyed.leftovers) == names
+    delete(store.address, surveyed)
+    assert all(reopened(store).check(spec).valid for spec in specs)
+
+
+def test_a_pack_with_a_damaged_index_is_reported_and_never_deleted(store: Store) -> None:
+    specs = write_entries(store, 2)
+    register(store, [])
+    seal(store, specs, log=discard)
+    (index,) = pack_names(store.packed.folder, ".parquet")
+    store.packed.folder.replace(index, b"damaged")
+    make_all_files_old(store)
+    surveyed = survey(store.address)
+    assert surveyed.packs.damaged == [index]
+    assert surveyed.packs.single == {}
+    delete(store.address, surveyed)
+    assert len(pack_names(store.packed.folder, ".pack")) == 1

@@ -1,0 +1,113 @@
+"""A process that seals or collects garbage in forks, each of which kills itself before one of its changes.
+
+It reads lines "<action> <address> <number>" and answers each with the fork's exit status.
+The libraries are imported once. Polars starts its threads when it is first used, which is in a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.cache import sealing
+from pipeline.cache.remote_store import store_at
+from pipeline.maintenance.gc import delete, survey
+from pipeline.reporting.reports import discard
+from pipeline.storage.addresses import address
+from pipeline.storage.remote_folder import RemoteFolder
+from tests.pipeline.packs_case import spec_of
+
+NUM_ENTRIES = 5
+ENTRIES_PER_PACK = 3
+ROOT = Path(__file__).resolve().parents[2]
+
+_CHANGES = [(os, name) for name in ("fsync", "replace", "rename", "link", "unlink", "mkdir")]
+_CHANGES += [(RemoteFolder, name) for name in ("put", "remove")]
+
+
+def kill_before(number: int) -> None:
+    """Let this process kill itself before its change of this number, counted from 1."""
+    count = 0
+
+    def killing(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)  # the signal may arrive a moment later
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, name in _CHANGES:
+        setattr(owner, name, killing(getattr(owner, name)))
+
+
+def act(action: str, cache: str) -> None:
+    """Seal the entries in packs of three, or delete what is not needed."""
+    where = address(cache)
+    if action == "seal":
+        sealing.MAX_ENTRIES = ENTRIES_PER_PACK
+        sealing.seal(store_at(where), map(spec_of, range(NUM_ENTRIES)), log=discard)
+    else:
+        delete(where, survey(where, grace_s=0.0 if action == "gc of all ages" else 3600.0))
+
+
+class Killer:
+    """Connection to such a process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        """Use a process that was started with `killer`."""
+        self._process = process
+
+    def run(self, action: str, cache: str, number: int) -> bool:
+        """Act on a cache, and return whether the fork was killed before this change."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{action}\t{cache}\t{number}\n")
+        self._process.stdin.flush()
+        status = int(self._process.stdout.readline())
+        assert status in (0, -signal.SIGKILL)
+        return status != 0
+
+
+@contextmanager
+def killer() -> Generator[Killer]:
+    """Run such a process during the body."""
+    command = [sys.executable, "-m", "tests.pipeline.pack_killer"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+    )
+    try:
+        yield Killer(process)
+    finally:
+        process.communicate(timeout=60)
+
+
+def main() -> None:
+    """Serve until the end of the input."""
+    for line in sys.stdin:
+        action, cache, number = line.rstrip("\n").split("\t")
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                kill_before(int(number))
+                act(action, cache)
+                status = 0
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        sys.stdout.write(f"{status}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
