@@ -74,6 +74,30 @@ def test_I11_float_and_32_bit_levels_are_scaled(levels: npt.NDArray[np.float32],
     assert (pixels[..., 0] == expected).all()
 
 
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ([0, 1, 1], [0, 255, 255]),
+        ([0, 1, 2], [0, 1, 2]),
+        ([0, 128, 255], [0, 128, 255]),
+        ([0, 256, 65_535], [0, 1, 255]),
+        ([0, 65_536, 2**31 - 1], [0, 0, 255]),
+        ([0, 2**30, 2**31 - 1], [0, 128, 255]),
+        ([-5, 0, 5], [0, 128, 255]),
+        ([-3, -3, -3], [0, 0, 0]),
+        ([-2, -2, -1], [0, 0, 255]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_I11_white_is_the_smallest_usual_maximum_that_no_level_exceeds(
+    dtype: type[np.number], levels: list[int], expected: list[int]
+) -> None:
+    image = Image.fromarray(np.array([levels], dtype=dtype))
+    pixels = np.asarray(to_srgb(image, WHITE))
+    assert pixels[0].tolist() == [[level] * 3 for level in expected]
+
+
 def test_I11_levels_that_are_not_finite_are_rejected() -> None:
     levels = np.full((4, 4), np.nan, dtype=np.float32)
     with pytest.raises(ImageError, match="finite numbers"):
