@@ -118,6 +118,11 @@ def test_I10_the_background_shows_through_transparency() -> None:
     assert (pixels[:, -1] == pattern()[:, -1]).all()
 
 
+def test_I10_the_least_transparency_shows_the_background() -> None:
+    image = Image.fromarray(np.array([[(255, 255, 255, 254), (255, 255, 255, 255)]], dtype=np.uint8))
+    assert decoded(saved(image), (0, 0, 0)).tolist() == [[[254] * 3, [255] * 3]]
+
+
 def test_I10_the_background_shows_through_grey_with_alpha_and_transparent_colours() -> None:
     alpha = np.tile(np.linspace(0, 255, 40), (24, 1)).round()
     grey = np.dstack([pattern()[..., 0], alpha]).astype(np.uint8)
