@@ -133,13 +133,13 @@ def _bits(image: Image.Image) -> int:
 def _range(image: Image.Image) -> _Levels:
     """Return the black and white levels of an image in mode I or F, which does not state them.
 
-    White is the smallest of 1 (fractions only), 255, 65,535 and 2^31 - 1 that is not exceeded. If some levels
-    are negative, black is the lowest level and white the highest.
+    White is the smallest of 1, 255, 65,535 and 2^31 - 1 that is not exceeded. If some levels are negative,
+    black is the lowest level and white the highest.
 
     Raises:
         ValueError: A level is NaN or infinite.
     """
-    lowest, highest, fractions = np.inf, -np.inf, False
+    lowest, highest = np.inf, -np.inf
     strip_height = max(1, _STRIP_PX // image.width)
     for top in range(0, image.height, strip_height):
         box = (0, top, image.width, min(top + strip_height, image.height))
@@ -147,12 +147,10 @@ def _range(image: Image.Image) -> _Levels:
         if not np.isfinite(levels).all():
             raise ValueError("all levels must be finite numbers")
         lowest, highest = min(lowest, float(levels.min())), max(highest, float(levels.max()))
-        fractions = fractions or bool((levels != np.floor(levels)).any())
 
     if lowest < 0:
         return lowest, max(highest, lowest + 1.0)
-    fractions = fractions or highest <= 1.0
-    whites = [1.0] * fractions + [255.0, 65_535.0, float(2**31 - 1)]
+    whites = (1.0, 255.0, 65_535.0, float(2**31 - 1))
     return 0.0, next((white for white in whites if highest <= white), highest)
 
 

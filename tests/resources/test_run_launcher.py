@@ -57,6 +57,7 @@ def start_event() -> DagsterEvent:
 
 def test_the_projects_settings_select_the_launcher_and_run_monitoring(instance: DagsterInstance) -> None:
     assert isinstance(instance.run_launcher, WatchedRunLauncher)
+    assert instance.run_launcher.supports_check_run_worker_health is True
     assert instance.run_monitoring_enabled
     assert instance.run_monitoring_max_resume_run_attempts == 0
 

@@ -74,6 +74,30 @@ def test_I11_float_and_32_bit_levels_are_scaled(levels: npt.NDArray[np.float32],
     assert (pixels[..., 0] == expected).all()
 
 
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ([0, 1, 1], [0, 255, 255]),
+        ([0, 1, 2], [0, 1, 2]),
+        ([0, 128, 255], [0, 128, 255]),
+        ([0, 256, 65_535], [0, 1, 255]),
+        ([0, 65_536, 2**31 - 1], [0, 0, 255]),
+        ([0, 2**30, 2**31 - 1], [0, 128, 255]),
+        ([-5, 0, 5], [0, 128, 255]),
+        ([-3, -3, -3], [0, 0, 0]),
+        ([-2, -2, -1], [0, 0, 255]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_I11_white_is_the_smallest_usual_maximum_that_no_level_exceeds(
+    dtype: type[np.number], levels: list[int], expected: list[int]
+) -> None:
+    image = Image.fromarray(np.array([levels], dtype=dtype))
+    pixels = np.asarray(to_srgb(image, WHITE))
+    assert pixels[0].tolist() == [[level] * 3 for level in expected]
+
+
 def test_I11_levels_that_are_not_finite_are_rejected() -> None:
     levels = np.full((4, 4), np.nan, dtype=np.float32)
     with pytest.raises(ImageError, match="finite numbers"):
@@ -92,6 +116,11 @@ def test_I10_the_background_shows_through_transparency() -> None:
     assert np.abs(pixels - blended(pattern(), alpha, (10, 200, 30))).max() <= 1
     assert (pixels[:, 0] == (10, 200, 30)).all()
     assert (pixels[:, -1] == pattern()[:, -1]).all()
+
+
+def test_I10_the_least_transparency_shows_the_background() -> None:
+    image = Image.fromarray(np.array([[(255, 255, 255, 254), (255, 255, 255, 255)]], dtype=np.uint8))
+    assert decoded(saved(image), (0, 0, 0)).tolist() == [[[254] * 3, [255] * 3]]
 
 
 def test_I10_the_background_shows_through_grey_with_alpha_and_transparent_colours() -> None:
