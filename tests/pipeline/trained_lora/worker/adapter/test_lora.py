@@ -120,3 +120,32 @@ def test_a_scale_of_0_is_the_base_model_1_is_the_adapter_and_both_end_with_the_c
     torch.testing.assert_close(outputs[0.0], plain, rtol=0, atol=1e-3 * change)
     torch.testing.assert_close(outputs[1.0], adapted_output)
     assert 1e-2 * change < float((outputs[0.5] - plain).abs().max()) < change
+
+
+CONFIGURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"r": 4, "lora_alpha": 2.0, "lora_dropout": 0.0, "use_dora": False, "use_rslora": False}),
+    ({"dropout": 0.25, "rslora": True}, {"lora_dropout": 0.25, "use_rslora": True, "use_dora": False}),
+    ({"dora": True}, {"use_dora": True, "use_rslora": False, "init_lora_weights": True}),
+    ({"init": "gaussian"}, {"init_lora_weights": "gaussian"}),
+    ({"kind": "loha"}, {"r": 4, "alpha": 2.0}),
+    ({"kind": "lokr", "lokr_factor": 3}, {"r": 4, "alpha": 2.0, "decompose_factor": 3}),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), CONFIGURED, ids=str)
+def test_peft_gets_the_settings_of_the_recipe_and_other_ranks_for_some_modules(
+    tiny_bases: dict[str, Path], settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    family = load_family(tiny_bases["epsilon"])
+    ranks = ({"modules": "mid_block.*", "rank": 2, "alpha": 3.0},)
+    lora = LoraSettings.model_validate({"rank": 4, "alpha": 2.0, "ranks": ranks, **settings})
+    denoiser = cast("Any", family.denoiser.load("float32", "cpu"))
+    config = add_lora(denoiser, lora, targets=family.lora_targets(), seed=1)
+    assert {name: getattr(config, name) for name in expected} == expected
+    sizes = {name: module.r["default"] for name, module in lora_modules(denoiser)}
+    assert set(sizes.values()) == {2, 4}
+    assert {name for name, rank in sizes.items() if rank == 2} == {
+        name for name in sizes if name.startswith("mid_block.")
+    }
+    scales = {sizes[name]: module.scaling["default"] for name, module in lora_modules(denoiser)}
+    assert scales == ({4: 1.0, 2: 3 / 2**0.5} if lora.rslora else {4: 0.5, 2: 1.5})
