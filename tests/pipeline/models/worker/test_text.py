@@ -70,3 +70,15 @@ def test_a_chatglm_stored_in_half_precision_runs_in_the_default_dtype(tmp_path: 
     encoders.text_encoder = expected
     for name, tensor in family.text.encode_caption(encoders, "a red cat").tensors.items():
         assert torch.equal(encoded[name], tensor), name
+
+
+def test_C05_a_caption_of_exactly_the_limit_is_not_cut_and_one_more_token_is(tiny_sd: Path) -> None:
+    family = load_family(tiny_sd)
+    encoders, limit = family.text.load("float32", "cpu"), family.max_length()
+    num_words = limit - len(("start mark", "end mark"))
+    fits, longer = (
+        family.text.count_tokens(encoders, "tokenizer", " ".join("a" * number))
+        for number in (num_words, num_words + 1)
+    )
+    assert fits == (limit, 0, None)
+    assert longer == (limit + 1, 1, 2 * num_words)
