@@ -53,13 +53,18 @@ _MASKS: Values = {"datasets": {"mask": {"path": "@folder@/masks"}}}
 
 _PHOTOS: Values = {"name": "photos", "path": "@folder@/photos"}
 _CLASS: Values = {"name": "class", "path": "@folder@/class"}
+_OTHER: Values = {"name": "other", "path": "@folder@/other"}
 _PRIOR: Values = {"datasets": [_PHOTOS, {**_CLASS, "role": "prior"}]}
 _SLIDER: Values = {"datasets": [{**_PHOTOS, "slider": 1}, {**_CLASS, "slider": -1}]}
 
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
-    "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True),
-    "datasets.role": Effect({"datasets": [_PHOTOS, _CLASS]}, run=True, context=_PRIOR),
+    "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True, context={"datasets": {"weight": 1.0}}),
+    "datasets.role": Effect(
+        {"datasets": [_PHOTOS, {**_CLASS, "role": "prior"}, _OTHER]},
+        run=True,
+        context={"datasets": [_PHOTOS, {**_CLASS, "role": "prior"}, {**_OTHER, "role": "prior"}]},
+    ),
     "training.loss.prior": Effect({"training": {"loss": {"prior": "prediction"}}}, run=True, context=_PRIOR),
     "training.loss.prior_weight": Effect(
         {"training": {"loss": {"prior_weight": 0.5}}}, run=True, context=_PRIOR

@@ -15,7 +15,7 @@ from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.users import register_user, unregister_user
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
-from pipeline.maintenance.gc import GRACE_S, delete, survey
+from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
 from pipeline.storage.atomic import temp_name
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
@@ -234,3 +234,10 @@ def test_L13_an_entry_an_order_and_a_leftover_are_old_only_beyond_the_grace_peri
     assert actual == dict.fromkeys(files, is_old), f"{older_s} s beyond the grace period"
     numbers = {"old": surveyed.num_old_orders, "young": surveyed.num_young_orders}
     assert numbers == {"old": int(is_old), "young": int(not is_old)}
+
+
+def test_L13_an_order_with_one_young_file_is_young() -> None:
+    files = [CacheFile(f"orders/1/{name}", 5, modified_s) for name, modified_s in (("a", 10), ("b", 90))]
+    surveyed = Survey(users=[])
+    surveyed.add_orders({"1": files}, oldest_kept_s=50)
+    assert (surveyed.old_orders, surveyed.num_young_orders) == ({}, 1)

@@ -246,3 +246,15 @@ def test_references_are_an_error_if_the_text_encoder_sees_no_images(tmp_path: Pa
     text = load_family(tmp_path / "tiny").text
     with pytest.raises(NotImplementedError, match="sees no images"):
         text.embed_with_images(None, "a cat", [])
+
+
+def test_C05_a_caption_of_exactly_the_limit_is_not_cut_and_one_more_token_is(tiny_sd: Path) -> None:
+    family = load_family(tiny_sd)
+    encoders, limit = family.text.load("float32", "cpu"), family.max_length()
+    num_words = limit - len(("start mark", "end mark"))
+    fits, longer = (
+        family.text.count_tokens(encoders, "tokenizer", " ".join("a" * number))
+        for number in (num_words, num_words + 1)
+    )
+    assert fits == (limit, 0, None)
+    assert longer == (limit + 1, 1, 2 * num_words)

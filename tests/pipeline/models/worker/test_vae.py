@@ -42,9 +42,13 @@ def pixels(count: int) -> torch.Tensor:
 def test_a_channels_last_vae_agrees_with_the_usual_order_in_both_directions(family: WorkerFamily) -> None:
     vae = family.vae.load("float32", "cpu")
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    kernels = [weight for weight in vae.parameters() if weight.dim() in formats]
+    kernels = {name: weight for name, weight in vae.named_parameters() if weight.dim() in formats}
     assert kernels
-    assert all(weight.is_contiguous(memory_format=formats[weight.dim()]) for weight in kernels)
+    assert [
+        name
+        for name, weight in kernels.items()
+        if not weight.is_contiguous(memory_format=formats[weight.dim()])
+    ] == []
 
     plain = load_component(family, "vae", "float32", "cpu")
     actual = family.vae.posterior(vae, pixels(2))

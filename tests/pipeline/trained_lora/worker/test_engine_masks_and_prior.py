@@ -164,6 +164,6 @@ def test_the_prior_weight_multiplies_the_gradient_of_prior_images(
     )
     halved = project.changed("halved", loss=LossSettings(prior_weight=0.5)).job()
     full, half = gradients(job, number), gradients(halved, number)
-    assert any(gradient.abs().sum() > 0 for gradient in full.values())
+    assert max(float(gradient.abs().max()) for gradient in full.values()) > 0
     for name, gradient in full.items():
         torch.testing.assert_close(half[name], gradient / 2)

@@ -271,7 +271,7 @@ def test_R05_a_nan_loss_stops_the_run_names_the_sample_and_keeps_the_last_good_l
         run_until(job)
     others = {item.variant_id for item in job.inputs} - {culprit}
     assert culprit in excinfo.value.where
-    assert not any(name in excinfo.value.where for name in others)
+    assert [name for name in others if name in excinfo.value.where] == [], excinfo.value.where
     layout = RunLayout(job.folder)
     assert str(layout.last_good) in excinfo.value.what
     for path in sorted(RunLayout(good.folder).exported.iterdir()):
@@ -350,4 +350,4 @@ def test_a_run_warns_of_packed_weights_without_gradient_checkpointing(
     warnings = json.loads(RunLayout(job.folder).result.read_text())["warnings"]
     expected = "quantize: int8 without gradient checkpointing takes more memory than none"
     for places in (warnings, lines):
-        assert any(expected in each for each in places) == (not checkpointing)
+        assert (expected in "\n".join(places)) == (not checkpointing)

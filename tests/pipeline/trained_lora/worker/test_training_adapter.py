@@ -175,9 +175,7 @@ def test_files_and_previews_of_a_run_do_not_contain_the_adapter_and_resume_is_ex
     assert json.loads(layout.result.read_text())["warnings"] == []
     state = load_file(next(layout.checkpoints.glob("step-*4")) / ADAPTER_FILE)
     assert {f"unet.{name}" for name in state} == exported(job).keys()
-    assert all(
-        torch.equal(state[name.removeprefix("unet.")], weight) for name, weight in exported(job).items()
-    )
+    assert differing_tensors({f"unet.{name}": weight for name, weight in state.items()}, exported(job)) == []
 
     drawn = np.asarray(Image.open(next(layout.samples.glob("step-00000004-*.png"))))
     np.testing.assert_allclose(drawn / 255, drawn_by_diffusers(job, layout.exported), atol=0.6 / 255)
@@ -280,5 +278,6 @@ def test_adapters_of_transformers_are_read_under_the_prefixes_of_their_publisher
         )
     for weights in loaded:
         assert {f"{name}.lora_A.weight" for name in weights} == {name for name in state if "lora_A" in name}
-        assert all(torch.equal(each.down, state[f"{name}.lora_A.weight"]) for name, each in weights.items())
+        loaded_factors = {f"{name}.lora_A.weight": each.down for name, each in weights.items()}
+        assert differing_tensors(loaded_factors, {name: state[name] for name in loaded_factors}) == []
         assert {each.scale for each in weights.values()} == {1.0}

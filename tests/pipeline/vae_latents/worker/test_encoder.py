@@ -141,7 +141,8 @@ def test_with_overlap_a_pass_starts_before_the_previous_one_has_finished(
         latents[job.name] = outcome.tensors["latent"]
     assert started_passes == [3, 3, 3, 5, 5], "the probes finish together, then one pass runs ahead"
     assert list(latents) == list(plain)
-    assert all(np.array_equal(latents[name].astype(np.float32), plain[name]) for name in plain)
+    for name in plain:
+        np.testing.assert_array_equal(latents[name].astype(np.float32), plain[name], name)
 
 
 def test_L09_images_encoded_before_memory_ran_out_are_not_lost(order: Order, listener: Listener) -> None:
@@ -189,11 +190,10 @@ def test_L09_an_image_that_does_not_fit_in_memory_is_encoded_in_tiles_with_a_log
         assert np.corrcoef(tiled.ravel(), whole[name].ravel())[0, 1] > 0.6, name
     again = encoder_of(order, listener)
     sizes_of_passes(again, limit_px=48 * 48)
-    assert all(
-        np.array_equal(outcome.tensors["latent"], outcomes[job.name].tensors["latent"])
-        for job, outcome in again.encoded(order.jobs, Store(order.store_root))
-        if isinstance(outcome, Encoded)
-    )
+    for job, outcome in again.encoded(order.jobs, Store(order.store_root)):
+        assert isinstance(outcome, Encoded)
+        expected = outcomes[job.name].tensors["latent"]
+        np.testing.assert_array_equal(outcome.tensors["latent"], expected, job.name)
     assert "tiles of 48 px" in "\n".join(listener.lines)
 
 
@@ -330,7 +330,8 @@ def test_L05_an_overflow_in_half_precision_is_encoded_again_in_float32(cache, tm
     assert max(np.abs(latent).max() for latent in expected.values()) / 0.18215 > 65504
     actual = encode(encoder_of(half, listener), half)
     assert "encoding again in float32" in "\n".join(listener.lines)
-    assert sum(np.array_equal(actual[name], expected[name]) for name in expected) >= 3
+    different = [name for name in expected if not np.array_equal(actual[name], expected[name])]
+    assert len(different) <= len(expected) - 3
 
 
 def test_an_entry_written_by_another_job_in_the_meantime_is_not_encoded(

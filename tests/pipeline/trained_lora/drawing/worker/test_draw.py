@@ -223,7 +223,8 @@ def test_pictures_with_references_equal_the_previews_and_those_of_diffusers(
     assert not np.array_equal(both, plain)
 
     again = drawn(project, references=tuple(files[::-1]))
-    assert all(np.array_equal(picture, swapped) for picture in all_pixels(again))
+    for number, picture in enumerate(all_pixels(again)):
+        np.testing.assert_array_equal(picture, swapped, f"picture {number}")
     absent = tmp_path / "absent.png"
     for references, what in (
         ((files[0],) * 5, "at most 4 reference images, got 5"),

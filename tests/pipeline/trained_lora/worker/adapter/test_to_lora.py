@@ -312,6 +312,7 @@ def engine_error(job: TrainingJob) -> TrainingError:
         ({"modules": ["*.attn1.to_q", "*.attn7.*"]}, "modules: the pattern *.attn7.* matches no layer"),
         ({"ranks": [{"modules": "*.ff.*", "rank": 2}]}, "ranks: the pattern *.ff.* matches no layer"),
     ],
+    ids=str,
 )
 def test_a_pattern_without_a_match_is_an_error_that_lists_layers(
     make_project: Callable[..., Project], lora: dict[str, Any], expected_text: str
@@ -338,6 +339,7 @@ def effective(module: Any) -> torch.Tensor:
         {"kind": "loha", "rank": 2},
         {"kind": "lokr", "rank": 2, "lokr_factor": 2},
     ],
+    ids=str,
 )
 def test_R06_fused_layers_hold_the_trained_parts(tmp_path: Path, kind: str, lora: dict[str, Any]) -> None:
     TINY[kind](tmp_path / "base")
@@ -383,6 +385,7 @@ def test_R06_fused_layers_have_the_rows_of_their_parts_even_if_quantised(tmp_pat
         ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs an adapter on every part"),
         ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "must have one rank and alpha"),
     ],
+    ids=str,
 )
 def test_adapters_that_kohya_s_fused_layers_cannot_hold_are_errors(
     tmp_path: Path, lora: dict[str, Any], expected_text: str

@@ -30,6 +30,7 @@ from pipeline.trained_lora.worker.export import exporter, layouts
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from tests.pipeline.trained_lora.adapters import delta_weights
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -104,6 +105,7 @@ def test_R06_each_file_has_the_trained_alpha(trained: Trained, tmp_path: Path) -
         ({"alpha": 4.0, "dora": True}, {"kohya"}),
         ({"alpha": 2.0, "dora": True}, {"kohya", "diffusers"}),
     ],
+    ids=["alpha 4", "alpha 2", "alpha 4, DoRA", "alpha 2, DoRA"],
 )
 def test_E09_a_file_that_comfyui_applies_with_another_strength_says_so(
     make_project: Callable[..., Project], tmp_path: Path, settings: dict[str, Any], misread: set[str]
@@ -113,7 +115,8 @@ def test_E09_a_file_that_comfyui_applies_with_another_strength_says_so(
     Trained(project.changed("misread", lora=lora)).export(tmp_path)
     files = {layout: read_lora_file(tmp_path / layout_file(layout, "demo")) for layout in LAYOUTS}
     assert {layout for layout, file in files.items() if READERS_KEY in file.metadata} == misread
-    assert all("ComfyUI" in files[layout].metadata[READERS_KEY] for layout in misread)
+    notes = {layout: files[layout].metadata[READERS_KEY] for layout in misread}
+    assert {layout: note for layout, note in notes.items() if "ComfyUI" not in note} == {}
 
 
 def test_each_layout_has_the_keys_of_its_loader(trained: Trained, tmp_path: Path) -> None:
@@ -145,7 +148,8 @@ def test_files_of_half_size_hold_the_rounded_factors(
     trained.export(tmp_path / "full")
 
     eps = torch.finfo(dtype).eps
-    assert all(0 < file.max_error <= 1.01 * eps for file in files)
+    errors = {file.name: file.max_error for file in files}
+    assert [name for name, error in errors.items() if not 0 < error <= 1.01 * eps] == [], errors
     for layout in LAYOUTS:
         half, full = (tmp_path / each / layout_file(layout, "demo") for each in ("half", "full"))
         exact, rounded = load_file(full), load_file(half)
@@ -294,9 +298,9 @@ def test_exporting_does_not_change_the_trained_adapter(trained: Trained, tmp_pat
     before = delta_weights(trained.engine.denoiser)
     trained.export(tmp_path)
     after = delta_weights(trained.engine.denoiser)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert differing_tensors(before, after) == []
     assert list(trained.engine.denoiser.peft_config) == ["default"]  # pyright: ignore
-    assert all(weight.requires_grad for weight in trained.engine.weights)
+    assert [weight.shape for weight in trained.engine.weights if not weight.requires_grad] == []
 
 
 def test_a_plain_lora_is_compared_without_multiplying_out_its_modules(
@@ -361,4 +365,5 @@ def test_R06_convolutions_are_compared_exactly_although_a_gpu_multiplies_them_in
     assert convolutions
     for module in convolutions:
         module.conv_fn = rough  # pyright: ignore[reportAttributeAccessIssue]
-    assert all(file.max_error <= exporter.RELOAD_TOLERANCE for file in adapted.export(tmp_path))
+    errors = {file.name: file.max_error for file in adapted.export(tmp_path)}
+    assert {name: error for name, error in errors.items() if error > exporter.RELOAD_TOLERANCE} == {}
