@@ -24,6 +24,7 @@ from tests.pipeline.packs_case import (
     any_store,
     delete,
     flip_bit,
+    own_copies,
     pack_names,
     reopened,
     seal_and_remove,
@@ -32,7 +33,7 @@ from tests.pipeline.packs_case import (
     write_entries,
 )
 
-__all__ = ["any_store"]
+__all__ = ["any_store", "own_copies"]
 
 
 def test_a_packed_entry_is_read_and_checked_like_a_single_one(any_store: Store) -> None:

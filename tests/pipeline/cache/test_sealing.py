@@ -13,9 +13,17 @@ from pipeline.cache.store import Store
 from pipeline.errors import StoreError
 from pipeline.reporting.reports import discard
 from tests.pipeline.disk_calls import DiskCalls
-from tests.pipeline.packs_case import any_store, pack_names, reopened, single_files, spec_of, write_entries
+from tests.pipeline.packs_case import (
+    any_store,
+    own_copies,
+    pack_names,
+    reopened,
+    single_files,
+    spec_of,
+    write_entries,
+)
 
-__all__ = ["any_store"]
+__all__ = ["any_store", "own_copies"]
 
 
 def test_entries_are_divided_into_packs_and_their_files_stay(
