@@ -225,7 +225,7 @@ class CountingFolder(LocalCacheFolder):
         return super().stats(folder)
 
 
-def test_a_remote_cache_without_packs_costs_a_small_request_only_where_entries_are_missing(
+def test_a_remote_cache_without_packs_has_one_more_read_only_where_entries_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = FsspecStore(Url(f"memory://{uuid.uuid4().hex}"))
