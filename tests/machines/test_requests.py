@@ -72,4 +72,5 @@ def test_H02_entries_of_a_large_cache_are_looked_up_without_listing_it(
         counts.append(proxy.counts())
     unchanged, with_new = counts
     assert unchanged == {"LIST": 1, "HEAD": len(own)}, "one listing of 316 keys estimates the size"
-    assert with_new.total() - unchanged.total() <= 2, "a missing entry costs a HEAD and a listing of its name"
+    cost = "a missing entry costs a HEAD and a listing of its name, and so does the look for packs"
+    assert with_new.total() - unchanged.total() <= 4, cost

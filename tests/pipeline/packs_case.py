@@ -82,8 +82,16 @@ def flip_bit(folder: CacheFolder, name: str, at: int) -> None:
     folder.replace(name, bytes(raw))
 
 
+@pytest.fixture
+def own_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the copies of packs below `tmp_path`; equal packs of other tests have the same names."""
+    deployment = tmp_path / "deployment.yaml"
+    deployment.write_text(f"scratch: {tmp_path}/scratch\n", encoding="utf-8")
+    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(deployment))
+
+
 @pytest.fixture(params=["folder", "memory", "s3"])
-def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def any_store(request: pytest.FixtureRequest, tmp_path: Path, own_copies: None) -> Iterator[Store]:
     name = uuid.uuid4().hex
     if request.param == "folder":
         yield Store(tmp_path / "cache")

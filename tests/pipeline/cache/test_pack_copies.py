@@ -21,6 +21,7 @@ from pipeline.errors import StoreError
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
 from tests.pipeline.packs_case import (
+    own_copies,
     pack_names,
     reopened,
     seal_and_remove,
@@ -28,6 +29,8 @@ from tests.pipeline.packs_case import (
     values_of,
     write_entries,
 )
+
+__all__ = ["own_copies"]
 
 SIZE = 100
 
@@ -193,11 +196,8 @@ def test_copying_can_be_disabled_and_leaves_a_part_of_the_disk_free(
 
 
 @pytest.fixture
-def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsspecStore]:
+def packed(own_copies: None) -> Iterator[FsspecStore]:
     """Return a store with eight packed entries, which has read nothing yet; copies are in `tmp_path`."""
-    deployment = tmp_path / "deployment.yaml"
-    deployment.write_text(f"scratch: {tmp_path}/scratch\n", encoding="utf-8")
-    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(deployment))
     name = uuid.uuid4().hex
     store = store_at(Url(f"memory://{name}"))
     seal_and_remove(store, write_entries(store, 8))

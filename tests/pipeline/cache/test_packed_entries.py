@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
@@ -13,14 +14,17 @@ from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.entry_state import NO_STAT
 from pipeline.cache.folder import LocalCacheFolder
 from pipeline.cache.pack_index import PackIndex, announce_change
+from pipeline.cache.remote_store import FsspecStore
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntrySpec, Store
 from pipeline.errors import StoreError
 from pipeline.reporting.reports import discard
+from pipeline.storage.addresses import Url
 from tests.pipeline.packs_case import (
     any_store,
     delete,
     flip_bit,
+    own_copies,
     pack_names,
     reopened,
     seal_and_remove,
@@ -29,7 +33,7 @@ from tests.pipeline.packs_case import (
     write_entries,
 )
 
-__all__ = ["any_store"]
+__all__ = ["any_store", "own_copies"]
 
 
 def test_a_packed_entry_is_read_and_checked_like_a_single_one(any_store: Store) -> None:
@@ -219,6 +223,28 @@ class CountingFolder(LocalCacheFolder):
     def stats(self, folder: str) -> dict[str, tuple[int, int, int, int]]:
         self.num_listings += 1
         return super().stats(folder)
+
+
+def test_a_remote_cache_without_packs_has_one_more_read_only_where_entries_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FsspecStore(Url(f"memory://{uuid.uuid4().hex}"))
+    specs = write_entries(store, 40)
+    read, names = store.folder.read, list[str]()
+
+    def record(name: str, num_bytes: int | None = None, *, start: int = 0) -> bytes:
+        names.append(name)
+        return read(name, num_bytes, start=start)
+
+    monkeypatch.setattr(store.folder, "read", record)
+    keys = [spec.key for spec in specs]
+    store.stats("latents", keys)
+    assert names == []
+    store.read(specs[0])
+    assert names == [store.path(specs[0]).as_posix()]
+    names.clear()
+    store.stats("latents", [*keys, spec_of(98).key, spec_of(99).key])
+    assert names == ["packs/latents/changed"]
 
 
 def test_a_cache_without_packs_is_never_listed_for_them(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ from pipeline.cache.users import register_user
 from pipeline.maintenance.gc import delete, survey
 from pipeline.storage.addresses import address
 from tests.pipeline.pack_killer import NUM_ENTRIES, Killer, act, killer
-from tests.pipeline.packs_case import single_files, spec_of, write_entries
+from tests.pipeline.packs_case import own_copies, single_files, spec_of, write_entries
+
+__all__ = ["own_copies"]
+
+pytestmark = pytest.mark.usefixtures("own_copies")
 
 ALL = range(NUM_ENTRIES)
 MIN_CHANGES = {"seal": 6, "gc": 7, "gc of all ages": 3}

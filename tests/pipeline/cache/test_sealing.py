@@ -12,9 +12,18 @@ from pipeline.cache.sealing import seal
 from pipeline.cache.store import Store
 from pipeline.errors import StoreError
 from pipeline.reporting.reports import discard
-from tests.pipeline.packs_case import any_store, pack_names, reopened, single_files, spec_of, write_entries
+from tests.pipeline.disk_calls import DiskCalls
+from tests.pipeline.packs_case import (
+    any_store,
+    own_copies,
+    pack_names,
+    reopened,
+    single_files,
+    spec_of,
+    write_entries,
+)
 
-__all__ = ["any_store"]
+__all__ = ["any_store", "own_copies"]
 
 
 def test_entries_are_divided_into_packs_and_their_files_stay(
@@ -60,6 +69,18 @@ def test_missing_and_damaged_entries_are_omitted_and_reported(tmp_path: Path) ->
     assert set(sealed.unusable) == {specs[0].key, spec_of(99).key}
     assert sealed.unusable[spec_of(99).key] == "the entry is missing"
     assert "checksum" in sealed.unusable[specs[0].key]
+
+
+def test_L06_pack_and_index_are_synced_before_they_get_their_names(
+    tmp_path: Path, disk_calls: DiskCalls
+) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 2)
+    disk_calls.names.clear()
+    seal(store, specs, log=discard)
+    assert [Path(name).suffix for name in disk_calls.names] == [".pack", ".parquet", ""]
+    assert disk_calls.unsynced == [], "the pack would be empty after a power failure"
+    assert disk_calls.is_synced(tmp_path / "cache" / "packs" / "latents")
 
 
 def test_the_same_entries_give_the_same_pack_in_any_cache(tmp_path: Path) -> None:

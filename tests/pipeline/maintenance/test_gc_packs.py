@@ -18,6 +18,7 @@ from pipeline.storage.atomic import temp_name
 from tests.pipeline.packs_case import (
     any_store,
     flip_bit,
+    own_copies,
     pack_names,
     reopened,
     single_files,
@@ -26,7 +27,7 @@ from tests.pipeline.packs_case import (
     write_entries,
 )
 
-__all__ = ["any_store"]
+__all__ = ["any_store", "own_copies"]
 
 OLD_S = 1_000_000_000
 
