@@ -136,21 +136,20 @@ def test_a_heartbeat_does_not_replace_the_lease_of_a_process_that_took_over_sinc
 def test_only_one_of_two_processes_takes_over_a_lease_that_both_found_stale(
     make_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "SETTLE_S", 0.0)
     make_lease("dead").acquire()
-    stale, contenders = make_lease("x").read(), [make_lease(name) for name in ("one", "two")]
-    start, held = threading.Barrier(2), list[bool]()
+    one, two = make_lease("one"), make_lease("two")
+    stale, read = one.read(), one._folder.read
+    monkeypatch.setattr(leases, "SETTLE_S", 0.0)
 
-    def take(lease: Lease) -> None:
-        start.wait(60)
-        held.append(lease.acquire_at_once(stale=stale))
+    def read_before_takeover(name: str) -> bytes:
+        content = read(name)
+        monkeypatch.setattr(one._folder, "read", read)
+        assert two.acquire_at_once(stale=stale)
+        return content
 
-    threads = [threading.Thread(target=take, args=(lease,)) for lease in contenders]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(held) == [False, True]
+    monkeypatch.setattr(one._folder, "read", read_before_takeover)
+    assert not one.acquire_at_once(stale=stale)
+    assert two.is_held()
 
 
 def test_a_holder_notices_that_another_took_over_and_is_already_done(
