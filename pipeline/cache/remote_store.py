@@ -37,8 +37,12 @@ from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder
 _MAX_SINGLE_REQUESTS = 32
 """Number of entries that are always stat one by one."""
 
-_MAX_LISTED_ENTRIES = 20_000
-"""Estimated number of entries of a kind up to which all of them are listed together: about 30 MB."""
+_LISTED_TOGETHER = 2_500
+"""Estimated number of entries that one listing returns at most."""
+
+_LISTING_THREADS = 4
+"""Number of concurrent listings: with `_LISTED_TOGETHER`, it bounds the memory to about 45 MB. More threads
+save no time, because they wait for the interpreter."""
 
 _ENTRIES_PER_REQUEST = 16
 """Number of listed entries that take as much processor time as a request for one entry.
@@ -49,8 +53,11 @@ in the service, a request 4.1 and 2.7 ms, and a request for a missing entry 5.8 
 _MIN_SAMPLED = 16
 """Number of listed entries from which the number of all entries is estimated, with an error of about 25%."""
 
-_NUM_FOLDERS = 256
-"""Number of folders of a kind, which are named by the first two digits of the keys."""
+_MAX_PREFIX_DIGITS = 4
+"""Largest number of digits of a key by which entries are listed."""
+
+_FOLDER_DIGITS = 2
+"""Number of digits of a key that name its folder."""
 
 
 def store_at(address: Address) -> Store:
@@ -110,52 +117,62 @@ class FsspecStore(Store):
         """See `Store.stats`.
 
         Few entries are stat one by one, and so are entries that are a small part of a large cache. Otherwise
-        folders are listed. The number of entries in the cache is estimated from those with similar keys.
-        Memory is bounded by `_MAX_LISTED_ENTRIES` and the entries in `threads` folders.
+        all entries whose keys have the same first digits are listed together. The number of entries in the
+        cache is estimated from those with similar keys. Memory does not grow with the entries of others.
 
         Raises:
             StoreError: The service does not answer.
         """
         names = [self.path(EntrySpec(kind, key, {})).as_posix() for key in keys]
-        listings = self._folders_to_list(kind, names)
+        listings = self._listings(kind, names)
         found: dict[str, EntryStat] = {}
-        with ThreadPoolExecutor(self.threads) as pool:
-            if listings:
-                wanted = set(names)
-                for listed in pool.map(lambda folder: self._listed(folder, wanted), listings):
+        if listings:
+            wanted = set(names)
+            with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+                for listed in pool.map(lambda each: self._listed(each[0], each[1], wanted), listings):
                     found |= listed
-            else:
+        else:
+            with ThreadPoolExecutor(self.threads) as pool:
                 stats = zip(names, pool.map(self._stat_or_missing, names), strict=True)
                 found = {name: stat for name, stat in stats if stat is not None}
         rows = [astuple(found[name]) if name in found else NO_STAT for name in names]
         unfound = bytearray(digests_of(PurePosixPath(name).stem for name in names if name not in found))
         return self._with_packed(kind, np.array(rows, np.int64).reshape(-1, 4), unfound)
 
-    def _folders_to_list(self, kind: Kind, names: Sequence[str]) -> list[str]:
-        """Return the folders whose listings take least time; none if single requests do."""
+    def _listings(self, kind: Kind, names: Sequence[str]) -> list[tuple[str, str]]:
+        """Return folder and prefix of the listings that take least time; none if single requests do."""
         if len(names) <= _MAX_SINGLE_REQUESTS:
             return []
+
         num_entries = self._estimate(names[0])
-        if num_entries <= _MAX_LISTED_ENTRIES:
-            return [kind]
-        folders = sorted({name.rpartition("/")[0] for name in names})
-        num_listed = num_entries * len(folders) / _NUM_FOLDERS
-        return folders if num_listed <= len(names) * _ENTRIES_PER_REQUEST else []
+        lengths = range(_MAX_PREFIX_DIGITS + 1) if self.folder.lists_prefixes else (0, _FOLDER_DIGITS)
+        fits = (digits for digits in lengths if num_entries / 16**digits <= _LISTED_TOGETHER)
+        num_digits = next(fits, lengths[-1])
+
+        prefixes = sorted({PurePosixPath(name).name[:num_digits] for name in names})
+        num_listed = num_entries * len(prefixes) / 16**num_digits
+        if num_listed > len(names) * _ENTRIES_PER_REQUEST:
+            return []
+        if num_digits < _FOLDER_DIGITS:
+            return [(kind, prefix) for prefix in prefixes]
+        return [(f"{kind}/{prefix[:_FOLDER_DIGITS]}", prefix) for prefix in prefixes]
 
     def _estimate(self, name: str) -> int:
         """Estimate the number of entries of a kind from those whose keys begin as the key of one entry."""
         folder, _, file = name.rpartition("/")
         num_digits = num_listed = 0
         # A prefix of four digits selects 150 of 10 million entries, and hardly any of a small cache.
-        for num_digits in (4, 3, 2) if self.folder.lists_prefixes else (2,):
+        longest = _MAX_PREFIX_DIGITS if self.folder.lists_prefixes else _FOLDER_DIGITS
+        for num_digits in range(longest, _FOLDER_DIGITS - 1, -1):
             num_listed = len(self._list(folder, file[:num_digits]))
             if num_listed >= _MIN_SAMPLED:
                 break
         return num_listed * 16**num_digits
 
-    def _listed(self, folder: str, wanted: Container[str]) -> dict[str, EntryStat]:
-        """Return the stats of the wanted entries in a folder."""
-        return {name: _entry_stat(info) for name, info in self._list(folder).items() if name in wanted}
+    def _listed(self, folder: str, prefix: str, wanted: Container[str]) -> dict[str, EntryStat]:
+        """Return the stats of the wanted entries in a folder whose paths below it begin with `prefix`."""
+        listed = self._list(folder, prefix)
+        return {name: _entry_stat(info) for name, info in listed.items() if name in wanted}
 
     def _list(self, folder: str, prefix: str = "") -> dict[str, dict[str, Any]]:
         try:

@@ -14,7 +14,9 @@ from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
 from pipeline.maintenance.gc_packs import Pack, Packs
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
+from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.recipe import Recipe
+from pipeline.recipe.outputs import mirror_of
 from pipeline.storage.addresses import Address, Url, absolute
 from pipeline.storage.mirror import Mirror
 
@@ -126,20 +128,24 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
     if not chosen:
         echo("no recipes were found, so no run is known")
     for recipe in chosen:
-        if isinstance(recipe.output_address, Url):
-            echo(f"{recipe.output_address}: runs at an address are not listed; see docs/operations.md")
-            continue
-
         # A recipe given by its path may be outside the folder.
-        surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=[*folder.recipes, *recipes])
+        all_recipes = [*folder.recipes, *recipes]
+        if isinstance(recipe.output_address, Url):
+            remote = RemoteRuns(mirror_of(recipe, echo))
+            surveyed = remote.survey(num_newest=num_kept, recipes=all_recipes, wait=do_delete)
+            delete_one = delete_rest = remote.delete
+        else:
+            surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=all_recipes)
+            delete_one, delete_rest = delete_run, delete_leftover
+
         _show_runs(surveyed)
         num_bytes = sum(run.num_bytes for run in surveyed.old) + sum(surveyed.leftovers.values())
         num_folders = len(surveyed.old) + len(surveyed.leftovers)
         if num_folders and do_delete:
             for run in surveyed.old:
-                delete_run(run)
+                delete_one(run.folder)
             for leftover in surveyed.leftovers:
-                delete_leftover(leftover)
+                delete_rest(leftover)
             echo(f"  deleted {counted(num_folders, 'folder')}, {bytes_text(num_bytes)}")
         elif num_folders:
             names = "".join(f" {each.name}" for each in recipes)
@@ -149,7 +155,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
 
 def _show_runs(surveyed: RunSurvey) -> None:
     total = bytes_text(sum(run.num_bytes for run in surveyed.runs))
-    echo(f"{surveyed.output_dir / 'runs'}: {counted(len(surveyed.runs), 'run')}, {total}")
+    echo(f"{surveyed.where}: {counted(len(surveyed.runs), 'run')}, {total}")
     for run in surveyed.runs:
         changed = datetime.fromtimestamp(run.changed_s, tz=UTC).astimezone()
         fate = f"kept: {run.kept}" if run.kept else "old"

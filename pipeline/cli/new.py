@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pipeline.cli.conventions import as_recipe_path, echo, report_broken_recipes
-from pipeline.errors import RUN_RECIPE, RecipeError, counted
+from pipeline.errors import RUN_RECIPE, LatentlineError, RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
 
@@ -60,11 +60,14 @@ def command(recipe: str, images: Path, base: str) -> None:
     if file.exists():
         raise _already_exists(file)
 
-    base = as_recipe_path(base)
-    draft = draft_recipe(images, max_references=accepted_references(base))
-    size = model_resolution(base)
-    text = recipe_text(name, draft, base, size)
-    _require_valid(name, text, file)
+    base_in_recipe = as_recipe_path(base)
+    draft = draft_recipe(images, max_references=accepted_references(base_in_recipe))
+    size = model_resolution(base_in_recipe)
+    text = recipe_text(name, draft, base_in_recipe, size)
+    try:
+        _require_valid(name, text, file)
+    except LatentlineError as err:
+        raise _about_options(err, file, images=images, base=base) from err
 
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -86,6 +89,19 @@ def _already_exists(file: Path) -> RecipeError:
         where=str(file),
         fix="choose another name, or edit that file",
     )
+
+
+def _about_options(err: LatentlineError, file: Path, *, images: Path, base: str) -> LatentlineError:
+    """Return the error with the options that the user passed in place of the file, which does not exist."""
+    in_base, in_file = f"{file}, model.base", str(file)
+    if err.where.startswith(in_base):
+        where = f"--base {base}{err.where.removeprefix(in_base)}"
+    elif err.where.startswith(in_file):
+        rest = err.where.removeprefix(in_file)
+        where = f"the new recipe for --images {images} --base {base}{rest}"
+    else:
+        return err
+    return type(err)(err.what, where=where, fix=err.fix)
 
 
 def _require_valid(name: str, text: str, file: Path) -> None:

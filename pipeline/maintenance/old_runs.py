@@ -45,12 +45,12 @@ class RunSurvey:
     """The run folders of an output folder.
 
     Attributes:
-        output_dir: Output folder of a recipe.
+        where: Path or address of the folder with the runs.
         runs: All runs, the one changed last first.
         leftovers: Size of each folder that an interrupted deletion left.
     """
 
-    output_dir: Path
+    where: str
     runs: list[Run] = field(default_factory=list[Run])
     leftovers: dict[Path, int] = field(default_factory=dict[Path, int])
 
@@ -75,7 +75,7 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
     Raises:
         OSError: A folder cannot be read.
     """
-    survey = RunSurvey(output_dir)
+    survey = RunSurvey(str(output_dir / "runs"))
     folders = sorted((output_dir / "runs").iterdir()) if (output_dir / "runs").is_dir() else []
     for folder in folders:
         if folder.is_symlink() or not folder.is_dir():
@@ -87,7 +87,7 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
             survey.runs.append(Run(folder, num_bytes, changed_s, _state(RunLayout(folder))))
 
     survey.runs.sort(key=lambda run: run.changed_s, reverse=True)
-    starts = _start_files(survey.runs, recipes)
+    starts = start_files(survey.runs, recipes)
     survey.runs = [
         replace(run, kept=_reason_to_keep(run, starts) or ("newest" if number < num_newest else ""))
         for number, run in enumerate(survey.runs)
@@ -95,29 +95,32 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
     return survey
 
 
-def delete_run(run: Run) -> None:
+def delete_run(folder: Path) -> None:
     """Delete a run's folder; an interruption leaves a folder that no program takes for a run.
 
     Raises:
         TrainingError: The run was published or is trained since the survey, or cannot be deleted.
     """
-    layout = RunLayout(run.folder)
-    with hold_idle_run(layout):
-        if reason := _published(run.folder):
-            raise TrainingError(
-                f"run {run.folder.name} is needed now, after it was listed as old: {reason}",
-                where=str(run.folder),
-                fix="run the command again, which keeps this run and deletes the other old ones",
-            )
+    with hold_idle_run(RunLayout(folder)):
+        if reason := published_reason(folder):
+            raise needed_error(folder.name, reason, where=str(folder))
+        delete_run_folder(folder)
 
-        doomed = temp_path_for(run.folder)
-        try:
-            run.folder.rename(doomed)
-            # A process that waits for this lock must not mistake the renamed file for the run's lock.
-            (doomed / layout.lock.name).unlink(missing_ok=True)
-        except OSError as err:
-            raise _not_deletable(run.folder, err) from err
-        delete_leftover(doomed)
+
+def delete_run_folder(folder: Path) -> None:
+    """Delete the folder of a run whose lock this process holds.
+
+    Raises:
+        TrainingError: The folder cannot be deleted.
+    """
+    doomed = temp_path_for(folder)
+    try:
+        folder.rename(doomed)
+        # A process that waits for this lock must not mistake the renamed file for the run's lock.
+        (doomed / RunLayout(folder).lock.name).unlink(missing_ok=True)
+    except OSError as err:
+        raise _not_deletable(folder, err) from err
+    delete_leftover(doomed)
 
 
 def delete_leftover(folder: Path) -> None:
@@ -134,7 +137,7 @@ def delete_leftover(folder: Path) -> None:
 
 def _reason_to_keep(run: Run, starts: Iterable[tuple[Path, str]]) -> str:
     """Return why something needs the run; empty if nothing does."""
-    if reason := _published(run.folder):
+    if reason := published_reason(run.folder):
         return reason
     if is_being_trained(RunLayout(run.folder)):
         return "being trained"
@@ -142,7 +145,7 @@ def _reason_to_keep(run: Run, starts: Iterable[tuple[Path, str]]) -> str:
     return next((f"start_from of {user}" for file, user in starts if file.is_relative_to(folder)), "")
 
 
-def _published(folder: Path) -> str:
+def published_reason(folder: Path) -> str:
     """Return why the run's LoRA may be in `lora/`; empty if another run's LoRA is there, or none."""
     output_dir = folder.parents[1]
     if exported_step(output_dir, folder.name) is not None:
@@ -150,13 +153,13 @@ def _published(folder: Path) -> str:
     lora = output_dir / LORA_FOLDER
     if not lora.is_dir() or not any(lora.iterdir()):
         return ""
-    published = _read_json(lora / PROVENANCE_FILE).get("run")
+    published = read_json(lora / PROVENANCE_FILE).get("run")
     if published is None:
         return f"lora/{PROVENANCE_FILE} does not name its run"
     return "in lora/" if published == folder.name else ""
 
 
-def _start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Path, str]]:
+def start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Path, str]]:
     """Return the files that recipes and runs in training start from, each with the name of its user."""
     named = [
         (recipe.training.lora.start_from, recipe.name)
@@ -165,14 +168,14 @@ def _start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[P
     ]
     for run in runs:
         if is_being_trained(RunLayout(run.folder)):
-            training = _read_json(run.folder / JOB_FILE).get("recipe", {}).get("training", {})
+            training = read_json(run.folder / JOB_FILE).get("recipe", {}).get("training", {})
             if start := training.get("lora", {}).get("start_from"):
                 named.append((Path(start), f"run {run.folder.name}"))
     return [(file.resolve(), user) for file, user in named]
 
 
 def _state(layout: RunLayout) -> str:
-    if steps := _read_json(layout.finished).get("steps"):
+    if steps := read_json(layout.finished).get("steps"):
         return f"finished at step {steps:,}"
     checkpoints = checkpoint_list(layout)
     return f"unfinished, resumes from step {checkpoints[0]['step']:,}" if checkpoints else "unfinished"
@@ -194,13 +197,22 @@ def _size_and_change(folder: Path) -> tuple[int, float]:
     return num_bytes, changed_s
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def needed_error(run: str, reason: str, *, where: str) -> TrainingError:
+    """Return the error for a run that something needs since the survey."""
+    return TrainingError(
+        f"run {run} is needed now, after it was listed as old: {reason}",
+        where=where,
+        fix="run the command again, which keeps this run and deletes the other old ones",
+    )
 
 
 def _not_deletable(folder: Path, err: OSError) -> TrainingError:

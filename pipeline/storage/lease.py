@@ -5,8 +5,10 @@ same content for `STALE_S` seconds takes it over; clocks of different machines a
 
     {"machine": ..., "copy": id of the working copy, "token": random, "beat": 12, "time": ...}
 
-The file is created with a conditional put where the service has one. On other services, and for a takeover,
-the process writes it, waits for `SETTLE_S` seconds, and holds the lease if its token is still there.
+Where the service has conditional writes, the file is created if it does not exist, and replaced if it still
+has the version that was read. On other services, a process could replace the file of another one. So after it
+has created the file or taken it over, it waits for `SETTLE_S` seconds, and holds the lease if its token is
+still there.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.storage.remote_folder import FileChangedError, RemoteFolder
 
 HEARTBEAT_S = 15.0
 STALE_S = 60.0
@@ -56,6 +58,7 @@ class Lease:
         self._log = log
         self._token = uuid.uuid4().hex
         self._beat = 0
+        self._version = ""
 
     def acquire(self) -> None:
         """Wait until this process holds the lease.
@@ -69,18 +72,36 @@ class Lease:
             created = self._folder.put_if_absent(self._name, self._content())
             if created:
                 return
-            current = self.read()
+            version, current = self._read_with_version()
             if current is None or current.get("copy") == self._copy_id:
-                if self._take_over(settle_s=SETTLE_S if current is None else 0.0):
+                if self._take_over(version, settle_s=SETTLE_S if current is None else 0.0):
                     return
             elif current != seen:
                 if seen is None:
                     machine = current.get("machine", "another machine")
                     self._log(f"{machine} is training this run; waiting until it finishes or stops")
                 seen, seen_at_s = current, time.monotonic()
-            elif time.monotonic() - seen_at_s >= STALE_S and self._take_over(settle_s=SETTLE_S):
+            elif time.monotonic() - seen_at_s >= STALE_S and self._take_over(version, settle_s=SETTLE_S):
                 return
             time.sleep(_POLL_S)
+
+    def acquire_at_once(self, *, stale: dict[str, Any] | None = None) -> bool:
+        """Return whether this process holds the lease now, without waiting for another holder.
+
+        Args:
+            stale: Content of the file that has not changed for `STALE_S` seconds, so that its holder is dead.
+
+        Raises:
+            OSError: The service does not answer.
+        """
+        if self._folder.put_if_absent(self._name, self._content()):
+            return True
+        version, current = self._read_with_version()
+        if current is None:
+            return self._take_over(version, settle_s=SETTLE_S)
+        if current.get("copy") == self._copy_id:
+            return self._take_over(version, settle_s=0.0)
+        return current == stale and self._take_over(version, settle_s=SETTLE_S)
 
     def read(self) -> dict[str, Any] | None:
         """Return the content of the file: None if it does not exist, an empty mapping if it is not a lease.
@@ -100,28 +121,58 @@ class Lease:
         while not stop.wait(HEARTBEAT_S):
             # An outage is not an error: the next beat shows whether another process used it to take over.
             with suppress(OSError):
-                if not self._is_held():
-                    self.lost = True
-                    self._log("another machine took over this run; nothing more is uploaded")
+                if not self.is_held():
                     return
                 self._beat += 1
-                self._folder.put(self._name, self._content())
+                try:
+                    self._put(self._version)
+                except FileChangedError:
+                    self.is_held()  # unless the answer to this put was lost, and it was repeated
+
+    def is_held(self) -> bool:
+        """Read the file, and return whether this process still holds the lease; if not, it is lost.
+
+        Without a file, a later holder may have released it.
+
+        Raises:
+            OSError: The service does not answer.
+        """
+        if self.lost:
+            return False
+        version, current = self._read_with_version()
+        if current is not None and current.get("token") == self._token:
+            self._version = version
+            return True
+        self.lost = True
+        self._log("another machine took over this run; nothing more is uploaded")
+        return False
 
     def release(self) -> None:
         """Delete the file if this process holds the lease; a service that is away lets it become stale."""
         with suppress(OSError):
-            if self._is_held():
+            if self.is_held():
                 self._folder.remove(self._name)
 
-    def _take_over(self, *, settle_s: float) -> bool:
-        self._folder.put(self._name, self._content())
+    def _take_over(self, version: str, *, settle_s: float) -> bool:
+        """Replace the file if it has `version`, and return whether this process then holds the lease."""
+        try:
+            self._put(version)
+        except FileChangedError:
+            return False
         time.sleep(settle_s)
-        return self._is_held()
-
-    def _is_held(self) -> bool:
-        """Return whether the file is of this process; without one, a later holder may have released it."""
         current = self.read()
         return current is not None and current.get("token") == self._token
+
+    def _put(self, version: str) -> None:
+        self._version = self._folder.put(self._name, self._content(), expected=version)
+
+    def _read_with_version(self) -> tuple[str, dict[str, Any] | None]:
+        """Return the version of the file and its content, which may be newer than the version."""
+        try:
+            version = self._folder.version(self._name)
+        except FileNotFoundError:
+            version = ""
+        return version, self.read()
 
     def _content(self) -> bytes:
         content = {
@@ -138,11 +189,31 @@ class Lease:
 def hold_lease(lease: Lease) -> Generator[Lease]:
     """Hold a lease for the body; see `Lease.acquire`."""
     lease.acquire()
+    with _kept(lease):
+        yield lease
+
+
+@contextmanager
+def hold_free_lease(lease: Lease, *, stale: dict[str, Any] | None = None) -> Generator[bool]:
+    """Hold a lease for the body if no other process holds it, and provide whether it is held.
+
+    See `Lease.acquire_at_once`.
+    """
+    if not lease.acquire_at_once(stale=stale):
+        yield False
+        return
+    with _kept(lease):
+        yield True
+
+
+@contextmanager
+def _kept(lease: Lease) -> Generator[None]:
+    """Keep a lease that this process holds for the body, and release it."""
     stop = threading.Event()
     heartbeat = threading.Thread(target=lease.keep, args=(stop,), name="lease", daemon=True)
     heartbeat.start()
     try:
-        yield lease
+        yield
     finally:
         stop.set()
         heartbeat.join()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from pipeline.errors import StoreError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_path_for, write_text
-from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder, stat_from_info
+from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteFolder, stat_from_info
 
 STATE_FILE = ".mirror.json"
 
@@ -37,6 +38,8 @@ LAST = ("*/lora.json", "*/COMPLETE", "*/provenance.json", "*/finished.json")
 """Files that show that the files next to them are complete; they are transferred last, in this order."""
 
 _THREADS = 8
+
+_WILDCARDS = re.compile(r"[*?\[]")
 
 Log = Callable[[str], object]
 
@@ -58,6 +61,10 @@ class FileRecord:
 
 def discard(_line: str) -> None:
     """Ignore a line of a log."""
+
+
+def allow() -> None:
+    """Allow every change of the address."""
 
 
 class Mirror:
@@ -121,6 +128,14 @@ class Mirror:
         """
         return sorted(self._listed(patterns)) if self.is_remote else []
 
+    def infos(self, *patterns: str) -> dict[str, dict[str, Any]]:
+        """Return the file system's information about the files at the address, by name.
+
+        Raises:
+            StoreError: The service does not answer.
+        """
+        return self._listed(patterns) if self.is_remote else {}
+
     def pull(self, *patterns: str) -> list[str]:
         """Make local files equal to those at the address, and return the names of those that changed.
 
@@ -146,11 +161,15 @@ class Mirror:
         self._present |= {name for name in listed if (self.folder / name).is_file()}
         return sorted(pulled)
 
-    def push(self, *patterns: str) -> list[str]:
+    def push(self, *patterns: str, guard: Callable[[], object] = allow) -> list[str]:
         """Replace files at the address by the local ones that changed, and return their names.
 
         Files that this object has pulled or pushed, and that have been deleted since, are deleted at the
         address after all others have been transferred.
+
+        Args:
+            patterns: Patterns of the files.
+            guard: Called before each change of the address. An exception ends the push.
 
         Raises:
             StoreError: The service does not answer, or a file cannot be written.
@@ -163,27 +182,51 @@ class Mirror:
         deleted = [name for name in self._present if _matches(name, patterns) and not self._exists(name)]
         records = self._records()
         changed = self._changed(patterns, records)
-        self._announce_change(changed, records)
+        self._announce_change(changed, records, guard)
         pushed: dict[str, FileRecord | None] = {}
         try:
             for names in _in_order(changed):
                 with ThreadPoolExecutor(_THREADS, thread_name_prefix="push") as pool:
-                    pushes = pool.map(lambda name: self._push_file(name, changed[name]), names)
+                    pushes = pool.map(
+                        lambda name: self._push_file(
+                            name, changed[name], is_new=name not in records, guard=guard
+                        ),
+                        names,
+                    )
                     pushed |= {name: record for name, record in zip(names, pushes, strict=True) if record}
             self._present |= set(pushed)
         finally:
             self._save(pushed)
-        self.remove(*deleted)
+        self.remove(*deleted, guard=guard)
         return sorted(pushed)
 
-    def remove(self, *names: str) -> None:
+    def forget_changes(self, *patterns: str) -> list[str]:
+        """Delete local files that have not been pushed, and return their names; the next pull reads them.
+
+        Raises:
+            OSError: A local file cannot be read or deleted.
+        """
+        if not self.is_remote:
+            return []
+        changed = sorted(self._changed(patterns, self._records()))
+        for name in changed:
+            (self.folder / name).unlink(missing_ok=True)
+        self._present -= set(changed)
+        return changed
+
+    def remove(self, *names: str, guard: Callable[[], object] = allow) -> None:
         """Delete files at the address, those of `LAST` first; missing ones are ignored.
+
+        Args:
+            names: Names of the files.
+            guard: Called before each deletion. An exception ends the work.
 
         Raises:
             StoreError: The service does not answer, or a file cannot be deleted.
         """
         for group in reversed(list(_in_order(names)) if self.is_remote else []):
             for name in group:
+                guard()
                 with suppress(FileNotFoundError):
                     self._request(partial(self.remote.remove, name), name, "deleted")
         self._present -= set(names)
@@ -253,30 +296,60 @@ class Mirror:
         self._save(touched)
         return changed
 
-    def _announce_change(self, changed: Iterable[str], records: Mapping[str, FileRecord]) -> None:
+    def _announce_change(
+        self, changed: Iterable[str], records: Mapping[str, FileRecord], guard: Callable[[], object]
+    ) -> None:
         """Delete the markers that are about to be replaced, because the files next to them change first."""
-        self.remove(*(name for name in changed if _rank(name) and name in records))
+        self.remove(*(name for name in changed if _rank(name) and name in records), guard=guard)
 
-    def _push_file(self, name: str, state: tuple[str, tuple[int, ...]]) -> FileRecord | None:
-        """Upload a file, and return its record; None if it has been deleted since it was listed."""
+    def _push_file(
+        self, name: str, state: tuple[str, tuple[int, ...]], *, is_new: bool, guard: Callable[[], object]
+    ) -> FileRecord | None:
+        """Upload a file, and return its record; None if it has been deleted since it was listed.
+
+        Where the answer to the upload does not state the version, it is read after the upload. A version that
+        another machine wrote in between then counts as this one, and is not pulled before its next change.
+        """
         path = self.folder / name
+        guard()
         try:
-            self._request(partial(self.remote.upload, path, name), name, "written")
-            info = self._request(partial(self.remote.info, name), name, "read")
+            version = self._request(partial(self._upload, name, is_new, guard), name, "written")
+            if version:
+                info: dict[str, Any] = {"size": state[1][0], "ETag": version}
+            else:
+                info = self._request(partial(self.remote.info, name), name, "read")
         except FileNotFoundError as err:
             if path.is_file():
                 raise self.error(f"the output folder cannot be written: {err}", name) from err
             return None
         return FileRecord(_version(info), *state)
 
+    def _upload(self, name: str, is_new: bool, guard: Callable[[], object]) -> str:
+        """Upload a file, and return its version if the answer states it.
+
+        A guarded upload may take so long that another machine writes a new file before it ends. That is
+        checked at its end.
+        """
+        path = self.folder / name
+        try:
+            return self.remote.upload(path, name, create=is_new and guard is not allow)
+        except FileChangedError:
+            guard()
+            return self.remote.upload(path, name)
+
     def _local_names(self, patterns: Sequence[str]) -> Iterator[str]:
-        for folder, subfolders, names in os.walk(self.folder):
-            subfolders.sort()
-            top = Path(folder).relative_to(self.folder)
-            for name in sorted(names):
-                relative = (top / name).as_posix()
-                if _is_mirrored(relative) and _matches(relative, patterns):
-                    yield relative
+        """Yield the names of the local files that match, from the folders in which they can be."""
+        for start in _folders(patterns):
+            for folder, subfolders, names in os.walk(self.folder / start):
+                subfolders.sort()
+                top = Path(folder).relative_to(self.folder)
+                for name in sorted(names):
+                    relative = (top / name).as_posix()
+                    if _is_mirrored(relative) and _matches(relative, patterns):
+                        yield relative
+        for name in patterns:
+            if not _WILDCARDS.search(name) and _matches(name, patterns) and self._exists(name):
+                yield name
 
     def _request(self, request: Callable[[], Any], name: str, done: str) -> Any:
         """Return the result of a request.
@@ -327,6 +400,17 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in excluded):
         return False
     return any(fnmatchcase(name, pattern) for pattern in patterns if not pattern.startswith("!"))
+
+
+def _folders(patterns: Sequence[str]) -> list[str]:
+    """Return the folders, none inside another, in which all files are that match a pattern with wildcards."""
+    starts = [(pattern, _WILDCARDS.search(pattern)) for pattern in patterns if not pattern.startswith("!")]
+    folders = {pattern[: found.start()].rpartition("/")[0] for pattern, found in starts if found}
+    return sorted(
+        folder
+        for folder in folders
+        if not any(f"{folder}/".startswith(f"{other}/" if other else "") for other in folders - {folder})
+    )
 
 
 def _is_mirrored(name: str) -> bool:

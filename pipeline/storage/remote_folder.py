@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import mimetypes
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -35,6 +36,12 @@ OBJECT_STORES = frozenset(
     ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "cos", "tos", "memory"]
 )
 """Protocols without folders, whose objects appear atomically when they are written."""
+
+_ANSWERING_PROTOCOLS = frozenset(["s3", "s3a"])
+"""Protocols whose `pipe_file` passes conditions on, and returns the answer with the new version."""
+
+MAX_SINGLE_PUT_BYTES = 2**26
+"""Maximum size of a file that is uploaded by one request."""
 
 _CONCURRENT_PROTOCOLS = frozenset(["memory", "zip", "file", "local", "dir"])
 """Synchronous protocols that several threads may use at once."""
@@ -139,6 +146,10 @@ def text_number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") >> 1
 
 
+class FileChangedError(OSError):
+    """A file was not replaced, because it no longer has the expected version."""
+
+
 class RemoteFolder:
     """Files below a remote address that can be read, listed, replaced and removed.
 
@@ -180,8 +191,13 @@ class RemoteFolder:
         self.base = base.rstrip("/")
 
         self._writes_atomically = bool(_protocols(self.files) & OBJECT_STORES)
+        self._answers_versions = bool(_protocols(self.files) & _ANSWERING_PROTOCOLS)
         pipe_file: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
         self._can_create_exclusively = "mode" in inspect.signature(pipe_file).parameters
+        cat_file: Any = getattr(self.files, "_cat_file", self.files.cat_file)
+        # Without it, s3fs requests the size first, to read large files in several parts.
+        is_concurrent = "max_concurrency" in inspect.signature(cat_file).parameters
+        self._at_once = {"max_concurrency": 1} if is_concurrent else {}
         find: Any = getattr(self.files, "_find", self.files.find)
         self.lists_prefixes = "prefix" in inspect.signature(find).parameters
         self._lock = request_lock(self.files)
@@ -207,24 +223,81 @@ class RemoteFolder:
             FileNotFoundError: The file does not exist.
             OSError: The file cannot be read.
         """
-        limits = {} if num_bytes is None else {"start": start, "end": start + num_bytes}
+        limits = self._at_once if num_bytes is None else {"start": start, "end": start + num_bytes}
         return self._request(lambda: bytes(self.files.cat_file(self._full(name), **limits)))
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, *, expected: str = "") -> str:
         """Replace a file; a reader sees either the old bytes or the new ones.
 
+        Args:
+            name: Name of the file.
+            data: New content.
+            expected: Version of the file that is replaced, if the service has conditional writes. Otherwise,
+                or if empty, any version is replaced.
+
+        Returns:
+            The new version, which `version` and listings state too; empty if the answer does not state it.
+
         Raises:
+            FileChangedError: The file has another version, or does not exist.
             OSError: The file cannot be written, and is unchanged.
         """
-        self._replace(name, lambda full: self.files.pipe_file(full, data))
+        # Ceph compares without quotes; AWS accepts both.
+        condition = {"IfMatch": expected.strip('"')} if expected and self._answers_versions else {}
+        try:
+            answer = self._replace(name, lambda full: self.files.pipe_file(full, data, **condition))
+        except OSError as err:
+            if not condition or is_transient(err):
+                raise
+            if isinstance(err, FileNotFoundError) or is_failed_precondition(err):
+                raise FileChangedError(f"{name} has been replaced") from err
+            return self.put(name, data)  # some S3-compatible services reject any condition
+        return _stated_version(answer)
 
-    def upload(self, path: Path, name: str) -> None:
-        """Replace a file by a local one like `put`, without reading all of it into memory.
+    def version(self, name: str) -> str:
+        """Return the version of a file; empty if the service states none.
 
         Raises:
+            FileNotFoundError: The file does not exist.
+            OSError: The request failed.
+        """
+        return _stated_version(self.info(name))
+
+    def upload(self, path: Path, name: str, *, create: bool = False) -> str:
+        """Replace a file by a local one like `put`, without reading a large one into memory.
+
+        Args:
+            path: Local file.
+            name: Name of the file.
+            create: Whether an existing file is not replaced, if the service has conditional writes. Ceph
+                ignores that for a large file.
+
+        Returns:
+            The new version as `put`; empty for a large file, which is written in parts. fsspec does not
+            return the answer to the last part.
+
+        Raises:
+            FileChangedError: `create` was given, and the file exists when the upload ends.
             OSError: The local file cannot be read, or the remote one cannot be written and is unchanged.
         """
-        self._replace(name, lambda full: self.files.put_file(str(path), full))
+        if not self._answers_versions:
+            self._replace(name, lambda full: self.files.put_file(str(path), full))
+            return ""
+
+        options: dict[str, str] = {"mode": "create"} if create else {}
+        try:
+            if path.stat().st_size > MAX_SINGLE_PUT_BYTES:
+                self._replace(name, lambda full: self.files.put_file(str(path), full, **options))
+                return ""
+            data = path.read_bytes()
+            if content_type := mimetypes.guess_type(path.name)[0]:
+                options["ContentType"] = content_type
+            answer = self._replace(name, lambda full: self.files.pipe_file(full, data, **options))
+        except OSError as err:
+            if create and is_failed_precondition(err):
+                raise FileChangedError(f"{name} exists") from err
+            raise
+        return _stated_version(answer)
 
     def download(self, name: str, path: Path) -> None:
         """Write a file's bytes to a local path, which is not replaced atomically.
@@ -308,12 +381,11 @@ class RemoteFolder:
     def _full(self, name: str) -> str:
         return join_path(self.base, name)
 
-    def _replace(self, name: str, write: Callable[[str], object]) -> None:
-        """Replace a file with what `write` puts at the path that it gets."""
+    def _replace(self, name: str, write: Callable[[str], object]) -> object:
+        """Replace a file with what `write` puts at the path that it gets, and return the service's answer."""
         if self._writes_atomically:
-            self._request(lambda: write(self._full(name)))
-        else:
-            self._request(lambda: self._write_and_rename(name, write))
+            return self._request(lambda: write(self._full(name)))
+        return self._request(lambda: self._write_and_rename(name, write))
 
     def _write_and_rename(self, name: str, write: Callable[[str], object]) -> None:
         full = self._full(name)
@@ -340,6 +412,12 @@ class RemoteFolder:
         except Exception as err:
             text = f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"
             raise OSError(without_secrets(text)) from err
+
+
+def _stated_version(answer: object) -> str:
+    """Return the version that an S3 service states in an answer; empty without one."""
+    fields: Mapping[str, object] = answer if isinstance(answer, Mapping) else {}
+    return str(fields.get("ETag") or "")
 
 
 def _protocols(files: Any) -> set[str]:

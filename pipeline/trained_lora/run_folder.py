@@ -51,6 +51,7 @@ class RunLayout:
         finished: Marker of a finished run: the result with the hash of each exported file.
         lock: Lock file, held by the step that trains the run.
         training_lock: Lock file, held by the training process that writes the folder.
+        stop_request: File whose existence makes the training process stop after its current step.
         checkpoints: Folder with one sub-folder per checkpoint.
         exported: Folder of this run's LoRA files, from which they are published.
         metrics: JSON lines, one per step.
@@ -69,6 +70,7 @@ class RunLayout:
         self.finished = folder / "finished.json"
         self.lock = folder / "lock"
         self.training_lock = folder / "training.lock"
+        self.stop_request = folder / "stop_request"
         self.checkpoints = folder / "checkpoints"
         self.exported = folder / "lora"
         self.metrics = folder / "logs" / "metrics.jsonl"

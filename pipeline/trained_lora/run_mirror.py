@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import LatentlineError, TrainingError
+from pipeline.errors import LatentlineError, LaunchError, TrainingError
 from pipeline.recipe.outputs import mirror_of
 from pipeline.storage.lease import Lease, hold_lease
 from pipeline.storage.remote_folder import RemoteFolder
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pipeline.storage.mirror import Mirror
 
 LEASE_FILE = "lease"
+
+_PUBLISHED = (f"{LORA_FOLDER}/*", "runs/exported_step.json")
 
 _POLL_S = 1.0
 
@@ -63,15 +65,24 @@ class RunMirror:
         """Return a `Launch` that also uploads what its processes write, until they have ended.
 
         A failed upload during the training is a warning, and is repeated. If the last one fails, the launch
-        raises StoreError, unless the training has failed too.
+        raises StoreError, unless the training has failed too. If another machine takes over the run, the
+        processes stop after their current step, and the launch raises TrainingError.
         """
         if not self.mirror.is_remote:
             return launch
 
         def launch_and_upload(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+            self._layout.stop_request.unlink(missing_ok=True)
             self._push()
-            with self._uploads():
-                launch(module, order, meanwhile)
+            try:
+                with self._uploads():
+                    launch(module, order, meanwhile)
+            except LaunchError as err:
+                if self._is_lost:
+                    raise self._lost_error() from err
+                raise
+            finally:
+                self._layout.stop_request.unlink(missing_ok=True)
 
         return launch_and_upload
 
@@ -101,20 +112,56 @@ class RunMirror:
             TrainingError: Another machine took over the run.
         """
         self._push()
-        self.mirror.push(f"{LORA_FOLDER}/*", "runs/exported_step.json")
+        self.mirror.push(*_PUBLISHED, guard=self._require_lease)
+
+    def forget_changes(self) -> None:
+        """Delete what was not uploaded before another machine took over the run, so that it never will be.
+
+        Otherwise, the next job on this machine would replace the files of the other one.
+        """
+        if self._is_lost:
+            self.mirror.forget_changes(*self._pushed, *_PUBLISHED)
+
+    @property
+    def _is_lost(self) -> bool:
+        return self.lease is not None and self.lease.lost
+
+    @property
+    def _pushed(self) -> tuple[str, ...]:
+        """Patterns of the run's files, without locks and the checkpoint of the pre-flight, only a test."""
+        local = ("lock", "training.lock", "stop_request", "checkpoints/step-00000000/*")
+        return (f"{self._top}/*", *(f"!{self._top}/{name}" for name in local))
 
     def _push(self) -> None:
         """Push all complete files of the run, then remove expired checkpoints at the address."""
-        if self.lease is not None and self.lease.lost:
-            raise TrainingError(
-                "another machine took over the run, because this one did not answer for too long",
-                where=self.mirror.where(self._top),
-                fix="start the job again; it waits for the other machine, and then reuses its result",
-            )
-        # The pre-flight checkpoint of step 0 is only a test.
-        locks = (f"!{self._top}/lock", f"!{self._top}/training.lock")
-        self.mirror.push(f"{self._top}/*", *locks, f"!{self._top}/checkpoints/step-00000000/*")
+        self._require_lease()
+        self.mirror.push(*self._pushed, guard=self._require_lease)
         self._remove_expired()
+
+    def _require_lease(self) -> None:
+        """Read the lease before a change of the address.
+
+        Raises:
+            StoreError: The service does not answer.
+            TrainingError: Another machine took over the run.
+        """
+        if self.lease is None:
+            return
+        try:
+            is_held = self.lease.is_held()
+        except OSError as err:
+            name = f"{self._top}/{LEASE_FILE}"
+            raise self.mirror.error(f"the output folder cannot be read: {err}", name) from err
+        if not is_held:
+            raise self._lost_error()
+
+    def _lost_error(self) -> TrainingError:
+        return TrainingError(
+            "another machine took over the run, because this one did not answer for too long; its training "
+            "was stopped, and what it had not uploaded is deleted",
+            where=self.mirror.where(self._top),
+            fix="start the job again; it waits for the other machine, and then reuses its result",
+        )
 
     def _pull_newest_checkpoint(self, *, last_step: int) -> None:
         local = _steps(str(path) for path in self._layout.checkpoints.glob(f"step-*/{MARKER}"))
@@ -141,9 +188,8 @@ class RunMirror:
             return
         expired = sorted(step for step in self._remote_steps() if step <= max(local))[:-keep]
         states = (MARKER, OPTIMIZER_FILE, ADAPTER_FILE)
-        self.mirror.remove(
-            *(f"{self._top}/checkpoints/step-{step:08d}/{name}" for step in expired for name in states)
-        )
+        names = [f"{self._top}/checkpoints/step-{step:08d}/{name}" for step in expired for name in states]
+        self.mirror.remove(*names, guard=self._require_lease)
 
     @contextmanager
     def _uploads(self) -> Generator[None]:
@@ -166,6 +212,10 @@ class RunMirror:
         uploaded = self._markers()
         next_attempt_s = 0.0
         while not stop.wait(_POLL_S):
+            if self._is_lost:
+                # Repeatedly, because a training that starts deletes an old request.
+                self._layout.stop_request.touch()
+                continue
             markers = self._markers()
             if markers - uploaded and time.monotonic() >= next_attempt_s:
                 if self._push_or_warn():
@@ -217,9 +267,12 @@ def mirrored_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunMi
         except OSError as err:
             raise run.mirror.error(f"the output folder cannot be used: {err}", name) from err
         run.lease = lease
-        run.pull()
-        yield run
-        run.push()
+        try:
+            run.pull()
+            yield run
+            run.push()
+        finally:
+            run.forget_changes()
 
 
 def pull_step(mirror: Mirror, layout: RunLayout, step: int, *, state: bool = False) -> None:

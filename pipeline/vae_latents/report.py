@@ -2,7 +2,7 @@
 
     reports/vae_latents/<start of key>.jpg     image as the VAE saw it, and its decoded latent
     reports/vae_latents/<start of key>.json    similarity of the two, see `DecodedLatent`
-    reports/vae_latents/statistics.json        `statistics` of some stored latents, with their keys
+    reports/vae_latents/statistics.json        moments of some stored latents by key, see `statistics`
 
 The encoding processes draw the pictures after encoding. A run that encodes nothing shows the existing ones.
 The selection of images depends on their contents alone.
@@ -45,6 +45,11 @@ _EDGE_PX = 288
 _STATISTICS_FILE = "statistics.json"
 _OVERSAMPLING = 8
 """Factor by which the preselection exceeds the sample, so that it contains the sample almost surely."""
+
+Moments = npt.NDArray[np.float64]
+"""Number of values, mean, variance, minimum and maximum of each channel of a latent, (C, 5)."""
+
+_NUM_MOMENTS = 5
 
 Pixels = npt.NDArray[np.uint8]
 """Pixels of one image, (H, W, 3)."""
@@ -178,13 +183,13 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict[str, Any]:
     """Return mean and standard deviation of some stored latents, over all values and per channel.
 
-    They should be near 0 and 1, which is the purpose of a VAE's shift and scaling. Entries are read again
-    only if the selection has changed.
+    They should be near 0 and 1, which is the purpose of a VAE's shift and scaling. Entries that were read
+    for the last statistics are not read again.
 
     Args:
         entries: Entries of the recipe.
         rows: Table vae_latents, with valid entries.
-        folder: Folder of the file with the last statistics.
+        folder: Folder of the file with the moments of single latents.
 
     Returns:
         `latent_mean`, `latent_std` and `channels` with one row each; nothing without latents.
@@ -192,51 +197,61 @@ def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict
     Raises:
         StoreError: An entry cannot be read.
     """
-    sample = sample_of(rows, NUM_IN_STATISTICS)
-    keys, file = sample["key"].to_list(), folder / _STATISTICS_FILE
-    if not keys:
+    sample, file = sample_of(rows, NUM_IN_STATISTICS), folder / _STATISTICS_FILE
+    if sample.is_empty():
         return {}
 
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        if saved["keys"] == keys:
-            return saved["numbers"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # computed below
-
-    latents: list[npt.NDArray[np.float64]] = []
+    saved = _read_moments(file)
+    moments: dict[str, Moments] = {}
     for row in sample.iter_rows(named=True):
-        tensors = entries.store.read(entries.latent_spec(row))
-        values = tensors.get(LATENT, tensors.get(MEAN))
-        assert values is not None
-        if values.dtype == np.uint16:  # bfloat16: the upper half of a float32
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        latents.append(values.astype(np.float64).reshape(len(values), -1))
-
-    numbers = _numbers(np.concatenate(latents, axis=1))
-    write_text(file, json.dumps({"keys": keys, "numbers": numbers}))
-    return numbers
+        key = row["key"]
+        moments[key] = saved[key] if key in saved else _moments(_values(entries, row))
+    if moments.keys() != saved.keys():
+        write_text(file, json.dumps({"latents": {key: each.tolist() for key, each in moments.items()}}))
+    return _numbers(np.stack(list(moments.values())))
 
 
-def _numbers(channels: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Return the statistics of values (C, N)."""
-    rows = [
-        {
-            "channel": number,
-            **{
-                name: float(f"{value:.4g}")
-                for name, value in (
-                    ("mean", values.mean()),
-                    ("std", values.std()),
-                    ("least", values.min()),
-                    ("most", values.max()),
-                )
-            },
-        }
-        for number, values in enumerate(channels)
-    ]
-    mean, std = (float(f"{value:.4g}") for value in (channels.mean(), channels.std()))
-    return {"latent_mean": mean, "latent_std": std, "channels": rows}
+def _values(entries: RecipeEntries, row: Mapping[str, Any]) -> npt.NDArray[np.float64]:
+    """Return the values (C, N) of a stored latent, or of its mean."""
+    tensors = entries.store.read(entries.latent_spec(row))
+    values = tensors.get(LATENT, tensors.get(MEAN))
+    assert values is not None
+    if values.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float64).reshape(len(values), -1)
+
+
+def _moments(values: npt.NDArray[np.float64]) -> Moments:
+    """Return the moments of values (C, N)."""
+    counts = np.full(len(values), values.shape[1], np.float64)
+    columns = (counts, values.mean(axis=1), values.var(axis=1), values.min(axis=1), values.max(axis=1))
+    return np.stack(columns, axis=1)
+
+
+def _read_moments(file: Path) -> dict[str, Moments]:
+    """Return the moments of single latents by key; nothing if the file is missing or damaged."""
+    try:
+        latents = json.loads(file.read_text(encoding="utf-8"))["latents"]
+        return {key: np.array(each, np.float64).reshape(-1, _NUM_MOMENTS) for key, each in latents.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _numbers(latents: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """Return the statistics of latents with the moments (N, C, 5)."""
+    channels = [{"channel": number, **_rounded(latents[:, number])} for number in range(latents.shape[1])]
+    total = _rounded(latents.reshape(-1, _NUM_MOMENTS))
+    return {"latent_mean": total["mean"], "latent_std": total["std"], "channels": channels}
+
+
+def _rounded(moments: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Return the statistics of all values in groups with the moments (N, 5), with four digits."""
+    counts, means, variances, least, most = moments.T
+    mean = np.average(means, weights=counts)
+    # The variance is that within the groups plus that of their means.
+    variance = np.average(variances + (means - mean) ** 2, weights=counts)
+    numbers = {"mean": mean, "std": variance**0.5, "least": least.min(), "most": most.max()}
+    return {name: float(f"{value:.4g}") for name, value in numbers.items()}
 
 
 def _file(folder: Path, key: str, suffix: str) -> Path:

@@ -8,17 +8,22 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import psutil
 import pytest
 from dagster import AssetKey, AssetSelection
 
 from assets.publishing import content_version
 from pipeline.recipe import Recipe
 from pipeline.recipe.gates import SPECS
+from pipeline.storage.addresses import Url
+from pipeline.storage.lease import Lease
+from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
 from tests.e2e.test_stopping import lora_weights
 
@@ -141,3 +146,74 @@ def test_a_killed_training_resumes_bit_for_bit_on_another_machine(
     report = (recipe.output_dir / "reports" / "trained_lora.json").read_text("utf-8")
     assert '"resumed_from": 0,' not in report
     assert lora_weights(recipe.output_dir) == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_suspended_machine_that_lost_its_run_stops_and_changes_nothing_at_the_address(
+    cached: Any, remote: Recipe, bucket: str
+) -> None:
+    """All processes of a training are stopped for longer than a lease lasts, and then continue."""
+    training = {"batch_size": 2, "checkpoint_every": 2, "sample_every": 0, "lora": {"rank": 2, "alpha": 2.0}}
+    recipe = cached.recipe(output_dir=f"s3://{bucket}/out", training={**training, "steps": 20_000})
+    for asset in CACHE_ASSETS:
+        assert select(cached, asset).success, asset
+    command = ("asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora")
+    output = cached.root / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            cached.command(*command),
+            env=cached.environment(),
+            cwd=cached.root,
+            start_new_session=True,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: any(name.endswith("COMPLETE") for name in names_in(bucket)), process)
+        suspend(process, signal.SIGSTOP)
+        (lease_name,) = (name for name in names_in(bucket) if name.endswith("/lease"))
+        log: list[str] = []
+        other = Lease(RemoteFolder(Url(f"s3://{bucket}/out")), lease_name, copy_id="another", log=log.append)
+        other.acquire()
+        assert "is training this run; waiting" in log[0]
+
+        at_takeover = contents_of(bucket)
+        suspend(process, signal.SIGCONT)
+        resumed_s = time.monotonic()
+        assert process.wait(600) == 1
+        assert time.monotonic() - resumed_s < 300, "long before its 20,000 steps end"
+    finally:
+        suspend(process, signal.SIGKILL)
+
+    assert contents_of(bucket) == at_takeover
+    assert other.is_held()
+    text = output.read_text("utf-8")
+    assert "another machine took over the run" in text, text[-5000:]
+    assert f"s3://{bucket}/out/{lease_name.removesuffix('/lease')}" in text
+    assert "start the job again; it waits for the other machine" in text
+    run = recipe.output_dir / lease_name.removesuffix("/lease")
+    steps = {path.parent.name for path in run.glob("checkpoints/*/COMPLETE")} - {"step-00000000"}
+    assert steps <= {Path(name).parent.name for name in at_takeover}, "no checkpoint that was not uploaded"
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + 900
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def suspend(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a process and all processes that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid)
+        for each in (started, *started.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+
+
+def contents_of(bucket: str) -> dict[str, bytes]:
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    return {name: files.cat_file(f"{bucket}/out/{name}") for name in names_in(bucket)}

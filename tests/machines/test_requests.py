@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from pipeline.cache.entry_format import EntrySpec, TensorSpec
 from pipeline.cache.remote_store import FsspecStore
 from pipeline.storage.addresses import Url
-from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.storage.remote_folder import FileChangedError, RemoteFolder
 from tests.machines.ceph import Gateway
 from tests.machines.counting_proxy import CountingProxy
 from tests.machines.filling import fill
@@ -39,6 +40,44 @@ def test_of_many_concurrent_writers_exactly_one_creates_the_file(s3: str) -> Non
     for thread in threads:
         thread.join()
     assert sorted(map(str, answers)) == ["False"] * 7 + ["True"]
+
+
+def test_of_many_concurrent_writers_exactly_one_replaces_the_version_that_all_have_read(s3: str) -> None:
+    folder = RemoteFolder(Url(f"{s3}/out"))
+    version = folder.put("lease", b"stale")
+    assert version == folder.version("lease")
+    answers: list[bool] = []
+    start = threading.Barrier(8)
+
+    def write(number: int) -> None:
+        start.wait(60)
+        try:
+            folder.put("lease", b"%d" % number, expected=version)
+        except FileChangedError:
+            answers.append(False)
+        else:
+            answers.append(True)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == [False] * 7 + [True]
+    folder.remove("lease")
+    with pytest.raises(FileChangedError):
+        folder.put("lease", b"deleted since", expected=version)
+
+
+def test_a_file_is_not_created_over_one_that_appeared_during_its_upload(s3: str, tmp_path: Path) -> None:
+    folder, file = RemoteFolder(Url(f"{s3}/out")), tmp_path / "file"
+    file.write_bytes(b"of this machine")
+    folder.put("file", b"of another machine")
+    with pytest.raises(FileChangedError):
+        folder.upload(file, "file", create=True)
+    assert folder.read("file") == b"of another machine"
+    assert folder.upload(file, "file") == folder.version("file")
+    assert folder.read("file") == b"of this machine"
 
 
 def test_a_valid_entry_that_exists_costs_no_second_put(

@@ -14,6 +14,7 @@ def main(order_path: Path) -> None:
     with reporter() as report:
         from pipeline.processes.launch import cpu_threads
         from pipeline.trained_lora.job import read_job
+        from pipeline.trained_lora.run_folder import RunLayout
         from pipeline.trained_lora.worker import startup
 
         job = read_job(order_path)
@@ -32,7 +33,8 @@ def main(order_path: Path) -> None:
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())
-        with other_machines_watched(), stop_on_signals() as stop:
+        stop_request = RunLayout(job.folder).stop_request
+        with other_machines_watched(), stop_on_signals(stop_request) as stop:
             finished = train(job, report, stop)
         if not finished:
             raise SystemExit(STOPPED_STATUS)

@@ -92,6 +92,8 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
     accelerator = run.engine.accelerator
     try:
         with hold_training(run.paths) if run.main else nullcontext():
+            if run.main:
+                run.paths.stop_request.unlink(missing_ok=True)  # of an earlier training
             finished = run.train(stop)
     except BaseException:
         # `end_training` would also close the process group, which the other ranks may still use.
@@ -261,7 +263,7 @@ class _TrainingRun:
         """Start a step and log the steps with known numbers; return whether any rank requested a stop."""
         started_s = time.perf_counter()
         try:
-            step = self.engine.start(batch, inputs, stop=stop.requested)
+            step = self.engine.start(batch, inputs, stop=stop.poll())
             self._unread.add(step, started_s)
             return self._unread.read(at_once=self._is_saved_or_shown(batch.step + 1))
         except TrainingError as err:
@@ -270,7 +272,7 @@ class _TrainingRun:
 
     def _any_rank_stops(self, stop: StopRequest) -> bool:
         """Return whether any rank has a stop request; ranks that do not stop together would deadlock."""
-        flag = torch.tensor(float(stop.requested), device=self.engine.accelerator.device)
+        flag = torch.tensor(float(stop.poll()), device=self.engine.accelerator.device)
         num_requests: Any = self.engine.accelerator.reduce(flag, reduction="sum")
         return bool(num_requests > 0)
 

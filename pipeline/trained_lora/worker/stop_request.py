@@ -1,4 +1,4 @@
-"""Requests to stop a training process after its current step, by signal."""
+"""Requests to stop a training process after its current step, by signal or by a file in the run's folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 STOPPED_STATUS = 128 + signal.SIGTERM
@@ -14,15 +15,30 @@ STOPPED_STATUS = 128 + signal.SIGTERM
 
 @dataclass
 class StopRequest:
-    """A flag that makes the loop stop after the current step."""
+    """A request that makes the loop stop after the current step.
+
+    Attributes:
+        requested: Whether the loop shall stop.
+        file: File whose existence is a request too; None without one.
+    """
 
     requested: bool = False
+    file: Path | None = None
+
+    def poll(self) -> bool:
+        """Return whether the loop shall stop, after looking for the file."""
+        self.requested = self.requested or (self.file is not None and self.file.exists())
+        return self.requested
 
 
 @contextmanager
-def stop_on_signals() -> Generator[StopRequest]:
-    """Turn SIGTERM and SIGINT into a `StopRequest` within the context, in the main thread only."""
-    stop = StopRequest()
+def stop_on_signals(file: Path | None = None) -> Generator[StopRequest]:
+    """Turn SIGTERM and SIGINT into a `StopRequest` within the context, in the main thread only.
+
+    Args:
+        file: File whose existence is a request too.
+    """
+    stop = StopRequest(file=file)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
         stop.requested = True

@@ -23,6 +23,7 @@ from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Url, absolute
 from pipeline.storage.remote_folder import RemoteFolder
+from tests.machines.counting_proxy import CountingProxy
 
 SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
 OTHER = EntrySpec("latents", "cd" * 32, SPEC.tensors)
@@ -35,13 +36,14 @@ class RecordedRequests:
 
     def __init__(self, folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.listed: list[str] = []
-        self.num_listed = self.num_infos = 0
+        self.sizes: list[int] = []
+        self.num_infos = 0
         list_files, info = folder.list_files, folder.info
 
         def record_listing(name: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
             self.listed.append(name)
             listed = list_files(name, prefix=prefix)
-            self.num_listed += len(listed)
+            self.sizes.append(len(listed))
             return listed
 
         def record_info(name: str) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class RecordedRequests:
         monkeypatch.setattr(folder, "info", record_info)
 
     def clear(self) -> None:
-        self.listed, self.num_listed, self.num_infos = [], 0, 0
+        self.listed, self.sizes, self.num_infos = [], [], 0
 
 
 class Backend:
@@ -216,18 +218,23 @@ def test_L06_a_failed_write_leaves_neither_an_entry_nor_a_temporary_file(
 
 @pytest.mark.parametrize("asked", [1, 101], ids=["single requests", "many keys"])
 @pytest.mark.parametrize(
-    ("max_listed", "entries_per_request"),
-    [(20_000, 32), (0, 32), (0, 0)],
-    ids=["the whole cache listed", "folders listed", "a small part of a large cache"],
+    ("listed_together", "entries_per_request"),
+    [(2_500, 32), (200, 32), (0, 32), (0, 0)],
+    ids=[
+        "the whole cache listed",
+        "first digits listed",
+        "groups in folders",
+        "a small part of a large cache",
+    ],
 )
 def test_stats_are_equal_whether_entries_are_listed_or_asked_for(
     backend: Backend,
     monkeypatch: pytest.MonkeyPatch,
     asked: int,
-    max_listed: int,
+    listed_together: int,
     entries_per_request: int,
 ) -> None:
-    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", max_listed)
+    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", listed_together)
     monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", entries_per_request)
     backend.write_entry()
     keys = [SPEC.key, *("ab" + f"{number:062x}" for number in range(50)), *(f"{n:064x}" for n in range(50))]
@@ -242,7 +249,7 @@ def test_H02_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_sin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cache with four entries in each folder is asked for 64 keys, and then for all of them."""
-    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", 500)
+    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 4)
     monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 2)
     address = f"memory://{uuid.uuid4().hex}"
     store = FsspecStore(Url(address))
@@ -267,8 +274,8 @@ def test_H02_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
 ) -> None:
     """A cache with 32 entries in each of four groups of keys counts as one of 32 x 16^4 entries."""
     del s3
-    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", 100)
-    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 1)
+    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 100)
+    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 0.5)
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("estimated")
     store = FsspecStore(Url("s3://estimated/cache"))
     keys = [f"{start}{number:060x}" for start in ("abcd", "abc0", "ab00", "0000") for number in range(32)]
@@ -277,23 +284,23 @@ def test_H02_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
     requests = RecordedRequests(store.folder, monkeypatch)
 
     assert store.stats("latents", keys)[:, 0].tolist() == [5] * len(keys)
-    assert (requests.listed, requests.num_listed) == (["latents/ab"], 32), "only keys that begin with abcd"
+    assert (requests.listed, requests.sizes) == (["latents/ab"], [32]), "only keys that begin with abcd"
     assert requests.num_infos == len(keys)
     listed = store.folder.list_files("latents/ab", prefix="abc")
     assert sorted(listed) == sorted(f"latents/ab/{key}.safetensors" for key in keys[:64])
 
 
 @pytest.mark.parametrize(
-    ("start", "num_listed", "num_infos"),
-    [("abcd", [20], 20), ("abc", [2, 20], 20), ("ab", [1, 2, 20, 20], 0)],
+    ("start", "num_listed"),
+    [("abcd", [20, 20]), ("abc", [2, 20, 20]), ("ab", [1, 2, 20, 20])],
     ids=["four digits", "three digits", "two digits"],
 )
 def test_H02_the_prefix_of_the_estimate_is_shortened_until_it_selects_enough_entries(
-    s3: str, monkeypatch: pytest.MonkeyPatch, start: str, num_listed: list[int], num_infos: int
+    s3: str, monkeypatch: pytest.MonkeyPatch, start: str, num_listed: list[int]
 ) -> None:
-    """20 entries count as 20 x 16^digits. Of 20 x 16^2, 20 belong to the folder, which then is listed."""
+    """20 entries count as 20 x 16^digits, so that 20 of them begin with the same digits, which are listed."""
     del s3
-    monkeypatch.setattr(remote_store, "_MAX_LISTED_ENTRIES", 100)
+    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 100)
     monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 1)
     monkeypatch.setattr(remote_store, "_MAX_SINGLE_REQUESTS", 10)
     bucket = f"estimated-{start}"
@@ -307,9 +314,41 @@ def test_H02_the_prefix_of_the_estimate_is_shortened_until_it_selects_enough_ent
     requests = RecordedRequests(store.folder, monkeypatch)
 
     assert store.stats("latents", keys)[:, 0].tolist() == [5] * 20
-    assert len(requests.listed) == len(num_listed)
-    assert requests.num_listed == sum(num_listed)
-    assert requests.num_infos == num_infos
+    assert requests.sizes == num_listed
+    assert requests.num_infos == 0
+
+
+def test_H02_a_large_cache_is_listed_in_parts_so_that_memory_does_not_grow_with_it(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two entries in each folder; a listing shall return at most 40 entries."""
+    del s3
+    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 40)
+    monkeypatch.setattr(remote_store, "_MIN_SAMPLED", 2)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("in-parts")
+    store = FsspecStore(Url("s3://in-parts/cache"))
+    keys = [f"{folder:02x}{number:062x}" for folder in range(256) for number in (0, 8 * 16**61)]
+    for key in keys:
+        store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
+    requests = RecordedRequests(store.folder, monkeypatch)
+
+    assert store.stats("latents", keys)[:, 0].tolist() == [5] * len(keys)
+    estimated = requests.sizes[:-16]
+    assert requests.sizes[-16:] == [32] * 16
+    assert sum(estimated) <= 4
+    assert requests.num_infos == 0
+
+
+def test_reading_an_entry_of_a_bucket_takes_one_request(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("one-request")
+    proxy = CountingProxy("127.0.0.1", s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+    store = FsspecStore(Url("s3://one-request/cache"))
+    store.write(SPEC, VALUES, FACTS)
+    proxy.requests.clear()
+    assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
+    proxy.close()
+    assert [request.method for request in proxy.requests] == ["GET"]
 
 
 def test_remove_deletes_an_entry_but_not_a_folder_at_its_path(backend: Backend) -> None:

@@ -223,6 +223,17 @@ def test_a_mistake_is_reported_and_nothing_is_written(
     assert not configs.exists()
 
 
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_a_missing_base_model_is_reported_as_typed_and_not_as_a_line_of_a_file_that_does_not_exist(
+    configs: Path, tmp_path: Path, is_absolute: bool
+) -> None:
+    base = str(tmp_path / "no/model") if is_absolute else "./no/model"
+    with pytest.raises(ModelError, match="does not exist") as caught:
+        new("roses", images(tmp_path / "roses", 1), "--base", base)
+    assert caught.value.where.startswith(f"--base {base}, expected at ")
+    assert "roses.yaml" not in caught.value.text()
+
+
 def test_an_existing_recipe_is_never_overwritten(configs: Path, tmp_path: Path) -> None:
     folder = images(tmp_path / "roses", 1)
     new("roses", folder)

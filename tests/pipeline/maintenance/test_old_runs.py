@@ -139,17 +139,17 @@ def old_run(output_dir: Path, name: str) -> Run:
 
 
 def test_a_deleted_run_leaves_nothing(output_dir: Path) -> None:
-    delete_run(old_run(output_dir, OTHER))
+    delete_run(old_run(output_dir, OTHER).folder)
     assert {path.name for path in (output_dir / "runs").iterdir()} == {FINISHED, PUBLISHED, NEWEST}
 
 
 def test_a_run_that_is_published_or_trained_after_the_listing_is_not_deleted(output_dir: Path) -> None:
     run = old_run(output_dir, OTHER)
     with hold_run(RunLayout(run.folder), print), pytest.raises(TrainingError, match="being trained"):
-        delete_run(run)
+        delete_run(run.folder)
     (output_dir / "lora" / "provenance.json").write_text(json.dumps({"run": OTHER}))
     with pytest.raises(TrainingError, match="needed now, after it was listed as old: in lora/"):
-        delete_run(run)
+        delete_run(run.folder)
     assert kept(output_dir)[OTHER] == "in lora/"
     assert survey_runs(output_dir, num_newest=0, recipes=[]).runs[-1] == replace(run, kept="in lora/")
 
@@ -167,7 +167,7 @@ def test_a_run_that_cannot_be_deleted_is_an_error_with_its_path(output_dir: Path
     (output_dir / "runs").chmod(0o500)
     try:
         with pytest.raises(TrainingError, match="a run folder cannot be deleted: Permission denied"):
-            delete_run(old_run(output_dir, OTHER))
+            delete_run(old_run(output_dir, OTHER).folder)
     finally:
         (output_dir / "runs").chmod(0o700)
     assert old_run(output_dir, OTHER).num_bytes == 1104

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,15 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(leases, name, seconds)
 
 
-@pytest.fixture(params=["with conditional put", "without"])
+@pytest.fixture(params=["with conditional put", "without", "s3"])
 def make_lease(request: pytest.FixtureRequest, tmp_path: Any) -> Callable[..., Lease]:
     """Returns leases of one file, on a service with or without conditional writes."""
     top = Url(f"memory://leases{abs(hash(tmp_path))}")
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        bucket = f"leases-{uuid.uuid4().hex[:8]}"
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+        top = Url(f"s3://{bucket}/out")
 
     def make(copy_id: str, lines: list[str] | None = None) -> Lease:
         folder = RemoteFolder(top)
@@ -97,12 +103,53 @@ def test_a_holder_that_was_replaced_notices_it_and_does_not_release_the_other(
 ) -> None:
     other = make_lease("two")
     with hold_lease(make_lease("one")) as lost:
-        other._take_over(settle_s=0.0)
+        other._take_over("", settle_s=0.0)
         while not lost.lost:
             time.sleep(0.01)
     current = other.read()
     assert current is not None
     assert current["copy"] == "two"
+
+
+@pytest.mark.parametrize("make_lease", ["s3"], indirect=True)
+def test_a_heartbeat_does_not_replace_the_lease_of_a_process_that_took_over_since_it_was_read(
+    make_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make_lease("one"), make_lease("two")
+    read = one._folder.read
+
+    def read_before_takeover(name: str) -> bytes:
+        content = read(name)
+        two._take_over("", settle_s=0.0)
+        return content
+
+    with hold_lease(one):
+        monkeypatch.setattr(one._folder, "read", read_before_takeover)
+        deadline_s = time.monotonic() + 20 * leases.HEARTBEAT_S
+        while not one.lost and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert one.lost
+    assert two.is_held()
+
+
+@pytest.mark.parametrize("make_lease", ["s3"], indirect=True)
+def test_only_one_of_two_processes_takes_over_a_lease_that_both_found_stale(
+    make_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_lease("dead").acquire()
+    one, two = make_lease("one"), make_lease("two")
+    stale, read = one.read(), one._folder.read
+    monkeypatch.setattr(leases, "SETTLE_S", 0.0)
+
+    def read_before_takeover(name: str) -> bytes:
+        content = read(name)
+        monkeypatch.setattr(one._folder, "read", read)
+        assert two.acquire_at_once(stale=stale)
+        return content
+
+    monkeypatch.setattr(one._folder, "read", read_before_takeover)
+    assert not one.acquire_at_once(stale=stale)
+    assert two.is_held()
 
 
 def test_a_holder_notices_that_another_took_over_and_is_already_done(
@@ -111,7 +158,7 @@ def test_a_holder_notices_that_another_took_over_and_is_already_done(
     """Otherwise, a machine that was suspended would upload its older files over the finished run."""
     other = make_lease("two")
     with hold_lease(make_lease("one")) as lost:
-        other._take_over(settle_s=0.0)
+        other._take_over("", settle_s=0.0)
         other.release()
         deadline_s = time.monotonic() + 20 * leases.HEARTBEAT_S
         while not lost.lost and time.monotonic() < deadline_s:
@@ -138,14 +185,13 @@ def test_a_lease_that_vanishes_during_a_takeover_is_not_an_error(make_lease: Cal
     lease = make_lease("one")
     remove = threading.Timer(0.05, lease._folder.remove, ("runs/r/lease",))
     remove.start()
-    assert not lease._take_over(settle_s=0.5)
+    assert not lease._take_over("", settle_s=0.5)
 
 
 def test_the_file_names_the_machine_and_no_secret(make_lease: Callable[..., Lease]) -> None:
     lease = make_lease("one")
     lease.acquire()
     assert set(lease.read() or {}) == {"machine", "copy", "token", "beat", "time"}
-    name = next(name for name in fsspec.filesystem("memory").store if name.endswith("/runs/r/lease"))
-    assert json.loads(fsspec.filesystem("memory").cat_file(name))["beat"] == 0
+    assert json.loads(lease._folder.read("runs/r/lease"))["beat"] == 0
     lease.release()
     assert lease.read() is None

@@ -111,12 +111,12 @@ def test_an_interrupted_upload_leaves_no_marker(
 
     upload, num_calls = mirror.remote.upload, 0
 
-    def killed(path: Path, name: str) -> None:
+    def killed(path: Path, name: str, *, create: bool = False) -> str:
         nonlocal num_calls
         if num_calls == interrupted_at:
             raise KeyboardInterrupt
         num_calls += 1
-        upload(path, name)
+        return upload(path, name, create=create)
 
     with monkeypatch.context() as patched:
         patched.setattr(mirror.remote, "upload", killed)
@@ -128,6 +128,83 @@ def test_an_interrupted_upload_leaves_no_marker(
     other = Mirror(address, tmp_path / "other")
     assert len(other.pull("runs/*")) == 3
     assert {path.read_text("utf-8").split()[1] for path in other.folder.rglob("step-*/*")} == {"second"}
+
+
+def test_a_file_that_another_machine_replaces_right_after_an_upload_is_pulled(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("right-after")
+    one, two = (Mirror(Url("s3://right-after/out"), tmp_path / name) for name in ("one", "two"))
+    write(one.folder, a="of one")
+    write(two.folder, a="of two")
+    upload = one.remote.upload
+
+    def upload_before_two(path: Path, name: str, *, create: bool = False) -> str:
+        version = upload(path, name, create=create)
+        two.push("tables/*")
+        return version
+
+    monkeypatch.setattr(one.remote, "upload", upload_before_two)
+    one.push("tables/*")
+    assert one.pull("tables/*") == ["tables/a"], s3
+    assert texts(one.folder) == {"a": "of two"}
+
+
+def test_a_guard_is_called_before_each_change_and_ends_a_push(address: Url, tmp_path: Path) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1", b="2")
+    mirror.push("tables/*")
+    write(mirror.folder, a="3")
+    (mirror.folder / "tables/b").unlink()
+    calls: list[int] = []
+
+    def refuse_second() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        mirror.push("tables/*", guard=refuse_second)
+    assert mirror.names("*") == ["tables/a", "tables/b"], "b is not deleted"
+    assert mirror.remote.read("tables/a") == b"3"
+
+
+def test_a_guarded_upload_does_not_replace_a_file_that_appeared_meanwhile(s3: str, tmp_path: Path) -> None:
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("meanwhile")
+    mirror = Mirror(Url("s3://meanwhile/out"), tmp_path / "copy")
+    write(mirror.folder, a="of this machine")
+    is_taken: list[bool] = []
+
+    def guard() -> None:
+        if is_taken:
+            raise RuntimeError
+        is_taken.append(True)
+        mirror.remote.put("tables/a", b"of the other")
+
+    with pytest.raises(RuntimeError):
+        mirror.push("tables/*", guard=guard)
+    assert mirror.remote.read("tables/a") == b"of the other", s3
+
+
+def test_changes_that_are_forgotten_are_pulled_from_the_address(address: Url, tmp_path: Path) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1", b="2")
+    mirror.push("tables/*")
+    write(mirror.folder, a="3", c="4")
+    assert mirror.forget_changes("tables/*") == ["tables/a", "tables/c"]
+    assert mirror.push("tables/*") == []
+    assert mirror.pull("tables/*") == ["tables/a"]
+    assert texts(mirror.folder) == {"a": "1", "b": "2"}
+
+
+def test_a_push_finds_the_files_of_all_its_patterns(address: Url, tmp_path: Path) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    for name in ("fingerprints.json", "runs/a/run.json", "runs/a/logs/x", "runs/b/run.json", "tables/t"):
+        write_text(mirror.folder / name, name)
+    patterns = ("runs/a/*", "runs/a/logs/*", "!runs/a/logs/*", "fingerprints.json", "missing.json")
+    assert mirror.push(*patterns) == ["fingerprints.json", "runs/a/run.json"]
+    assert mirror.push("runs/*/run.json") == ["runs/b/run.json"]
+    assert mirror.push("*") == ["runs/a/logs/x", "tables/t"]
 
 
 def test_names_that_lead_out_of_the_working_copy_are_not_pulled(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import LaunchError, StoreError
+from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.outputs import mirror_of
-from pipeline.storage import retry
+from pipeline.storage import lease, retry
 from pipeline.storage.atomic import write_text
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora import run_mirror
@@ -149,11 +149,11 @@ class Outage:
         self.num_refused = 0
         upload = RemoteFolder.upload
 
-        def refuse(folder: RemoteFolder, path: Path, name: str) -> None:
+        def refuse(folder: RemoteFolder, path: Path, name: str, *, create: bool = False) -> str:
             if self.active:
                 self.num_refused += 1
                 raise OSError("the service does not answer")
-            upload(folder, path, name)
+            return upload(folder, path, name, create=create)
 
         monkeypatch.setattr(RemoteFolder, "upload", refuse)
 
@@ -203,3 +203,56 @@ def test_the_error_of_a_training_is_not_hidden_by_a_failed_upload(
 
     with pytest.raises(LaunchError, match="the worker died"):
         train(machine("one"), work)
+
+
+def take_over(recipe: Recipe) -> dict[str, bytes]:
+    """Replace the lease as another machine does that finds it stale, and return all files at the address."""
+    mirror = mirror_of(recipe)
+    mirror.remote.put(f"runs/{RUN}/lease", b'{"machine": "two", "copy": "of two", "token": "of two"}')
+    return {name: mirror.remote.read(name) for name in mirror.names("*")}
+
+
+def test_a_training_whose_lease_is_lost_is_stopped_and_uploads_nothing_more(
+    machine: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.05)
+    recipe = machine("one")
+    at_takeover: dict[str, bytes] = {}
+
+    def work(layout: RunLayout) -> None:
+        save(layout, 2)
+        wait_for(lambda: steps_at_address(recipe) == [2])
+        at_takeover.update(take_over(recipe))
+        wait_for(layout.stop_request.exists)
+        save(layout, 4)
+        raise LaunchError("the worker was stopped", where="here", fix="start it again")
+
+    with pytest.raises(TrainingError, match="another machine took over the run") as caught:
+        train(recipe, work)
+    assert caught.value.where.endswith(f"/runs/{RUN}")
+    assert "start the job again" in caught.value.fix
+    remote = mirror_of(recipe).remote
+    assert {name: remote.read(name) for name in mirror_of(recipe).names("*")} == at_takeover
+    layout = layout_of(recipe)
+    assert not layout.stop_request.exists()
+    assert not list(layout.checkpoints.glob("step-00000004/*")), "the next job would upload it"
+    assert (layout.checkpoints / "step-00000002/COMPLETE").is_file()
+
+
+@pytest.mark.parametrize("ends", ["finished", "stopped"])
+def test_a_lease_that_is_lost_between_two_heartbeats_prevents_the_next_upload(
+    machine: MakeRecipe, ends: str
+) -> None:
+    recipe = machine("one")
+    at_takeover: dict[str, bytes] = {}
+
+    def work(layout: RunLayout) -> None:
+        at_takeover.update(take_over(recipe))
+        save(layout, 2)
+        if ends == "stopped":
+            raise LaunchError("the worker was stopped", where="here", fix="start it again")
+
+    with pytest.raises(TrainingError, match="another machine took over the run"):
+        train(recipe, work)
+    remote = mirror_of(recipe).remote
+    assert {name: remote.read(name) for name in mirror_of(recipe).names("*")} == at_takeover

@@ -322,4 +322,26 @@ def test_statistics_equal_those_of_the_stored_values(
     assert last["most"] == pytest.approx(float(values[3].max()), rel=1e-3)
     assert last["std"] == pytest.approx(float(values[3].std(correction=0)), rel=1e-3)
     statistics = json.loads((folder_of(cache) / "statistics.json").read_text("utf-8"))
-    assert len(statistics["keys"]) == 5
+    assert len(statistics["latents"]) == 5
+
+
+def test_only_latents_that_are_new_in_the_statistics_are_read(
+    cache: Any, in_process_launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = cached(cache, in_process_launch).table
+    entries, keys_read = RecipeEntries(cache.recipe), list[str]()
+    read = entries.store.read
+
+    def record(spec: Any) -> Any:
+        keys_read.append(spec.key)
+        return read(spec)
+
+    monkeypatch.setattr(entries.store, "read", record)
+    decoded.statistics(entries, table[1:], tmp_path / "one")
+    keys_read.clear()
+    numbers = decoded.statistics(entries, table, tmp_path / "one")
+    assert keys_read == [table["key"][0]]
+    assert numbers == decoded.statistics(entries, table, tmp_path / "two")
+
+    (tmp_path / "one/statistics.json").write_text('{"latents": {"a": [[1]]}}', "utf-8")
+    assert decoded.statistics(entries, table, tmp_path / "one") == numbers

@@ -1,0 +1,61 @@
+"""Old training runs in S3, deleted by one of two machines."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from pipeline.storage.addresses import Url
+from pipeline.storage.remote_folder import RemoteFolder
+from tests.machines import ceph
+from tests.machines.children import until
+from tests.machines.counting_proxy import CountingProxy, Request
+from tests.machines.machine import Machine
+from tests.machines.project import Project, latentline
+
+OLDEST, OLD, NEWEST = ("1" * 16, "2" * 16, "3" * 16)
+
+FILES = ("run.json", "finished.json", "lora/lora.safetensors", *(f"logs/{number}" for number in range(20)))
+
+GC = ("gc", "small", "--keep-runs", "1", "--delete")
+
+
+def test_a_killed_deletion_on_one_machine_is_finished_by_another(
+    two_machines: list[Machine], s3: str, proxy: CountingProxy, tiny_sd: Path
+) -> None:
+    """Machine a is killed at its seventh deletion, and b at first takes the lease of a for a training's."""
+    remote = RemoteFolder(Url(f"{s3}/out"))
+    for run in (OLDEST, OLD, NEWEST):
+        for name in FILES:
+            remote.put(f"runs/{run}/{name}", b"{}")
+    projects = [Project(each, tiny_sd, f"{s3}/cache", ceph.environment(proxy.url)) for each in two_machines]
+    for project in projects:
+        project.data.mkdir()
+        project.write_recipe(output_dir=f"{s3}/out")
+    a, b = projects
+    num_deletions, is_killed = 0, threading.Event()
+
+    def hold_seventh(request: Request) -> None:
+        nonlocal num_deletions
+        num_deletions += request.method == "DELETE"
+        if num_deletions == 7:
+            assert is_killed.wait(60)
+            raise ConnectionError
+
+    proxy.before = hold_seventh
+    child = a.machine.start(latentline(*GC), log="gc.log", **a.variables())
+    until(lambda: num_deletions == 7, "the seventh deletion", seconds=120, child=child)
+    for pid in a.machine.pids("keep-runs"):
+        a.machine.kill(pid)
+    child.wait(60)
+    is_killed.set()
+    proxy.before = lambda request: None
+
+    left = {name.split("/")[1]: name for name in sorted(remote.list_files("runs"))}
+    assert set(left) == {OLDEST, OLD, NEWEST}
+    listed = b.latentline(*GC[:-1])
+    assert "being trained on a" in listed.stdout or "1 folder of interrupted deletions" in listed.stdout
+    deleted = b.latentline(*GC)
+    assert deleted.returncode == 0, deleted.stderr
+    assert {name.split("/")[1] for name in remote.list_files("runs")} == {NEWEST}
+    assert len(remote.list_files(f"runs/{NEWEST}")) == len(FILES)

@@ -1,0 +1,238 @@
+"""Runs at an address: the needed ones are kept, and deleting one is safe at any point."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pipeline.errors import TrainingError
+from pipeline.maintenance.old_runs import RunSurvey
+from pipeline.maintenance.remote_runs import RemoteRuns
+from pipeline.recipe import recipe_from_mapping
+from pipeline.storage import lease as leases
+from pipeline.storage.addresses import Url
+from pipeline.storage.lease import Lease, hold_lease
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.trained_lora.run_folder import RunLayout, hold_run, run_folder
+
+OTHER, FINISHED, PUBLISHED, NEWEST = ("1" * 16, "2" * 16, "3" * 16, "4" * 16)
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"HEARTBEAT_S": 0.1, "STALE_S": 1.0, "SETTLE_S": 0.0}.items():
+        monkeypatch.setattr(leases, name, seconds)
+
+
+@pytest.fixture
+def address(s3: str) -> Url:
+    """Four runs at an address, of which OTHER changed first and NEWEST last."""
+    bucket = f"bucket-{uuid.uuid4().hex[:8]}"
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    address = Url(f"s3://{bucket}/flowers")
+    remote = RemoteFolder(address)
+    for run in (OTHER, FINISHED, PUBLISHED, NEWEST):
+        add_run(remote, run)
+    remote.put(f"runs/{FINISHED}/finished.json", b'{"steps": 1500}')
+    remote.put(f"runs/{PUBLISHED}/finished.json", b'{"steps": 1500}')
+    # Times have a resolution of one second.
+    while remote.info(f"runs/{NEWEST}/run.json")["LastModified"] <= newest_time(remote, PUBLISHED):
+        add_run(remote, NEWEST)
+    remote.put("lora/provenance.json", json.dumps({"run": PUBLISHED}).encode())
+    return address
+
+
+def newest_time(remote: RemoteFolder, run: str) -> object:
+    return max(info["LastModified"] for info in remote.list_files(f"runs/{run}").values())
+
+
+def add_run(remote: RemoteFolder, run: str) -> None:
+    files = {
+        "checkpoints/step-00000250/optimizer.pt": b"x" * 1000,
+        "checkpoints/step-00000250/COMPLETE": b"{}",
+        "lora/pytorch_lora_weights.safetensors": b"x" * 100,
+        "run.json": b"{}",
+    }
+    for name, data in files.items():
+        remote.put(f"runs/{run}/{name}", data)
+
+
+def machine(address: Url, folder: Path) -> RemoteRuns:
+    return RemoteRuns(Mirror(address, folder))
+
+
+def survey(runs: RemoteRuns, *, num_newest: int = 0, wait: bool = False) -> RunSurvey:
+    return runs.survey(num_newest=num_newest, recipes=[], wait=wait)
+
+
+def kept(survey: RunSurvey) -> dict[str, str]:
+    return {run.folder.name: run.kept for run in survey.runs}
+
+
+def lease_of(address: Url, run: str) -> Lease:
+    return Lease(RemoteFolder(address), f"runs/{run}/lease", copy_id="another", log=str)
+
+
+def names(address: Url, run: str) -> list[str]:
+    return sorted(
+        name.removeprefix(f"runs/{run}/") for name in RemoteFolder(address).list_files(f"runs/{run}")
+    )
+
+
+def test_runs_are_listed_from_the_newest_with_size_state_and_reason(address: Url, tmp_path: Path) -> None:
+    surveyed = survey(machine(address, tmp_path))
+    assert surveyed.where == f"{address}/runs"
+    assert next(run.folder.name for run in surveyed.runs) == NEWEST
+    runs = {run.folder.name: run for run in surveyed.runs}
+    assert runs[OTHER].num_bytes == 1000 + 2 + 100 + 2
+    assert runs[OTHER].state == "unfinished, resumes from step 250"
+    assert runs[FINISHED].state == "finished at step 1,500"
+    assert kept(surveyed) == {
+        NEWEST: "newest, and can be resumed",
+        PUBLISHED: "in lora/",
+        FINISHED: "",
+        OTHER: "",
+    }
+    assert set(kept(survey(machine(address, tmp_path), num_newest=4)).values()) == {"newest", "in lora/"}
+
+
+def test_an_old_run_is_deleted_at_the_address_and_in_the_working_copy(address: Url, tmp_path: Path) -> None:
+    runs = machine(address, tmp_path)
+    for run in survey(runs).old:
+        runs.delete(run.folder)
+    assert (names(address, OTHER), names(address, FINISHED)) == ([], [])
+    assert len(names(address, PUBLISHED)) == 5
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [PUBLISHED, NEWEST]
+    assert not survey(machine(address, tmp_path / "another")).leftovers
+
+
+def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp_path: Path) -> None:
+    runs = machine(address, tmp_path)
+    with hold_lease(lease_of(address, OTHER)), hold_run(RunLayout(run_folder(tmp_path, FINISHED)), print):
+        surveyed = survey(runs, wait=True)
+        assert kept(surveyed)[OTHER].startswith("being trained on ")
+        assert kept(surveyed)[FINISHED] == "being trained"
+        for run in (OTHER, FINISHED):
+            with pytest.raises(TrainingError, match=r"uses it|is being trained"):
+                runs.delete(run_folder(tmp_path, run))
+    assert "run.json" in names(address, OTHER)
+    assert "finished.json" in names(address, FINISHED)
+
+
+def test_the_lease_of_a_dead_machine_does_not_keep_a_run(address: Url, tmp_path: Path) -> None:
+    lease_of(address, OTHER).acquire()
+    runs = machine(address, tmp_path)
+    assert kept(survey(runs))[OTHER].startswith("being trained on "), "without waiting, nobody knows"
+    assert kept(survey(runs, wait=True))[OTHER] == ""
+    runs.delete(run_folder(tmp_path, OTHER))
+    assert names(address, OTHER) == []
+
+
+def test_a_run_that_was_published_or_taken_over_since_the_survey_is_not_deleted(
+    address: Url, tmp_path: Path
+) -> None:
+    runs, remote = machine(address, tmp_path), RemoteFolder(address)
+    survey(runs)
+    remote.put("lora/provenance.json", json.dumps({"run": OTHER}).encode())
+    with pytest.raises(TrainingError, match=r"is needed now.*in lora/"):
+        runs.delete(run_folder(tmp_path, OTHER))
+    assert len(names(address, OTHER)) == 4
+    assert not lease_of(address, OTHER).read()
+
+    remote.put("lora/provenance.json", json.dumps({"run": PUBLISHED}).encode())
+    waiting = lease_of(address, OTHER)
+    waiting.acquire()
+    with pytest.raises(TrainingError, match="another machine uses it"):
+        runs.delete(run_folder(tmp_path, OTHER))
+    assert len(names(address, OTHER)) == 5
+
+
+def test_a_lora_without_provenance_keeps_all_runs(address: Url, tmp_path: Path) -> None:
+    remote = RemoteFolder(address)
+    remote.put("lora/pytorch_lora_weights.safetensors", b"x")
+    remote.remove("lora/provenance.json")
+    surveyed = survey(machine(address, tmp_path))
+    assert set(kept(surveyed).values()) == {"lora/provenance.json does not exist"}
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_another_machine(
+    address: Url, tmp_path: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = names(address, FINISHED)
+    runs, remove, num_removed = machine(address, tmp_path / "one"), RemoteFolder.remove, 0
+    survey(runs)
+
+    def killed(folder: RemoteFolder, name: str) -> None:
+        nonlocal num_removed
+        if num_removed == killed_at:
+            raise SystemExit
+        num_removed += 1
+        remove(folder, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteFolder, "remove", killed)
+        with pytest.raises(SystemExit):
+            runs.delete(run_folder(tmp_path / "one", FINISHED))
+
+    left = names(address, FINISHED)
+    assert "lease" in left, "a killed process does not release it"
+    left.remove("lease")
+    assert left == before or "run.json" not in left
+    # The files that a marker stands for are all there while the marker is.
+    if "finished.json" in left:
+        assert "lora/pytorch_lora_weights.safetensors" in left
+    if "checkpoints/step-00000250/COMPLETE" in left:
+        assert "checkpoints/step-00000250/optimizer.pt" in left
+
+    other = machine(address, tmp_path / "two")
+    surveyed = survey(other, wait=True)
+    is_leftover = run_folder(tmp_path / "two", FINISHED) in surveyed.leftovers
+    assert is_leftover or kept(surveyed)[FINISHED] == ""
+    other.delete(run_folder(tmp_path / "two", FINISHED))
+    assert names(address, FINISHED) == []
+
+
+def test_a_job_waits_for_a_deletion_and_finds_no_run(address: Url, tmp_path: Path) -> None:
+    runs, found = machine(address, tmp_path), list[list[str]]()
+    survey(runs)
+    lease, remove = lease_of(address, OTHER), RemoteFolder.remove
+    with pytest.MonkeyPatch.context() as patched:
+        started = threading.Event()
+
+        def train() -> None:
+            started.wait(60)
+            with hold_lease(lease):
+                found.append(names(address, OTHER))
+
+        def remove_slowly(folder: RemoteFolder, name: str) -> None:
+            started.set()
+            threading.Event().wait(0.2)
+            remove(folder, name)
+
+        job = threading.Thread(target=train)
+        job.start()
+        patched.setattr(RemoteFolder, "remove", remove_slowly)
+        runs.delete(run_folder(tmp_path, OTHER))
+        job.join(60)
+    assert found == [["lease"]]
+
+
+def test_a_start_file_in_the_working_copy_keeps_its_run(address: Url, tmp_path: Path) -> None:
+    file = run_folder(tmp_path, OTHER) / "lora/pytorch_lora_weights.safetensors"
+    values = {
+        "datasets": [{"name": "d", "path": str(tmp_path / "photos")}],
+        "cache_dir": str(tmp_path / "cache"),
+        "output_dir": str(tmp_path / "elsewhere"),
+        "model": {"base": "a/b"},
+        "training": {"lora": {"start_from": str(file)}},
+    }
+    recipe = recipe_from_mapping("birds", values)
+    surveyed = machine(address, tmp_path).survey(num_newest=0, recipes=[recipe], wait=False)
+    assert kept(surveyed)[OTHER] == "start_from of birds"
