@@ -18,7 +18,7 @@ from tests.machines.filling import fill, foreign_keys
 from tests.machines.latents_stage import LatentsStage
 
 NUM_OWN, NUM_FOREIGN = (
-    (100_000, 200_000) if os.environ.get("LATENTLINE_LARGE_CACHE") == "full" else (2_000, 30_000)
+    (100_000, 200_000) if os.environ.get("LATENTLINE_LARGE_CACHE") == "full" else (2_000, 25_000)
 )
 
 MAX_REQUESTS = 40
