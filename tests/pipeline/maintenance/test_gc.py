@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.folder import CacheFile, LocalCacheFolder
+from pipeline.cache.folder import CacheFile, LocalCacheFolder, cache_folder
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.users import register_user, unregister_user
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
+from pipeline.maintenance.gc_packs import Packs
 from pipeline.storage.atomic import temp_name
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
@@ -236,8 +237,8 @@ def test_L13_an_entry_an_order_and_a_leftover_are_old_only_beyond_the_grace_peri
     assert numbers == {"old": int(is_old), "young": int(not is_old)}
 
 
-def test_L13_an_order_with_one_young_file_is_young() -> None:
+def test_L13_an_order_with_one_young_file_is_young(tmp_path: Path) -> None:
     files = [CacheFile(f"orders/1/{name}", 5, modified_s) for name, modified_s in (("a", 10), ("b", 90))]
-    surveyed = Survey(users=[])
+    surveyed = Survey(Packs(cache_folder(tmp_path)))
     surveyed.add_orders({"1": files}, oldest_kept_s=50)
     assert (surveyed.old_orders, surveyed.num_young_orders) == ({}, 1)
