@@ -32,18 +32,38 @@ def command_problem(err: BaseException, command: str) -> str:
         fix = f"start it again; {FINISHED_WORK}"
         return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
 
-    home = os.environ.get("DAGSTER_HOME", "")
-    where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
     for message, fix in SQLITE_FIXES.items():
         if message in str(err):
+            where = _dagster_home()
             return f"Dagster cannot write its history: {message}\n  where: {where}\n  fix:   {fix}"
     for cause in causes:
         if type(cause).__module__.startswith("sqlalchemy"):
-            what = f"Dagster's database cannot be used: {' '.join(str(cause).split())}"
-            return f"{what}\n  where: {where}\n  fix:   {_DATABASE_FIX}"
+            return _database_problem(str(cause))
 
     what = f"{type(err).__name__}: {str(err).strip()}".replace("\n", "\n    ")
     return f"{what}\n  where: {command}\n  fix:   {_command_fix(err)}"
+
+
+def between_steps_problem(event: DagsterEvent) -> str:
+    """Return what, where and fix of the failure of a run by an error outside of its steps."""
+    what = "the run failed"
+    error = event.job_failure_data.error
+    while error is not None:
+        if error.message.startswith("sqlalchemy."):
+            return _database_problem(error.message.partition(": ")[2])
+        what = error.message.strip().replace("\n", "\n    ")
+        error = error.cause or error.context
+    return f"{what}\n  where: between two steps\n  fix:   {BUG}"
+
+
+def _database_problem(detail: str) -> str:
+    what = f"Dagster's database cannot be used: {' '.join(detail.split())}"
+    return f"{what}\n  where: {_dagster_home()}\n  fix:   {_DATABASE_FIX}"
+
+
+def _dagster_home() -> str:
+    home = os.environ.get("DAGSTER_HOME", "")
+    return f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
 
 
 def _causes(err: BaseException) -> Iterator[BaseException]:

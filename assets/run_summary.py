@@ -37,7 +37,14 @@ from dagster import (
 )
 
 from assets.names import RECIPE_TAG
-from assets.problems import BUG, command_problem, step_problem, stopped_problem, stopped_step_problem
+from assets.problems import (
+    BUG,
+    between_steps_problem,
+    command_problem,
+    step_problem,
+    stopped_problem,
+    stopped_step_problem,
+)
 from pipeline.errors import LatentlineError
 from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Url
@@ -53,6 +60,7 @@ _EVENT_TYPES = {
     DagsterEventType.ASSET_CHECK_EVALUATION,
     DagsterEventType.STEP_SUCCESS,
     DagsterEventType.STEP_FAILURE,
+    DagsterEventType.RUN_FAILURE,
 }
 
 _COMMANDS = {"dagster", "python -m dagster", "dg", "python -m dagster_dg_cli.cli"}
@@ -196,7 +204,9 @@ def summarize_run(
     ]
     stopped = bool(interrupted)
     if not failures and not _all_steps_succeeded(instance, run, events):
-        problems, stopped = [stopped_problem("between two steps", restart)], True
+        problems = [between_steps_problem(event) for event in events if _is_error_between_steps(event)]
+        stopped = not problems
+        problems = problems or [stopped_problem("between two steps", restart)]
 
     duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
     outcome = "stopped" if stopped else "failed" if problems else "done"
@@ -275,6 +285,14 @@ def _check_result(event: DagsterEvent) -> "CheckResult":
         closes=bool(evaluation.blocking) and error and not evaluation.passed,
         text=(evaluation.description or "").split("\n")[0],
     )
+
+
+def _is_error_between_steps(event: DagsterEvent) -> bool:
+    """Return whether an error ended the run outside of a step; False for a stop."""
+    if event.event_type != DagsterEventType.RUN_FAILURE:
+        return False
+    reason = event.job_failure_data.failure_reason
+    return reason is not None and reason.value == "RUN_EXCEPTION"
 
 
 def _is_interruption(event: DagsterEvent) -> bool:

@@ -1,5 +1,6 @@
 """The summary of a run, and when and where a `dagster` command prints it."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -13,11 +14,17 @@ from dagster import (
     AssetCheckSpec,
     DagsterExecutionInterruptedError,
     DagsterInstance,
+    Definitions,
+    InitLoggerContext,
+    LoggerDefinition,
     MaterializeResult,
     asset,
+    define_asset_job,
     materialize,
 )
+from sqlalchemy.exc import OperationalError
 
+from assets.problems import BUG
 from assets.run_summary import RunSummary, summarize_run
 from pipeline.errors import TableError
 from pipeline.reporting.reports import write_report
@@ -226,6 +233,55 @@ def test_a_stopped_run_has_stopped_rather_than_failed(tmp_path) -> None:
     assert summary.stopped
     assert summary.numbers["small"].startswith("small: stopped after ")
     assert summary.problems[0].endswith("\n  fix:   run it again; finished work is kept")
+
+
+def failing_logger(error: Exception) -> LoggerDefinition:
+    """Return a logger that raises when Dagster starts the first step."""
+
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "Executing steps in process" in record.getMessage():
+                raise error
+
+    def create(_: InitLoggerContext) -> logging.Logger:
+        created = logging.Logger("failing")
+        created.addHandler(Failing())
+        return created
+
+    return LoggerDefinition(create)
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "fix"),
+    [
+        (
+            OperationalError("select 1", {}, Exception("the server is away")),
+            "database",
+            "`storage` in dagster",
+        ),
+        (ValueError("no such step"), "ValueError: no such step", BUG),
+    ],
+    ids=["database", "bug"],
+)
+def test_an_error_between_two_steps_is_not_a_stop(
+    tmp_path: Path, error: Exception, what: str, fix: str
+) -> None:
+    @asset(key=["small", "raw_images"])
+    def scan() -> None: ...
+
+    job = define_asset_job("small_cache", [scan])
+    definitions = Definitions([scan], jobs=[job], loggers={"failing": failing_logger(error)})
+    with DagsterInstance.ephemeral() as instance:
+        run = definitions.resolve_job_def("small_cache").execute_in_process(
+            run_config={"loggers": {"failing": {}}}, instance=instance, raise_on_error=False
+        )
+        summary = summarize_run(instance, run.run_id, {"small": tmp_path})
+    assert not summary.stopped
+    [problem] = summary.problems
+    first, second, third = problem.splitlines()
+    assert what in first
+    assert second.startswith("  where: ")
+    assert fix in third
 
 
 def test_a_stopped_cache_job_says_that_finished_work_is_kept(run_step) -> None:
