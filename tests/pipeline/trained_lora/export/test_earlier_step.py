@@ -64,6 +64,7 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     assert last["samples.jpg"] == b"a sheet of previews"
     checkpoint = run_folders(project)[0] / "checkpoints" / "step-00000004"
 
+    (project.recipe.output_dir / "lora" / "samples.jpg").unlink()  # every file is published again
     shown = export(project, "--step", "4")
     assert shown.exit_code == 0, shown.exception
     assert f"lora/ holds step 4 of run {run_folders(project)[0].name}" in shown.output
