@@ -32,6 +32,7 @@ def test_a_killed_deletion_on_one_machine_is_finished_by_another(
     for project in projects:
         project.data.mkdir()
         project.write_recipe(output_dir=f"{s3}/out")
+        project.deploy()
     a, b = projects
     num_deletions, is_killed = 0, threading.Event()
 

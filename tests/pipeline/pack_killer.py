@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.cache import sealing
 from pipeline.cache.remote_store import store_at
 from pipeline.maintenance.gc import delete, survey
@@ -55,8 +57,9 @@ def act(action: str, cache: str) -> None:
     """Seal the entries in packs of three, or delete what is not needed."""
     where = address(cache)
     if action == "seal":
-        sealing.MAX_ENTRIES = ENTRIES_PER_PACK
-        sealing.seal(store_at(where), map(spec_of, range(NUM_ENTRIES)), log=discard)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sealing, "MAX_ENTRIES", ENTRIES_PER_PACK)
+            sealing.seal(store_at(where), map(spec_of, range(NUM_ENTRIES)), log=discard)
     else:
         delete(where, survey(where, grace_s=0.0 if action == "gc of all ages" else 3600.0))
 

@@ -181,11 +181,19 @@ def test_a_lease_that_cannot_be_read_is_lost_and_is_taken_over_only_when_it_is_s
         assert time.monotonic() - started_s >= leases.STALE_S
 
 
-def test_a_lease_that_vanishes_during_a_takeover_is_not_an_error(make_lease: Callable[..., Lease]) -> None:
+def test_a_lease_that_vanishes_during_a_takeover_is_not_an_error(
+    make_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = make_lease("one")
-    remove = threading.Timer(0.05, lease._folder.remove, ("runs/r/lease",))
-    remove.start()
-    assert not lease._take_over("", settle_s=0.5)
+    put = lease._folder.put
+
+    def put_and_remove(name: str, data: bytes, **options: str) -> str:
+        version = put(name, data, **options)
+        lease._folder.remove(name)
+        return version
+
+    monkeypatch.setattr(lease._folder, "put", put_and_remove)
+    assert not lease._take_over("", settle_s=0.0)
 
 
 def test_the_file_names_the_machine_and_no_secret(make_lease: Callable[..., Lease]) -> None:

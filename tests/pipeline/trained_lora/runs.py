@@ -89,15 +89,14 @@ class RecordingReport:
 
 
 class StopDuringFirstStep(StopRequest):
-    """A request that arrives during the first step: after `requested` was read once."""
+    """A request that arrives during the first step: after it was looked for once."""
 
-    def __init__(self) -> None:
-        self._looks = 0
+    num_looks = 0
 
-    @property
-    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._looks += 1
-        return self._looks > 1
+    def poll(self) -> bool:
+        self.num_looks += 1
+        self.requested = self.num_looks > 1
+        return self.requested
 
 
 def run_until(job: TrainingJob, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
