@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import sync_folder, write_bytes
-from pipeline.storage.remote_folder import RemoteFolder, stat_from_info
+from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.storage.remote_stat import stat_from_info
 
 FileStat: TypeAlias = tuple[int, int, int, int]
 """Size, modification time, change time, and inode or number of a version; the fields of `EntryStat`."""

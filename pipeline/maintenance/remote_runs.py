@@ -26,7 +26,8 @@ from pipeline.recipe import Recipe
 from pipeline.storage import lease as leases
 from pipeline.storage.lease import Lease, hold_free_lease
 from pipeline.storage.mirror import Mirror
-from pipeline.storage.remote_folder import RemoteFolder, stat_from_info
+from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.storage.remote_stat import stat_from_info
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.job import JOB_FILE

@@ -13,15 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
+from dataclasses import asdict
 from functools import cached_property, partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
@@ -30,33 +28,23 @@ from pipeline.errors import StoreError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_path_for, write_text
-from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteFolder, stat_from_info
+from pipeline.storage.mirrored_files import (
+    FileRecord,
+    folders_of,
+    has_wildcards,
+    in_order,
+    is_mirrored,
+    matches,
+    rank_of,
+)
+from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteFolder
+from pipeline.storage.remote_stat import stat_from_info
 
 STATE_FILE = ".mirror.json"
 
-LAST = ("*/lora.json", "*/COMPLETE", "*/provenance.json", "*/finished.json")
-"""Files that show that the files next to them are complete; they are transferred last, in this order."""
-
 _THREADS = 8
 
-_WILDCARDS = re.compile(r"[*?\[]")
-
 Log = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """State of a file when the working copy and the address agreed.
-
-    Attributes:
-        version: Numbers of `stat_from_info`, without times if the service states a version.
-        sha256: Hash of its bytes in hex.
-        local: Size, modification time in nanoseconds, and inode of the local file.
-    """
-
-    version: tuple[int, ...]
-    sha256: str
-    local: tuple[int, ...]
 
 
 def discard(_line: str) -> None:
@@ -126,7 +114,7 @@ class Mirror:
         Raises:
             StoreError: The service does not answer.
         """
-        return sorted(self._listed(patterns)) if self.is_remote else []
+        return sorted(self.infos(*patterns))
 
     def infos(self, *patterns: str) -> dict[str, dict[str, Any]]:
         """Return the file system's information about the files at the address, by name.
@@ -152,7 +140,7 @@ class Mirror:
         wanted = [name for name, info in listed.items() if not self._is_current(name, info, records)]
         pulled: dict[str, FileRecord | None] = {}
         try:
-            for names in _in_order(wanted):
+            for names in in_order(wanted):
                 with ThreadPoolExecutor(_THREADS, thread_name_prefix="pull") as pool:
                     pulls = pool.map(lambda name: self._pull_file(name, listed[name]), names)
                     pulled |= {name: record for name, record in zip(names, pulls, strict=True) if record}
@@ -179,13 +167,13 @@ class Mirror:
             return []
 
         # Determined before the files are listed: a file is deleted only after its successor exists.
-        deleted = [name for name in self._present if _matches(name, patterns) and not self._exists(name)]
+        deleted = [name for name in self._present if matches(name, patterns) and not self._exists(name)]
         records = self._records()
         changed = self._changed(patterns, records)
         self._announce_change(changed, records, guard)
         pushed: dict[str, FileRecord | None] = {}
         try:
-            for names in _in_order(changed):
+            for names in in_order(changed):
                 with ThreadPoolExecutor(_THREADS, thread_name_prefix="push") as pool:
                     pushes = pool.map(
                         lambda name: self._push_file(
@@ -224,7 +212,7 @@ class Mirror:
         Raises:
             StoreError: The service does not answer, or a file cannot be deleted.
         """
-        for group in reversed(list(_in_order(names)) if self.is_remote else []):
+        for group in reversed(list(in_order(names)) if self.is_remote else []):
             for name in group:
                 guard()
                 with suppress(FileNotFoundError):
@@ -247,7 +235,7 @@ class Mirror:
         return {
             name: info
             for name, info in sorted(listed.items())
-            if _is_mirrored(name) and _matches(name, patterns)
+            if is_mirrored(name) and matches(name, patterns)
         }
 
     def _is_current(self, name: str, info: Mapping[str, Any], records: Mapping[str, FileRecord]) -> bool:
@@ -300,7 +288,7 @@ class Mirror:
         self, changed: Iterable[str], records: Mapping[str, FileRecord], guard: Callable[[], object]
     ) -> None:
         """Delete the markers that are about to be replaced, because the files next to them change first."""
-        self.remove(*(name for name in changed if _rank(name) and name in records), guard=guard)
+        self.remove(*(name for name in changed if rank_of(name) and name in records), guard=guard)
 
     def _push_file(
         self, name: str, state: tuple[str, tuple[int, ...]], *, is_new: bool, guard: Callable[[], object]
@@ -339,16 +327,16 @@ class Mirror:
 
     def _local_names(self, patterns: Sequence[str]) -> Iterator[str]:
         """Yield the names of the local files that match, from the folders in which they can be."""
-        for start in _folders(patterns):
+        for start in folders_of(patterns):
             for folder, subfolders, names in os.walk(self.folder / start):
                 subfolders.sort()
                 top = Path(folder).relative_to(self.folder)
                 for name in sorted(names):
                     relative = (top / name).as_posix()
-                    if _is_mirrored(relative) and _matches(relative, patterns):
+                    if is_mirrored(relative) and matches(relative, patterns):
                         yield relative
         for name in patterns:
-            if not _WILDCARDS.search(name) and _matches(name, patterns) and self._exists(name):
+            if not has_wildcards(name) and matches(name, patterns) and self._exists(name):
                 yield name
 
     def _request(self, request: Callable[[], Any], name: str, done: str) -> Any:
@@ -393,44 +381,6 @@ class Mirror:
                     files[name] = asdict(record)
             state = {"id": state.get("id") or uuid.uuid4().hex, "files": files}
             write_text(path, json.dumps(state) + "\n")
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    if any(fnmatchcase(name, pattern) for pattern in excluded):
-        return False
-    return any(fnmatchcase(name, pattern) for pattern in patterns if not pattern.startswith("!"))
-
-
-def _folders(patterns: Sequence[str]) -> list[str]:
-    """Return the folders, none inside another, in which all files are that match a pattern with wildcards."""
-    starts = [(pattern, _WILDCARDS.search(pattern)) for pattern in patterns if not pattern.startswith("!")]
-    folders = {pattern[: found.start()].rpartition("/")[0] for pattern, found in starts if found}
-    return sorted(
-        folder
-        for folder in folders
-        if not any(f"{folder}/".startswith(f"{other}/" if other else "") for other in folders - {folder})
-    )
-
-
-def _is_mirrored(name: str) -> bool:
-    """Return whether a name stays inside the folder and has no hidden part, such as temporary files."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and not any(part.startswith(".") for part in parts)
-
-
-def _rank(name: str) -> int:
-    """Return 0 for ordinary files, and the position in `LAST`, from 1, for others."""
-    return next((rank for rank, pattern in enumerate(LAST, 1) if fnmatchcase(name, pattern)), 0)
-
-
-def _in_order(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the names in groups that may be transferred at the same time."""
-    by_rank: dict[int, list[str]] = {}
-    for name in names:
-        by_rank.setdefault(_rank(name), []).append(name)
-    for rank in sorted(by_rank):
-        yield by_rank[rank]
 
 
 def _version(info: Mapping[str, Any]) -> tuple[int, ...]:

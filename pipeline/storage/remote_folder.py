@@ -1,24 +1,21 @@
-"""Remote folders: file systems opened by fsspec, the stat of a remote file, and atomic writes.
+"""Remote folders: file systems opened by fsspec, and atomic writes.
 
 fsspec is imported when a file system is opened, so jobs without remote addresses never load it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import mimetypes
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pipeline.errors import DatasetError, StoreError
+from pipeline.errors import StoreError
 from pipeline.escaping import without_secrets
-from pipeline.storage.addresses import Address, Url
+from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.http_client import HTTP_PROTOCOLS, bounded_client
 from pipeline.storage.retry import is_failed_precondition, is_transient, retry
@@ -45,18 +42,6 @@ MAX_SINGLE_PUT_BYTES = 2**26
 
 _CONCURRENT_PROTOCOLS = frozenset(["memory", "zip", "file", "local", "dir"])
 """Synchronous protocols that several threads may use at once."""
-
-_UNSETTLED_NS = 2**62
-"""Change time of a file with neither version nor time: always too recent to be trusted."""
-
-_VERSION_KEYS = (
-    *("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "md5", "Digest", "sha256", "sha", "blob_id"),
-    *("CRC", "generation", "checksum"),
-)
-"""Keys under which file systems report a version of the content, in order of preference."""
-
-_TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "modified", "updated", "created")
-"""Keys under which file systems report a modification time, in order of preference."""
 
 _PACKAGES = {
     "http": "aiohttp",
@@ -119,31 +104,6 @@ def request_lock(files: Any) -> AbstractContextManager[Any]:
 def join_path(base: str, path: str) -> str:
     """Return `path` below `base`, either of which may be empty."""
     return f"{base}/{path}" if base and path else base or path
-
-
-def stat_from_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Return (size in bytes, modification time, change time, version) of a remote file.
-
-    Times are in nanoseconds. An unknown size is -1, an unknown time 0. The version is 0 if the file system
-    reports none. A file with a version has change time 0, because the version reveals any change. A file with
-    neither version nor time has a change time far in the future, so that it is read in each run.
-
-    Args:
-        info: Dictionary returned by `AbstractFileSystem.info` and `ls`.
-    """
-    size = -1 if info.get("size") is None else int(info["size"])
-    times_ns = (_nanoseconds(info.get(name)) for name in _TIME_KEYS)
-    time_ns = next((time for time in times_ns if time is not None), None)
-
-    version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name) not in (None, "")), None)
-    if version is not None:
-        return size, time_ns or 0, 0, text_number(version)
-    return size, time_ns or 0, _UNSETTLED_NS if time_ns is None else time_ns, 0
-
-
-def text_number(text: str) -> int:
-    """Return a 63-bit hash of a text."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") >> 1
 
 
 class FileChangedError(OSError):
@@ -423,38 +383,3 @@ def _stated_version(answer: object) -> str:
 def _protocols(files: Any) -> set[str]:
     protocol: str | tuple[str, ...] = files.protocol
     return {protocol} if isinstance(protocol, str) else set(protocol)
-
-
-def _nanoseconds(value: object) -> int | None:
-    """Return nanoseconds since 1970, rounded to microseconds; None if `value` is not a time."""
-    if isinstance(value, str):
-        try:
-            value = parsedate_to_datetime(value)
-        except ValueError:
-            return None
-    if isinstance(value, datetime):
-        value = value.timestamp()
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return round(value * 1e6) * 1000
-    return None
-
-
-def unreadable_error(address: Address | str, err: Exception) -> DatasetError:
-    """Return the error for a dataset address or one of its folders that cannot be opened or listed."""
-    text = " ".join(str(err).split()) or type(err).__name__
-    if isinstance(err, ImportError) and isinstance(address, Url):
-        what = f"the dataset address needs a package that is not installed: {text}"
-        return DatasetError(what, where=str(address), fix=f"pip install {missing_package(address)}")
-    if isinstance(err, (FileNotFoundError, NotADirectoryError)):
-        what = f"the dataset address does not exist: {text}"
-        fix = "correct the server or bucket, folder or archive in datasets[].path"
-        return DatasetError(what, where=str(address), fix=fix)
-    what = f"the dataset cannot be read: {type(err).__name__}: {text}"
-    return DatasetError(what, where=str(address), fix=ACCESS_FIX)
-
-
-def as_os_error(err: Exception) -> OSError:
-    """Return an error of the operating system unchanged, and any other as an `UnreachableError`."""
-    if isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.errno is not None):
-        return err
-    return UnreachableError(without_secrets(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"))

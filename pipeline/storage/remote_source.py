@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pipeline.errors import DatasetError
 from pipeline.escaping import without_secrets
-from pipeline.storage.addresses import Url
+from pipeline.storage.addresses import Address, Url
 from pipeline.storage.http_client import RedirectRefusedError
 from pipeline.storage.regular_files import (
     MAX_FILE_BYTES,
@@ -26,14 +26,14 @@ from pipeline.storage.regular_files import (
     require_size,
 )
 from pipeline.storage.remote_folder import (
-    as_os_error,
+    ACCESS_FIX,
+    UnreachableError,
     join_path,
+    missing_package,
     open_url,
     request_lock,
-    stat_from_info,
-    text_number,
-    unreadable_error,
 )
+from pipeline.storage.remote_stat import stat_from_info, text_number
 from pipeline.storage.retry import is_transient, retry
 from pipeline.storage.source import MAX_BUFFERED_BYTES, NO_FILE, Opened, Source, Stat, stat_array
 
@@ -80,7 +80,7 @@ class RemoteSource(Source):
         try:
             self._files, base = open_url(url)
         except Exception as err:
-            raise unreadable_error(url, err) from err
+            raise _unreadable_error(url, err) from err
         self._base = base.rstrip("/")
         self._default_version = text_number(url)
         self._lock = request_lock(self._files)
@@ -98,7 +98,7 @@ class RemoteSource(Source):
         try:
             return self._request(lambda: self._files.open(self._full(path), "rb"))
         except Exception as err:
-            raise as_os_error(err) from err
+            raise _as_os_error(err) from err
 
     def read(self, path: str, num_bytes: int = 0) -> bytes:
         """See `Source.read`; `num_bytes` is the listed size, if known."""
@@ -119,7 +119,7 @@ class RemoteSource(Source):
         except RefusedFileError:
             raise
         except Exception as err:
-            raise as_os_error(err) from err
+            raise _as_os_error(err) from err
 
     def open_text(self, path: str, num_bytes: int = 0) -> Opened:
         """See `Source.open_text`. The walk lists no links of a remote source."""
@@ -177,7 +177,7 @@ class RemoteSource(Source):
         try:
             return self._request(list_items)
         except Exception as err:
-            raise unreadable_error(self.where(folder) if folder else self.address, err) from err
+            raise _unreadable_error(self.where(folder) if folder else self.address, err) from err
 
     def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
         """Yield every file below a folder, without files and folders whose names begin with a dot."""
@@ -193,7 +193,7 @@ class RemoteSource(Source):
         try:
             return self._request(lambda: bytes(self._files.cat_file(self._full(path), **limits)))
         except Exception as err:
-            raise as_os_error(err) from err
+            raise _as_os_error(err) from err
 
     def _request(self, send: Callable[[], Answer]) -> Answer:
         """Return the answer to a request; if the service is away and has answered before, wait for it."""
@@ -262,3 +262,24 @@ class RemoteSource(Source):
 
     def _full(self, path: str) -> str:
         return join_path(self._base, path)
+
+
+def _unreadable_error(address: Address | str, err: Exception) -> DatasetError:
+    """Return the error for a dataset address or one of its folders that cannot be opened or listed."""
+    text = " ".join(str(err).split()) or type(err).__name__
+    if isinstance(err, ImportError) and isinstance(address, Url):
+        what = f"the dataset address needs a package that is not installed: {text}"
+        return DatasetError(what, where=str(address), fix=f"pip install {missing_package(address)}")
+    if isinstance(err, (FileNotFoundError, NotADirectoryError)):
+        what = f"the dataset address does not exist: {text}"
+        fix = "correct the server or bucket, folder or archive in datasets[].path"
+        return DatasetError(what, where=str(address), fix=fix)
+    what = f"the dataset cannot be read: {type(err).__name__}: {text}"
+    return DatasetError(what, where=str(address), fix=ACCESS_FIX)
+
+
+def _as_os_error(err: Exception) -> OSError:
+    """Return an error of the operating system unchanged, and any other as an `UnreachableError`."""
+    if isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.errno is not None):
+        return err
+    return UnreachableError(without_secrets(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"))

@@ -105,7 +105,8 @@ def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
 def hold_training(layout: RunLayout, wait_s: float = TRAINING_LOCK_S) -> Generator[None]:
     """Hold the lock of the only process that writes the run's folder, rank 0 of a training, for the body.
 
-    `hold_run` is held by the step that launches the training, which may run on another machine.
+    `hold_run` is held by the step that launches the training, which may run on another machine. A request to
+    stop that an earlier training has left is deleted.
 
     Raises:
         TrainingError: Another training of the run is active.
@@ -121,6 +122,7 @@ def hold_training(layout: RunLayout, wait_s: float = TRAINING_LOCK_S) -> Generat
             fix="stop the other training, for example an earlier job of the scheduler, or wait until it ends",
         ) from err
     try:
+        layout.stop_request.unlink(missing_ok=True)
         yield
     finally:
         lock.release()

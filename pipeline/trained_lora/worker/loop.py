@@ -92,8 +92,6 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
     accelerator = run.engine.accelerator
     try:
         with hold_training(run.paths) if run.main else nullcontext():
-            if run.main:
-                run.paths.stop_request.unlink(missing_ok=True)  # of an earlier training
             finished = run.train(stop)
     except BaseException:
         # `end_training` would also close the process group, which the other ranks may still use.

@@ -1,0 +1,76 @@
+"""The files that a mirror transfers: their records, patterns of their names, and the order of the transfer.
+
+A pattern is one of `fnmatch`, in which `*` also matches slashes. One that starts with `!` excludes names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+LAST = ("*/lora.json", "*/COMPLETE", "*/provenance.json", "*/finished.json")
+"""Files that show that the files next to them are complete; they are transferred last, in this order."""
+
+_WILDCARDS = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """State of a file when the working copy and the address agreed.
+
+    Attributes:
+        version: Numbers of `stat_from_info`, without times if the service states a version.
+        sha256: Hash of its bytes in hex.
+        local: Size, modification time in nanoseconds, and inode of the local file.
+    """
+
+    version: tuple[int, ...]
+    sha256: str
+    local: tuple[int, ...]
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name matches a pattern, and none that excludes it."""
+    excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    if any(fnmatchcase(name, pattern) for pattern in excluded):
+        return False
+    return any(fnmatchcase(name, pattern) for pattern in patterns if not pattern.startswith("!"))
+
+
+def folders_of(patterns: Sequence[str]) -> list[str]:
+    """Return the folders, none inside another, in which all files are that match a pattern with wildcards."""
+    starts = [(pattern, _WILDCARDS.search(pattern)) for pattern in patterns if not pattern.startswith("!")]
+    folders = {pattern[: found.start()].rpartition("/")[0] for pattern, found in starts if found}
+    return sorted(
+        folder
+        for folder in folders
+        if not any(f"{folder}/".startswith(f"{other}/" if other else "") for other in folders - {folder})
+    )
+
+
+def is_mirrored(name: str) -> bool:
+    """Return whether a name stays inside the folder and has no hidden part, such as temporary files."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and not any(part.startswith(".") for part in parts)
+
+
+def rank_of(name: str) -> int:
+    """Return 0 for ordinary files, and the position in `LAST`, from 1, for others."""
+    return next((rank for rank, pattern in enumerate(LAST, 1) if fnmatchcase(name, pattern)), 0)
+
+
+def in_order(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the names in groups that may be transferred at the same time."""
+    by_rank: dict[int, list[str]] = {}
+    for name in names:
+        by_rank.setdefault(rank_of(name), []).append(name)
+    for rank in sorted(by_rank):
+        yield by_rank[rank]
+
+
+def has_wildcards(pattern: str) -> bool:
+    """Return whether a pattern can match several names."""
+    return _WILDCARDS.search(pattern) is not None
