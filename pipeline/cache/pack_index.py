@@ -124,8 +124,8 @@ class PackIndex:
     def refresh(self) -> None:
         """Make `find` use the packs that exist now.
 
-        Costs one small request while no pack is added or removed. Threads that wait for the lock share the
-        next look, which starts after all of their calls.
+        Costs one small request while no pack is added or removed. Threads that wait for the lock share one
+        refresh, which starts after all of them have called.
 
         Raises:
             OSError: The folder cannot be listed, or an index cannot be read.

@@ -188,7 +188,7 @@ class Mirror:
         self.remove(*deleted, guard=guard)
         return sorted(pushed)
 
-    def forget_changes(self, *patterns: str) -> list[str]:
+    def delete_unpushed(self, *patterns: str) -> list[str]:
         """Delete local files that have not been pushed, and return their names; the next pull reads them.
 
         Raises:

@@ -114,13 +114,13 @@ class RunMirror:
         self._push()
         self.mirror.push(*_PUBLISHED, guard=self._require_lease)
 
-    def forget_changes(self) -> None:
+    def delete_unpushed(self) -> None:
         """Delete what was not uploaded before another machine took over the run, so that it never will be.
 
         Otherwise, the next job on this machine would replace the files of the other one.
         """
         if self._is_lost:
-            self.mirror.forget_changes(*self._pushed, *_PUBLISHED)
+            self.mirror.delete_unpushed(*self._pushed, *_PUBLISHED)
 
     @property
     def _is_lost(self) -> bool:
@@ -272,7 +272,7 @@ def mirrored_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunMi
             yield run
             run.push()
         finally:
-            run.forget_changes()
+            run.delete_unpushed()
 
 
 def pull_step(mirror: Mirror, layout: RunLayout, step: int, *, state: bool = False) -> None:

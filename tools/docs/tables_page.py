@@ -22,6 +22,7 @@ Each asset writes one Parquet file, `output_dir/tables/<asset>.parquet`. All sam
     pl.read_parquet("outputs/flowers/tables/rejected.parquet").group_by("stage", "reason").len()
 
 - Columns are in the order given here. Recipes with masks or reference images have more columns, at the end.
+  They are null for samples of datasets without masks or reference images.
 - A table is sorted by the columns that identify a row, and has no two rows with the same values in them.
 - Only columns marked "or null" contain nulls. Floating-point columns contain no NaN.
 - A change of these columns is listed in [CHANGELOG.md](../CHANGELOG.md).
@@ -55,7 +56,8 @@ def _rows(asset: str) -> list[str]:
         if name in MASK_COLUMNS.get(asset, {}):
             condition = " Only in recipes with masks."
         elif name in REFERENCE_COLUMNS.get(asset, {}):
-            condition = " Only in recipes with reference images."
+            seen = " that the text encoder sees" if asset == "text_embeddings" else ""
+            condition = f" Only in recipes with reference images{seen}."
         meaning = f"{column.description}{condition}".replace("<", "&lt;")
         rows.append(f"| `{name}` | {kind} | {meaning} |")
     return rows

@@ -191,7 +191,7 @@ def test_changes_that_are_forgotten_are_pulled_from_the_address(address: Url, tm
     write(mirror.folder, a="1", b="2")
     mirror.push("tables/*")
     write(mirror.folder, a="3", c="4")
-    assert mirror.forget_changes("tables/*") == ["tables/a", "tables/c"]
+    assert mirror.delete_unpushed("tables/*") == ["tables/a", "tables/c"]
     assert mirror.push("tables/*") == []
     assert mirror.pull("tables/*") == ["tables/a"]
     assert texts(mirror.folder) == {"a": "1", "b": "2"}

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from demo.tiny_models import TINY
 from pipeline.models.worker.family import load_family
@@ -220,17 +223,16 @@ def test_a_pipeline_gets_each_tensor_of_the_caption_and_of_the_negative_prompt(
     assert text.guidance_arguments(3.5) == {"guidance_scale": 3.5}
 
 
-class ChatTokenizer:
-    """A tokenizer that returns what its template would get."""
-
-    def apply_chat_template(self, messages: object, **options: object) -> tuple[object, dict[str, object]]:
-        return messages, options
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if enable_thinking %}<think>{% endif %}"
+)
 
 
 def test_a_chat_has_the_caption_as_its_only_message_and_the_beginning_of_the_answer() -> None:
-    messages, options = chat_prompt(ChatTokenizer(), "a cat", enable_thinking=False)
-    assert messages == [{"role": "user", "content": "a cat"}]
-    assert options == {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel()), chat_template=CHAT_TEMPLATE)
+    assert chat_prompt(tokenizer, "a cat") == "<user>a cat<assistant>"
+    assert chat_prompt(tokenizer, "a cat", enable_thinking=True) == "<user>a cat<assistant><think>"
 
 
 def test_each_sample_of_a_padded_batch_has_its_own_tokens() -> None:
