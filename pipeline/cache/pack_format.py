@@ -38,7 +38,7 @@ PACKS = "packs"
 PACK_SUFFIX, INDEX_SUFFIX = ".pack", ".parquet"
 
 CHANGED = "changed"
-"""Name of the file that tells readers whether their list of packs is up to date."""
+"""Name of the file by which readers see that packs were added or removed."""
 
 INDEX_COLUMNS = ("key", "pack", "offset", "length", "checksum")
 """Columns of an index: key in hex, name of the pack without suffix, first byte and number of bytes of the

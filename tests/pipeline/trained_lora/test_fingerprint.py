@@ -3,10 +3,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,12 @@ import polars as pl
 import pytest
 
 from demo.tiny_models import make_tiny_chroma
-from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import RecipeEntries
-from pipeline.cache.text_requests import caption_variants
 from pipeline.errors import TrainingError
 from pipeline.models.families import FAMILIES
 from pipeline.processes.machines import Machines
-from pipeline.recipe import Recipe, TrainingSettings, recipe_from_mapping
+from pipeline.recipe import TrainingSettings
 from pipeline.recipe.schema import all_keys
-from pipeline.storage.tables import SCHEMAS, frame
 from pipeline.trained_lora.fingerprint import (
     describe_difference,
     is_run_id,
@@ -35,85 +30,9 @@ from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.samples import TrainingInputs, training_inputs
 from pipeline.versions import TRAINING_VERSION
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
+from tests.pipeline.trained_lora.fingerprint_case import Samples, samples
 
-SIZES_HW = [(40, 48), (60, 200), (110, 130), (200, 64), (96, 96), (140, 90)]
-"""Original sizes of the images: one smaller than its bucket, and both orientations."""
-
-
-@dataclass(frozen=True)
-class Ids:
-    """Everything that a recipe's settings decide about its cache and its run."""
-
-    latents: tuple[str, ...]
-    text: tuple[str, ...]
-    run: str
-
-
-class Samples:
-    """Rows of validated_dataset, and the keys and run ids that recipes give them. Nothing is encoded."""
-
-    def __init__(self, folder: Path, base: Path, other_base: Path) -> None:
-        self.paths = {
-            "@folder@": str(folder),
-            "@other_base@": str(other_base),
-            "@lora_file@": str(folder / "lora.safetensors"),
-        }
-        (folder / "lora.safetensors").write_bytes(b"weights")
-        self.values = {
-            "datasets": [{"name": "photos", "path": str(folder / "photos")}],
-            "cache_dir": str(folder / "cache"),
-            "output_dir": str(folder / "out"),
-            "model": {"base": str(base)},
-            "buckets": {"resolution": 64, "step": 32},
-            "training": {"steps": 1000},
-        }
-        rows = [
-            {
-                "sample_id": f"photos/{number}.png",
-                "dataset": "photos",
-                "path": f"{number}.png",
-                "content_hash": hashlib.sha256(bytes([number])).hexdigest(),
-                "duplicate_group": hashlib.sha256(bytes([number])).hexdigest(),
-                "height": height,
-                "width": width,
-                "caption": f"photograph {number}",
-                "more_captions": json.dumps([f"picture {number}"]),
-            }
-            for number, (height, width) in enumerate(SIZES_HW)
-        ]
-        columns = SCHEMAS["validated_dataset"].items()
-        blank = {name: "" if kind == pl.String else 0 for name, kind in columns}
-        self.validated = frame("validated_dataset", [blank | row for row in rows])
-
-    def recipe(self, values: Values) -> Recipe:
-        """Return the recipe with some other values; `resolutions` and `sizes` replace the resolution."""
-        text = json.dumps(merged(self.values, values))
-        for name, path in self.paths.items():
-            text = text.replace(name, path)
-        return recipe_from_mapping("demo", json.loads(text))
-
-    def tables(self, entries: RecipeEntries, validated: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """Return the columns of vae_latents and text_embeddings that decide keys and run ids."""
-        buckets = assign_buckets(entries.recipe, validated, log=lambda line: None).table
-        text = caption_variants(validated).with_columns(text_length=pl.lit(77))
-        return entries.latent_requests(buckets), text
-
-    def ids(self, values: Values, validated: pl.DataFrame | None = None) -> Ids:
-        """Return the keys and the run id of a recipe with these values."""
-        entries = RecipeEntries(self.recipe(values))
-        latents, text = self.tables(entries, self.validated if validated is None else validated)
-        facts = run_facts(entries.recipe, entries, training_inputs(entries.recipe, entries, latents, text))
-        return Ids(tuple(latents["key"]), tuple(entries.text_keys(text["caption"])), run_id(facts))
-
-    @cached_property
-    def unchanged(self) -> Ids:
-        """Keys and run id of the recipe without other values."""
-        return self.ids({})
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory, tiny_sd: Path, tiny_sdxl: Path) -> Samples:
-    return Samples(tmp_path_factory.mktemp("samples"), tiny_sd, tiny_sdxl)
+__all__ = ["samples"]
 
 
 def test_L04_every_key_of_a_recipe_has_a_stated_effect() -> None:
@@ -138,27 +57,6 @@ def test_L04_R11_a_setting_changes_exactly_the_keys_and_the_run_id_that_it_decid
     assert changed == expected, f"{key}: {effect.change} changes {changed}, expected {expected}"
 
 
-def test_R11_a_run_has_the_facts_of_earlier_versions(samples: Samples) -> None:
-    """A fact that is missing or new makes all runs start again, so a change here must be intended."""
-    entries = RecipeEntries(samples.recipe({}))
-    inputs = training_inputs(entries.recipe, entries, *samples.tables(entries, samples.validated))
-    facts = run_facts(entries.recipe, entries, inputs)
-    sections = {"samples", "model", "plan", "loss", "noise", "optimizer", "schedule", "lora"}
-    values = {"version", "empty_text", "mixed_precision", "quantize", "compile"}
-    assert facts.keys() == sections | values
-    plan = {"seed", "batch_size", "gradient_accumulation", "num_processes", "caption_dropout", "underfilled"}
-    expected = {
-        "samples": {"number", "latents", "text", "repeats"},
-        "model": {"family", "denoiser"},
-        "plan": plan,
-        "optimizer": {"kind", "arguments", "learning_rate", "max_grad_norm", "ema_decay"},
-        "schedule": {"kind", "warmup_steps"},
-    }
-    assert {name: set(facts[name]) for name in expected} == expected
-    assert {"prediction", "timesteps", "density"} <= facts["loss"].keys()
-    assert {"start_from", "family_targets"} <= facts["lora"].keys()
-
-
 def test_R11_the_steps_do_not_change_the_run_id_of_a_constant_rate(samples: Samples) -> None:
     assert samples.ids({"training": {"steps": 50}}).run == samples.unchanged.run
 
@@ -181,167 +79,6 @@ def test_R11_the_machines_of_a_training_do_not_change_the_run_id(
     for name, value in {**variables, **Machines(2, 1, "127.0.0.1", 5).environment()}.items():
         monkeypatch.setenv(name, value)
     assert samples.ids(change).run == alone
-
-
-PLAIN_FACTS: dict[str, Any] = {
-    "version": 1,
-    "samples": {"number": 6, "latents": "hash", "text": "hash", "repeats": "hash"},
-    "empty_text": "hash",
-    "model": {"family": "Stable Diffusion 1.x and 2.x", "denoiser": "hash"},
-    "plan": {
-        "seed": 42,
-        "batch_size": 1,
-        "gradient_accumulation": 1,
-        "num_processes": 1,
-        "caption_dropout": 0.1,
-        "underfilled": "partial",
-    },
-    "loss": {
-        "kind": "mse",
-        "delta": 0.1,
-        "weighting": "none",
-        "gamma": 5.0,
-        "prediction": "epsilon",
-        "timesteps": {
-            "density": "auto",
-            "location": 0.0,
-            "scale": 1.0,
-            "mode_scale": 1.29,
-            "min": 0.0,
-            "max": 1.0,
-            "shift": None,
-        },
-        "density": "uniform",
-    },
-    "noise": {"offset": 0.0, "input_perturbation": 0.0, "zero_terminal_snr": False},
-    "optimizer": {
-        "kind": "adamw",
-        "arguments": {},
-        "learning_rate": 0.0001,
-        "max_grad_norm": 1.0,
-        "ema_decay": None,
-    },
-    "schedule": {"kind": "constant", "warmup_steps": 0},
-    "lora": {
-        "rank": 16,
-        "alpha": 16.0,
-        "kind": "lora",
-        "dropout": 0.0,
-        "targets": "family",
-        "modules": [],
-        "conv_rank": None,
-        "conv_alpha": None,
-        "ranks": [],
-        "dora": False,
-        "rslora": False,
-        "init": "kaiming",
-        "start_from": None,
-        "family_targets": ["to_q", "to_k", "to_v", "to_out.0"],
-    },
-    "mixed_precision": "no",
-    "quantize": "none",
-    "compile": False,
-}
-"""Facts of a recipe of defaults, as of 2026-11-25, with "hash" for each SHA-256."""
-
-RICH_RECIPE: Values = {
-    "datasets": [
-        {
-            "name": "photos",
-            "path": "@folder@/photos",
-            "weight": 2.0,
-            "loss_weight": 0.5,
-            "mask": {"path": "@folder@/masks", "unmasked_weight": 0.2, "prior_weight": 0.1},
-        },
-        {"name": "class", "path": "@folder@/class", "role": "prior", "weight": 1.0},
-    ],
-    "text": {"caption_dropout": 0.0},
-    "training": {
-        "exhausted": "repeat",
-        "loss": {"prior_weight": 0.5},
-        "lr_scheduler": "cosine",
-        "optimizer_arguments": {"weight_decay": 0.5},
-        "lora": {
-            "targets": "blocks",
-            "save_dtype": "float16",
-            "loraplus_ratio": 16.0,
-            "start_from": "@lora_file@",
-        },
-    },
-}
-
-RICH_FACTS: dict[str, Any] = {
-    "samples.number": 12,
-    "samples.masks": "hash",
-    "empty_text": None,
-    "plan.caption_dropout": 0.0,
-    "plan.weights.photos": 2.0,
-    "plan.weights.class": 1.0,
-    "plan.exhausted": "repeat",
-    "loss.prior.datasets": ["class"],
-    "loss.prior.target": "images",
-    "loss.prior.weight": 0.5,
-    "loss.dataset_weights.photos": 0.5,
-    "loss.masks.photos.unmasked_weight": 0.2,
-    "loss.masks.photos.normalise": True,
-    "loss.masks.photos.prior_weight": 0.1,
-    "optimizer.arguments.weight_decay": 0.5,
-    "schedule.kind": "cosine",
-    "schedule.steps": 1000,
-    "schedule.cycles": 1,
-    "schedule.power": 1.0,
-    "schedule.decay_steps": 0,
-    "lora.targets": "blocks",
-    "lora.loraplus_ratio": 16.0,
-    "lora.save_dtype": "float16",
-    "lora.start_from": "hash",
-    "lora.family_targets": None,
-}
-"""Facts of `RICH_RECIPE` that differ from those of defaults."""
-
-
-def facts_of(samples: Samples, values: Values, validated: pl.DataFrame) -> dict[str, Any]:
-    entries = RecipeEntries(samples.recipe(values))
-    inputs = training_inputs(entries.recipe, entries, *samples.tables(entries, validated))
-    return run_facts(entries.recipe, entries, inputs)
-
-
-def without_hashes(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the facts by dotted name, with "hash" for each SHA-256."""
-    flat: dict[str, Any] = {}
-    for name, value in facts.items():
-        if isinstance(value, dict) and value:
-            flat |= without_hashes(value, f"{prefix}{name}.")
-        else:
-            is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
-            flat[f"{prefix}{name}"] = "hash" if is_hash else value
-    return flat
-
-
-def test_R11_the_facts_of_a_run_are_those_of_earlier_versions(samples: Samples) -> None:
-    """A fact that is new or missing would start every run again."""
-    plain = facts_of(samples, {}, samples.validated)
-    assert without_hashes(plain) == without_hashes(PLAIN_FACTS)
-
-    hashes = pl.col("content_hash").str.reverse()
-    masked = samples.validated.with_columns(mask_path="path", mask_hash=hashes, mask_mean=pl.lit(0.5))
-    prior = samples.validated.with_columns(
-        dataset=pl.lit("class"), sample_id=pl.col("sample_id").str.replace("photos", "class")
-    )
-    both = pl.concat([masked, prior], how="diagonal")
-    rich = without_hashes(facts_of(samples, RICH_RECIPE, both))
-    assert rich == {
-        **without_hashes(
-            {
-                **PLAIN_FACTS,
-                "optimizer": {
-                    **PLAIN_FACTS["optimizer"],
-                    "arguments": RICH_RECIPE["training"]["optimizer_arguments"],
-                },
-            }
-        ),
-        **RICH_FACTS,
-    }
 
 
 def test_the_samples_of_a_run_are_hashed_with_their_buckets_and_entries(samples: Samples) -> None:
