@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.DataFram
 
 def test_the_corpus_has_at_least_120_cases_with_unique_names() -> None:
     assert len(CASES) >= 120
-    assert len({case.name for case in CASES}) == len(CASES)
+    assert [name for name, count in Counter(case.name for case in CASES).items() if count > 1] == []
     assert len({case.reason for case in CASES}) >= 10
 
 
@@ -184,8 +185,7 @@ def test_I02_random_damage_to_images_never_fails_the_stage(tmp_path: Path, count
     valid = validate(corpus_recipe, raw.table, tables, log=str)
     rejected = pl.concat([raw.rejected, valid.rejected])
     assert len(valid.table) + len(rejected) == count
-    assert all(rejected["fix"])
-    assert all(rejected["detail"])
+    assert rejected.filter(pl.any_horizontal(pl.col("fix", "detail").fill_null("") == "")).rows() == []
     assert 0 < len(rejected) < count, "the damage must affect some images, but not all"
     assert time.monotonic() - started_s < 30 + count * 0.2, "one file blocks the others"
 

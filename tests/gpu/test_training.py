@@ -36,6 +36,7 @@ from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.step_outcome import StepOutcome
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
+from tests.tensor_differences import differing_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -161,14 +162,14 @@ def test_fp16_skips_a_step_whose_gradient_overflows_and_trains_on(device: str, r
     overflow = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
     steps = outcomes(job, engine)
     assert math.isinf(next(steps).grad_norm)
-    assert all(torch.equal(weight, old) for weight, old in zip(engine.weights, before, strict=True))
+    assert differing_tensors(engine.weights, before) == []
     scale = scaler.get_scale()
 
     overflow.remove()
     later = list(steps)
-    assert all(math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm) for outcome in later)
+    assert [each for each in later if not math.isfinite(each.loss) or not math.isfinite(each.grad_norm)] == []
     assert scaler.get_scale() == scale
-    assert not all(torch.equal(weight, old) for weight, old in zip(engine.weights, before, strict=True))
+    assert differing_tensors(engine.weights, before) != [], "later steps must change the weights"
 
 
 def test_a_step_that_is_not_finite_is_an_error_and_changes_nothing(device: str, rig: Rig) -> None:
@@ -180,7 +181,7 @@ def test_a_step_that_is_not_finite_is_an_error_and_changes_nothing(device: str, 
     engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
     with pytest.raises(TrainingError, match="the gradient of step 0 must be finite"):
         next(outcomes(job, engine))
-    assert all(torch.equal(weight, old) for weight, old in zip(engine.weights, before, strict=True))
+    assert differing_tensors(engine.weights, before) == []
 
 
 def test_compiled_blocks_give_almost_the_same_losses(device: str, rig: Rig) -> None:
@@ -217,8 +218,9 @@ def test_streamed_blocks_give_the_same_losses(
 def _require_slots_on(device: str, engine: Engine) -> None:
     streamed = streamed_blocks(engine.denoiser)
     assert streamed is not None
-    assert all(slot.device.type == device for slot in streamed.store.slots)
-    assert all(weight.device.type == device for weight in engine.denoiser.parameters())
+    assert {slot.device.type for slot in streamed.store.slots} == {device}
+    weights = engine.denoiser.named_parameters()
+    assert [name for name, weight in weights if weight.device.type != device] == []
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -251,7 +253,7 @@ def test_two_processes_train_together(device: str, make_rig: Callable[[str], Rig
     LocalLaunch(accelerate)("pipeline.trained_lora.worker", job.write())
     result = json.loads((job.folder / "result.json").read_text(encoding="utf-8"))
     assert result["steps"] == len(job.plan())
-    assert all(bool(torch.isfinite(weight).all()) for weight in weights_of(job).values())
+    assert [name for name, weight in weights_of(job).items() if not torch.isfinite(weight).all()] == []
 
 
 def test_the_moving_average_is_that_of_the_cpu(device: str) -> None:

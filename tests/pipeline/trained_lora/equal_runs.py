@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from safetensors.torch import load_file
 
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
+from tests.tensor_differences import differing_tensors
 
 
 def assert_equal_runs(actual: TrainingJob, expected: TrainingJob, steps: int) -> None:
@@ -23,10 +23,10 @@ def assert_equal_runs(actual: TrainingJob, expected: TrainingJob, steps: int) ->
     for name in names[0]:
         tensors = [load_file(layout.exported / name) for layout in layouts]
         assert tensors[0].keys() == tensors[1].keys()
-        assert all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items())
+        assert differing_tensors(tensors[0], tensors[1]) == []
 
     states = [
         load_checkpoint(checkpoint_path(layout.checkpoints, steps), job.run)
         for layout, job in zip(layouts, jobs, strict=True)
     ]
-    assert all(torch.equal(weight, states[1].adapter[key]) for key, weight in states[0].adapter.items())
+    assert differing_tensors(states[0].adapter, states[1].adapter) == []

@@ -137,7 +137,7 @@ def test_workers_of_ray_write_the_bytes_of_a_local_run(
     assert error is None
     assert entry_bytes() == expected
     assert reports[0]["encoded"] == 5
-    assert any("submitted the Ray job latentline-" in message for message in messages)
+    assert "submitted the Ray job latentline-" in "\n".join(messages)
     assert list((cache.recipe.cache_dir / "orders").iterdir()) == []
     output = capsys.readouterr().err
     for shard in range(3):
@@ -241,7 +241,7 @@ def test_an_interrupted_encoding_leaves_no_process(cache: Any, launcher: Callabl
 
     messages, error = in_step(launcher(workers=2), interrupt)
     assert error is not None
-    assert any("stopping the Ray job" in message for message in messages)
+    assert "stopping the Ray job" in "\n".join(messages)
     assert processes_of(cache.recipe.cache_dir, "encode") == []
 
 
@@ -267,7 +267,7 @@ def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_i
         TWO_PROCESSES,
     )
     assert error is not None
-    assert any("stopping the Ray job" in message for message in messages)
+    assert "stopping the Ray job" in "\n".join(messages)
     assert processes_of(job.folder, "train") == []
     complete = {path.parent.name for path in job.folder.glob("checkpoints/step-*/COMPLETE")}
     assert len(complete - {"step-00000000"}) == 1, f"one checkpoint besides the first: {complete}"
@@ -278,9 +278,8 @@ def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_i
     assert error is None
     assert_equal_runs(job, alone, STEPS)
     output = capsys.readouterr().err
-    assert any(
-        f"machine 0: machine 0 of 2 (ranks from 0): 1 process, meeting at {node}:" in output for node in NODES
-    )
+    meeting = "machine 0: machine 0 of 2 (ranks from 0): 1 process, meeting at "
+    assert [node for node in NODES if f"{meeting}{node}:" in output] != [], output
     assert "machine 1: ended with exit status 0" in output
 
 

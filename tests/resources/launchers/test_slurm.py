@@ -52,7 +52,7 @@ def test_an_encoding_is_a_job_array_whose_entries_have_the_bytes_of_a_local_run(
     assert error is None
     assert entry_bytes() == expected
     assert reports[0]["encoded"] == 5
-    assert any("5 entries for 3 workers" in message for message in messages)
+    assert "5 entries for 3 workers" in "\n".join(messages)
     assert list((deployment / "slurm").iterdir()) == [], "output files are removed after success"
     assert list((cache.recipe.cache_dir / "orders").iterdir()) == []
 
@@ -117,7 +117,7 @@ def test_an_interrupted_step_cancels_its_job_and_no_process_is_left(
 
     messages, error = in_step(SlurmLauncher(workers=2), interrupt)
     assert isinstance(error, RuntimeError)
-    assert any("cancelling the Slurm job" in message for message in messages)
+    assert "cancelling the Slurm job" in "\n".join(messages)
     assert cluster.processes(WORKER) == []
     # Slurm lists a cancelled job as completing until its nodes have confirmed the end.
     deadline_s = time.monotonic() + 60

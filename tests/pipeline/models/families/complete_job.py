@@ -34,6 +34,7 @@ from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.training_launch import InProcessLaunch
+from tests.tensor_differences import differing_tensors
 
 ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
@@ -181,7 +182,7 @@ def check_cut(family: WorkerFamily) -> None:
         assert word == "cat"
         assert len(other) == len(caption)
         tensors = family.text.encode_caption(encoders, other).tensors
-        assert all(torch.equal(tensors[name], encoded.tensors[name]) for name in tensors) == same
+        assert (differing_tensors(tensors, encoded.tensors) == []) == same, f"{other} instead of {caption}"
 
 
 def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
@@ -277,8 +278,8 @@ def check_checkpointing(family: WorkerFamily, engine: Engine, micro: MicroInput)
         for weight in engine.weights:
             weight.grad = None
     assert len(gradient_sets[0]) == len(gradient_sets[1]) > 0
-    assert all(torch.equal(one, other) for one, other in zip(*gradient_sets, strict=True))
-    assert any(bool(gradient.any()) for gradient in gradient_sets[0])
+    assert differing_tensors(gradient_sets[1], gradient_sets[0]) == []
+    assert any(bool(gradient.any()) for gradient in gradient_sets[0]), "all gradients are 0"
 
 
 def check_files(case: Case, lora: Path, pipe: Any, family: WorkerFamily) -> None:
@@ -309,7 +310,9 @@ def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
 
     denoiser = getattr(pipe, component)
     denoiser.add_adapter(LoraConfig(r=1, target_modules=case.targets), adapter_name="golden")
-    assert any(isinstance(module, LoraLayer) for module in denoiser.modules())
+    assert any(isinstance(module, LoraLayer) for module in denoiser.modules()), (
+        f"{case.targets} match no layer"
+    )
     state = get_peft_model_state_dict(denoiser, adapter_name="golden")
     keys = set(case.pipeline_class.pack_weights(state, component))
     denoiser.unload_lora()

@@ -84,7 +84,7 @@ class HalfCase(StableDiffusionXLCase):
         pipe.save_pretrained(folder, variant="fp16")
         weights = [*folder.glob("*/*.safetensors"), *folder.glob("*/*.bin")]
         assert len(weights) == 4
-        assert all(path.name.endswith(".fp16.safetensors") for path in weights)
+        assert [path.name for path in weights if not path.name.endswith(".fp16.safetensors")] == []
 
     def pipeline(self, folder: Path, **parts: Any) -> Any:
         return super().pipeline(folder, variant="fp16", dtype=torch.float32, **parts)
