@@ -19,7 +19,9 @@ _TOP = """\
 How much time does Latentline add to the work that has to be done anyway? Each figure on this page compares
 Latentline ("ours") with a limit: the least code that does the same work on the same machine.
 
-- **ratio** is Latentline's time divided by the limit's, so 1 means that it adds nothing. One run measures
+- **ours** and **limit** are times per item.
+- **ratio** is Latentline's time divided by the limit's. 1 means that it adds nothing; below 1, Latentline is
+  faster than the reference program, for example because it does part of the work only once. One run measures
   both in alternating rounds; the table shows the median ratio of the rounds.
 - **spread** is the smallest and the largest ratio of the rounds.
 - **at most** is the bound that the project sets itself. Figures without a bound are for information.
@@ -80,6 +82,8 @@ and its memory is the peak resident memory of that process, without that of impo
 
 - `time/sample` and `memory/sample` are the increase per sample from the second largest to the largest number
   of samples. `above` lists the bounds that they exceed.
+- `exponent` is the slope of log time over log samples between the smallest and the largest number; 1 means
+  that time grows in proportion to the number of samples.
 - `total` is the value at the largest number, divided by that number. It includes fixed costs, such as Polars'
   threads and buffers."""
 
@@ -163,7 +167,8 @@ def _explained(figures: dict[str, Any]) -> list[str]:
         for name, figure in figures.items()
         if _is_above(figure)
     ]
-    lines += ["", f"Above the bound: {', '.join(exceeding) or 'nothing'}.", ""]
+    within = "No figure exceeds its bound. Figures without a bound are not judged."
+    lines += ["", f"Above the bound: {', '.join(exceeding)}." if exceeding else within, ""]
     reasons = [f"- {name}: {WHY[name]}" for name in figures if name in WHY and _is_far(figures[name])]
     return [*lines, "Explanations of figures far from their limit:", "", *reasons, ""] if reasons else lines
 

@@ -116,3 +116,12 @@ def test_every_message_on_the_troubleshooting_page_is_in_the_source() -> None:
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text("utf-8") for path in files))
     missing = [text for text in quoted if text not in code]
     assert missing == []
+
+
+def test_every_failure_on_the_failures_page_has_a_test_that_names_its_id() -> None:
+    page = (ROOT / "docs/failures.md").read_text("utf-8")
+    ids = re.findall(r"^\| ([A-Z]\d\d) \|", page, flags=re.MULTILINE)
+    assert len(ids) > 100
+    sources = (file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    names = " ".join(name for source in sources for name in re.findall(r"def (test_\w+)", source))
+    assert [each for each in ids if f"_{each}_" not in names] == []

@@ -106,7 +106,7 @@ class DatasetSettings(Settings):
     )
     mask: MaskSettings | None = Field(
         default=None,
-        description="Masks that weight the loss by place. null means that each place counts the same.",
+        description="Masks that weight the loss per position. null means that all positions count the same.",
     )
     references: tuple[ReferenceSettings, ...] = Field(
         default=(),

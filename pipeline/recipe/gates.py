@@ -58,7 +58,8 @@ PATH_ISOLATION = _strict_gate(
 
 _FRACTION = _gate(
     "rejected_fraction",
-    "Samples are left, and the fraction of rejected samples is at most checks.max_rejected_fraction.",
+    "Samples are left, and the fraction of samples rejected for a defect is at most "
+    "checks.max_rejected_fraction. Samples that filters, limit or duplicates exclude do not count.",
     "Repair or remove the files listed in rejected.parquet, starting with the most frequent reason, or raise "
     "checks.max_rejected_fraction.",
 )

@@ -45,7 +45,7 @@ class MaskSettings(Settings):
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="Smallest weight of a place. 0 ignores what black covers; 0.1 also learns a little of "
+        description="Smallest weight of a position. 0 ignores what black covers; 0.1 also learns a little of "
         "the surroundings.",
     )
     prior_weight: float = Field(

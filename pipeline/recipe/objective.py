@@ -65,9 +65,9 @@ class TimestepSettings(Settings):
 
     density: Literal["auto", "uniform", "logit_normal", "mode"] = Field(
         default="auto",
-        description="auto: the distribution that the base model was trained with. uniform: all levels are "
-        "equally likely. logit_normal: centred at `location` with width `scale`. mode: favours the middle, "
-        "by `mode_scale`.",
+        description="auto: the default of the base model's family, see docs/families.md. uniform: all levels "
+        "are equally likely. logit_normal: centred at `location` with width `scale`. mode: favours the "
+        "middle, by `mode_scale`.",
     )
     location: float = Field(
         default=0.0, description="Centre of logit_normal; 0 is the middle, larger values are noisier."

@@ -172,7 +172,8 @@ class CheckSettings(Settings):
         default=0.05,
         ge=0.0,
         le=1.0,
-        description="Largest fraction of rejected samples; the gate rejected_fraction closes above it.",
+        description="Largest fraction of samples rejected for a defect; the gate rejected_fraction closes "
+        "above it. Samples that filters, limit or duplicates exclude do not count.",
     )
     max_image_pixels: int = Field(
         default=178_956_970,

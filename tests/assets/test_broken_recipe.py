@@ -43,7 +43,7 @@ def jobs_of(*recipes: str) -> set[str]:
     return {f"{recipe}_{kind}" for recipe in recipes for kind in ("cache", "train")}
 
 
-def test_one_broken_recipe_of_three_leaves_the_definitions_of_the_others_unchanged(configs: Path) -> None:
+def test_O12_one_broken_recipe_of_three_leaves_the_definitions_of_the_others_unchanged(configs: Path) -> None:
     before = load()
     (configs / "bad.yaml").write_text(BROKEN, encoding="utf-8")
     repository = load()

@@ -39,7 +39,7 @@ def test_the_page_lists_figures_above_their_bound(tmp_path: Path) -> None:
     assert "Above the bound: latents cold (1.30, at most 1.10)." in text
     assert re.search(r"latents cold +10 +130 ms +100 ms +1\.30 +1\.20-1\.40 +1\.10", text)
     results.save(run | {"figures": {"latents cold": FIGURE | {"most": None}}}, tmp_path / "one.json")
-    assert "Above the bound: nothing." in page.page_text(tmp_path)
+    assert "No figure exceeds its bound." in page.page_text(tmp_path)
 
 
 def test_a_run_on_a_gpu_shows_its_notes_and_unmeasured_experiments(tmp_path: Path) -> None:

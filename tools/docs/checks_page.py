@@ -28,9 +28,9 @@ The tables below have one section per asset. The text of a gate is the condition
 warning is the problem that it reports. Some names, such as `file_size_outliers` and `shape_uniformity`, occur
 on several assets and check something different on each.
 
-## Open a gate
+## Allow a gate to fail
 
-If you accept what a gate has found, name it in the recipe: `checks.allow: [captions_present]`. It is then
+If you accept what a gate reports, name it in the recipe: `checks.allow: [captions_present]`. It is then
 only a warning, on every asset with a check of that name.
 
 Some gates are marked "cannot be allowed". They are path isolation, which protects your files, and the gates

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -103,10 +104,9 @@ def _prediction(family: Family) -> str:
 
 
 def _targets(family: Family) -> str:
-    # Targets that start with a block's number differ in nothing else.
-    suffixes = {
-        target.split(".", 1)[1] if target[0].isdigit() else target for target in family.lora_targets()
-    }
+    # Targets with a block's number differ in nothing else.
+    suffixes = {re.sub(r"^\d+\.", "", target) for target in family.lora_targets()}
+    suffixes = {re.sub(r"(?<=blocks)\.\d+\.", ".*.", target) for target in suffixes}
     encoders = _codes(*family.trainable_text_encoders())
     return _codes(*sorted(suffixes)) + (
         f"; with `training.lora.text_encoders` also {encoders}" if encoders else ""

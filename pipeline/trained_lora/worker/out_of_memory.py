@@ -70,13 +70,14 @@ def _advice(recipe: Recipe) -> list[str]:
     num_processes, shard = recipe.accelerate.num_processes, recipe.accelerate.shard
     if not shard and not any(shard_violations(num_processes, training)):
         advice.append("set accelerate.shard: true, which divides the base weights among the GPUs")
-    can_pack = training.lora.kind == "lora" and not training.lora.dora
-    if training.weight_format == "none" and can_pack and not shard:
-        advice.append("set training.quantize: int8 or nf4")
     if training.offload != 0 and not shard:
         advice.append(
             "set training.offload: 0, which copies the base model's blocks from the host for each use"
         )
+    # After offload, because it changes the trained weights.
+    can_pack = training.lora.kind == "lora" and not training.lora.dora
+    if training.weight_format == "none" and can_pack and not shard:
+        advice.append("set training.quantize: int8 or nf4")
     return [
         *advice,
         "close other programs that use the device",

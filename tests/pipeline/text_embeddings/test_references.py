@@ -197,7 +197,7 @@ def test_an_unchanged_job_launches_nothing(job: EditJob) -> None:
     assert job.text.equals(before)
 
 
-def test_the_order_of_references_and_the_background_change_the_keys(job: EditJob) -> None:
+def test_E04_the_order_of_references_and_the_background_change_the_keys(job: EditJob) -> None:
     entries = RecipeEntries(job.recipe)
     validated = job.tables.read("validated_dataset")
     recipes = [

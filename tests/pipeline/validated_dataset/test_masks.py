@@ -141,7 +141,7 @@ def test_images_that_share_a_mask_are_rejected(folder: Folder, masks: Path) -> N
     assert reasons(folder.ingest()) == dict.fromkeys(["d/a.png", "d/a.webp"], "mask_shared")
 
 
-def test_a_mask_without_an_image_closes_a_gate(folder: Folder, masks: Path) -> None:
+def test_E06_a_mask_without_an_image_closes_a_gate(folder: Folder, masks: Path) -> None:
     draw_mask(masks / "a.png")
     draw_mask(masks / "rose.png")
     assert folder.ingest().report["unmatched_masks"] == 1

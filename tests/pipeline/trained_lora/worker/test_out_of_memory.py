@@ -62,7 +62,7 @@ def test_checkpointing_is_advised_before_packing_which_saves_memory_only_togethe
 ) -> None:
     recipe = make_project(batch_size=2).changed("pair", num_processes=2).recipe
     fix = out_of_memory_error(recipe, "in step 3", "").fix
-    advice = ("gradient_checkpointing: true", "mixed_precision", "batch_size", "shard", "quantize", "offload")
+    advice = ("gradient_checkpointing: true", "mixed_precision", "batch_size", "shard", "offload", "quantize")
     places = [fix.find(each) for each in advice]
     assert -1 not in places
     assert places == sorted(places), f"the advice must be in the order {', '.join(advice)}: {fix}"
