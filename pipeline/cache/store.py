@@ -387,5 +387,6 @@ def _damaged_error(where: str, err: WrongEntryError) -> StoreError:
     return StoreError(
         f"a cache entry is damaged: {err}",
         where=where,
-        fix="start the cache job again: it replaces the entry",
+        # A job trusts an unchanged stat, so it would not find bit rot.
+        fix="run latentline verify <recipe> --repair, which encodes damaged entries again",
     )

@@ -111,6 +111,7 @@ def test_damage_in_a_pack_is_found_by_reading_and_by_checking(any_store: Store) 
     with pytest.raises(StoreError, match="damaged: the checksum does not match") as failure:
         store.read(first)
     assert pack in failure.value.where
+    assert "verify <recipe> --repair" in failure.value.fix, "a job would trust the unchanged stat of a pack"
     assert all(store.check(spec).valid for spec in specs if spec != first)
 
 
