@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -90,20 +91,26 @@ class PackedEntries:
     def read_known(self, spec: EntrySpec, copies: Callable[[], PackCopies]) -> dict[str, Array] | None:
         """Return the arrays of an entry in a pack that is in memory; None if it is not valid there.
 
-        The pack is read from its copy in `copies`, or remotely until it is copied.
+        The pack is read from its copy in `copies`, or remotely until it is copied. A copy is discarded if the
+        remote entry is valid and the copied one is not.
         """
         packed = self._indexes[spec.kind].find(spec.key)
         if packed is None:
             return None
         pack = pack_path(spec.kind, packed.pack)
-        raw = copies().read(pack, packed.offset, packed.offset + packed.length)
+        copied = copies().read(pack, packed.offset, packed.offset + packed.length)
+        if copied is not None:
+            with suppress(WrongEntryError):
+                return parse(spec, copied, verify=True)[0]
+
         try:
-            if raw is None:
-                raw = self._bytes(spec, packed)
-                copies().want(pack, packed.pack_bytes)
-            return parse(spec, raw, verify=True)[0]
+            arrays = parse(spec, self._bytes(spec, packed), verify=True)[0]
         except (FileNotFoundError, WrongEntryError):
             return None
+        if copied is not None:
+            copies().discard(pack)
+        copies().want(pack, packed.pack_bytes)
+        return arrays
 
     def header(self, spec: EntrySpec) -> dict[str, Any] | None:
         """Return the header of an entry, unverified; None if it is in no pack.
