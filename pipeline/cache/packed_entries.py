@@ -116,13 +116,26 @@ class PackedEntries:
         """
         return self._with_place(spec, lambda packed: read_header(self._bytes(spec, packed, DATA_START)))
 
-    def remove(self, spec: EntrySpec) -> None:
-        """Remove an entry from the indexes of all packs, so that it counts as missing."""
-        index = self._indexes[spec.kind]
-        index.refresh()
-        while (packed := index.find(spec.key)) is not None:
-            remove_rows(self.folder, spec.kind, packed.pack, [spec.key])
+    def remove(self, specs: Iterable[EntrySpec]) -> None:
+        """Remove entries from the indexes of all packs, so that they count as missing.
+
+        Each index is replaced once.
+        """
+        by_kind: dict[Kind, set[str]] = {}
+        for spec in specs:
+            by_kind.setdefault(spec.kind, set()).add(spec.key)
+
+        for kind, keys in by_kind.items():
+            index = self._indexes[kind]
             index.refresh()
+            by_pack: dict[str, list[str]] = {}
+            for key in sorted(keys):
+                for packed in index.places(key):
+                    by_pack.setdefault(packed.pack, []).append(key)
+            for pack, own_keys in by_pack.items():
+                remove_rows(self.folder, kind, pack, own_keys)
+            if by_pack:
+                index.refresh()
 
     def _with_place(self, spec: EntrySpec, use: Callable[[PackedEntry], Result]) -> Result | None:
         """Return the result of `use` for a place of an entry where it succeeds; None if it is in no pack.

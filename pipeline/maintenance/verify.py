@@ -128,6 +128,7 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     store = RecipeEntries(recipe).store
     for each in bad:
         store.remove(each.needed.spec)
+    store.remove_packed([each.needed.spec for each in bad])
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
