@@ -2,13 +2,13 @@
 
 A pack is copied in the background after one of its entries has been read. Until then, entries are read from
 the remote pack, so that training never waits for a copy. All processes of a machine share the folder, and
-one of them copies at a time. A copy has the name of its hash, which is verified, so it is never outdated.
+one of them copies at a time. A copy has the name of its pack, whose content never changes, so it is never
+outdated. Readers verify each entry, and discard a copy that differs from the remote pack.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import threading
@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from queue import Queue
 
 from pipeline.cache.pack_format import PACK_SUFFIX
-from pipeline.storage.atomic import is_temp_name, temp_path_for
+from pipeline.storage.atomic import is_temp_name, sync_file, temp_path_for
 
 IDLE_S = 600.0
 """Time since its last use from which a copy may make room for another one. A training uses each of its packs
@@ -51,6 +51,7 @@ class PackCopies:
         self._download = download
         self._queue: Queue[tuple[str, int]] = Queue()
         self._wanted: set[str] = set()
+        self._discarded: set[str] = set()
         self._last_use_s: dict[str, float] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -94,6 +95,15 @@ class PackCopies:
                 self._thread = threading.Thread(target=self._work, name="latentline-copies", daemon=True)
                 self._thread.start()
 
+    def discard(self, name: str) -> None:
+        """Delete a copy that differs from its pack; the next `want` copies it again, once per process."""
+        with suppress(OSError):
+            self._path(name).unlink()
+        with self._lock:
+            if name not in self._discarded:
+                self._discarded.add(name)
+                self._wanted.discard(name)
+
     def wait(self) -> None:
         """Wait until all wanted packs were tried."""
         self._queue.join()
@@ -115,7 +125,8 @@ class PackCopies:
             temp = temp_path_for(path)
             try:
                 self._download(name, temp)
-                if _sha256(temp) == path.stem:
+                if temp.stat().st_size == num_bytes:
+                    sync_file(temp)
                     temp.replace(path)
             finally:
                 with suppress(FileNotFoundError):
@@ -153,8 +164,3 @@ def _locked(path: Path) -> Generator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

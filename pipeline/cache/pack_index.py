@@ -62,7 +62,7 @@ class PackedEntry:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of all indexes, sorted by the beginning of the key; if packs share a key, the first pack's row."""
+    """Rows of all indexes, sorted by the beginning of the key, and then by the pack."""
 
     digests: npt.NDArray[np.bytes_]
     pack_numbers: npt.NDArray[np.int32]
@@ -142,16 +142,19 @@ class PackIndex:
             self._last_finished = self._num_started
 
     def find(self, key: str) -> PackedEntry | None:
-        """Return the place of an entry as of the last `refresh`; None if it is in no pack."""
+        """Return the first place of an entry, see `places`; None if it is in no pack."""
+        return next(iter(self.places(key)), None)
+
+    def places(self, key: str) -> list[PackedEntry]:
+        """Return the places of an entry as of the last `refresh`, in the order of the packs' names.
+
+        Packs that were written at the same time may share entries.
+        """
         loaded = self._loaded
-        rows = loaded.rows
-        if not len(rows.digests):
-            return None
+        digests = loaded.rows.digests
         digest = np.frombuffer(digests_of([key]), f"S{_DIGEST_BYTES}")[0]
-        at = int(np.searchsorted(rows.digests, digest))
-        if at == len(rows.digests) or rows.digests[at] != digest:
-            return None
-        return _place(loaded, at)
+        start, end = (int(np.searchsorted(digests, digest, side)) for side in ("left", "right"))
+        return [_place(loaded, at) for at in range(start, end)]
 
     def stats(self, digests: bytes | bytearray) -> npt.NDArray[np.int64]:
         """Return the stats of many entries as int64 (N, 4), zeros for entries in no pack.

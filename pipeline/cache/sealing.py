@@ -18,7 +18,7 @@ from pipeline.cache.store import Store
 from pipeline.errors import StoreError, counted
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log
-from pipeline.storage.os_errors import entry_disk_full_error, is_disk_full
+from pipeline.storage.os_errors import is_disk_full
 
 MAX_ENTRIES = 1000
 """Maximum number of entries in a pack."""
@@ -32,6 +32,8 @@ MIN_NEW = 100
 """Fewest new entries that `seal_new` seals, so that small changes of a dataset do not make small packs."""
 
 _READ_AT_ONCE = 64
+
+_PACK_LATER = "then run latentline pack <recipe>"
 
 
 @dataclass
@@ -89,17 +91,22 @@ def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
     return result
 
 
-def seal_new(store: Store, specs: Sequence[EntrySpec], *, log: Log) -> None:
+def seal_new(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> None:
     """Seal entries that were encoded just now, unless they are few.
 
-    Raises:
-        StoreError: See `seal`.
+    A failure is a warning, because the entries are valid as single files.
     """
+    specs = list(specs)
     if len(specs) < MIN_NEW:
         return
-    sealed = seal(store, specs, log=log)
-    entries = counted(sealed.num_entries, "new entry", "new entries")
-    log(f"{entries} sealed in {counted(sealed.num_packs, 'pack')}")
+    try:
+        sealed = seal(store, specs, log=log)
+    except StoreError as err:
+        log(f"warning: new entries stay single files: {err.what} ({err.where}); {err.fix}; {_PACK_LATER}")
+        return
+    if sealed.num_packs:
+        entries = counted(sealed.num_entries, "new entry", "new entries")
+        log(f"{entries} sealed in {counted(sealed.num_packs, 'pack')}")
 
 
 def _valid_entries(
@@ -146,7 +153,12 @@ def _write_pack(store: Store, kind: Kind, entries: dict[str, bytes], result: Sea
         announce_change(folder, kind)
     except OSError as err:
         if is_disk_full(err):
-            raise entry_disk_full_error(len(content), folder.where(pack_path(kind, pack))) from err
+            raise StoreError(
+                f"the disk is full: a pack of {len(content):,} bytes cannot be written",
+                where=folder.where(pack_path(kind, pack)),
+                fix=f"free some space, {_PACK_LATER}: packs take as much space as the single files, which "
+                "latentline gc --delete deletes; existing entries stay valid",
+            ) from err
         raise _pack_error(store, kind, err, "written") from err
 
     result.num_packs += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import stat as stat_module
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -228,19 +228,29 @@ class Store:
             raise self._access_error(path, err, "written") from err
 
     def remove(self, spec: EntrySpec) -> None:
-        """Delete an entry: its file if it exists, and its rows in indexes of packs; a folder stays.
+        """Delete an entry's own file if it exists; a folder stays, and so does the entry in packs.
 
         Raises:
-            StoreError: The file cannot be deleted, or an index cannot be replaced.
+            StoreError: The file cannot be deleted.
         """
         path = self.path(spec)
         try:
             with suppress(FileNotFoundError, WrongEntryError):
                 self._stat(path)
                 self._delete(path)
-            self.packed.remove(spec)
         except OSError as err:
             raise self._access_error(path, err, "deleted") from err
+
+    def remove_packed(self, specs: Sequence[EntrySpec]) -> None:
+        """Remove entries from the indexes of all packs.
+
+        Raises:
+            StoreError: An index cannot be read or replaced.
+        """
+        try:
+            self.packed.remove(specs)
+        except OSError as err:
+            raise self._packs_error(specs[0].kind, err, "changed") from err
 
     def _access_error(self, path: Path, err: OSError, action: str) -> StoreError:
         missing = isinstance(err, FileNotFoundError) and action == "read"
@@ -294,9 +304,9 @@ class Store:
             stats[(stats == NO_STAT).all(axis=1)] = packed
         return stats
 
-    def _packs_error(self, kind: Kind, err: OSError) -> StoreError:
+    def _packs_error(self, kind: Kind, err: OSError, action: str = "read") -> StoreError:
         return StoreError(
-            f"the packs of the cache cannot be read: {err.strerror or err}",
+            f"the packs of the cache cannot be {action}: {err.strerror or err}",
             where=self._shown(Path(pack_folder(kind))),
             fix=self.fix,
         )
@@ -387,5 +397,6 @@ def _damaged_error(where: str, err: WrongEntryError) -> StoreError:
     return StoreError(
         f"a cache entry is damaged: {err}",
         where=where,
-        fix="start the cache job again: it replaces the entry",
+        # A job trusts an unchanged stat, so it would not find bit rot.
+        fix="run latentline verify <recipe> --repair, which encodes damaged entries again",
     )

@@ -177,7 +177,9 @@ class _Fill:
             self._collect(states, results)
         if self._result.encoded and load_deployment().seal_packs:
             encoded = missing.filter(pl.col("key").is_in(self._result.encoded))
-            seal_new(self._store, [self._requests.spec(row) for row in encoded.to_dicts()], log=self._log)
+            parts = (part.to_dicts() for part in encoded.iter_slices(_ROWS_AT_A_TIME))
+            specs = (self._requests.spec(row) for rows in parts for row in rows)
+            seal_new(self._store, specs, log=self._log)
         return self._result
 
     def _new_entry_is_missing(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.cache.mask_requests import has_mask, mask_spec
 from pipeline.cache.reference_requests import of_references, reference_rows
 from pipeline.cache.requests import SEEN, RecipeEntries
-from pipeline.cache.store import EntrySpec
+from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.cache.text_requests import with_seen_images
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
@@ -119,15 +119,22 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     """Encode bad entries again with the cache stages, which also update the rows of their samples.
 
     Damaged files are deleted first, and damaged entries are removed from the indexes of packs. A file with
-    bit rot has the stat of a valid one and would be trusted.
+    bit rot has the stat of a valid one and would be trusted. An entry that is valid in a pack is not encoded.
 
     Raises:
         StoreError: A file cannot be deleted, or the cache cannot be written.
         LatentlineError: As `Launch`.
     """
     store = RecipeEntries(recipe).store
-    for each in bad:
-        store.remove(each.needed.spec)
+    specs = [each.needed.spec for each in bad]
+
+    def check_packed(spec: EntrySpec) -> EntryState:
+        store.remove(spec)
+        return store.check(spec)
+
+    checked = in_threads(check_packed, specs, log=log, doing="damaged entries removed", threads=store.threads)
+    states = zip(specs, checked, strict=True)
+    store.remove_packed([spec for spec, state in states if state.place_in_pack and not state.valid])
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}

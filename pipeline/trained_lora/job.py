@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from pipeline.cache.store import EntrySpec
+from pipeline.cache.remote_store import store_at
+from pipeline.cache.store import EntrySpec, Store
 from pipeline.errors import TrainingError, counted
 from pipeline.escaping import without_secrets
 from pipeline.recipe import Recipe
@@ -71,6 +72,14 @@ class TrainingJob:
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
     component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
     training_adapter: Path | None = None
+
+    @cached_property
+    def store(self) -> Store:
+        """Store of the recipe's cache, shared by all readers of this process.
+
+        A store reads the indexes of all packs when it first misses a single entry.
+        """
+        return store_at(self.recipe.cache_dir)
 
     @property
     def folder(self) -> Path:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from pipeline.cache.entry_format import LATENT, MASK, MEAN, STD
-from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
@@ -49,7 +48,7 @@ class MicroBatchMaker:
     def __init__(self, job: TrainingJob, family: WorkerFamily, scheduler: Any) -> None:
         """Prepare to build micro-batches; nothing is read yet."""
         training = job.recipe.training
-        self._store = store_at(job.recipe.cache_dir)
+        self._store = job.store
         self._inputs = job.inputs
         self._empty_text = job.empty_text
         self._seed = training.seed

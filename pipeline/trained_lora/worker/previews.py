@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from pipeline.cache.remote_store import store_at
 from pipeline.images.decode import decode
 from pipeline.images.geometry import Size
 from pipeline.models.worker.drawing import PictureSettings
@@ -98,10 +97,8 @@ def _draw_all(
 
 
 def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
-    store = store_at(job.recipe.cache_dir)
-
     def tensors(caption: str, entry: EntrySpec) -> Mapping[str, Tensor]:
-        return engine.embed_caption(caption) or read_entry(store, entry, f"prompt {caption!r}")
+        return engine.embed_caption(caption) or read_entry(job.store, entry, f"prompt {caption!r}")
 
     negative = prompt.negative
     return family.drawing.draw(

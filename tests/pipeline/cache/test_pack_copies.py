@@ -15,12 +15,15 @@ import fsspec
 import numpy as np
 import pytest
 
+from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.pack_copies import IDLE_S, PackCopies
 from pipeline.cache.remote_store import FsspecStore, store_at
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
+from tests.pipeline.disk_calls import DiskCalls
 from tests.pipeline.packs_case import (
+    flip_bit,
     own_copies,
     pack_names,
     reopened,
@@ -139,14 +142,49 @@ def test_a_copy_that_is_read_is_not_idle(remote: Remote, tmp_path: Path) -> None
     assert copies_in(folder) == {name}
 
 
-def test_a_download_with_other_bytes_is_discarded(remote: Remote, tmp_path: Path) -> None:
+def test_a_download_of_another_size_is_discarded(remote: Remote, tmp_path: Path) -> None:
     name = remote.add()
-    remote.packs[name] = b"x" * SIZE
+    remote.packs[name] = b"x" * (SIZE - 1)
     copies = PackCopies(tmp_path / "copies", 10 * SIZE, remote.download)
     copies.want(name, SIZE)
     copies.wait()
     assert copies.read(name, 0, 5) is None
     assert [path.name for path in (tmp_path / "copies").iterdir()] == ["lock"]
+
+
+def test_a_copy_is_synced_before_it_gets_its_name(
+    remote: Remote, tmp_path: Path, disk_calls: DiskCalls
+) -> None:
+    name = remote.add()
+    copies = PackCopies(tmp_path / "copies", 10 * SIZE, remote.download)
+    copies.want(name, SIZE)
+    copies.wait()
+    assert disk_calls.names == [Path(name).name]
+    assert disk_calls.unsynced == [], "the copy would be empty after a power failure"
+
+
+def test_a_discarded_copy_is_replaced_once(remote: Remote, tmp_path: Path) -> None:
+    name = remote.add()
+    copies = PackCopies(tmp_path / "copies", 10 * SIZE, remote.download)
+    for num_copies in (1, 2, 2):
+        copies.want(name, SIZE)
+        copies.wait()
+        assert len(remote.downloaded) == num_copies, "a disk that damages every copy is not used for ever"
+        copies.discard(name)
+        assert copies.read(name, 0, 5) is None
+
+
+def test_two_processes_that_want_a_pack_at_once_download_it_once(remote: Remote, tmp_path: Path) -> None:
+    name = remote.add()
+    remote.may_download.clear()
+    processes = [PackCopies(tmp_path / "copies", 10 * SIZE, remote.download) for _ in range(2)]
+    for copies in processes:
+        copies.want(name, SIZE)
+    remote.may_download.set()
+    for copies in processes:
+        copies.wait()
+        assert copies.read(name, 0, SIZE) == remote.packs[name]
+    assert remote.downloaded == [name]
 
 
 def test_a_failed_download_leaves_nothing_and_the_next_pack_is_copied(remote: Remote, tmp_path: Path) -> None:
@@ -241,17 +279,45 @@ def test_a_remote_store_reads_packed_entries_by_one_range_each_and_then_from_the
     assert (tmp_path / "scratch" / "packs" / Path(pack).name).is_file()
 
 
-def test_a_damaged_copy_is_not_used(
-    packed: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_bytes", [0, 100, 8 * spec_of(0).file_bytes])
+def test_a_damaged_copy_is_replaced_and_later_reads_are_local(
+    packed: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     specs = [spec_of(number) for number in range(8)]
     read_all(packed, specs[:2])
     packed.copies.wait()
     (copy,) = (tmp_path / "scratch" / "packs").glob("*.pack")
-    copy.write_bytes(bytes(len(copy.read_bytes())))
+    sound = copy.read_bytes()
+    copy.write_bytes(bytes(num_bytes))
     reads = Reads(packed, monkeypatch)
     read_all(packed, specs)
     assert reads.names
+
+    packed.copies.wait()
+    assert copy.read_bytes() == sound
+    reads.names.clear()
+    read_all(packed, specs)
+    assert reads.names == []
+
+
+def test_a_pack_with_a_damaged_entry_is_copied_for_the_others(
+    packed: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_key = sorted(range(8), key=lambda number: spec_of(number).key)
+    folder = packed.packed.folder
+    flip_bit(folder, pack_names(folder, ".pack")[0], DATA_START + 3)
+    damaged, sound = by_key[0], by_key[1:]
+    packed.check(spec_of(sound[0]))
+    for _ in range(2):
+        assert packed.read(spec_of(sound[0]))
+        packed.copies.wait()
+        with pytest.raises(StoreError, match="damaged"):
+            packed.read(spec_of(damaged))
+
+    reads = Reads(packed, monkeypatch)
+    for number in sound:
+        assert np.array_equal(packed.read(spec_of(number))["latent"], values_of(number)["latent"])
+    assert reads.names == []
 
 
 def test_a_damaged_packed_entry_gives_way_to_a_single_one(packed: FsspecStore, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.entry_state import NO_STAT
 from pipeline.cache.folder import LocalCacheFolder
-from pipeline.cache.pack_index import PackIndex, announce_change
+from pipeline.cache.pack_index import PackIndex, announce_change, read_index
+from pipeline.cache.packed_entries import PackedEntries
 from pipeline.cache.remote_store import FsspecStore
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntrySpec, Store
@@ -111,6 +113,7 @@ def test_damage_in_a_pack_is_found_by_reading_and_by_checking(any_store: Store) 
     with pytest.raises(StoreError, match="damaged: the checksum does not match") as failure:
         store.read(first)
     assert pack in failure.value.where
+    assert "verify <recipe> --repair" in failure.value.fix, "a job would trust the unchanged stat of a pack"
     assert all(store.check(spec).valid for spec in specs if spec != first)
 
 
@@ -152,7 +155,7 @@ def test_a_removed_entry_is_missing_and_the_others_of_its_pack_are_not(any_store
     seal_and_remove(any_store, specs)
     other_store = reopened(any_store)
     assert other_store.check(specs[1]).valid
-    any_store.remove(specs[1])
+    any_store.remove_packed([specs[1]])
     for store in (any_store, reopened(any_store), other_store):
         if store is other_store:
             announce_change(any_store.packed.folder, "latents")
@@ -167,7 +170,7 @@ def test_an_entry_of_a_pack_that_was_lost_can_be_removed(any_store: Store, suffi
     store = reopened(any_store)
     assert store.check(specs[0]).valid
     any_store.packed.folder.delete(pack_names(any_store.packed.folder, suffix)[0])
-    store.remove(specs[0])
+    store.remove_packed([specs[0]])
     assert store.check(specs[0]).status == "missing"
 
 
@@ -181,23 +184,73 @@ def test_a_folder_at_the_path_of_a_packed_entry_hides_it(tmp_path: Path) -> None
     assert [tuple(row) == NO_STAT for row in stats.tolist()] == [False, True, False]
 
 
-def test_an_entry_in_two_packs_is_found_after_one_of_them_is_removed(any_store: Store) -> None:
-    specs = write_entries(any_store, 2)
-    seal(any_store, specs, log=discard)
-    folder = any_store.packed.folder
+def pack_twice(store: Store) -> list[EntrySpec]:
+    """Return two entries that are in two packs each, as after two concurrent `latentline pack`."""
+    specs = write_entries(store, 2)
+    seal(store, specs, log=discard)
+    folder = store.packed.folder
     (first,) = pack_names(folder, ".pack")
     hidden = {name: folder.read(name) for name in (first, first.replace(".pack", ".parquet"))}
     for name in hidden:
         folder.delete(name)
     announce_change(folder, "latents")
-    seal(reopened(any_store), [*specs, *write_entries(any_store, 1, start=2)], log=discard)
+
+    seal(reopened(store), [*specs, *write_entries(store, 1, start=2)], log=discard)
     for name, raw in hidden.items():
         folder.replace(name, raw)
     announce_change(folder, "latents")
     assert len(pack_names(folder, ".pack")) == 2
     for spec in specs:
-        delete(any_store, spec)
+        delete(store, spec)
+    return specs
 
+
+def test_an_entry_that_is_damaged_in_one_of_two_packs_is_read_from_the_other(any_store: Store) -> None:
+    specs = pack_twice(any_store)
+    numbers = {spec.key: number for number, spec in enumerate(specs)}
+    folder = any_store.packed.folder
+    first = min(specs, key=lambda spec: spec.key)
+    packs = pack_names(folder, ".pack")
+    for damaged, sound in (packs, packs[::-1]):
+        before = folder.read(damaged)
+        index = read_index(folder, "latents", Path(damaged).stem, len(before))
+        offset = index.row(by_predicate=pl.col("key") == first.key, named=True)["offset"]
+        flip_bit(folder, damaged, offset + DATA_START + 3)
+
+        store = reopened(any_store)
+        state = store.check(first)
+        assert state.valid
+        assert sound in state.place_in_pack
+        assert np.array_equal(store.read(first)["latent"], values_of(numbers[first.key])["latent"])
+        assert np.array_equal(store.read(first)["latent"], values_of(numbers[first.key])["latent"])
+        folder.replace(damaged, before)
+
+
+def test_an_entry_that_is_damaged_in_both_packs_is_reported_in_the_first(any_store: Store) -> None:
+    specs = pack_twice(any_store)
+    folder = any_store.packed.folder
+    packs = pack_names(folder, ".pack")
+    for name in packs:
+        folder.replace(name, bytes(len(folder.read(name))))
+    store = reopened(any_store)
+    state = store.check(specs[0])
+    assert state.status == "wrong"
+    assert packs[0] in state.place_in_pack
+    with pytest.raises(StoreError, match="damaged") as failure:
+        store.read(specs[0])
+    assert packs[0] in failure.value.where
+
+
+def test_an_entry_in_two_packs_is_removed_from_both(any_store: Store) -> None:
+    specs = pack_twice(any_store)
+    reopened(any_store).remove_packed([specs[0]])
+    store = reopened(any_store)
+    assert [store.check(spec).status for spec in specs] == ["missing", "valid"]
+
+
+def test_an_entry_in_two_packs_is_found_after_one_of_them_is_removed(any_store: Store) -> None:
+    specs = pack_twice(any_store)
+    folder = any_store.packed.folder
     stores = [reopened(any_store), reopened(any_store)]
     assert all(store.check(specs[0]).valid for store in stores)
     for removed, store in zip(pack_names(folder, ".pack"), stores, strict=True):
@@ -211,10 +264,29 @@ def test_an_entry_in_two_packs_is_found_after_one_of_them_is_removed(any_store: 
         announce_change(folder, "latents")
 
 
+def test_a_pack_whose_entries_were_all_removed_is_sealed_again(any_store: Store) -> None:
+    specs = write_entries(any_store, 3)
+    seal_and_remove(any_store, specs)
+    any_store.remove_packed(specs)
+    store = reopened(any_store)
+    assert {store.check(spec).status for spec in specs} == {"missing"}
+    seal_and_remove(store, write_entries(store, 3))
+    assert all(reopened(store).check(spec).valid for spec in specs)
+    assert len(pack_names(store.packed.folder, ".pack")) == 1
+
+
 class CountingFolder(LocalCacheFolder):
-    """Counts reads of the file that announces changes, and listings."""
+    """Counts reads of the file that announces changes, and listings, and records replaced files."""
 
     num_tokens = num_listings = 0
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.replaced: list[str] = []
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.replaced.append(Path(name).suffix)
+        super().replace(name, data)
 
     def read(self, name: str) -> bytes:
         self.num_tokens += name.endswith("changed")
@@ -254,6 +326,17 @@ def test_a_cache_without_packs_is_never_listed_for_them(tmp_path: Path) -> None:
         index.refresh()
     assert (folder.num_listings, folder.num_tokens) == (0, 10)
     assert index.find("ab" * 32) is None
+
+
+def test_removing_many_entries_of_a_pack_replaces_its_index_once(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 20)
+    seal_and_remove(store, specs)
+    folder = CountingFolder(tmp_path / "cache")
+    PackedEntries(folder).remove(specs[:15])
+    assert folder.replaced == [".parquet", ""]
+    assert folder.num_listings == 3
+    assert [reopened(store).check(spec).valid for spec in specs] == 15 * [False] + 5 * [True]
 
 
 def test_packs_are_listed_once_while_none_changes(tmp_path: Path) -> None:

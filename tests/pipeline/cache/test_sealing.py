@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from pipeline.cache import sealing
-from pipeline.cache.sealing import seal
+from pipeline.cache.folder import LocalCacheFolder
+from pipeline.cache.packed_entries import PackedEntries
+from pipeline.cache.sealing import MIN_NEW, seal, seal_new
 from pipeline.cache.store import Store
 from pipeline.errors import StoreError
 from pipeline.reporting.reports import discard
@@ -100,3 +103,45 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_fix(tmp_path: Path) 
     (tmp_path / "cache" / "packs").mkdir(mode=0o500)
     with pytest.raises(StoreError, match="packs of the cache cannot be written: Permission denied"):
         seal(store, specs, log=discard)
+
+
+class FullDisk(LocalCacheFolder):
+    """A folder on a disk without space for packs."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_an_error_that_names_the_pack_and_the_space_that_packs_take(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 2)
+    store.packed = PackedEntries(FullDisk(tmp_path / "cache"))
+    with pytest.raises(StoreError) as failure:
+        seal(store, specs, log=discard)
+    assert failure.value.what == "the disk is full: a pack of 4,192 bytes cannot be written"
+    assert failure.value.where.startswith(f"{tmp_path}/cache/packs/latents/")
+    assert failure.value.where.endswith(".pack")
+    assert "free some space" in failure.value.fix
+    assert "latentline gc --delete" in failure.value.fix
+    assert all(Store(tmp_path / "cache").check(spec).valid for spec in specs)
+
+
+def test_new_entries_that_cannot_be_packed_stay_single_files_with_a_warning(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, MIN_NEW)
+    (tmp_path / "cache" / "packs").write_text("a file in place of the folder")
+    log: list[str] = []
+    seal_new(store, specs, log=log.append)
+    (line,) = log
+    assert line.startswith("warning: new entries stay single files: packs of the cache cannot be listed: ")
+    assert f"{tmp_path}/cache/packs/latents" in line
+    assert "then run latentline pack <recipe>" in line
+
+
+def test_entries_that_workers_have_packed_are_not_reported_again(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, MIN_NEW)
+    log: list[str] = []
+    for _ in range(2):
+        seal_new(store, specs, log=log.append)
+    assert log == [f"{MIN_NEW} new entries sealed in 1 pack"]

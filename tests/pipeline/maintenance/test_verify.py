@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 
 from pipeline.cache.requests import stat_columns
+from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntryStat, Store
 from pipeline.checks.findings import CheckContext
 from pipeline.maintenance import verify as verification
@@ -17,6 +19,7 @@ from pipeline.maintenance.verify import BadEntry, needed_entries, verify
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.vae_latents.stage import cache_latents
 from tests.pipeline.cached_job import ASSETS, Job
+from tests.pipeline.packs_case import flip_bit, pack_names
 
 
 def bad_entries_of(job: Job) -> list[BadEntry]:
@@ -84,6 +87,43 @@ def test_a_repair_encodes_the_bad_entries_and_keeps_the_others(
     findings = vae_latents.run(CheckContext(job.recipe, job.tables))
     assert {finding.name: finding.summary for finding in findings if not finding.passed} == {}
     assert log
+
+
+def seal_all(job: Job) -> None:
+    """Copy all entries into packs; the single files stay."""
+    needed = needed_entries(job.recipe, job.tables)
+    sealed = seal(Store(job.recipe.cache_dir), (each.spec for each in needed), log=print)
+    assert sealed.num_entries == len(needed)
+
+
+def test_a_repair_uses_the_valid_copy_in_a_pack_of_a_damaged_file(
+    job: Job, forbidden_launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal_all(job)
+    path = job.entry("vae_latents")
+    rot(job, path)
+    monkeypatch.setattr(verification, "LocalLaunch", lambda _: forbidden_launch)
+    verification.repair(job.recipe, job.tables, bad_entries_of(job), log=print)
+    assert not path.exists()
+    assert bad_entries_of(job) == []
+    assert job.failing("vae_latents") == {}
+
+
+def test_a_repair_encodes_an_entry_that_is_damaged_in_its_file_and_in_a_pack(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal_all(job)
+    path = job.entry("vae_latents")
+    sound = path.read_bytes()
+    rot(job, path)
+    folder = Store(job.recipe.cache_dir).packed.folder
+    (pack,) = pack_names(folder, ".pack")
+    flip_bit(folder, pack, folder.read(pack).index(sound) + len(sound) - 3)
+    monkeypatch.setattr(verification, "LocalLaunch", lambda _: job.launch)
+    verification.repair(job.recipe, job.tables, bad_entries_of(job), log=print)
+    assert path.read_bytes() == sound
+    path.unlink()
+    assert [each.problem for each in bad_entries_of(job)] == ["the entry is missing"]
 
 
 def test_verification_reports_its_progress(job: Job, progress_lines: list[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeline.cache.folder import LocalCacheFolder
 from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
 from pipeline.models.worker.drawing import PictureSettings
@@ -17,8 +18,9 @@ from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import unpacked_weight
 from pipeline.trained_lora.previews import PROMPT_KEY, read_previews
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.loader import read_entry
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
 from pipeline.trained_lora.worker.previews import draw_previews
+from tests.pipeline.packs_case import pack_everything
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -47,6 +49,28 @@ def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(
             weight.add_(0.3)
     adapted = draw_previews(job, family, engine, step=6, warn=warnings.append)
     assert not np.array_equal(pixels[0], np.asarray(Image.open(adapted[0])))
+
+
+def test_previews_and_training_read_the_indexes_of_packs_once(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project(sample_every=2)
+    pack_everything(project.recipe.cache_dir)
+    job = project.job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    read, indexes = LocalCacheFolder.read, list[str]()
+
+    def record(folder: LocalCacheFolder, name: str) -> bytes:
+        indexes.extend([name] if name.endswith(".parquet") else [])
+        return read(folder, name)
+
+    monkeypatch.setattr(LocalCacheFolder, "read", record)
+    MicroBatchMaker(job, family, engine.scheduler).make(0, job.plan()[0].slots()[:1])
+    for step in (2, 4):
+        assert len(draw_previews(job, family, engine, step=step, warn=print)) == 2
+    assert sorted(indexes) == sorted(set(indexes))
+    assert {name.split("/")[1] for name in indexes} == {"latents", "text"}
 
 
 def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Project]) -> None:
