@@ -96,6 +96,7 @@ class RunMirror:
             return
         lasting = (f"{self._top}/*", f"!{self._top}/{LEASE_FILE}", f"!{self._top}/checkpoints/*")
         self.mirror.pull(*lasting, "runs/*/run.json", "runs/exported_step.json", f"{LORA_FOLDER}/*")
+        self.mirror.delete_missing(f"{self._top}/checkpoints/*")
         exported = exported_step(self._recipe.output_dir, self._layout.folder.name)
         if exported is not None:
             pull_step(self.mirror, self._layout, exported)
