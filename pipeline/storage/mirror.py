@@ -157,7 +157,8 @@ class Mirror:
         """Replace files at the address by the local ones that changed, and return their names.
 
         Files that this object has pulled or pushed, and that have been deleted since, are deleted at the
-        address after all others have been transferred.
+        address after all others have been transferred. `delete_unpushed` and the deletions of `pull` do not
+        count.
 
         Args:
             patterns: Patterns of the files.
@@ -171,8 +172,12 @@ class Mirror:
             return []
 
         # Determined before the files are listed: a file is deleted only after its successor exists.
-        deleted = [name for name in self._present if matches(name, patterns) and not self._exists(name)]
         records = self._state.records()
+        deleted = [
+            name
+            for name in self._present & records.keys()
+            if matches(name, patterns) and not self._exists(name)
+        ]
         changed = self._changed(patterns, records)
         self._announce_change(changed, records, guard)
         pushed: dict[str, FileRecord | None] = {}
@@ -201,8 +206,12 @@ class Mirror:
         if not self.is_remote:
             return []
         changed = sorted(self._changed(patterns, self._state.records()))
-        for name in changed:
-            (self.folder / name).unlink(missing_ok=True)
+        try:
+            for name in changed:
+                (self.folder / name).unlink(missing_ok=True)
+        finally:
+            # Without records, no mirror of this working copy takes them for files to delete at the address.
+            self._state.save(dict.fromkeys(changed))
         self._present -= set(changed)
         return changed
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import LatentlineError, LaunchError, TrainingError
-from pipeline.recipe.outputs import mirror_of
+from pipeline.recipe.outputs import PUBLISHED_FILES, mirror_of
 from pipeline.storage.lease import Lease, hold_lease
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora.export.earlier_step import exported_step
-from pipeline.trained_lora.export.lora_files import LORA_FOLDER
 from pipeline.trained_lora.export.publish import read_finished
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, MARKER, OPTIMIZER_FILE, RunLayout
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from pipeline.storage.mirror import Mirror
 
 LEASE_FILE = "lease"
-
-_PUBLISHED = (f"{LORA_FOLDER}/*", "runs/exported_step.json")
 
 _POLL_S = 1.0
 
@@ -95,7 +92,7 @@ class RunMirror:
         if not self.mirror.is_remote:
             return
         lasting = (f"{self._top}/*", f"!{self._top}/{LEASE_FILE}", f"!{self._top}/checkpoints/*")
-        self.mirror.pull(*lasting, "runs/*/run.json", "runs/exported_step.json", f"{LORA_FOLDER}/*")
+        self.mirror.pull(*lasting, "runs/*/run.json", *PUBLISHED_FILES)
         self.mirror.delete_missing(f"{self._top}/checkpoints/*")
         exported = exported_step(self._recipe.output_dir, self._layout.folder.name)
         if exported is not None:
@@ -113,7 +110,7 @@ class RunMirror:
             TrainingError: Another machine took over the run.
         """
         self._push()
-        self.mirror.push(*_PUBLISHED, guard=self._require_lease)
+        self.mirror.push(*PUBLISHED_FILES, guard=self._require_lease)
 
     def delete_unpushed(self) -> None:
         """Delete what was not uploaded before another machine took over the run, so that it never will be.
@@ -121,7 +118,7 @@ class RunMirror:
         Otherwise, the next job on this machine would replace the files of the other one.
         """
         if self._is_lost:
-            self.mirror.delete_unpushed(*self._pushed, *_PUBLISHED)
+            self.mirror.delete_unpushed(*self._pushed, *PUBLISHED_FILES)
 
     @property
     def _is_lost(self) -> bool:
