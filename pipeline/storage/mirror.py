@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.errors import StoreError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.atomic import temp_path_for
+from pipeline.storage.atomic import sync_file, temp_path_for
 from pipeline.storage.mirror_state import FileRecord, MirrorState, file_sha256, local_stat, remote_version
 from pipeline.storage.mirrored_files import (
     folders_of,
@@ -297,6 +297,8 @@ class Mirror:
                 # Several commands choose the newest run or checkpoint by its time.
                 time_ns = stat_from_info(info)[1] or temp.stat().st_mtime_ns
                 os.utime(temp, ns=(time_ns, time_ns))
+                # Otherwise, the file may be empty after a crash, although its record exists.
+                sync_file(temp)
                 temp.replace(path)
         except FileNotFoundError:
             return None

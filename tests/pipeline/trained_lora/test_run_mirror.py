@@ -165,6 +165,24 @@ def test_a_damaged_checkpoint_at_the_address_is_skipped(machine: MakeRecipe) -> 
     assert "skipped the damaged checkpoint" in "\n".join(lines)
 
 
+@pytest.mark.parametrize("name", ["adapter.safetensors", "COMPLETE"])
+def test_a_checkpoint_that_a_crash_damaged_here_is_pulled_again_and_never_uploaded(
+    machine: MakeRecipe, name: str
+) -> None:
+    recipe, lines = machine("one"), list[str]()
+    train(recipe, lambda layout: [save(layout, 2), save(layout, 4)])
+    files = {each: mirror_of(recipe).remote.read(each) for each in mirror_of(recipe).names("*")}
+    newest = layout_of(recipe).checkpoints / "step-00000004"
+    (newest / name).write_bytes(b"")
+
+    resumed: list[str] = []
+    train(recipe, lambda _layout: resumed.append((newest / "adapter.safetensors").read_text("utf-8")), lines)
+    assert resumed == ["adapter 4"]
+    assert (newest / "COMPLETE").stat().st_size > 0
+    assert {each: mirror_of(recipe).remote.read(each) for each in files} == files
+    assert "deleted the damaged checkpoint" in "\n".join(lines)
+
+
 def test_a_training_that_stops_uploads_its_last_checkpoint(machine: MakeRecipe) -> None:
     def work(layout: RunLayout) -> None:
         save(layout, 3)
