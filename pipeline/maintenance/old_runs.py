@@ -18,7 +18,13 @@ from pipeline.trained_lora.export.earlier_step import exported_step
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.job import JOB_FILE
-from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list, hold_idle_run, is_being_trained
+from pipeline.trained_lora.run_folder import (
+    RunLayout,
+    checkpoint_list,
+    hold_idle_run,
+    hold_training,
+    is_being_trained,
+)
 
 
 @dataclass(frozen=True)
@@ -101,14 +107,15 @@ def delete_run(folder: Path) -> None:
     Raises:
         TrainingError: The run was published or is trained since the survey, or cannot be deleted.
     """
-    with hold_idle_run(RunLayout(folder)):
+    layout = RunLayout(folder)
+    with hold_idle_run(layout), hold_training(layout, wait_s=0.0):
         if reason := published_reason(folder):
             raise needed_error(folder.name, reason, where=str(folder))
         delete_run_folder(folder)
 
 
 def delete_run_folder(folder: Path) -> None:
-    """Delete the folder of a run whose lock this process holds.
+    """Delete the folder of a run whose locks this process holds.
 
     Raises:
         TrainingError: The folder cannot be deleted.
@@ -116,8 +123,9 @@ def delete_run_folder(folder: Path) -> None:
     doomed = temp_path_for(folder)
     try:
         folder.rename(doomed)
-        # A process that waits for this lock must not mistake the renamed file for the run's lock.
-        (doomed / RunLayout(folder).lock.name).unlink(missing_ok=True)
+        # A process that waits for a lock must not mistake the renamed file for the run's lock.
+        for lock in (RunLayout(doomed).lock, RunLayout(doomed).training_lock):
+            lock.unlink(missing_ok=True)
     except OSError as err:
         raise _not_deletable(folder, err) from err
     delete_leftover(doomed)
@@ -184,14 +192,14 @@ def _state(layout: RunLayout) -> str:
 def _size_and_change(folder: Path) -> tuple[int, float]:
     """Return the size of all files below a folder in bytes, and the time of the last change of a file.
 
-    The lock is not counted, because processes that train nothing create it too.
+    Locks are not counted, because processes that train nothing create them too.
     """
     num_bytes, changed_s = 0, 0.0
-    lock = RunLayout(folder).lock
+    locks = (RunLayout(folder).lock, RunLayout(folder).training_lock)
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
             found = path.lstat()
-            if path != lock and stat.S_ISREG(found.st_mode):
+            if path not in locks and stat.S_ISREG(found.st_mode):
                 num_bytes += found.st_size
                 changed_s = max(changed_s, found.st_mtime)
     return num_bytes, changed_s

@@ -31,7 +31,14 @@ from pipeline.storage.remote_stat import stat_from_info
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.job import JOB_FILE
-from pipeline.trained_lora.run_folder import MARKER, RunLayout, hold_idle_run, is_being_trained, run_folder
+from pipeline.trained_lora.run_folder import (
+    MARKER,
+    RunLayout,
+    hold_idle_run,
+    hold_training,
+    is_being_trained,
+    run_folder,
+)
 from pipeline.trained_lora.run_mirror import LEASE_FILE
 
 _PROVENANCE = f"{LORA_FOLDER}/{PROVENANCE_FILE}"
@@ -136,7 +143,8 @@ class RemoteRuns:
                 raise needed_error(run, "another machine took it over", where=mirror.where(top))
 
         folder.mkdir(parents=True, exist_ok=True)
-        with hold_idle_run(RunLayout(folder)):
+        layout = RunLayout(folder)
+        with hold_idle_run(layout), hold_training(layout, wait_s=0.0):
             try:
                 with hold_free_lease(lease, stale=self._stale_leases.get(run)) as is_held:
                     if not is_held:

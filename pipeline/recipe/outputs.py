@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MERGED_REJECTIONS = "tables/rejected.parquet"
 _STAGE_REJECTIONS = "tables/rejected/*.parquet"
 
+PUBLISHED_FILES = ("lora/*", "runs/exported_step.json")
+"""Files of the published LoRA, and the record that it is that of an earlier step."""
+
 _WITH_DATASET_PAGE = ("validated_dataset", "aspect_buckets")
 
 COMMAND_FILES = (
@@ -43,7 +46,7 @@ def mirror_of(recipe: Recipe, log: Log = discard) -> Mirror:
 def stage_files(asset: str) -> tuple[str, ...]:
     """Return patterns of the files that a stage or its checks read or write, except those of its runs."""
     page = ("reports/dataset/*",) if asset in _WITH_DATASET_PAGE else ()
-    lora = ("lora/*", "runs/exported_step.json") if asset == "trained_lora" else ()
+    lora = PUBLISHED_FILES if asset == "trained_lora" else ()
     return ("tables/*", "reports/*.json", f"reports/{asset}/*", *page, *lora, "fingerprints.json")
 
 
@@ -60,12 +63,12 @@ def pull_stage(mirror: Mirror, asset: str) -> None:
 
 
 def push_stage(mirror: Mirror, asset: str) -> None:
-    """Push the files of a stage.
+    """Push the files of a stage, except the published LoRA, which is pushed by the holder of its lease.
 
     Raises:
         StoreError: The service does not answer.
     """
-    push_outputs(mirror, *stage_files(asset))
+    push_outputs(mirror, *stage_files(asset), *(f"!{pattern}" for pattern in PUBLISHED_FILES))
 
 
 def push_outputs(mirror: Mirror, *patterns: str) -> None:

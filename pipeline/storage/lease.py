@@ -73,7 +73,9 @@ class Lease:
             if created:
                 return
             version, current = self._read_with_version()
-            if current is None or current.get("copy") == self._copy_id:
+            if current is None and created is False:
+                pass  # released since: created next, because a put could replace the file of a new holder
+            elif current is None or current.get("copy") == self._copy_id:
                 if self._take_over(version, settle_s=SETTLE_S if current is None else 0.0):
                     return
             elif current != seen:
@@ -94,9 +96,15 @@ class Lease:
         Raises:
             OSError: The service does not answer.
         """
-        if self._folder.put_if_absent(self._name, self._content()):
-            return True
-        version, current = self._read_with_version()
+        for _attempt in range(2):
+            created = self._folder.put_if_absent(self._name, self._content())
+            if created:
+                return True
+            version, current = self._read_with_version()
+            if current is not None or created is None:
+                break
+        else:
+            return False  # others hold and release it
         if current is None:
             return self._take_over(version, settle_s=SETTLE_S)
         if current.get("copy") == self._copy_id:

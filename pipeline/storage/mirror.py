@@ -10,26 +10,21 @@ could not be pushed stays in the working copy, and the next push sends it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from pipeline.errors import StoreError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.atomic import temp_path_for, write_text
+from pipeline.storage.atomic import sync_file, temp_path_for
+from pipeline.storage.mirror_state import FileRecord, MirrorState, file_sha256, local_stat, remote_version
 from pipeline.storage.mirrored_files import (
-    FileRecord,
     folders_of,
     has_wildcards,
     in_order,
@@ -39,8 +34,6 @@ from pipeline.storage.mirrored_files import (
 )
 from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteFolder
 from pipeline.storage.remote_stat import stat_from_info
-
-STATE_FILE = ".mirror.json"
 
 _THREADS = 8
 
@@ -82,6 +75,7 @@ class Mirror:
         self.folder = folder
         self._log = log
         self._before_use = before_use
+        self._state = MirrorState(folder)
         self._present: set[str] = set()
 
     @property
@@ -102,11 +96,7 @@ class Mirror:
     @property
     def copy_id(self) -> str:
         """Random id of the working copy, written when it is first used."""
-        state = self._read_state()
-        if "id" not in state:
-            self._save({})
-            state = self._read_state()
-        return str(state["id"])
+        return self._state.copy_id
 
     def names(self, *patterns: str) -> list[str]:
         """Return the sorted names of the files at the address; none for a local folder.
@@ -127,16 +117,20 @@ class Mirror:
     def pull(self, *patterns: str) -> list[str]:
         """Make local files equal to those at the address, and return the names of those that changed.
 
-        Local files that do not exist at the address stay.
+        A file that was deleted at the address is deleted here too, unless it changed here since both sides
+        agreed. Files that were never there stay.
 
         Raises:
             StoreError: The service does not answer, or a file cannot be read.
-            OSError: A local file cannot be written.
+            OSError: A local file cannot be written or deleted.
         """
         if not self.is_remote:
             return []
-        listed = self._listed(patterns)
-        records = self._records()
+        # Read before the files are listed: one that another process pushes meanwhile is not a deleted one.
+        records = self._state.records()
+        everything = self._listed(("*",))
+        deleted = self._delete_missing(patterns, records, everything)
+        listed = {name: info for name, info in everything.items() if matches(name, patterns)}
         wanted = [name for name, info in listed.items() if not self._is_current(name, info, records)]
         pulled: dict[str, FileRecord | None] = {}
         try:
@@ -145,15 +139,26 @@ class Mirror:
                     pulls = pool.map(lambda name: self._pull_file(name, listed[name]), names)
                     pulled |= {name: record for name, record in zip(names, pulls, strict=True) if record}
         finally:
-            self._save(pulled)
+            self._state.save(pulled)
         self._present |= {name for name in listed if (self.folder / name).is_file()}
-        return sorted(pulled)
+        return sorted({*pulled, *deleted})
+
+    def delete_missing(self, *patterns: str) -> None:
+        """Delete local files that were deleted at the address, as `pull` does, and pull nothing.
+
+        Raises:
+            StoreError: The service does not answer.
+            OSError: A local file cannot be deleted.
+        """
+        if self.is_remote:
+            self._delete_missing(patterns, self._state.records(), self._listed(("*",)))
 
     def push(self, *patterns: str, guard: Callable[[], object] = allow) -> list[str]:
         """Replace files at the address by the local ones that changed, and return their names.
 
         Files that this object has pulled or pushed, and that have been deleted since, are deleted at the
-        address after all others have been transferred.
+        address after all others have been transferred. `delete_unpushed` and the deletions of `pull` do not
+        count.
 
         Args:
             patterns: Patterns of the files.
@@ -167,8 +172,12 @@ class Mirror:
             return []
 
         # Determined before the files are listed: a file is deleted only after its successor exists.
-        deleted = [name for name in self._present if matches(name, patterns) and not self._exists(name)]
-        records = self._records()
+        records = self._state.records()
+        deleted = [
+            name
+            for name in self._present & records.keys()
+            if matches(name, patterns) and not self._exists(name)
+        ]
         changed = self._changed(patterns, records)
         self._announce_change(changed, records, guard)
         pushed: dict[str, FileRecord | None] = {}
@@ -184,7 +193,7 @@ class Mirror:
                     pushed |= {name: record for name, record in zip(names, pushes, strict=True) if record}
             self._present |= set(pushed)
         finally:
-            self._save(pushed)
+            self._state.save(pushed)
         self.remove(*deleted, guard=guard)
         return sorted(pushed)
 
@@ -196,9 +205,13 @@ class Mirror:
         """
         if not self.is_remote:
             return []
-        changed = sorted(self._changed(patterns, self._records()))
-        for name in changed:
-            (self.folder / name).unlink(missing_ok=True)
+        changed = sorted(self._changed(patterns, self._state.records()))
+        try:
+            for name in changed:
+                (self.folder / name).unlink(missing_ok=True)
+        finally:
+            # Without records, no mirror of this working copy takes them for files to delete at the address.
+            self._state.save(dict.fromkeys(changed))
         self._present -= set(changed)
         return changed
 
@@ -212,14 +225,18 @@ class Mirror:
         Raises:
             StoreError: The service does not answer, or a file cannot be deleted.
         """
-        for group in reversed(list(in_order(names)) if self.is_remote else []):
-            for name in group:
+        if not (names and self.is_remote):
+            return
+        removed: set[str] = set()
+        try:
+            for name in chain.from_iterable(reversed(list(in_order(names)))):
                 guard()
                 with suppress(FileNotFoundError):
                     self._request(partial(self.remote.remove, name), name, "deleted")
-        self._present -= set(names)
-        if names and self.is_remote:
-            self._save(dict.fromkeys(names))
+                removed.add(name)
+        finally:
+            self._present -= removed
+            self._state.save(dict.fromkeys(removed))
 
     def where(self, name: str = "") -> str:
         """Return the location of a file at the address, for messages."""
@@ -238,9 +255,32 @@ class Mirror:
             if is_mirrored(name) and matches(name, patterns)
         }
 
+    def _delete_missing(
+        self, patterns: Sequence[str], records: Mapping[str, FileRecord], everything: Mapping[str, object]
+    ) -> list[str]:
+        """Forget the records of files that are not at the address; delete and return those unchanged here.
+
+        An address without any file has been lost. Then nothing is deleted, and the next pushes fill it again.
+        """
+        if not everything:
+            self._state.save(dict.fromkeys(records))
+            return []
+
+        missing = [name for name in records if name not in everything and matches(name, patterns)]
+        deleted: list[str] = []
+        for name in chain.from_iterable(reversed(list(in_order(missing)))):
+            path = self.folder / name
+            with suppress(FileNotFoundError):
+                if local_stat(path) == records[name].local:
+                    path.unlink()
+                    deleted.append(name)
+        self._present -= set(missing)
+        self._state.save(dict.fromkeys(missing))
+        return deleted
+
     def _is_current(self, name: str, info: Mapping[str, Any], records: Mapping[str, FileRecord]) -> bool:
         record = records.get(name)
-        return record is not None and record.version == _version(info) and self._exists(name)
+        return record is not None and record.version == remote_version(info) and self._exists(name)
 
     def _exists(self, name: str) -> bool:
         return (self.folder / name).is_file()
@@ -252,18 +292,20 @@ class Mirror:
         temp = temp_path_for(path)
         try:
             self._request(partial(self.remote.download, name, temp), name, "read")
-            sha256 = _sha256(temp)
-            if not (path.is_file() and _sha256(path) == sha256):
+            sha256 = file_sha256(temp)
+            if not (path.is_file() and file_sha256(path) == sha256):
                 # Several commands choose the newest run or checkpoint by its time.
                 time_ns = stat_from_info(info)[1] or temp.stat().st_mtime_ns
                 os.utime(temp, ns=(time_ns, time_ns))
+                # Otherwise, the file may be empty after a crash, although its record exists.
+                sync_file(temp)
                 temp.replace(path)
         except FileNotFoundError:
             return None
         finally:
             temp.unlink(missing_ok=True)
         # A newer version than the listed one may have been read: then the next pull reads it again.
-        return FileRecord(_version(info), sha256, _local_stat(path))
+        return FileRecord(remote_version(info), sha256, local_stat(path))
 
     def _changed(
         self, patterns: Sequence[str], records: Mapping[str, FileRecord]
@@ -274,14 +316,14 @@ class Mirror:
         for name in self._local_names(patterns):
             path, record = self.folder / name, records.get(name)
             with suppress(FileNotFoundError):  # pruned since it was listed
-                stat = _local_stat(path)
+                stat = local_stat(path)
                 if record is None or record.local != stat:
-                    sha256 = _sha256(path)
+                    sha256 = file_sha256(path)
                     if record is None or record.sha256 != sha256:
                         changed[name] = sha256, stat
                     else:
                         touched[name] = FileRecord(record.version, sha256, stat)
-        self._save(touched)
+        self._state.save(touched)
         return changed
 
     def _announce_change(
@@ -310,7 +352,7 @@ class Mirror:
             if path.is_file():
                 raise self.error(f"the output folder cannot be written: {err}", name) from err
             return None
-        return FileRecord(_version(info), *state)
+        return FileRecord(remote_version(info), *state)
 
     def _upload(self, name: str, is_new: bool, guard: Callable[[], object]) -> str:
         """Upload a file, and return its version if the answer states it.
@@ -352,47 +394,3 @@ class Mirror:
             raise
         except OSError as err:
             raise self.error(f"the output folder cannot be {done}: {err}", name) from err
-
-    def _read_state(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.folder / STATE_FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return {}
-
-    def _records(self) -> dict[str, FileRecord]:
-        files: dict[str, dict[str, Any]] = self._read_state().get("files", {})
-        return {
-            name: FileRecord(tuple(record["version"]), record["sha256"], tuple(record["local"]))
-            for name, record in files.items()
-        }
-
-    def _save(self, changes: Mapping[str, FileRecord | None]) -> None:
-        """Store the records of files; None removes one. Other processes may use the same working copy."""
-        path = self.folder / STATE_FILE
-        if not changes and path.is_file():
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):
-            state = self._read_state()
-            files: dict[str, Any] = state.get("files", {})
-            for name, record in changes.items():
-                files.pop(name, None)
-                if record is not None:
-                    files[name] = asdict(record)
-            state = {"id": state.get("id") or uuid.uuid4().hex, "files": files}
-            write_text(path, json.dumps(state) + "\n")
-
-
-def _version(info: Mapping[str, Any]) -> tuple[int, ...]:
-    size, time_ns, changed_ns, version = stat_from_info(info)
-    return (size, 0, 0, version) if version else (size, time_ns, changed_ns, 0)
-
-
-def _local_stat(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""The files that a mirror transfers: their records, patterns of their names, and the order of the transfer.
+"""The files that a mirror transfers: patterns of their names, and the order of the transfer.
 
 A pattern is one of `fnmatch`, in which `*` also matches slashes. One that starts with `!` excludes names.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
@@ -15,21 +14,6 @@ LAST = ("*/lora.json", "*/COMPLETE", "*/provenance.json", "*/finished.json")
 """Files that show that the files next to them are complete; they are transferred last, in this order."""
 
 _WILDCARDS = re.compile(r"[*?\[]")
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """State of a file when the working copy and the address agreed.
-
-    Attributes:
-        version: Numbers of `stat_from_info`, without times if the service states a version.
-        sha256: Hash of its bytes in hex.
-        local: Size, modification time in nanoseconds, and inode of the local file.
-    """
-
-    version: tuple[int, ...]
-    sha256: str
-    local: tuple[int, ...]
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

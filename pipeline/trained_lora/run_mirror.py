@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import LatentlineError, LaunchError, TrainingError
-from pipeline.recipe.outputs import mirror_of
+from pipeline.recipe.outputs import PUBLISHED_FILES, mirror_of
 from pipeline.storage.lease import Lease, hold_lease
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora.export.earlier_step import exported_step
-from pipeline.trained_lora.export.lora_files import LORA_FOLDER
 from pipeline.trained_lora.export.publish import read_finished
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, MARKER, OPTIMIZER_FILE, RunLayout
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
 LEASE_FILE = "lease"
 
-_PUBLISHED = (f"{LORA_FOLDER}/*", "runs/exported_step.json")
+_STATE_FILES = (MARKER, OPTIMIZER_FILE, ADAPTER_FILE)
+"""Files of a checkpoint that a run resumes from, in the order in which they are deleted."""
 
 _POLL_S = 1.0
 
@@ -95,14 +95,16 @@ class RunMirror:
         if not self.mirror.is_remote:
             return
         lasting = (f"{self._top}/*", f"!{self._top}/{LEASE_FILE}", f"!{self._top}/checkpoints/*")
-        self.mirror.pull(*lasting, "runs/*/run.json", "runs/exported_step.json", f"{LORA_FOLDER}/*")
+        self.mirror.pull(*lasting, "runs/*/run.json", *PUBLISHED_FILES)
+        self.mirror.delete_missing(f"{self._top}/checkpoints/*")
         exported = exported_step(self._recipe.output_dir, self._layout.folder.name)
         if exported is not None:
             pull_step(self.mirror, self._layout, exported)
 
+        local = self._undamaged_steps()
         steps = self._recipe.training.num_steps
         if read_finished(self._layout, steps=steps, recipe_name=self._recipe.name) is None:
-            self._pull_newest_checkpoint(last_step=steps)
+            self._pull_newest_checkpoint(local, last_step=steps)
 
     def push(self) -> None:
         """Push the run and the published LoRA after all work.
@@ -112,7 +114,7 @@ class RunMirror:
             TrainingError: Another machine took over the run.
         """
         self._push()
-        self.mirror.push(*_PUBLISHED, guard=self._require_lease)
+        self.mirror.push(*PUBLISHED_FILES, guard=self._require_lease)
 
     def delete_unpushed(self) -> None:
         """Delete what was not uploaded before another machine took over the run, so that it never will be.
@@ -120,7 +122,7 @@ class RunMirror:
         Otherwise, the next job on this machine would replace the files of the other one.
         """
         if self._is_lost:
-            self.mirror.delete_unpushed(*self._pushed, *_PUBLISHED)
+            self.mirror.delete_unpushed(*self._pushed, *PUBLISHED_FILES)
 
     @property
     def _is_lost(self) -> bool:
@@ -163,8 +165,24 @@ class RunMirror:
             fix="start the job again; it waits for the other machine, and then reuses its result",
         )
 
-    def _pull_newest_checkpoint(self, *, last_step: int) -> None:
-        local = _steps(str(path) for path in self._layout.checkpoints.glob(f"step-*/{MARKER}"))
+    def _undamaged_steps(self) -> set[int]:
+        """Return the local steps to resume from, after deleting the state of damaged ones.
+
+        A crash may have damaged them. They must neither be uploaded nor keep the good one from being pulled.
+        """
+        steps = self._local_steps()
+        for step in sorted(steps):
+            folder = self._layout.checkpoints / f"step-{step:08d}"
+            if not _is_undamaged(folder):
+                self._log(f"warning: deleted the damaged checkpoint {folder}")
+                for name in _STATE_FILES:
+                    (folder / name).unlink(missing_ok=True)
+        return self._local_steps()
+
+    def _local_steps(self) -> set[int]:
+        return _steps(str(path) for path in self._layout.checkpoints.glob(f"step-*/{MARKER}"))
+
+    def _pull_newest_checkpoint(self, local: set[int], *, last_step: int) -> None:
         for step in sorted(self._remote_steps(), reverse=True):
             if step > last_step:
                 continue
@@ -183,12 +201,12 @@ class RunMirror:
 
     def _remove_expired(self) -> None:
         keep = self._recipe.training.keep_checkpoints
-        local = _steps(str(path) for path in self._layout.checkpoints.glob(f"step-*/{MARKER}"))
-        if keep is None or not local - {0}:
+        local = self._local_steps()
+        if keep is None or not local:
             return
         expired = sorted(step for step in self._remote_steps() if step <= max(local))[:-keep]
-        states = (MARKER, OPTIMIZER_FILE, ADAPTER_FILE)
-        names = [f"{self._top}/checkpoints/step-{step:08d}/{name}" for step in expired for name in states]
+        folders = [f"{self._top}/checkpoints/step-{step:08d}" for step in expired]
+        names = [f"{folder}/{name}" for folder in folders for name in _STATE_FILES]
         self.mirror.remove(*names, guard=self._require_lease)
 
     @contextmanager
@@ -278,7 +296,7 @@ def mirrored_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunMi
 def pull_step(mirror: Mirror, layout: RunLayout, step: int, *, state: bool = False) -> None:
     """Pull the LoRA files of a checkpoint, and with `state` also those that a run resumes from."""
     folder = f"runs/{layout.folder.name}/checkpoints/step-{step:08d}"
-    excluded = () if state else (f"!*/{MARKER}", f"!*/{OPTIMIZER_FILE}", f"!*/{ADAPTER_FILE}")
+    excluded = () if state else tuple(f"!*/{name}" for name in _STATE_FILES)
     mirror.pull(f"{folder}/*", *excluded)
 
 

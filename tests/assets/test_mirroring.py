@@ -12,9 +12,11 @@ from dagster import build_asset_context
 
 from assets.mirroring import mirrored_outputs
 from assets.run_summary import pull_reports
-from pipeline.errors import DatasetError
+from pipeline.errors import DatasetError, TrainingError
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.outputs import mirror_of
+from pipeline.trained_lora.run_folder import RunLayout, run_folder
+from pipeline.trained_lora.run_mirror import mirrored_run
 
 
 @pytest.fixture
@@ -66,3 +68,34 @@ def test_reports_that_cannot_be_pulled_are_missing_from_the_summary(recipe: Reci
     shutil.rmtree(recipe.output_dir)
     block_working_copy(recipe)
     pull_reports([recipe])
+
+
+def test_a_step_that_lost_its_run_leaves_the_lora_that_the_other_machine_published(recipe: Recipe) -> None:
+    weights, export = "lora/pytorch_lora_weights.safetensors", "runs/exported_step.json"
+    remote = mirror_of(recipe).remote
+    for name in (weights, export):
+        remote.put(name, b"before")
+    layout = RunLayout(run_folder(recipe.output_dir, "0123456789abcdef"))
+
+    def lose_run() -> None:
+        with (
+            mirrored_outputs(build_asset_context(), recipe, "trained_lora"),
+            mirrored_run(recipe, layout, print),
+        ):
+            (recipe.output_dir / weights).write_bytes(b"of this machine")
+            (recipe.output_dir / export).unlink()
+            remote.put("runs/0123456789abcdef/lease", b'{"machine": "two", "copy": "two", "token": "two"}')
+            remote.put(weights, b"of the other")
+
+    with pytest.raises(TrainingError, match="another machine took over the run"):
+        lose_run()
+    assert (remote.read(weights), remote.read(export)) == (b"of the other", b"before")
+
+
+def test_a_lora_that_was_not_uploaded_is_not_uploaded_by_a_step_without_its_run(recipe: Recipe) -> None:
+    """It may be older than the one that another machine is about to publish."""
+    lora = recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors"
+    with mirrored_outputs(build_asset_context(), recipe, "trained_lora"):
+        lora.parent.mkdir(parents=True)
+        lora.write_bytes(b"of this machine")
+    assert mirror_of(recipe).names("lora/*") == []

@@ -16,6 +16,7 @@ import torch
 from pipeline.errors import LatentlineError, TrainingError, counted
 from pipeline.models.training_adapter import missing_adapter_warning
 from pipeline.models.worker.family import load_family
+from pipeline.processes.pipes import rank
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
@@ -88,19 +89,18 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
             satisfied.
         StoreError: A cache entry is missing or damaged.
     """
-    run = _TrainingRun(job, report)
-    accelerator = run.engine.accelerator
-    try:
-        with hold_training(run.paths) if run.main else nullcontext():
+    # Held before the model is loaded, which may take minutes, because `latentline gc` deletes idle runs.
+    with hold_training(RunLayout(job.folder)) if rank() == 0 else nullcontext():
+        run = _TrainingRun(job, report)
+        try:
             finished = run.train(stop)
-    except BaseException:
-        # `end_training` would also close the process group, which the other ranks may still use.
-        for tracker in accelerator.trackers:
-            tracker.finish()
-        raise
-
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+        except BaseException:
+            # `end_training` would also close the process group, which the other ranks may still use.
+            for tracker in run.engine.accelerator.trackers:
+                tracker.finish()
+            raise
+    run.engine.accelerator.wait_for_everyone()
+    run.engine.accelerator.end_training()
     return finished
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,11 @@ from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
 from pipeline.maintenance.gc_packs import Packs
+from pipeline.recipe import project_root
+from pipeline.recipe.scratch import working_copy
+from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
+from pipeline.storage.mirror import Mirror
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
 from tests.pipeline.cached_job import Job
@@ -132,6 +137,32 @@ def test_L13_an_unfinished_run_keeps_its_entries_and_a_finished_one_does_not(job
     assert survey(job.recipe.cache_dir).orphans == {}
     (run / "finished.json").write_text("{}")
     assert set(survey(job.recipe.cache_dir).orphans) == names_in_cache(job, latent, text)
+
+
+def test_L13_a_run_that_another_machine_extends_keeps_its_entries(job: Job, tmp_path: Path) -> None:
+    """Machine b makes a finished run unfinished again, after this one has pulled its marker."""
+    cache, address = job.recipe.cache_dir, Url(f"memory://{uuid.uuid4().hex}/out")
+    entries = RecipeEntries(job.recipe)
+    inputs = training_inputs(
+        job.recipe, entries, job.tables.read("vae_latents"), job.tables.read("text_embeddings")
+    )
+    b = job.recipe.model_copy(update={"output_dir": tmp_path / "b"})
+    training_job = TrainingJob(b, entries.model_folder, "0123456789abcdef", inputs, entries.text_spec(""), ())
+    training_job.write()
+    (training_job.folder / "finished.json").write_text("{}")
+    mirror = Mirror(address, b.output_dir)
+    mirror.push("runs/*")
+
+    register_user(cache, address, recipe="sample", kind="latents", keys=[])
+    unregister_user(cache, job.recipe.output_dir)
+    make_all_files_old(job)
+    try:
+        latents = names_in_cache(job, *cache.glob("latents/*/*"))
+        assert latents <= survey(cache).orphans.keys()
+        mirror.remove("runs/0123456789abcdef/finished.json")
+        assert latents.isdisjoint(survey(cache).orphans)
+    finally:
+        shutil.rmtree(working_copy("sample", address, project_root()))
 
 
 def test_L13_an_entry_requested_between_survey_and_deletion_is_kept(job: Job) -> None:

@@ -15,7 +15,7 @@ from pipeline.maintenance.old_runs import Run, delete_run, survey_runs
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.atomic import temp_name
 from pipeline.trained_lora.job import JOB_FILE
-from pipeline.trained_lora.run_folder import RunLayout, hold_run
+from pipeline.trained_lora.run_folder import RunLayout, hold_run, hold_training
 
 FINISHED, PUBLISHED, NEWEST, OTHER = ("1" * 16, "2" * 16, "3" * 16, "4" * 16)
 
@@ -145,8 +145,9 @@ def test_a_deleted_run_leaves_nothing(output_dir: Path) -> None:
 
 def test_a_run_that_is_published_or_trained_after_the_listing_is_not_deleted(output_dir: Path) -> None:
     run = old_run(output_dir, OTHER)
-    with hold_run(RunLayout(run.folder), print), pytest.raises(TrainingError, match="being trained"):
-        delete_run(run.folder)
+    for hold in (hold_run(RunLayout(run.folder), print), hold_training(RunLayout(run.folder))):
+        with hold, pytest.raises(TrainingError, match="being trained"):
+            delete_run(run.folder)
     (output_dir / "lora" / "provenance.json").write_text(json.dumps({"run": OTHER}))
     with pytest.raises(TrainingError, match="needed now, after it was listed as old: in lora/"):
         delete_run(run.folder)

@@ -152,6 +152,38 @@ def test_only_one_of_two_processes_takes_over_a_lease_that_both_found_stale(
     assert two.is_held()
 
 
+@pytest.mark.parametrize("make_lease", ["with conditional put", "s3"], indirect=True)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_lease_that_is_released_and_created_by_another_meanwhile_is_not_replaced(
+    make_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    holder, one, two = make_lease("holder"), make_lease("one"), make_lease("two")
+    holder.acquire()
+    read, version, held = one._folder.read, one._folder.version, list[bool]()
+
+    def release_before(name: str) -> str:
+        monkeypatch.setattr(one._folder, "version", version)
+        holder.release()
+        return version(name)
+
+    def acquire_after(name: str) -> bytes:
+        monkeypatch.setattr(one._folder, "read", read)
+        try:
+            return read(name)
+        finally:
+            two.acquire()
+
+    monkeypatch.setattr(one._folder, "version", release_before)
+    monkeypatch.setattr(one._folder, "read", acquire_after)
+    if waits:
+        monkeypatch.setattr(one, "_log", lambda _line: (held.append(two.is_held()), two.release()))
+        one.acquire()
+        assert held == [True]
+    else:
+        assert not one.acquire_at_once()
+        assert two.is_held()
+
+
 def test_a_holder_notices_that_another_took_over_and_is_already_done(
     make_lease: Callable[..., Lease],
 ) -> None:

@@ -73,6 +73,78 @@ def test_a_file_deleted_since_it_was_pulled_is_deleted_at_the_address(address: U
     assert mirror.names("*") == ["tables/b"]
 
 
+def test_a_file_deleted_by_another_machine_is_deleted_unless_it_changed_here(
+    address: Url, tmp_path: Path
+) -> None:
+    one, two = Mirror(address, tmp_path / "one"), Mirror(address, tmp_path / "two")
+    write(one.folder, a="1", b="2", c="3", d="4")
+    one.push("tables/*")
+    two.pull("tables/*")
+    two.remove("tables/a", "tables/b", "tables/c")
+    write(one.folder, b="changed")
+    os.utime(one.folder / "tables/c")
+
+    assert Mirror(address, one.folder).pull("tables/a", "tables/b") == ["tables/a"]
+    assert texts(one.folder) == {"b": "changed", "c": "3", "d": "4"}, "c was not pulled"
+    write(one.folder, a="1")
+    assert one.push("tables/*") == ["tables/a", "tables/b"], "the same bytes as before are missing there"
+    assert one.names("*") == ["tables/a", "tables/b", "tables/d"]
+
+
+def test_a_lost_address_is_filled_from_the_working_copy(address: Url, tmp_path: Path) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1")
+    write_text(mirror.folder / "lora/b", "2")
+    mirror.push("*")
+    for name in mirror.names("*"):
+        mirror.remote.remove(name)
+
+    later = Mirror(address, mirror.folder)
+    assert later.pull("tables/*") == []
+    assert later.push("tables/*") == ["tables/a"]
+    assert later.pull("lora/*") == []
+    assert later.push("lora/*") == ["lora/b"]
+
+
+def test_a_file_that_another_process_pushes_during_a_pull_is_not_taken_for_a_deleted_one(
+    address: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1")
+    mirror.push("tables/*")
+    list_files = mirror.remote.list_files
+
+    def list_and_push(*names: str, **options: str) -> dict[str, dict[str, object]]:
+        listed = list_files(*names, **options)
+        write(mirror.folder, b="2")
+        Mirror(address, mirror.folder).push("tables/b")
+        return listed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror.remote, "list_files", list_and_push)
+        mirror.pull("tables/*")
+    assert texts(mirror.folder) == {"a": "1", "b": "2"}
+    assert mirror.push("tables/*") == []
+
+
+def test_a_file_that_an_interrupted_deletion_has_removed_is_pushed_again(
+    address: Url, tmp_path: Path
+) -> None:
+    mirror = Mirror(address, tmp_path / "copy")
+    write(mirror.folder, a="1", b="2")
+    mirror.push("tables/*")
+    calls: list[int] = []
+
+    def refuse_second() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        mirror.remove("tables/a", "tables/b", guard=refuse_second)
+    assert Mirror(address, mirror.folder).push("tables/*") == ["tables/a"]
+
+
 def test_if_both_sides_changed_the_address_wins(address: Url, tmp_path: Path) -> None:
     one, two = Mirror(address, tmp_path / "one"), Mirror(address, tmp_path / "two")
     write(one.folder, a="1")

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import LaunchError, StoreError, TrainingError
+from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.outputs import mirror_of
 from pipeline.storage import lease, retry
 from pipeline.storage.atomic import write_text
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora import run_mirror
+from pipeline.trained_lora.export.earlier_step import exported_step, forget_exported_step
 from pipeline.trained_lora.run_folder import RunLayout, run_folder
 from pipeline.trained_lora.run_mirror import mirrored_run
 
@@ -121,6 +123,39 @@ def test_another_machine_pulls_the_logs_and_the_newest_complete_checkpoint(machi
         assert two.metrics.read_text("utf-8") == "steps up to 4\n"
 
 
+def test_a_run_that_another_machine_deleted_is_trained_anew_and_uploaded_completely(
+    machine: MakeRecipe,
+) -> None:
+    one, runs = machine("one"), RemoteRuns(mirror_of(machine("two")))
+    train(one, lambda layout: [save(layout, step) for step in (2, 4)])
+    runs.survey(num_newest=0, recipes=[], wait=False)
+    runs.delete(run_folder(machine("two").output_dir, RUN))
+    assert mirror_of(one).names("*") == []
+    write_text(layout_of(one).folder.parent / "other" / "run.json", "{}")
+    mirror_of(one).push("runs/other/*")  # the address holds other runs
+
+    steps_at_start: list[Path] = []
+    train(one, lambda layout: [steps_at_start.extend(layout.checkpoints.glob("*/*")), save(layout, 6)])
+    assert steps_at_start == []
+    assert steps_at_address(one) == [6]
+    assert f"runs/{RUN}/run.json" in mirror_of(one).names("*")
+    assert runs.survey(num_newest=0, recipes=[], wait=False).leftovers == {}
+
+
+def test_an_export_that_another_machine_undid_does_not_come_back(machine: MakeRecipe) -> None:
+    one, two = machine("one"), machine("two")
+    train(one, lambda layout: save(layout, 2))
+    write_text(one.output_dir / "runs" / "exported_step.json", json.dumps({"run": RUN, "step": 2}))
+    mirror_of(one).push("runs/exported_step.json")
+
+    mirror = mirror_of(two)
+    mirror.pull("runs/*")
+    assert forget_exported_step(two.output_dir) == (RUN, 2)
+    mirror.push("runs/exported_step.json")
+    with mirrored_run(one, layout_of(one), print):
+        assert exported_step(one.output_dir, RUN) is None
+
+
 def test_a_damaged_checkpoint_at_the_address_is_skipped(machine: MakeRecipe) -> None:
     train(machine("one"), lambda layout: [save(layout, 2), save(layout, 4, damaged=True)])
     lines: list[str] = []
@@ -128,6 +163,24 @@ def test_a_damaged_checkpoint_at_the_address_is_skipped(machine: MakeRecipe) -> 
     with mirrored_run(machine("two"), two, lines.append):
         assert (two.checkpoints / "step-00000002/COMPLETE").is_file()
     assert "skipped the damaged checkpoint" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "COMPLETE"])
+def test_a_checkpoint_that_a_crash_damaged_here_is_pulled_again_and_never_uploaded(
+    machine: MakeRecipe, name: str
+) -> None:
+    recipe, lines = machine("one"), list[str]()
+    train(recipe, lambda layout: [save(layout, 2), save(layout, 4)])
+    files = {each: mirror_of(recipe).remote.read(each) for each in mirror_of(recipe).names("*")}
+    newest = layout_of(recipe).checkpoints / "step-00000004"
+    (newest / name).write_bytes(b"")
+
+    resumed: list[str] = []
+    train(recipe, lambda _layout: resumed.append((newest / "adapter.safetensors").read_text("utf-8")), lines)
+    assert resumed == ["adapter 4"]
+    assert (newest / "COMPLETE").stat().st_size > 0
+    assert {each: mirror_of(recipe).remote.read(each) for each in files} == files
+    assert "deleted the damaged checkpoint" in "\n".join(lines)
 
 
 def test_a_training_that_stops_uploads_its_last_checkpoint(machine: MakeRecipe) -> None:

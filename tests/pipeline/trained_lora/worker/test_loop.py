@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import Slot
-from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.run_folder import RunLayout, is_being_trained
 from pipeline.trained_lora.sample_losses import sample_statistics
 from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker import loop
@@ -28,7 +28,7 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.step_outcome import QueuedStep
-from pipeline.trained_lora.worker.stop_request import stop_on_signals
+from pipeline.trained_lora.worker.stop_request import StopRequest, stop_on_signals
 from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.runs import (
     Outcome,
@@ -351,3 +351,21 @@ def test_a_run_warns_of_packed_weights_without_gradient_checkpointing(
     expected = "quantize: int8 without gradient checkpointing takes more memory than none"
     for places in (warnings, lines):
         assert (expected in "\n".join(places)) == (not checkpointing)
+
+
+def test_a_run_counts_as_being_trained_before_its_model_is_loaded(
+    make_project: Callable[..., Project],
+) -> None:
+    """A garbage collection must not delete it in the minutes that a large model takes."""
+    job = make_project().job()
+    locked: list[bool] = []
+
+    class Report(RecordingReport):
+        def phase(self, text: str) -> None:
+            locked.append(is_being_trained(RunLayout(job.folder)))
+            raise InterruptedError(text)
+
+    with pytest.raises(InterruptedError, match="loading the UNet"):
+        train(job, Report(), StopRequest())
+    assert locked == [True]
+    assert not is_being_trained(RunLayout(job.folder))
