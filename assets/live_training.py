@@ -10,6 +10,7 @@ from dagster import AssetExecutionContext, AssetObservation, MetadataValue
 from assets.names import asset_key
 from assets.publishing import report_metadata
 from pipeline.recipe import Recipe
+from resources.step_log import StepLog
 
 
 def observe_training(
@@ -40,7 +41,8 @@ def observe_training(
                     context.instance.report_runless_asset_event(observation)
             except Exception as err:  # a picture or the event log must not stop a training
                 is_broken = True
-                context.log.warning(f"no more live observations: {type(err).__name__}: {err}")
+                reason = f"{type(err).__name__}: {err}".splitlines()[0]
+                StepLog(context).warning(f"no more live observations: {reason}")
 
         return poll
 

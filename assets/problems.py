@@ -1,8 +1,9 @@
 """What, where and fix of an error that ended a step, a run or a command, as text for a terminal."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from dagster import DagsterEvent, DagsterExecutionInterruptedError
 
@@ -46,14 +47,26 @@ def command_problem(err: BaseException, command: str) -> str:
 
 def between_steps_problem(event: DagsterEvent) -> str:
     """Return what, where and fix of the failure of a run by an error outside of its steps."""
-    what = "the run failed"
-    error = event.job_failure_data.error
+    errors = list(_stored_causes(event.job_failure_data.error))
+    if (problem := _stored_database_problem(errors)) is not None:
+        return problem
+    what = errors[-1].message.strip().replace("\n", "\n    ") if errors else "the run failed"
+    return f"{what}\n  where: between two steps\n  fix:   {BUG}"
+
+
+def _stored_causes(error: Any) -> Iterator[Any]:
+    """Yield an error of an event, the error that caused it, and so on."""
     while error is not None:
+        yield error
+        error = error.cause or error.context
+
+
+def _stored_database_problem(errors: Iterable[Any]) -> str | None:
+    """Return what, where and fix if one of the errors is that of a database, or None."""
+    for error in errors:
         if error.message.startswith("sqlalchemy."):
             return _database_problem(error.message.partition(": ")[2])
-        what = error.message.strip().replace("\n", "\n    ")
-        error = error.cause or error.context
-    return f"{what}\n  where: between two steps\n  fix:   {BUG}"
+    return None
 
 
 def _database_problem(detail: str) -> str:
@@ -93,6 +106,9 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     text = user_failure and failure_text(str(user_failure.description), user_failure.metadata)
     if text:
         return text.replace("<recipe>", recipe)
+
+    if (problem := _stored_database_problem(_stored_causes(failure.error))) is not None:
+        return problem
 
     # Anything else is a bug: the innermost error and its line help most.
     where = _step_location(event, output_dirs)

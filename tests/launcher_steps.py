@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,39 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.vae_latents.stage import cache_latents
 from resources.launchers.local import AccelerateLauncher
+from tests.refused_events import events_refused
 
 LONGEST_WAIT_S = 900.0
 
 
 def in_step(
-    launcher: AccelerateLauncher, work: Callable[[Any], object], settings: AccelerateSettings | None = None
+    launcher: AccelerateLauncher,
+    work: Callable[[Any], object],
+    settings: AccelerateSettings | None = None,
+    *,
+    refusing: Path | None = None,
 ) -> tuple[list[str], BaseException | None]:
-    """Call `work` with a launch in a step; return the messages in Dagster's log, and the error."""
+    """Call `work` with a launch in a step; return the messages in Dagster's log, and the error.
+
+    Args:
+        launcher: Launcher of the step.
+        work: Receives the launch.
+        settings: The recipe's settings of accelerate.
+        refusing: An empty folder for an instance whose event log refuses events while `work` runs.
+    """
     errors: list[BaseException] = []
 
     # Annotated as in the project's assets.
     @asset
     def step(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
-        try:
-            work(launcher.bind(context, settings or AccelerateSettings()))
-        except BaseException as err:
-            errors.append(err)
+        with nullcontext() if refusing is None else events_refused(refusing):
+            try:
+                work(launcher.bind(context, settings or AccelerateSettings()))
+            except BaseException as err:
+                errors.append(err)
 
-    with DagsterInstance.ephemeral() as instance:
+    ephemeral = refusing is None
+    with DagsterInstance.ephemeral() if ephemeral else DagsterInstance.local_temp(str(refusing)) as instance:
         result = materialize([step], resources={"launcher": launcher}, instance=instance)
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
     return messages, errors[0] if errors else None

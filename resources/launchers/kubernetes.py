@@ -20,6 +20,7 @@ from resources.launchers.kubernetes_training import PodTraining
 from resources.launchers.local import Observer
 from resources.launchers.output import uninterrupted
 from resources.launchers.remote import Encoding, RemoteLauncher
+from resources.step_log import StepLog
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -54,7 +55,7 @@ class KubernetesLauncher(RemoteLauncher):
         if kubernetes.create_job(job) is None:
             what = f"a Kubernetes job {name} exists already"
             raise LaunchError(what, where=f"namespace {self.namespace}", fix="delete it with kubectl")
-        encoding.context.log.info(f"created the Kubernetes job {self.namespace}/{name}")
+        StepLog(encoding.context).info(f"created the Kubernetes job {self.namespace}/{name}")
 
         try:
             while not _has_ended(kubernetes.read_job(name)):

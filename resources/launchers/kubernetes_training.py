@@ -21,6 +21,7 @@ from resources.launchers.kubernetes_log import FollowedLog
 from resources.launchers.kubernetes_manifests import TrainingPods
 from resources.launchers.output import uninterrupted
 from resources.launchers.remote import RESUME
+from resources.step_log import StepLog
 
 POLL_S = 1.0
 
@@ -47,7 +48,8 @@ class PodTraining:
             context: Context of the step that waits; its log receives the output of pod 0.
             training: Pods of the training.
         """
-        self._kubernetes, self._context, self._training = kubernetes, context, training
+        self._kubernetes, self._training = kubernetes, training
+        self._log = StepLog(context)
         self._place = f"namespace {kubernetes.namespace}, job {training.name}"
         self._first_log: FollowedLog | None = None
         self._shown_state: str | None = None
@@ -66,7 +68,7 @@ class PodTraining:
         """
         name = self._training.name
         job = self._create()
-        self._context.log.info(f"created the Kubernetes job {self._kubernetes.namespace}/{name}")
+        self._log.info(f"created the Kubernetes job {self._kubernetes.namespace}/{name}")
         try:
             self._kubernetes.create_service(self._training.service(job.metadata.uid))
             has_failed = self._wait(observe)
@@ -75,14 +77,11 @@ class PodTraining:
             if has_failed:
                 raise self._failure()
         except BaseException as err:
-            self._context.log.info(
-                f"deleting the Kubernetes job {name} ({type(err).__name__}); its pods have "
-                f"{self._training.termination_s} s to end"
-            )
-            raise
-        finally:
             with uninterrupted():
-                self._delete_or_warn()
+                self._delete_or_warn(because=type(err).__name__)
+            raise
+        with uninterrupted():
+            self._delete_or_warn()
 
     def _create(self) -> Any:
         """Create the job; replace one that an earlier attempt left behind.
@@ -96,7 +95,7 @@ class PodTraining:
 
         earlier = self._kubernetes.read_job(name)
         if earlier is None or condition_of(earlier, "Complete", "Failed") is not None:
-            self._context.log.info(f"deleting the ended Kubernetes job {name} of an earlier attempt")
+            self._log.info(f"deleting the ended Kubernetes job {name} of an earlier attempt")
             self._delete()
             if (job := self._kubernetes.create_job(self._training.job())) is not None:
                 return job
@@ -141,7 +140,7 @@ class PodTraining:
         ]
         if (state := "; ".join(waiting)) != self._shown_state:
             self._shown_state = state
-            self._context.log.info(
+            self._log.info(
                 f"{number - len(waiting)} of {number} pods have started" + (f"; {state}" if state else "")
             )
         return waiting
@@ -163,7 +162,7 @@ class PodTraining:
                 return
             self._first_log = FollowedLog(self._kubernetes, first.metadata.name)
         for line in self._first_log.new_lines():
-            self._context.log.info(line)
+            self._log.info(line)
 
     def _finish_log(self) -> None:
         """Log the remaining lines of pod 0, which may have started and ended since the last look."""
@@ -186,25 +185,33 @@ class PodTraining:
         pod = min(pods, key=_cause_first)
         return pod_error(pod, self._kubernetes.last_lines(pod, _NUM_LAST_LINES), place=self._place)
 
-    def _delete_or_warn(self) -> None:
+    def _delete_or_warn(self, *, because: str = "") -> None:
         """Delete job and service; a failure must not hide the error or the result of the training."""
         try:
-            self._delete()
+            self._delete(because=because)
         except LaunchError as err:
-            self._context.log.warning(
+            self._log.warning(
                 f"the Kubernetes job {self._training.name} could not be deleted ({err.what}); delete it: "
                 f"kubectl --namespace {self._kubernetes.namespace} delete job {self._training.name}"
             )
 
-    def _delete(self) -> None:
-        """Delete job and service, and wait until the pods have ended, which may write a checkpoint."""
+    def _delete(self, *, because: str = "") -> None:
+        """Delete job and service, and wait until the pods have ended, which may write a checkpoint.
+
+        Args:
+            because: Kind of the error that ended the wait for the pods, or nothing.
+        """
         name, seconds = self._training.name, self._training.termination_s
         self._kubernetes.delete_job(name)
+        if because:
+            self._log.info(
+                f"deleting the Kubernetes job {name} ({because}); its pods have {seconds} s to end"
+            )
 
         end_s = time.monotonic() + seconds + LAST_LINES_S
         while self._kubernetes.read_job(name, patience_s=DELETION_PATIENCE_S) is not None:
             if time.monotonic() > end_s:
-                self._context.log.warning(
+                self._log.warning(
                     f"the Kubernetes job {name} still exists, although it was deleted {seconds} s ago"
                 )
                 break

@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from dagster import (
     AssetExecutionContext,
     ConfigurableResource,
+    PipesMessageHandler,
     PipesTempFileContextInjector,
     PipesTempFileMessageReader,
     PreviewWarning,
@@ -34,6 +35,7 @@ from pipeline.processes.machines import ONE_MACHINE, Machines
 from pipeline.processes.schedulers import parse_master
 from pipeline.recipe.deployment import WAIT_S
 from resources.launchers.output import ForwardedOutput, uninterrupted
+from resources.step_log import StepLog
 
 if TYPE_CHECKING:
     from pipeline.processes.tree import ProcessTree
@@ -90,13 +92,14 @@ class AccelerateLauncher(ConfigurableResource):
             used = settings if is_training else all_machines.on_one(settings)
             command = launch_command(used, module, order, machines)
             observe = _observe_nothing if observer is None else observer(order)
+            log = StepLog(context)
             if machines.number > 1:
                 from pipeline.trained_lora.local_order import order_for_others  # imports Polars
 
                 others = machines.command_of_others(order_for_others(order))
-                context.log.info(f"waiting for the other machines; {others}")
+                log.info(f"waiting for the other machines; {others}")
 
-            with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
+            with _session(context, log) as session_variables, tempfile.TemporaryDirectory() as folder:
                 variables = launch_environment(used, Path(folder) / "error.json", machines)
                 variables |= session_variables
                 output = ForwardedOutput(Path(folder) / "output.txt")
@@ -104,7 +107,7 @@ class AccelerateLauncher(ConfigurableResource):
                     partial(subprocess.Popen, command, env=variables),
                     output=output,
                     grace_s=self.grace_s,
-                    context=context,
+                    log=log,
                     meanwhile=meanwhile,
                     observe=observe,
                 )
@@ -127,7 +130,7 @@ def _observe_nothing(final: bool) -> None:
 
 
 @contextmanager
-def _session(context: AssetExecutionContext) -> Generator[Mapping[str, str]]:
+def _session(context: AssetExecutionContext, log: StepLog) -> Generator[Mapping[str, str]]:
     """Open a Pipes session, and provide the environment variables that connect a launched process to it."""
     with ExitStack() as stack:
         with warnings.catch_warnings():
@@ -138,10 +141,44 @@ def _session(context: AssetExecutionContext) -> Generator[Mapping[str, str]]:
                 open_pipes_session(
                     context=context,
                     context_injector=PipesTempFileContextInjector(),
-                    message_reader=PipesTempFileMessageReader(),
+                    message_reader=_MessageReader(log),
                 )
             )
         yield session.get_bootstrap_env_vars()
+
+
+class _MessageReader(PipesTempFileMessageReader):
+    """Reads the messages of a session. Dagster's own reader ends with the first one that cannot be stored."""
+
+    def __init__(self, log: StepLog) -> None:
+        super().__init__()
+        self._log = log
+
+    @contextmanager
+    def read_messages(self, handler: PipesMessageHandler) -> Generator[Any]:
+        """See `PipesMessageReader.read_messages`."""
+        lasting = cast("PipesMessageHandler", _MessageHandler(handler, self._log))
+        with super().read_messages(lasting) as parameters:
+            yield parameters
+
+
+class _MessageHandler:
+    """Logs the lines of launched processes, and passes other messages to the handler of their session."""
+
+    def __init__(self, handler: PipesMessageHandler, log: StepLog) -> None:
+        self._handler = handler
+        self._log = log
+        self.report_pipes_framework_exception = handler.report_pipes_framework_exception
+
+    def handle_message(self, message: Any) -> None:
+        parameters = message["params"]
+        if message["method"] == "log":
+            self._log.log(parameters["level"], parameters["message"])
+            return
+        try:
+            self._handler.handle_message(message)
+        except Exception as err:  # the event log is away; the reader must not end
+            self._log.info(f"the message {message['method']!r} was not stored: {type(err).__name__}")
 
 
 def _run_watched(
@@ -149,7 +186,7 @@ def _run_watched(
     *,
     output: ForwardedOutput,
     grace_s: float,
-    context: AssetExecutionContext,
+    log: StepLog,
     meanwhile: Meanwhile | None,
     observe: Callable[[bool], object],
 ) -> int:
@@ -173,11 +210,10 @@ def _run_watched(
         _wait(process, tree, output, observe)
     except BaseException as err:
         with uninterrupted():
-            context.log.info(f"stopping all processes within {grace_s:g} s ({type(err).__name__})")
             killed = tree.stop(grace_s=grace_s)
             process.wait()
             output.forward(final=True)
-            context.log.info(f"all processes have ended; {len(killed)} were killed")
+        log.info(f"stopped all processes ({type(err).__name__}); {len(killed)} were killed")
         raise
 
     with uninterrupted():

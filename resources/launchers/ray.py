@@ -30,6 +30,7 @@ from pipeline.processes.ray_job.work import RESULT, RayWork, parse_result
 from resources.launchers.local import Observer
 from resources.launchers.output import uninterrupted
 from resources.launchers.remote import Encoding, RemoteLauncher
+from resources.step_log import StepLog
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -150,8 +151,9 @@ class _Job:
             LaunchError: The cluster cannot be reached, or did not run the job.
             LatentlineError: The error of the job.
         """
+        log = StepLog(context)
         self._submit()
-        context.log.info(f"submitted the Ray job {self.name} to {self.address}")
+        log.info(f"submitted the Ray job {self.name} to {self.address}")
         follower = threading.Thread(target=self._follow_log, name="ray-job-log", daemon=True)
         follower.start()
 
@@ -159,8 +161,14 @@ class _Job:
             self._wait(observe)
         except BaseException as err:
             with uninterrupted():
-                context.log.info(f"stopping the Ray job {self.name} ({type(err).__name__})")
-                self._stop()
+                problem = self._stop()
+            if problem is None:
+                log.info(f"stopped the Ray job {self.name} ({type(err).__name__})")
+            else:
+                log.warning(
+                    f"the Ray job {self.name} could not be stopped ({problem}); stop it: "
+                    f"ray job stop --address {self.address} {self.name}"
+                )
             raise
         finally:
             self._over.set()
@@ -211,15 +219,22 @@ class _Job:
                 observe(False)
             time.sleep(POLL_S)
 
-    def _stop(self) -> None:
-        """Stop the job, and wait until its commands have ended; a training writes a checkpoint."""
+    def _stop(self) -> str | None:
+        """Stop the job, and wait until its commands have ended; a training writes a checkpoint.
+
+        Returns:
+            Why the job may still be running, or None.
+        """
         end_s = time.monotonic() + self.stop_s
         try:
             self._client.stop_job(self.name)
-            while not self._client.get_job_status(self.name).is_terminal() and time.monotonic() < end_s:
+            while not self._client.get_job_status(self.name).is_terminal():
+                if time.monotonic() > end_s:
+                    return f"it is still running after {self.stop_s:g} s"
                 time.sleep(POLL_S / 4)
         except (RuntimeError, OSError) as err:
-            sys.stderr.write(f"the Ray job {self.name} could not be stopped: {_short(err)}\n")
+            return _short(err)
+        return None
 
     def _follow_log(self) -> None:
         """Forward the log of the job while it runs, in a thread."""

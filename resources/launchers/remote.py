@@ -23,6 +23,7 @@ from pipeline.processes.launch import (
     launch_environment,
 )
 from resources.launchers.local import AccelerateLauncher, Observer
+from resources.step_log import StepLog
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -73,7 +74,7 @@ class RemoteLauncher(AccelerateLauncher):
                     lambda shared, num_shards: self.encode(Encoding(context, settings, shared, num_shards)),
                     max_workers=self.workers,
                     cpu_threads=settings.cpu_threads,
-                    log=context.log.info,
+                    log=StepLog(context).info,
                 )
             else:
                 self.train(context, settings, order, observer)

@@ -28,6 +28,7 @@ from resources.launchers.local import Observer
 from resources.launchers.output import ForwardedOutput, uninterrupted
 from resources.launchers.remote import Encoding, RemoteLauncher, remote_environment
 from resources.launchers.slurm_job import job_error, job_id_in, read_job_end
+from resources.step_log import StepLog
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -170,7 +171,8 @@ class _Job:
         """
         sbatch = ["sbatch", "--wait", *self.options, f"--job-name={self.name}"]
         sbatch += ["--wrap", self.script]
-        context.log.info(f"submitting the Slurm job {self.name}")
+        log = StepLog(context)
+        log.info(f"submitting the Slurm job {self.name}")
         with self.submission.file.open("wb") as file:
             try:
                 process = subprocess.Popen(
@@ -188,9 +190,9 @@ class _Job:
                 time.sleep(POLL_S)
         except BaseException as err:
             with uninterrupted():
-                context.log.info(f"cancelling the Slurm job {self.name} ({type(err).__name__})")
                 _cancel(self.name, process, grace_s)
                 self._forward(final=True)
+            log.info(f"cancelled the Slurm job {self.name} ({type(err).__name__})")
             raise
 
         self._forward(final=True)

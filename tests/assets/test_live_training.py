@@ -22,13 +22,16 @@ from assets.definitions import build_definitions
 from assets.live_training import observe_training
 from pipeline.recipe import Recipe, recipe_from_mapping
 from resources.launchers.local import AccelerateLauncher
+from tests.refused_events import MESSAGE, events_refused
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = AssetKey(["flowers", "trained_lora"])
 
 WORKER = """
 import json, pathlib, sys, time
+from dagster_pipes import open_dagster_pipes
 
+pipes = open_dagster_pipes()
 folder = pathlib.Path(sys.argv[1]).parent
 (folder / "logs").mkdir()
 line = {"step": 0, "samples": 4, "loss": 0.5, "learning_rate": 1e-4, "seconds": 0.5, "memory_bytes": 2**30}
@@ -37,6 +40,7 @@ line = {"step": 0, "samples": 4, "loss": 0.5, "learning_rate": 1e-4, "seconds": 
 end_s = time.monotonic() + 240
 while not (folder / "observed").exists() and time.monotonic() < end_s:
     time.sleep(0.05)
+pipes.close()
 """
 """A worker that logs one step and then waits until the test has seen its observation."""
 
@@ -129,3 +133,27 @@ def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
         assert record.storage_id < materialization.storage_id
         assert [ticks.num_requests(), ticks.num_requests()] == [0, 0], "an observation requests no run"
         assert [each.run_id for each in instance.get_runs()] == [run]
+
+
+def test_a_training_ends_well_although_the_event_log_refuses_its_observations(
+    recipe: Recipe, order: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "dagster"
+    home.mkdir()
+    (order.parent / "observed").touch()  # the worker does not wait
+
+    @asset(key=KEY)
+    def trained_lora(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
+        launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
+        with events_refused(home):
+            launch("worker_under_test", order)
+        yield Output(1)
+
+    with DagsterInstance.local_temp(str(home)) as instance:
+        assert materialize(
+            [trained_lora], resources={"launcher": AccelerateLauncher()}, instance=instance
+        ).success
+        assert instance.fetch_observations(KEY, limit=1).records == []
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: ")]
+    assert warning.startswith("WARNING: no more live observations: ")
+    assert MESSAGE in warning

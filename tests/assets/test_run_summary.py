@@ -180,6 +180,20 @@ def test_a_bug_is_reported_with_the_innermost_error_the_asset_and_the_line(run_s
     assert fix.startswith("  fix:   this is a bug")
 
 
+def test_a_database_that_fails_a_step_is_no_bug(run_step) -> None:
+    def body() -> None:
+        try:
+            raise OperationalError("select 1", {}, Exception("the server is away"))
+        except OperationalError as err:
+            raise RuntimeError("too many retries for DB connection") from err
+
+    [problem] = run_step(body).problems
+    what, where, fix = problem.splitlines()
+    assert what.startswith("Dagster's database cannot be used: (builtins.Exception) the server is away")
+    assert "DAGSTER_HOME" in where
+    assert "`storage` in dagster.yaml" in fix
+
+
 def complete_checkpoint(run: Path, step: int) -> Path:
     checkpoint = run / "checkpoints" / f"step-{step:08}"
     checkpoint.mkdir(parents=True)

@@ -95,7 +95,7 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
     messages, error = train_in_step(job)
     assert error is not None
     assert not isinstance(error, LaunchError)
-    assert "cancelling the Slurm job" in messages
+    assert "cancelled the Slurm job" in messages
     assert cluster.processes(TRAINING_MODULE) == []
     assert steps_kept(job)[-1] > done
 

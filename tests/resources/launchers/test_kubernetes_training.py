@@ -28,6 +28,7 @@ from resources.launchers.kubernetes import KubernetesLauncher
 from resources.launchers.kubernetes_client import KubernetesClient
 from resources.launchers.kubernetes_training import pod_error
 from tests.kubernetes_api import Server, api
+from tests.launcher_steps import in_step
 
 __all__ = ["api"]  # fixture
 
@@ -303,6 +304,23 @@ def test_a_stopped_step_waits_for_the_checkpoints_of_its_pods(
     (name,) = api.jobs
     assert sorted(file.name for file in order.parent.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
     assert api.pods() == []
+    assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+def test_a_step_that_is_stopped_without_the_event_log_deletes_its_pods(
+    order: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, api: Server
+) -> None:
+    api.program = PROGRAM.replace("KIND", "long")
+    when_all_pods_train(order, lambda: os.kill(os.getpid(), signal.SIGINT))
+    _, error = in_step(
+        launcher_of(tmp_path),
+        lambda launch: launch(TRAINING, order),
+        AccelerateSettings(num_processes=2),
+        refusing=tmp_path_factory.mktemp("dagster"),
+    )
+    assert isinstance(error, DagsterExecutionInterruptedError)
+    (name,) = api.jobs
+    assert sorted(file.name for file in order.parent.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
     assert api.deleted == [f"jobs/{name}", f"services/{name}"]
 
 

@@ -19,6 +19,7 @@ from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 from pipeline.recipe import AccelerateSettings
 from resources.launchers.local import AccelerateLauncher, Observer
+from tests.refused_events import MESSAGE, events_refused
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -214,8 +215,56 @@ def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(
     assert isinstance(error, StoreError)
     assert alive(workers) == []
     assert (tmp_path / "checkpoint-0").is_file()
-    assert "all processes have ended" in "\n".join(messages)
+    assert "stopped all processes (StoreError); 0 were killed" in messages
     assert capsys.readouterr().err.count("a line that is being written") == 1
+
+
+def launch_without_events(file: Path, home: Path, meanwhile: Meanwhile | None = None) -> Exception | None:
+    """Launch in a step whose event log refuses events until the launch has ended; return its error."""
+    errors: list[Exception] = []
+    home.mkdir()
+
+    @asset
+    def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
+        with events_refused(home):
+            try:
+                launcher.bind(context, AccelerateSettings())("entry_under_test", file, meanwhile)
+            except Exception as err:
+                errors.append(err)
+        yield Output(1)
+
+    with DagsterInstance.local_temp(str(home)) as instance:
+        assert materialize([work], resources={"launcher": AccelerateLauncher()}, instance=instance).success
+    return errors[0] if errors else None
+
+
+def test_an_interruption_without_the_event_log_ends_the_processes_after_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = order(tmp_path, "sleep")
+    workers: list[psutil.Process] = []
+
+    def meanwhile() -> None:
+        until(lambda: (tmp_path / "pid-0").is_file() and (tmp_path / "pid-0").read_text() != "")
+        workers.append(psutil.Process(int((tmp_path / "pid-0").read_text())))
+        raise StoreError("no room", where="disk", fix="free some")
+
+    error = launch_without_events(file, tmp_path / "dagster", meanwhile)
+    assert isinstance(error, StoreError), "the error of the log must not hide that of the step"
+    assert alive(workers) == []
+    assert (tmp_path / "checkpoint-0").is_file()
+    errors = capsys.readouterr().err
+    assert MESSAGE in errors
+    assert "INFO: stopped all processes (StoreError); 0 were killed\n" in errors
+
+
+def test_the_log_of_a_worker_is_printed_while_the_event_log_refuses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_without_events(order(tmp_path, "nothing"), tmp_path / "dagster") is None
+    lines = capsys.readouterr().err.splitlines()
+    assert "INFO: rank 0 of 1 is up" in lines
+    assert any(line.startswith("INFO: session ") for line in lines), "later lines are printed too"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

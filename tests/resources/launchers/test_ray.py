@@ -229,7 +229,12 @@ def test_a_killed_shard_is_named_and_a_repetition_encodes_the_rest(
 
 
 @pytest.mark.slow
-def test_an_interrupted_encoding_leaves_no_process(cache: Any, launcher: Callable[..., RayLauncher]) -> None:
+def test_an_encoding_that_is_interrupted_without_the_event_log_leaves_no_process(
+    cache: Any,
+    launcher: Callable[..., RayLauncher],
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     step = os.getpid()
 
     def interrupt(launch: Any) -> None:
@@ -239,9 +244,9 @@ def test_an_interrupted_encoding_leaves_no_process(cache: Any, launcher: Callabl
             lambda: encode(cache, launch),
         )
 
-    messages, error = in_step(launcher(workers=2), interrupt)
+    _, error = in_step(launcher(workers=2), interrupt, refusing=tmp_path_factory.mktemp("dagster"))
     assert error is not None
-    assert "stopping the Ray job" in "\n".join(messages)
+    assert "INFO: stopped the Ray job" in capsys.readouterr().err
     assert processes_of(cache.recipe.cache_dir, "encode") == []
 
 
@@ -267,7 +272,7 @@ def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_i
         TWO_PROCESSES,
     )
     assert error is not None
-    assert "stopping the Ray job" in "\n".join(messages)
+    assert "stopped the Ray job" in "\n".join(messages)
     assert processes_of(job.folder, "train") == []
     complete = {path.parent.name for path in job.folder.glob("checkpoints/step-*/COMPLETE")}
     assert len(complete - {"step-00000000"}) == 1, f"one checkpoint besides the first: {complete}"

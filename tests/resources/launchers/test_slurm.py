@@ -117,7 +117,7 @@ def test_an_interrupted_step_cancels_its_job_and_no_process_is_left(
 
     messages, error = in_step(SlurmLauncher(workers=2), interrupt)
     assert isinstance(error, RuntimeError)
-    assert "cancelling the Slurm job" in "\n".join(messages)
+    assert "cancelled the Slurm job" in "\n".join(messages)
     assert cluster.processes(WORKER) == []
     # Slurm lists a cancelled job as completing until its nodes have confirmed the end.
     deadline_s = time.monotonic() + 60
@@ -159,7 +159,12 @@ RESUME = "start the job again: the run resumes from its last checkpoint"
 
 
 def train(
-    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str, meanwhile: Any = None
+    kind: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *options: str,
+    meanwhile: Any = None,
+    **step: Any,
 ) -> tuple[list[str], BaseException | None]:
     """Train on two nodes with a script in place of Python."""
     program = folder / "train"
@@ -174,7 +179,7 @@ def train(
             threading.Thread(target=meanwhile, daemon=True).start()
         launch(TRAINING_MODULE, order)
 
-    return in_step(launcher, work, AccelerateSettings(num_processes=2))
+    return in_step(launcher, work, AccelerateSettings(num_processes=2), **step)
 
 
 def test_a_training_has_one_task_on_each_node_with_cpus_for_its_processes(
@@ -229,8 +234,15 @@ def test_a_cancelled_training_is_explained(tmp_path: Path, monkeypatch: pytest.M
     assert error.fix == RESUME
 
 
+@pytest.mark.parametrize("has_log", [True, False], ids=["with_the_event_log", "without_the_event_log"])
 def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
-    cluster: SlurmCluster, deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SlurmCluster,
+    deployment: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_log: bool,
 ) -> None:
     def interrupt() -> None:
         while not any(
@@ -240,7 +252,8 @@ def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
         time.sleep(5)  # srun kills tasks that have only just started without waiting for them
         os.kill(os.getpid(), signal.SIGINT)
 
-    _, error = train("slow", tmp_path, monkeypatch, meanwhile=interrupt)
+    refusing = None if has_log else tmp_path_factory.mktemp("dagster")
+    _, error = train("slow", tmp_path, monkeypatch, meanwhile=interrupt, refusing=refusing)
     assert isinstance(error, DagsterExecutionInterruptedError)
     assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
     assert cluster.processes(str(tmp_path / "train")) == []

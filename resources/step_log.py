@@ -1,0 +1,44 @@
+"""The log of a step, which does not fail if Dagster's database does.
+
+`context.log` raises if the event log cannot store a line; with PostgreSQL, after about 20 s.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from dagster import AssetExecutionContext
+
+PAUSE_S = 30.0
+"""Time after a failure in which lines are only printed."""
+
+
+class StepLog:
+    """Logs lines. One that cannot be stored is printed to standard error, which Dagster captures."""
+
+    def __init__(self, context: AssetExecutionContext) -> None:
+        """Write to the log of `context`."""
+        self._context = context
+        self._next_attempt_s = 0.0
+
+    def info(self, text: str) -> None:
+        """Log a line."""
+        self.log("INFO", text)
+
+    def warning(self, text: str) -> None:
+        """Log a warning."""
+        self.log("WARNING", text)
+
+    def log(self, level: str, text: str) -> None:
+        """Log a line with a level such as "INFO"."""
+        if time.monotonic() >= self._next_attempt_s:
+            try:
+                self._context.log.log(level, text)
+                return
+            except Exception as err:  # each database has its own errors
+                self._next_attempt_s = time.monotonic() + PAUSE_S
+                reason = f"{type(err).__name__}: {err}".splitlines()[0]
+                sys.stderr.write(f"Dagster's log cannot be written ({reason}); lines are printed instead\n")
+        sys.stderr.write(f"{level}: {text}\n")
+        sys.stderr.flush()
