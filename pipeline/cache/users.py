@@ -136,11 +136,32 @@ def unregister_run(cache_dir: Address, output_dir: Address, run: str) -> bool:
     Raises:
         StoreError: The cache cannot be listed, or the registration cannot be deleted.
     """
-    folder = cache_folder(cache_dir)
-    user_id = known_user_id(output_dir)
+    return unregister_kinds(cache_dir, output_dir, [f"{_RUN}{run}"])
+
+
+def unregister_kinds(cache_dir: Address, output_dir: Address, kinds: Iterable[str]) -> bool:
+    """Delete the registered keys of some kinds; return False if there are none.
+
+    Raises:
+        StoreError: The cache cannot be listed, or a registration cannot be deleted.
+    """
+    folder, user_id, name = cache_folder(cache_dir), known_user_id(output_dir), FOLDER
     if user_id is None:
         return False
-    return _delete_keys(cache_dir, folder, _keys_file(user_id, f"{_RUN}{run}"))
+    try:
+        # A cache that may only be read refuses to delete even what does not exist.
+        registered = {f"{FOLDER}/{each}" for each in folder.names(FOLDER)}
+        found = sorted(registered & {_keys_file(user_id, kind) for kind in kinds})
+        for name in found:
+            with suppress(FileNotFoundError):
+                folder.delete(name)
+    except OSError as err:
+        raise StoreError(
+            f"a registration in the cache cannot be deleted: {err.strerror or err}",
+            where=folder.where(name),
+            fix=access_fix(cache_dir, err),
+        ) from err
+    return bool(found)
 
 
 def _register_identity(folder: CacheFolder, output_dir: Address, recipe: str) -> str:
@@ -165,28 +186,6 @@ def _packed(keys: Iterable[str]) -> bytes:
     for start in range(0, len(sorted_keys), _KEYS_AT_ONCE):
         packed += bytes.fromhex("".join(sorted_keys[start : start + _KEYS_AT_ONCE]))
     return bytes(packed)
-
-
-def _delete_keys(cache_dir: Address, folder: CacheFolder, name: str) -> bool:
-    """Delete a file of keys if it exists, and return whether it did.
-
-    Raises:
-        StoreError: The cache cannot be listed, or the file cannot be deleted.
-    """
-    try:
-        # A cache that may only be read refuses to delete even what does not exist.
-        if name.removeprefix(f"{FOLDER}/") not in folder.names(FOLDER):
-            return False
-        folder.delete(name)
-    except FileNotFoundError:
-        return False
-    except OSError as err:
-        raise StoreError(
-            f"a registration in the cache cannot be deleted: {err.strerror or err}",
-            where=folder.where(name),
-            fix=access_fix(cache_dir, err),
-        ) from err
-    return True
 
 
 def read_users(cache_dir: Address) -> Iterator[CacheUser]:
