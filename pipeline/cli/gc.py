@@ -13,6 +13,7 @@ from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, re
 from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
 from pipeline.maintenance.gc_packs import Pack, Packs
+from pipeline.maintenance.needed_keys import StaleRun
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
 from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.recipe import Recipe
@@ -71,7 +72,7 @@ def command(
     By default, the command examines the caches of the given recipes, or of all. A cache may be shared, so
     each output folder that uses it is registered in it, also those of other projects. An entry is needed if
     the last jobs of a registered folder requested it, if a table in the folder names it, or if an unfinished
-    run in the folder trains on it.
+    run in the folder trains on it. A training registers its entries too, so other machines keep them.
 
     The files of entries that are also in packs are not needed (see latentline pack). Before one is deleted,
     its copy in the pack is read and verified. A pack is deleted if nothing needs any of its entries.
@@ -101,7 +102,7 @@ def command(
         _show(cache_dir, surveyed, grace_hours)
         packs = surveyed.packs
         has_garbage = bool(surveyed.orphans or surveyed.leftovers or surveyed.old_orders)
-        has_garbage |= bool(packs.single or packs.old)
+        has_garbage |= bool(packs.single or packs.old or surveyed.stale_runs)
         if has_garbage and do_delete:
             num_files, num_bytes = delete(cache_dir, surveyed, log=log_to_stderr)
             echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
@@ -133,7 +134,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
         if isinstance(recipe.output_address, Url):
             remote = RemoteRuns(mirror_of(recipe, echo))
             surveyed = remote.survey(num_newest=num_kept, recipes=all_recipes, wait=do_delete)
-            delete_one = delete_rest = remote.delete
+            delete_one, delete_rest = remote.delete, remote.delete
         else:
             surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=all_recipes)
             delete_one, delete_rest = delete_run, delete_leftover
@@ -143,7 +144,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
         num_folders = len(surveyed.old) + len(surveyed.leftovers)
         if num_folders and do_delete:
             for run in surveyed.old:
-                delete_one(run.folder)
+                delete_one(run.folder, log=log_to_stderr)
             for leftover in surveyed.leftovers:
                 delete_rest(leftover)
             echo(f"  deleted {counted(num_folders, 'folder')}, {bytes_text(num_bytes)}")
@@ -211,6 +212,10 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
         elif not _exists(user.output_dir):
             note = "   folder is missing: entries kept, see --forget"
         echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
+        for run, keys in user.run_keys.items():
+            is_stale = StaleRun(user.output_dir, run) in surveyed.stale_runs
+            state = "finished or deleted: registration not needed" if is_stale else "unfinished: entries kept"
+            echo(f"  {len(keys):>9,} read by run {run} of {user.recipe}, {state}")
 
     orphan_bytes = bytes_text(sum(surveyed.orphans.values()))
     echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")

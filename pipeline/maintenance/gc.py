@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-
-import polars as pl
+from pathlib import PurePosixPath
 
 from pipeline.cache.folder import CacheFile, CacheFolder, cache_folder
 from pipeline.cache.pack_format import CHANGED, PACKS, is_pack_file
 from pipeline.cache.store import KINDS, SUFFIX
-from pipeline.cache.users import FOLDER, CacheUser, access_fix, read_users
+from pipeline.cache.users import FOLDER, CacheUser, access_fix
 from pipeline.encoding.shared_order import ORDERS
-from pipeline.errors import StoreError, TableError
+from pipeline.errors import StoreError
 from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
-from pipeline.recipe import project_root
-from pipeline.recipe.outputs import MERGED_REJECTIONS
-from pipeline.recipe.scratch import working_copy
+from pipeline.maintenance.needed_keys import NeededKeys, StaleRun, delete_stale
 from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
-from pipeline.storage.mirror import Mirror
-from pipeline.storage.tables import Tables, read_rows
-from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.samples import read_entry_keys
 
 GRACE_S = 24 * 3600.0
 """Age below which an entry is never an orphan: the job that needs it may not have registered it yet."""
@@ -40,7 +32,8 @@ class Survey:
     """Contents of a cache. Files are named by their path below the cache.
 
     Attributes:
-        users: Registered output folders, by name.
+        users: Registered output folders, sorted by id.
+        stale_runs: Registrations of training runs that have finished or were deleted.
         entries: Number of single entries.
         entry_bytes: Size of all single entries.
         orphans: Size of each single entry that no user needs and that is older than the grace period.
@@ -55,6 +48,7 @@ class Survey:
 
     packs: Packs
     users: list[CacheUser] = field(default_factory=list[CacheUser])
+    stale_runs: list[StaleRun] = field(default_factory=list[StaleRun])
     entries: int = 0
     entry_bytes: int = 0
     orphans: dict[str, int] = field(default_factory=dict[str, int])
@@ -79,14 +73,16 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
     """Classify every file of a cache, without changing any.
 
     An entry is needed if the last jobs of a registered output folder requested it, if a table there names it,
-    or if an unfinished run there trains on it.
+    if an unfinished run there trains on it, or if a run is registered that reads it.
 
     Raises:
         StoreError: The cache cannot be listed, or a registration cannot be read.
         TableError: A table of a registered output folder cannot be read.
     """
-    result = Survey(_read_packs(cache_dir), users=list(read_users(cache_dir)))
-    needed = _needed_keys(result.users)
+    result = Survey(_read_packs(cache_dir))
+    needed_keys = NeededKeys(cache_dir)
+    needed = needed_keys.read()
+    result.users, result.stale_runs = needed_keys.users, needed_keys.stale_runs
     oldest_kept_s = time.time() - grace_s
 
     # An order is old only if all of its files are, so these are classified together. So are packs.
@@ -122,7 +118,8 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
 def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple[int, int]:
     """Delete the survey's orphans, leftovers and old orders, except entries that a user has requested since.
 
-    Single entries that packs hold are deleted too, and packs that no user needs. `log` receives warnings
+    Single entries that packs hold are deleted too, packs that no user needs, and registrations of runs that
+    need nothing any more. `log` receives warnings
     about damaged packs.
 
     Returns:
@@ -132,10 +129,11 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
         StoreError: A registration cannot be read, or a file cannot be deleted.
         TableError: A table of a registered output folder cannot be read.
     """
-    cache = cache_folder(cache_dir)
+    cache, needed_keys = cache_folder(cache_dir), NeededKeys(cache_dir)
+    unregistered = [stale.num_bytes for stale in surveyed.stale_runs if delete_stale(cache_dir, stale)]
     try:
         deleted = delete_single(cache, surveyed.packs, log=log)
-        deleted |= delete_old(cache, surveyed.packs, lambda: _needed_keys(read_users(cache_dir)))
+        deleted |= delete_old(cache, surveyed.packs, needed_keys.read)
     except OSError as err:
         raise StoreError(
             f"a pack or an entry in a pack cannot be read or deleted: {err.strerror or err}",
@@ -146,12 +144,12 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
 
     sizes = {**surveyed.orphans, **surveyed.leftovers, **surveyed.old_orders}
     names = sorted(sizes)
-    num_files, num_bytes = len(deleted), sum(deleted.values())
+    num_files, num_bytes = len(deleted) + len(unregistered), sum(deleted.values()) + sum(unregistered)
 
     for start in range(0, len(names), _DELETE_BATCH):
         batch = names[start : start + _DELETE_BATCH]
         # A job may have started since the survey, and may need entries that were orphans then.
-        needed = _needed_keys(read_users(cache_dir))
+        needed = needed_keys.read()
 
         for name in batch:
             path = PurePosixPath(name)
@@ -220,60 +218,3 @@ def _is_bookkeeping(path: PurePosixPath) -> bool:
     if path.parts[0] == PACKS:
         return len(path.parts) == 3 and path.parts[1] in KINDS and path.name == CHANGED
     return len(path.parts) == 2 and path.parts[0] == FOLDER and path.suffix in {".json", ".keys"}
-
-
-def _needed_keys(users: Iterable[CacheUser]) -> set[str]:
-    needed: set[str] = set()
-    for user in users:
-        output_dir = _local_outputs(user)
-        needed |= user.keys | _keys_in_tables(output_dir) | _keys_in_runs(output_dir)
-    return needed
-
-
-def _local_outputs(user: CacheUser) -> Path:
-    """Return the user's output folder, or the working copy of one at an address with its current files.
-
-    Raises:
-        StoreError: The address cannot be read, so the needed entries are unknown.
-    """
-    output_dir = working_copy(user.recipe, user.output_dir, project_root())
-    mirror = Mirror(user.output_dir, output_dir)
-    mirror.pull("tables/*.parquet", f"!{MERGED_REJECTIONS}", "runs/*/inputs.parquet", "runs/*/finished.json")
-    return output_dir
-
-
-def _keys_in_tables(output_dir: Path) -> set[str]:
-    tables = Tables(output_dir)
-    keys: set[str] = set()
-    for asset in ("vae_latents", "text_embeddings"):
-        path = tables.path(asset)
-        if path.is_file():
-            keys |= _read_keys(path, _keys_in_table)
-    return keys
-
-
-def _keys_in_table(path: Path) -> set[str]:
-    table = read_rows(path, {"key", "mask_key", "reference_keys"})
-    # `reference_keys` holds several keys, separated by spaces.
-    return {key for column in table for text in column.drop_nulls() for key in text.split()}
-
-
-def _keys_in_runs(output_dir: Path) -> set[str]:
-    """Return the keys of all entries that unfinished runs train on."""
-    keys: set[str] = set()
-    for inputs in output_dir.glob("runs/*/inputs.parquet"):
-        if not RunLayout(inputs.parent).finished.exists():
-            keys |= _read_keys(inputs, read_entry_keys)
-    return keys
-
-
-def _read_keys(path: Path, read: Callable[[Path], set[str]]) -> set[str]:
-    try:
-        return read(path)
-    except (OSError, pl.exceptions.PolarsError) as err:
-        raise TableError(
-            f"a table cannot be read, so the entries that it needs are unknown: {err}",
-            where=str(path),
-            fix="start the recipe's job again, which replaces the table; if you delete the file instead, gc "
-            "may delete entries that only this table needs",
-        ) from err

@@ -23,6 +23,7 @@ from pipeline.maintenance.old_runs import (
     start_files,
 )
 from pipeline.recipe import Recipe
+from pipeline.reporting.reports import Log, discard
 from pipeline.storage import lease as leases
 from pipeline.storage.lease import Lease, hold_free_lease
 from pipeline.storage.mirror import Mirror
@@ -31,6 +32,7 @@ from pipeline.storage.remote_stat import stat_from_info
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.job import JOB_FILE
+from pipeline.trained_lora.registered_run import unregister_folder
 from pipeline.trained_lora.run_folder import (
     MARKER,
     RunLayout,
@@ -123,13 +125,14 @@ class RemoteRuns:
         ]
         return survey
 
-    def delete(self, folder: Path) -> None:
+    def delete(self, folder: Path, *, log: Log = discard) -> None:
         """Delete a run at the address and in the working copy, or the rest of an interrupted deletion.
 
         The run's lease is held meanwhile: a job that wants to train the run waits, and then starts it anew.
 
         Args:
             folder: Folder of the run in the working copy.
+            log: Receives a warning if the registration of the run cannot be deleted.
 
         Raises:
             StoreError: The service does not answer.
@@ -154,6 +157,7 @@ class RemoteRuns:
                         raise needed_error(run, reason, where=mirror.where(top))
 
                     mirror.remove(f"{top}/{_FIRST_DELETED}", guard=require_lease)
+                    unregister_folder(folder, mirror.address, log=log)
                     names = mirror.names(f"{top}/*", f"!{top}/{LEASE_FILE}")
                     mirror.remove(*names, guard=require_lease)
             except OSError as err:

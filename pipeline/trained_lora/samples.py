@@ -339,13 +339,23 @@ def read_inputs(path: Path) -> TrainingInputs:
     return TrainingInputs(read_rows(path).rename(loaded_names))
 
 
+_ENTRY_COLUMNS = ("latents", "texts", "masks", "references", "empty_text")
+
+
+def entry_keys(table: pl.DataFrame) -> pl.Series:
+    """Return the keys of all cache entries that a table of training inputs refers to, without nulls."""
+    columns = [table[name] for name in _ENTRY_COLUMNS if name in table.columns]
+    return pl.concat([_flat(column).cast(pl.String).drop_nulls().unique().alias("key") for column in columns])
+
+
+def _flat(column: pl.Series) -> pl.Series:
+    """Return the values in a column of lists, or of lists of lists."""
+    return _flat(column.explode()) if isinstance(column.dtype, pl.List) else column
+
+
 def read_entry_keys(path: Path) -> set[str]:
     """Return the keys of all cache entries that the inputs in a file of `write_inputs` refer to."""
-    keys = read_rows(path, {"latents", "texts", "masks", "references", "empty_text"})
-    lists = {each.name: each if each.dtype == pl.String else each.explode() for each in keys}
-    if "references" in lists:
-        lists["references"] = lists["references"].explode()
-    return {key for each in lists.values() for key in each.drop_nulls()}
+    return set(entry_keys(read_rows(path, set(_ENTRY_COLUMNS))))
 
 
 def _empty_text(row: Mapping[str, Any]) -> EntrySpec | None:

@@ -56,6 +56,7 @@ from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts,
 from pipeline.trained_lora.job import TrainingJob, with_steps
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
+from pipeline.trained_lora.registered_run import register_entries, unregister_entries
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
@@ -111,6 +112,7 @@ def train_lora(
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.
         TrainingError: The LoRA in `start_from` cannot be used, training failed, or left no usable result.
         LaunchError: The worker died or was stopped; its last checkpoint remains.
+        StoreError: The entries of the run cannot be registered in the cache.
         RecipeError: The overrides are invalid or contradict the recipe, or a preview prompt or the references
             do not suit the base model.
     """
@@ -127,18 +129,21 @@ def train_lora(
     job, facts, table = _plan_run(recipe, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
 
-    with hold_run(layout, log), mirrored_run(recipe, layout, log) as run:
-        finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
-        if launched := finished is None:
-            finished = _train(job, facts, table, launch=run.uploading(launch), log=log)
-            watch.startup_s = finished["startup_s"]
-        else:
-            log(f"run {job.run} is finished and unchanged: nothing is launched")
-        _record_epochs(layout, finished, epochs)
-        published_step = _publish(job, finished, launched=launched, log=log)
-        if not (layout.report / LOSSES_FILE).is_file():
-            write_run_report(job, layout)
-        mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
+    with hold_run(layout, log):
+        with mirrored_run(recipe, layout, log) as run:
+            finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
+            if launched := finished is None:
+                finished = _train(job, facts, table, launch=run.uploading(launch), log=log)
+                watch.startup_s = finished["startup_s"]
+            else:
+                log(f"run {job.run} is finished and unchanged: nothing is launched")
+            _record_epochs(layout, finished, epochs)
+            published_step = _publish(job, finished, launched=launched, log=log)
+            if not (layout.report / LOSSES_FILE).is_file():
+                write_run_report(job, layout)
+            mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
+        # The address shows that the run has finished before the registration is deleted.
+        unregister_entries(recipe.cache_dir, recipe.registered_output, job.run, log=log)
 
     report = _report(job, finished, launched=launched)
     report |= {"published_step": published_step, "overrides": changes, **watch.numbers()}
@@ -260,6 +265,8 @@ def _train(
         with suppress(FileNotFoundError):
             stale.unlink()
 
+    # After the lines above, because `latentline gc` takes a registration with a finished run for a stale one.
+    register_entries(job)
     write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
     log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()

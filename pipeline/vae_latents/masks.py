@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.cache.earlier_entries import register_earlier
 from pipeline.cache.entry_format import MASK
 from pipeline.cache.mask_requests import has_mask, mask_inputs, mask_keys, mask_sources, mask_spec
 from pipeline.cache.remote_store import store_at
@@ -74,6 +75,7 @@ def cache_masks(
         previous = None
     if not mask_sources(recipe):
         if previous is not None:
+            register_earlier(entries, "masks", previous[_KEY], pl.Series([], dtype=pl.String))
             register_user(
                 entries.store.address, recipe.registered_output, recipe=recipe.name, kind="masks", keys=[]
             )
@@ -81,6 +83,7 @@ def cache_masks(
 
     requests = requests.with_columns(mask_keys(entries, requests).alias(_KEY))
     recorded = None if previous is None else previous.drop_nulls().rename({_KEY: "key", **_RECORDED})
+    register_earlier(entries, "masks", None if previous is None else previous[_KEY], requests[_KEY])
     result = fill(
         entries,
         _entry_requests(entries, requests.filter(has_mask(recipe, requests)), recorded),

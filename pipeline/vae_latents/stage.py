@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.cache.earlier_entries import register_earlier, unregister_earlier
 from pipeline.cache.reference_requests import KEYS, STATS_TEXT, of_references
 from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec
@@ -85,7 +86,9 @@ def cache_latents(
     picture_rows = pictures.sample_of(latent_rows, pictures.NUM_DECODED)
     work = _entry_requests(entries, _with_references(latent_rows, references, previous), picture_rows)
 
+    register_earlier(entries, "latents", None if previous is None else previous["key"], work.rows["key"])
     result = fill(entries, work, launch=launch, log=log, watch=watch)
+    unregister_earlier(entries, ("latents", "masks"))
 
     failures = result.failed | ({} if masks is None else masks.failed)
     failed_references = failures_by_row(references, failures)

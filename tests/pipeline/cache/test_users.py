@@ -16,7 +16,9 @@ from pipeline.cache.users import (
     read_users,
     record_speed,
     recorded_speed,
+    register_run,
     register_user,
+    unregister_run,
     unregister_user,
 )
 from pipeline.errors import StoreError
@@ -30,8 +32,10 @@ def test_read_users_returns_each_output_folder_with_its_keys_of_all_kinds(tmp_pa
     register_user(tmp_path, one, recipe="flowers", kind="text", keys=KEYS[2:3])
     register_user(tmp_path, two, recipe="faces", kind="latents", keys=[])
     users = {user.recipe: user for user in read_users(tmp_path)}
-    assert users["flowers"] == CacheUser(one, "flowers", frozenset(KEYS[:3]), platform.node())
-    assert users["faces"] == CacheUser(two, "faces", frozenset(), platform.node())
+    keys = {"latents": frozenset(KEYS[:2]), "text": frozenset(KEYS[2:3])}
+    assert users["flowers"] == CacheUser(one, "flowers", keys, platform.node())
+    assert users["flowers"].keys == set(KEYS[:3])
+    assert users["faces"] == CacheUser(two, "faces", {"latents": frozenset()}, platform.node())
 
 
 def test_a_new_registration_replaces_the_previous_one_of_its_kind(tmp_path: Path) -> None:
@@ -56,6 +60,38 @@ def test_an_unregistered_folder_is_not_a_user(tmp_path: Path) -> None:
     assert not unregister_user(tmp_path, tmp_path / "out")
 
 
+def test_L13_a_run_is_registered_besides_the_jobs_until_it_is_unregistered(tmp_path: Path) -> None:
+    cache, output_dir = tmp_path / "cache", tmp_path / "out"
+    run = "0123456789abcdef"
+    register_run(cache, output_dir, recipe="flowers", run=run, keys=[KEYS[1], KEYS[0], KEYS[1]])
+    register_user(cache, output_dir, recipe="flowers", kind="latents", keys=KEYS[3:])
+    (user,) = read_users(cache)
+    assert (user.keys, user.run_keys) == (set(KEYS[3:]), {run: set(KEYS[:2])})
+    (file,) = (cache / "outputs").glob(f"{user.id}-*{run}.keys")
+    assert file.read_bytes() == bytes.fromhex("".join(sorted(KEYS[:2]))), "versions before runs read it too"
+
+    assert not unregister_run(cache, output_dir, "another run")
+    assert not unregister_run(cache, tmp_path / "never registered", run)
+    assert unregister_run(cache, output_dir, run)
+    assert not unregister_run(cache, output_dir, run)
+    (user,) = read_users(cache)
+    assert (user.keys, user.run_keys) == (set(KEYS[3:]), {})
+    assert not (tmp_path / "never registered").exists()
+
+
+def test_a_forgotten_output_folder_has_no_runs(tmp_path: Path) -> None:
+    register_run(tmp_path, tmp_path / "out", recipe="flowers", run="1" * 16, keys=KEYS)
+    assert unregister_user(tmp_path, tmp_path / "out")
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_a_registration_of_many_keys_is_written_completely(tmp_path: Path) -> None:
+    keys = [hashlib.sha256(str(index).encode()).hexdigest() for index in range(70_000)]
+    register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=keys)
+    (user,) = read_users(tmp_path)
+    assert user.keys == set(keys)
+
+
 def register_on(machine: str, cache: Path, output_dir: Path, keys: list[str]) -> None:
     """Register keys as a machine with this host name would."""
     with mock.patch("platform.node", return_value=machine):
@@ -68,8 +104,8 @@ def test_L13_two_machines_with_the_same_path_are_two_users(tmp_path: Path) -> No
     shutil.rmtree(output_dir)  # the other machine has its own disk
     register_on("ben", cache, output_dir, KEYS[2:3])
     users = {user.machine: user for user in read_users(cache)}
-    assert users["anna"] == CacheUser(output_dir, "flowers", frozenset(KEYS[:2]), "anna")
-    assert users["ben"] == CacheUser(output_dir, "flowers", frozenset(KEYS[2:3]), "ben")
+    assert users["anna"] == CacheUser(output_dir, "flowers", {"latents": frozenset(KEYS[:2])}, "anna")
+    assert users["ben"] == CacheUser(output_dir, "flowers", {"latents": frozenset(KEYS[2:3])}, "ben")
 
     with mock.patch("platform.node", return_value="ben"):
         assert unregister_user(cache, output_dir)
@@ -97,7 +133,8 @@ def test_a_registration_of_an_earlier_version_gets_a_new_id_and_keeps_its_keys(t
 
     register_user(tmp_path, output_dir, recipe="flowers", kind="latents", keys=KEYS[:2])
     (user,) = read_users(tmp_path)
-    assert user == CacheUser(output_dir, "flowers", frozenset([*KEYS[:2], KEYS[4]]), platform.node())
+    keys = {"latents": frozenset(KEYS[:2]), "text": frozenset([KEYS[4]])}
+    assert user == CacheUser(output_dir, "flowers", keys, platform.node())
     assert not list(folder.glob(f"{old_id}*"))
 
 

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
+from pipeline.cache.users import register_run
 from pipeline.cli.main import latentline
 from pipeline.errors import LatentlineError, PathIsolationError, RecipeError, TrainingError
 from pipeline.validated_dataset.stage import validate
@@ -196,6 +197,21 @@ def test_L13_gc_deletes_nothing_without_its_option(cli: Any, job: Job) -> None:
     assert "deleted 1 file, 2.56 kB" in cli("gc", "--delete").stdout
     assert not path.exists()
     assert cli("verify", "sample").exit_code == 0
+
+
+def test_L13_gc_shows_registered_runs_and_deletes_the_registration_of_a_finished_one(
+    cli: Any, job: Job
+) -> None:
+    cache_dir, output_dir = job.recipe.cache_dir, job.recipe.output_dir
+    run = add_run(output_dir, "1" * 16, changed_s=OLD_S)
+    register_run(cache_dir, output_dir, recipe="sample", run=run.name, keys=["0" * 64])
+    shown = cli("gc").stdout
+    assert f"1 read by run {run.name} of sample, unfinished: entries kept" in shown
+    assert "nothing was deleted" not in shown
+    (run / "finished.json").write_text("{}")
+    assert f"run {run.name} of sample, finished or deleted: registration not needed" in cli("gc").stdout
+    assert "deleted 1 file, 32 B" in cli("gc", "--delete").stdout
+    assert run.name not in cli("gc").stdout
 
 
 def test_L13_an_output_folder_is_forgotten_only_after_it_was_deleted(

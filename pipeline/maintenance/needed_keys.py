@@ -1,0 +1,183 @@
+"""The cache entries that output folders need, from their registrations, tables and unfinished runs.
+
+A registration of a training run counts until the run has finished or was deleted. Only a process that can
+read the run's output folder can see that. For all others, the registration counts as long as it exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import polars as pl
+
+from pipeline.cache.users import CacheUser, Registrations, known_user_id, unregister_run
+from pipeline.errors import TableError, TrainingError
+from pipeline.recipe import project_root
+from pipeline.recipe.outputs import MERGED_REJECTIONS
+from pipeline.recipe.scratch import working_copy
+from pipeline.storage.addresses import Address, Url
+from pipeline.storage.mirror import Mirror
+from pipeline.storage.tables import Tables, read_rows
+from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, run_folder
+from pipeline.trained_lora.run_mirror import LEASE_FILE
+from pipeline.trained_lora.samples import read_entry_keys
+
+
+@dataclass(frozen=True)
+class StaleRun:
+    """A registration of a training run that has finished or was deleted."""
+
+    output_dir: Address
+    run: str
+    num_bytes: int = field(default=0, compare=False)
+
+
+class NeededKeys:
+    """Keys that the users of a cache need; they are determined again by each `read`.
+
+    Attributes:
+        users: Registered output folders as of the last `read`.
+        stale_runs: Registrations of runs that need nothing any more, as of the last `read`.
+    """
+
+    def __init__(self, cache_dir: Address) -> None:
+        """Use the registrations in a cache; nothing is read yet."""
+        self.users: list[CacheUser] = []
+        self.stale_runs: list[StaleRun] = []
+        self._registrations = Registrations(cache_dir)
+        self._file_keys: dict[Path, tuple[tuple[int, int, int], frozenset[str]]] = {}
+        self._parts: list[frozenset[str]] = []
+        self._keys: frozenset[str] = frozenset()
+
+    def read(self) -> Set[str]:
+        """Return the keys that are needed now. Files whose stat is unchanged are not read again.
+
+        Raises:
+            StoreError: A registration or an address of outputs cannot be read.
+            TableError: A table of a registered output folder cannot be read.
+        """
+        self.users = self._registrations.read()
+        self.stale_runs = []
+        parts: list[frozenset[str]] = []
+        for user in self.users:
+            output_dir = _local_outputs(user)
+            parts += [
+                *user.job_keys.values(),
+                *self._keys_in_tables(output_dir),
+                *self._keys_in_runs(output_dir),
+            ]
+            for run, keys in user.run_keys.items():
+                if _is_same_folder(user) and _is_stale(user.output_dir, run):
+                    self.stale_runs.append(StaleRun(user.output_dir, run, 32 * len(keys)))
+                else:
+                    parts.append(keys)
+
+        # Millions of keys are merged only if one of the files has changed.
+        if len(parts) != len(self._parts) or any(map(_is_other, parts, self._parts)):
+            self._parts, self._keys = parts, frozenset().union(*parts)
+        return self._keys
+
+    def _keys_in_tables(self, output_dir: Path) -> list[frozenset[str]]:
+        paths = map(Tables(output_dir).path, ("vae_latents", "text_embeddings"))
+        return [self._keys_in_file(path, _keys_in_table) for path in paths if path.is_file()]
+
+    def _keys_in_runs(self, output_dir: Path) -> list[frozenset[str]]:
+        """Return the keys of all entries that unfinished runs train on."""
+        return [
+            self._keys_in_file(inputs, read_entry_keys)
+            for inputs in sorted(output_dir.glob("runs/*/inputs.parquet"))
+            if not RunLayout(inputs.parent).finished.exists()
+        ]
+
+    def _keys_in_file(self, path: Path, read: Callable[[Path], set[str]]) -> frozenset[str]:
+        try:
+            stat = path.stat()
+            state = stat.st_size, stat.st_mtime_ns, stat.st_ino
+            known = self._file_keys.get(path)
+            if known is None or known[0] != state:
+                self._file_keys[path] = known = state, frozenset(read(path))
+            return known[1]
+        except (OSError, pl.exceptions.PolarsError) as err:
+            raise TableError(
+                f"a table cannot be read, so the entries that it needs are unknown: {err}",
+                where=str(path),
+                fix="start the recipe's job again, which replaces the table; if you delete the file instead, "
+                "gc may delete entries that only this table needs",
+            ) from err
+
+
+def delete_stale(cache_dir: Address, stale: StaleRun) -> bool:
+    """Delete the registration of a finished or deleted run, unless its training has started again.
+
+    Returns:
+        Whether the registration was deleted.
+
+    Raises:
+        StoreError: The registration cannot be deleted.
+    """
+    output_dir, run = stale.output_dir, stale.run
+    lock = nullcontext()
+    if isinstance(output_dir, Path) and (folder := run_folder(output_dir, run)).is_dir():
+        # A training holds this lock from before its registration until after its end.
+        lock = hold_idle_run(RunLayout(folder))
+    try:
+        with lock:
+            return _is_stale(output_dir, run) and unregister_run(cache_dir, output_dir, run)
+    except TrainingError:
+        return False  # it is being trained
+
+
+def _is_stale(output_dir: Address, run: str) -> bool:
+    """Return whether the files of a run show that it has finished or was deleted.
+
+    Before a training registers, it holds the lease of an address, or has written `run.json` and deleted
+    `finished.json` in a local folder.
+
+    Raises:
+        StoreError: The address cannot be read.
+    """
+    layout = RunLayout(run_folder(Path(), run))
+    if isinstance(output_dir, Url):
+        top = layout.folder.as_posix()
+        names = {name.removeprefix(f"{top}/") for name in Mirror(output_dir, Path()).names(f"{top}/*")}
+        is_unfinished = layout.facts.name in names and layout.finished.name not in names
+        return LEASE_FILE not in names and not is_unfinished
+
+    layout = RunLayout(run_folder(output_dir, run))
+    return not layout.facts.is_file() or layout.finished.exists()
+
+
+def _is_same_folder(user: CacheUser) -> bool:
+    """Return whether this machine can read the output folder that was registered.
+
+    Another machine with the same path, and even the same host name, has another id.
+    """
+    try:
+        return known_user_id(user.output_dir) == user.id
+    except OSError:
+        return False
+
+
+def _is_other(one: object, other: object) -> bool:
+    return one is not other
+
+
+def _local_outputs(user: CacheUser) -> Path:
+    """Return the user's output folder, or the working copy of one at an address with its current files.
+
+    Raises:
+        StoreError: The address cannot be read, so the needed entries are unknown.
+    """
+    output_dir = working_copy(user.recipe, user.output_dir, project_root())
+    mirror = Mirror(user.output_dir, output_dir)
+    mirror.pull("tables/*.parquet", f"!{MERGED_REJECTIONS}", "runs/*/inputs.parquet", "runs/*/finished.json")
+    return output_dir
+
+
+def _keys_in_table(path: Path) -> set[str]:
+    table = read_rows(path, {"key", "mask_key", "reference_keys"})
+    # `reference_keys` holds several keys, separated by spaces.
+    return {key for column in table for text in column.drop_nulls() for key in text.split()}
