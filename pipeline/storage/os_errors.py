@@ -75,6 +75,11 @@ def is_disk_full(err: OSError) -> bool:
     return err.errno in _DISK_FULL
 
 
+def is_write_denied(err: BaseException | None) -> bool:
+    """Return whether a disk is mounted read-only, or this user may not write."""
+    return isinstance(err, PermissionError) or (isinstance(err, OSError) and err.errno == errno.EROFS)
+
+
 def entry_disk_full_error(num_bytes: int, where: str) -> StoreError:
     """Return the error for a cache entry of `num_bytes` bytes for which the disk has no space."""
     return StoreError(

@@ -14,6 +14,7 @@ import polars as pl
 from pipeline.cache.users import register_run, unregister_run
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address, address
+from pipeline.storage.os_errors import is_write_denied
 from pipeline.trained_lora.job import JOB_FILE, TrainingJob
 from pipeline.trained_lora.samples import entry_keys
 
@@ -30,20 +31,26 @@ def run_entry_keys(job: TrainingJob) -> pl.Series:
     return pl.concat([entry_keys(job.inputs.table), texts])
 
 
-def register_entries(job: TrainingJob) -> None:
+def register_entries(job: TrainingJob, *, log: Log) -> None:
     """Register the entries that a run reads.
 
+    Args:
+        job: Job of the run.
+        log: Receives a warning if the cache is read-only, where the training can still read its entries.
+
     Raises:
-        StoreError: The cache cannot be written.
+        StoreError: The cache cannot be written for another reason.
     """
-    recipe = job.recipe
-    register_run(
-        recipe.cache_dir,
-        recipe.registered_output,
-        recipe=recipe.name,
-        run=job.run,
-        keys=run_entry_keys(job),
-    )
+    recipe, keys = job.recipe, run_entry_keys(job)
+    try:
+        register_run(recipe.cache_dir, recipe.registered_output, recipe=recipe.name, run=job.run, keys=keys)
+    except StoreError as err:
+        if not is_write_denied(err.__cause__):
+            raise
+        log(
+            f"warning: {err.what} ({err.where}); do not run latentline gc --delete on another machine until "
+            "the training has finished"
+        )
 
 
 def unregister_entries(cache_dir: Address, output_dir: Address, run: str, *, log: Log) -> None:

@@ -266,7 +266,7 @@ def _train(
             stale.unlink()
 
     # After the lines above, because `latentline gc` takes a registration with a finished run for a stale one.
-    register_entries(job)
+    register_entries(job, log=log)
     write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
     log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from pipeline.errors import LaunchError, StoreError
 from pipeline.maintenance.old_runs import delete_run
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.registered_run import run_entry_keys
+from tests.pipeline.namespaces import namespace
 from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders
 
 if TYPE_CHECKING:
@@ -143,6 +146,32 @@ def test_L13_a_training_that_cannot_register_does_not_start(make_project: Callab
     assert excinfo.value.where == str(outputs)
     assert excinfo.value.fix
     assert launch.launched == []
+
+
+REGISTER = """
+import sys
+from pathlib import Path
+from pipeline.trained_lora.job import read_job
+from pipeline.trained_lora.registered_run import register_entries
+register_entries(read_job(Path(sys.argv[1])), log=print)
+"""
+
+
+def test_L13_a_training_with_a_read_only_cache_gets_a_warning(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    outputs = project.recipe.cache_dir / "outputs"
+    mount = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
+    command = [sys.executable, "-c", REGISTER, str(project.job().write())]
+    completed = subprocess.run(
+        [*namespace(), "sh", "-c", mount, "sh", str(project.recipe.cache_dir), *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("warning: the entries that the training reads cannot be registered")
+    assert str(outputs) in completed.stdout
+    assert not outputs.exists()
 
 
 def test_a_registration_that_cannot_be_deleted_does_not_fail_a_finished_training(
