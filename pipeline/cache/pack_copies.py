@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from queue import Queue
 
 from pipeline.cache.pack_format import PACK_SUFFIX
+from pipeline.errors import StoreError
 from pipeline.storage.atomic import is_temp_name, sync_file, temp_path_for
 
 IDLE_S = 600.0
@@ -57,22 +58,24 @@ class PackCopies:
         self._thread: threading.Thread | None = None
 
     def read(self, name: str, start: int, end: int) -> bytes | None:
-        """Return bytes of a copied pack; None if there is no copy.
+        """Return bytes of a copied pack; None if there is no readable copy, or if copying is disabled.
 
         Args:
             name: Path of the pack relative to the cache.
             start: First byte.
             end: End of the bytes, exclusive.
         """
+        if not self._max_bytes:
+            return None
         path = self._path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY)
+            try:
+                data = os.pread(descriptor, end - start, start)
+            finally:
+                os.close(descriptor)
         except OSError:
             return None
-        try:
-            data = os.pread(descriptor, end - start, start)
-        finally:
-            os.close(descriptor)
 
         now_s = time.monotonic()
         if now_s - self._last_use_s.get(name, -_USE_INTERVAL_S) >= _USE_INTERVAL_S:
@@ -112,7 +115,7 @@ class PackCopies:
         while True:
             name, num_bytes = self._queue.get()
             # Without a copy, entries are read from the remote pack, and errors are raised there.
-            with suppress(OSError):
+            with suppress(OSError, StoreError):
                 self._copy(name, num_bytes)
             self._queue.task_done()
 

@@ -100,7 +100,16 @@ class FsspecStore(Store):
     def copies(self) -> PackCopies:
         """Local copies of packs, which are read instead of the remote ones."""
         max_bytes = round(load_deployment().pack_copies_gb * 1e9)
-        return PackCopies(scratch_folder(project_root()) / PACKS, max_bytes, self.folder.download)
+        return PackCopies(scratch_folder(project_root()) / PACKS, max_bytes, self._download)
+
+    @cached_property
+    def _copied_folder(self) -> RemoteFolder:
+        """Connection for copies: SFTP and SMB send one request at a time, and a copy may take minutes."""
+        assert isinstance(self.address, Url)
+        return RemoteFolder(self.address)
+
+    def _download(self, name: str, path: Path) -> None:
+        self._copied_folder.download(name, path)
 
     def read(self, spec: EntrySpec) -> dict[str, Array]:
         """See `Store.read`; an entry in a pack precedes its single file, for which two requests would fail.

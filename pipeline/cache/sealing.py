@@ -2,7 +2,7 @@
 
 A pack is written before its index, each atomically. So a process that is killed leaves single entries as they
 are, and at most a pack without an index, which readers ignore and `latentline gc` deletes. Sealing the same
-entries again writes the same pack.
+entries again writes the same pack. Packs are announced at the end; before, readers use the single entries.
 """
 
 from __future__ import annotations
@@ -74,21 +74,33 @@ def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
     for spec in specs:
         by_kind[spec.kind][spec.key] = spec
 
-    num_done = 0
+    def num_done() -> int:
+        return result.num_packed_before + result.num_entries + len(result.unusable)
+
     total = sum(map(len, by_kind.values()))
-    with progress(lambda: num_done, total, "cache entries sealed in packs", log=log):
+    with progress(num_done, total, "cache entries sealed in packs", log=log):
         for kind, own_specs in by_kind.items():
             try:
                 packed = store.packed.among(kind, own_specs)
             except OSError as err:
                 raise _pack_error(store, kind, err, "listed") from err
-            num_done += len(packed)
             result.num_packed_before += len(packed)
-            unpacked = [own_specs[key] for key in sorted(own_specs.keys() - packed)]
-            for entries in _divided(_valid_entries(store, unpacked, result)):
-                _write_pack(store, kind, entries, result)
-                num_done += len(entries)
+            _seal_kind(store, kind, [own_specs[key] for key in sorted(own_specs.keys() - packed)], result)
     return result
+
+
+def _seal_kind(store: Store, kind: Kind, specs: Sequence[EntrySpec], result: Sealed) -> None:
+    """Seal entries of one kind; the packs are announced once, because each reader then lists all packs."""
+    num_packs_before = result.num_packs
+    try:
+        for entries in _divided(_valid_entries(store, specs, result)):
+            _write_pack(store, kind, entries, result)
+    finally:
+        if result.num_packs > num_packs_before:
+            try:
+                announce_change(store.packed.folder, kind)
+            except OSError as err:
+                raise _pack_error(store, kind, err, "announced") from err
 
 
 def seal_new(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> None:
@@ -150,7 +162,6 @@ def _write_pack(store: Store, kind: Kind, entries: dict[str, bytes], result: Sea
     try:
         folder.replace(pack_path(kind, pack), content)
         folder.replace(index_path(kind, pack), index)
-        announce_change(folder, kind)
     except OSError as err:
         if is_disk_full(err):
             raise StoreError(

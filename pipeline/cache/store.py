@@ -307,7 +307,7 @@ class Store:
     def _packs_error(self, kind: Kind, err: OSError, action: str = "read") -> StoreError:
         return StoreError(
             f"the packs of the cache cannot be {action}: {err.strerror or err}",
-            where=self._shown(Path(pack_folder(kind))),
+            where=self.packed.folder.where(pack_folder(kind)),
             fix=self.fix,
         )
 

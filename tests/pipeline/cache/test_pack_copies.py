@@ -9,11 +9,12 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.pack_copies import IDLE_S, PackCopies
@@ -231,6 +232,49 @@ def test_copying_can_be_disabled_and_leaves_a_part_of_the_disk_free(
     copies.want(name, SIZE)
     copies.wait()
     assert copies_in(tmp_path / "copies") == set()
+
+
+def test_a_copy_that_cannot_be_read_counts_as_missing(remote: Remote, tmp_path: Path) -> None:
+    name = remote.add()
+    (tmp_path / "copies" / Path(name).name).mkdir(parents=True)  # reading it fails, opening it does not
+    copies = PackCopies(tmp_path / "copies", 10 * SIZE, remote.download)
+    assert copies.read(name, 0, 5) is None
+
+
+def test_copies_are_not_read_if_copying_is_disabled(remote: Remote, tmp_path: Path) -> None:
+    name = remote.add()
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / Path(name).name).write_bytes(remote.packs[name])
+    assert PackCopies(tmp_path / "copies", 10 * SIZE, remote.download).read(name, 0, 5) is not None
+    assert PackCopies(tmp_path / "copies", 0, remote.download).read(name, 0, 5) is None
+
+
+class OneRequestAtATime(MemoryFileSystem):
+    """A file system in memory that, like SFTP, sends one request per connection at a time."""
+
+    protocol = "one-at-a-time"
+    store: ClassVar[dict[str, Any]] = {}
+    may_download = threading.Event()
+
+    def get_file(self, *arguments: Any, **options: Any) -> None:
+        self.may_download.wait(10)
+        super().get_file(*arguments, **options)
+
+
+def test_reads_do_not_wait_for_a_copy_on_a_service_with_one_request_at_a_time(own_copies: None) -> None:
+    fsspec.register_implementation("one-at-a-time", OneRequestAtATime, clobber=True)
+    store = store_at(Url(f"one-at-a-time://{uuid.uuid4().hex}"))
+    specs = write_entries(store, 8)
+    seal_and_remove(store, specs)
+    packed = cast("FsspecStore", reopened(store))
+    reader = threading.Thread(target=read_all, args=(packed, specs))
+    reader.start()
+    reader.join(5)
+    is_done = not reader.is_alive()
+    OneRequestAtATime.may_download.set()
+    reader.join()
+    packed.copies.wait()
+    assert is_done
 
 
 @pytest.fixture

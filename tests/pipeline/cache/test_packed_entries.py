@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
@@ -351,6 +352,26 @@ def test_packs_are_listed_once_while_none_changes(tmp_path: Path) -> None:
     index.refresh()
     assert folder.num_listings == 2
     assert all(index.find(spec_of(number).key) is not None for number in range(6))
+
+
+def test_packs_that_cannot_be_read_or_changed_are_an_error_with_their_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "packs").write_text("a file in place of the folder")
+    spec = spec_of(0)
+    actions: dict[str, Callable[[], object]] = {
+        "check": lambda: store.check(spec),
+        "read": lambda: store.read(spec),
+        "stats": lambda: store.stats("latents", [spec.key]),
+        "remove": lambda: store.remove_packed([spec]),
+    }
+    for name, action in actions.items():
+        with pytest.raises(StoreError) as failure:
+            action()
+        done = "changed" if name == "remove" else "read"
+        assert failure.value.what == f"the packs of the cache cannot be {done}: Not a directory"
+        assert failure.value.where == f"{tmp_path}/cache/packs/latents"
+        assert failure.value.fix == Store.fix
 
 
 def test_keys_with_the_same_beginning_are_told_apart_by_the_entry(tmp_path: Path) -> None:

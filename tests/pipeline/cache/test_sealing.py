@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -106,16 +107,29 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_fix(tmp_path: Path) 
 
 
 class FullDisk(LocalCacheFolder):
-    """A folder on a disk without space for packs."""
+    """A folder on a disk with space for a few packs.
+
+    Attributes:
+        replaced: Suffixes of the files that were written.
+    """
+
+    def __init__(self, root: Path, room: int) -> None:
+        super().__init__(root)
+        self.room = room
+        self.replaced: list[str] = []
 
     def replace(self, name: str, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        suffix = Path(name).suffix
+        if suffix == ".pack" and self.replaced.count(suffix) == self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.replaced.append(suffix)
+        super().replace(name, data)
 
 
 def test_a_full_disk_is_an_error_that_names_the_pack_and_the_space_that_packs_take(tmp_path: Path) -> None:
     store = Store(tmp_path / "cache")
     specs = write_entries(store, 2)
-    store.packed = PackedEntries(FullDisk(tmp_path / "cache"))
+    store.packed = PackedEntries(FullDisk(tmp_path / "cache", room=0))
     with pytest.raises(StoreError) as failure:
         seal(store, specs, log=discard)
     assert failure.value.what == "the disk is full: a pack of 4,192 bytes cannot be written"
@@ -145,3 +159,19 @@ def test_entries_that_workers_have_packed_are_not_reported_again(tmp_path: Path)
     for _ in range(2):
         seal_new(store, specs, log=log.append)
     assert log == [f"{MIN_NEW} new entries sealed in 1 pack"]
+
+
+@pytest.mark.parametrize("room", [3, 2])
+def test_packs_are_announced_once_also_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(sealing, "MAX_ENTRIES", 2)
+    store = Store(tmp_path / "cache")
+    specs = write_entries(store, 6)
+    folder = FullDisk(tmp_path / "cache", room)
+    store.packed = PackedEntries(folder)
+    with nullcontext() if room == 3 else pytest.raises(StoreError, match="the disk is full"):
+        seal(store, specs, log=discard)
+    assert folder.replaced == [*(room * [".pack", ".parquet"]), ""]
+    other = reopened(store)
+    assert len(other.packed.among("latents", [spec.key for spec in specs])) == 2 * room
