@@ -132,7 +132,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
         # A recipe given by its path may be outside the folder.
         all_recipes = [*folder.recipes, *recipes]
         if isinstance(recipe.output_address, Url):
-            remote = RemoteRuns(mirror_of(recipe, echo))
+            remote = RemoteRuns(mirror_of(recipe, echo), log=log_to_stderr)
             surveyed = remote.survey(num_newest=num_kept, recipes=all_recipes, wait=do_delete)
             delete_one, delete_rest = remote.delete, remote.delete
         else:

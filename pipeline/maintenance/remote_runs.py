@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pipeline.errors import counted
 from pipeline.maintenance.old_runs import (
     Run,
     RunSurvey,
@@ -23,10 +24,9 @@ from pipeline.maintenance.old_runs import (
     start_files,
 )
 from pipeline.recipe import Recipe
-from pipeline.reporting.reports import Log, discard
-from pipeline.storage import lease as leases
 from pipeline.storage.lease import Lease, hold_free_lease
-from pipeline.storage.mirror import Mirror
+from pipeline.storage.mirror import Log, Mirror, discard
+from pipeline.storage.mirror_state import remote_version
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.remote_stat import stat_from_info
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
@@ -52,19 +52,25 @@ _NEEDED_FILES = ("runs/*/run.json", "runs/*/finished.json", f"runs/*/{JOB_FILE}"
 
 _FIRST_DELETED = "run.json"
 
+SILENCE_S = 300.0
+"""Time without a heartbeat after which a machine counts as dead.
+
+It is longer than `STALE_S`, because a training that is taken over continues, but a deleted one is lost.
+"""
+
 
 @dataclass
 class _Files:
     """Files of a run at the address.
 
     Attributes:
-        names: Names relative to the run's folder.
+        versions: Version of each file, by its name relative to the run's folder.
         num_bytes: Size of all files.
         changed_s: Time of the last change, in seconds since the epoch; 0 if the service states no times.
         has_lease: Whether the file of a lease exists.
     """
 
-    names: set[str] = field(default_factory=set[str])
+    versions: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     num_bytes: int = 0
     changed_s: float = 0.0
     has_lease: bool = False
@@ -72,7 +78,7 @@ class _Files:
     @property
     def last_step(self) -> int | None:
         """Step of the newest complete checkpoint."""
-        markers = (name for name in self.names if PurePosixPath(name).name == MARKER)
+        markers = (name for name in self.versions if PurePosixPath(name).name == MARKER)
         return max(
             (int(PurePosixPath(name).parent.name.removeprefix("step-")) for name in markers), default=None
         )
@@ -81,10 +87,12 @@ class _Files:
 class RemoteRuns:
     """The runs of an output folder at an address."""
 
-    def __init__(self, mirror: Mirror) -> None:
-        """Use the mirror of a recipe's output folder; reads nothing."""
+    def __init__(self, mirror: Mirror, *, log: Log = discard) -> None:
+        """Use the mirror of a recipe's output folder, and report a long wait to `log`; reads nothing."""
         self._mirror = mirror
+        self._log = log
         self._stale_leases: dict[str, dict[str, Any]] = {}
+        self._surveyed: dict[str, _Files] = {}
         self._hides_run = False
 
     def survey(self, *, num_newest: int, recipes: Iterable[Recipe], wait: bool) -> RunSurvey:
@@ -102,14 +110,16 @@ class RemoteRuns:
             StoreError: The service does not answer.
         """
         mirror = self._mirror
+        if wait:
+            self._find_stale_leases()
         self._pull_published()
         mirror.pull(*_NEEDED_FILES)
         survey = RunSurvey(mirror.where("runs"))
-        files_by_run = _files_by_run(mirror)
-        training = self._runs_in_training(files_by_run, wait=wait)
+        files_by_run = self._surveyed = _files_by_run(mirror)
+        training = self._runs_in_training(files_by_run)
         for run, files in files_by_run.items():
             folder = run_folder(mirror.folder, run)
-            if _FIRST_DELETED in files.names:
+            if _FIRST_DELETED in files.versions:
                 survey.runs.append(Run(folder, files.num_bytes, files.changed_s, _state(folder, files)))
             elif not (self._published(folder) or training.get(run)):
                 survey.leftovers[folder] = files.num_bytes
@@ -156,10 +166,13 @@ class RemoteRuns:
                     if reason := self._published(folder):
                         raise needed_error(run, reason, where=mirror.where(top))
 
+                    versions = _files_by_run(mirror).get(run, _Files()).versions
+                    if versions != self._surveyed.get(run, _Files()).versions:
+                        raise needed_error(run, "its files have changed", where=mirror.where(top))
+
                     mirror.remove(f"{top}/{_FIRST_DELETED}", guard=require_lease)
                     unregister_folder(folder, mirror.address, log=log)
-                    names = mirror.names(f"{top}/*", f"!{top}/{LEASE_FILE}")
-                    mirror.remove(*names, guard=require_lease)
+                    mirror.remove(*(f"{top}/{name}" for name in versions), guard=require_lease)
             except OSError as err:
                 raise mirror.error(f"run {run} cannot be deleted: {err}", top) from err
             delete_run_folder(folder)
@@ -169,26 +182,33 @@ class RemoteRuns:
         remote, copy_id = RemoteFolder(self._mirror.remote.url, key="output_dir"), self._mirror.copy_id
         return Lease(remote, f"runs/{run}/{LEASE_FILE}", copy_id=copy_id, log=lambda _line: None)
 
-    def _runs_in_training(self, files_by_run: Mapping[str, _Files], *, wait: bool) -> dict[str, str]:
-        """Return where runs are being trained, by run."""
-        leased = [run for run, files in files_by_run.items() if files.has_lease]
-        holders = self._holders(leased)
-        if holders and wait:
-            time.sleep(leases.STALE_S)
-            later = self._holders(holders)
+    def _find_stale_leases(self) -> None:
+        """Wait, if other working copies hold leases, and remember those that were not replaced meanwhile."""
+        files_by_run = _files_by_run(self._mirror)
+        holders = self._holders(files_by_run)
+        if holders:
+            runs = counted(len(holders), "run")
+            self._log(f"waiting {SILENCE_S:.0f} s: {runs} may be in use on machines that have stopped")
+            time.sleep(SILENCE_S)
+            later = self._holders(files_by_run)
             self._stale_leases = {run: held for run, held in holders.items() if later.get(run) == held}
-            holders = {run: held for run, held in later.items() if run not in self._stale_leases}
 
+    def _runs_in_training(self, files_by_run: Mapping[str, _Files]) -> dict[str, str]:
+        """Return where runs are being trained, by run."""
+        holders = self._holders(files_by_run)
+        holders = {run: held for run, held in holders.items() if held != self._stale_leases.get(run)}
         training = {run: f"being trained on {held.get('machine', '?')}" for run, held in holders.items()}
         here = (
             run for run in files_by_run if is_being_trained(RunLayout(run_folder(self._mirror.folder, run)))
         )
         return training | dict.fromkeys(here, "being trained")
 
-    def _holders(self, runs: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Return the contents of the leases that other working copies hold."""
+    def _holders(self, files_by_run: Mapping[str, _Files]) -> dict[str, dict[str, Any]]:
+        """Return the contents of the leases that other working copies hold, by run."""
         try:
-            contents = {run: self._lease(run).read() for run in runs}
+            contents = {
+                run: self._lease(run).read() for run, files in files_by_run.items() if files.has_lease
+            }
         except OSError as err:
             raise self._mirror.error(f"the leases of runs cannot be read: {err}", "runs") from err
         copy_id = self._mirror.copy_id
@@ -234,7 +254,7 @@ def _files_by_run(mirror: Mirror) -> dict[str, _Files]:
             files.has_lease = True
             continue
         num_bytes, time_ns, _, _ = stat_from_info(info)
-        files.names.add(name_in_run)
+        files.versions[name_in_run] = remote_version(info)
         files.num_bytes += max(0, num_bytes)
         files.changed_s = max(files.changed_s, time_ns / 1e9)
     return by_run
@@ -242,7 +262,7 @@ def _files_by_run(mirror: Mirror) -> dict[str, _Files]:
 
 def _state(folder: Path, files: _Files) -> str:
     finished = RunLayout(folder).finished
-    if finished.name in files.names and (steps := read_json(finished).get("steps")):
+    if finished.name in files.versions and (steps := read_json(finished).get("steps")):
         return f"finished at step {steps:,}"
     step = files.last_step
     return "unfinished" if step is None else f"unfinished, resumes from step {step:,}"

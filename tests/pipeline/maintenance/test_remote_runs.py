@@ -11,6 +11,7 @@ import fsspec
 import pytest
 
 from pipeline.errors import TrainingError
+from pipeline.maintenance import remote_runs
 from pipeline.maintenance.old_runs import RunSurvey
 from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.recipe import recipe_from_mapping
@@ -28,6 +29,7 @@ OTHER, FINISHED, PUBLISHED, NEWEST = ("1" * 16, "2" * 16, "3" * 16, "4" * 16)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"HEARTBEAT_S": 0.1, "STALE_S": 1.0, "SETTLE_S": 0.0}.items():
         monkeypatch.setattr(leases, name, seconds)
+    monkeypatch.setattr(remote_runs, "SILENCE_S", 1.0)
 
 
 @pytest.fixture
@@ -151,6 +153,52 @@ def test_a_run_that_was_published_or_taken_over_since_the_survey_is_not_deleted(
     with pytest.raises(TrainingError, match="another machine uses it"):
         runs.delete(run_folder(tmp_path, OTHER))
     assert len(names(address, OTHER)) == 5
+
+
+def test_a_machine_that_answers_after_the_survey_keeps_its_run(address: Url, tmp_path: Path) -> None:
+    lease, runs = lease_of(address, OTHER), machine(address, tmp_path)
+    lease.acquire()
+    assert kept(survey(runs, wait=True))[OTHER] == ""
+    beat(lease)
+    with pytest.raises(TrainingError, match="another machine uses it"):
+        runs.delete(run_folder(tmp_path, OTHER))
+    assert len(names(address, OTHER)) == 5
+
+
+def beat(lease: Lease) -> None:
+    """Replace the lease once, as its holder does every few seconds."""
+    assert lease.is_held()
+    lease._beat += 1
+    lease._put(lease._version)
+
+
+@pytest.mark.parametrize("name", ["run.json", "checkpoints/step-00000500/COMPLETE"])
+def test_a_run_that_was_resumed_and_stopped_since_the_survey_is_not_deleted(
+    address: Url, tmp_path: Path, name: str
+) -> None:
+    runs = machine(address, tmp_path)
+    survey(runs)
+    RemoteFolder(address).put(f"runs/{OTHER}/{name}", b"newer")
+    before = names(address, OTHER)
+    with pytest.raises(TrainingError, match="its files have changed"):
+        runs.delete(run_folder(tmp_path, OTHER))
+    assert names(address, OTHER) == before
+
+
+def test_a_deletion_whose_lease_is_lost_deletes_nothing_more(
+    address: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, remove, before = machine(address, tmp_path), RemoteFolder.remove, names(address, OTHER)
+    survey(runs)
+
+    def remove_and_lose(folder: RemoteFolder, name: str) -> None:
+        remove(folder, name)
+        folder.put(f"runs/{OTHER}/lease", b'{"machine": "two", "copy": "two", "token": "two"}')
+
+    monkeypatch.setattr(RemoteFolder, "remove", remove_and_lose)
+    with pytest.raises(TrainingError, match="another machine took it over"):
+        runs.delete(run_folder(tmp_path, OTHER))
+    assert {*names(address, OTHER), "run.json"} == {*before, "lease"}
 
 
 def test_a_lora_without_provenance_keeps_all_runs(address: Url, tmp_path: Path) -> None:
