@@ -29,7 +29,7 @@ def command_problem(err: BaseException, command: str) -> str:
         if isinstance(cause, LatentlineError):
             return f"{type(cause).__name__}: {cause}"
 
-    if isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt):
+    if is_interruption(err):
         fix = f"start it again; {FINISHED_WORK}"
         return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
 
@@ -43,6 +43,11 @@ def command_problem(err: BaseException, command: str) -> str:
 
     what = f"{type(err).__name__}: {str(err).strip()}".replace("\n", "\n    ")
     return f"{what}\n  where: {command}\n  fix:   {_command_fix(err)}"
+
+
+def is_interruption(err: BaseException) -> bool:
+    """Return whether a command ended because it was stopped."""
+    return isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt)
 
 
 def between_steps_problem(event: DagsterEvent) -> str:

@@ -7,6 +7,8 @@ last lines, so the summary must follow those. Four hooks are needed for that:
                         reads the run's events then.
     executor            With steps in other processes, the process of the run has no resources.
                         `summarized_executor` reads the run's events at the end of the executor.
+                        Both may precede the event of the run's failure. A run that seems to have been stopped
+                        is therefore read again at exit.
     sys.excepthook      An error may end the command without a run: a broken recipe, or a full disk below
                         Dagster's history. Only this hook sees it, because Dagster's CLI does not catch it.
     atexit              Dagster's CLI prints its own last line after all hooks that Dagster offers.
@@ -41,6 +43,7 @@ from assets.problems import (
     BUG,
     between_steps_problem,
     command_problem,
+    is_interruption,
     step_problem,
     stopped_problem,
     stopped_step_problem,
@@ -69,8 +72,11 @@ _COMMANDS = {"dagster", "python -m dagster", "dg", "python -m dagster_dg_cli.cli
 _summaries: dict[str, "RunSummary"] = {}
 """Newest summary of each run, by its id: Dagster initializes the resources again after the last step."""
 
-_problems: list[str] = []
-"""Errors that ended the command without a summary of a run."""
+_output_dirs: dict[str, Mapping[str, Path]] = {}
+"""Output folders of all recipes, for each run of this command, by its id."""
+
+_errors: list[tuple[BaseException, str]] = []
+"""Errors that ended the command, each with what, where and fix."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,13 @@ class RunSummary:
         numbers: Summary of several lines, by recipe.
         problems: What, where and fix of each failed step in order, or of the interruption of the run.
         stopped: True if the run was interrupted.
+        is_inferred: True if no event explains the end of the run, which then counts as interrupted.
     """
 
     numbers: dict[str, str]
     problems: list[str]
     stopped: bool = False
+    is_inferred: bool = False
 
 
 def in_dagster_command() -> bool:
@@ -109,8 +117,7 @@ def _register_hooks() -> None:
         problem = command_problem(err, " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
         if BUG in problem:
             previous_hook(kind, err, trace)
-        if not any(summary.problems for summary in _summaries.values()):
-            _problems.append(problem)
+        _errors.append((err, problem))
 
     sys.excepthook = add_problem
     atexit.register(_print_summary)
@@ -139,14 +146,18 @@ def run_tables(recipes: Sequence[Recipe]) -> IOManagerDefinition:
 
 
 def add_summary(instance: DagsterInstance, run_id: str, recipes: Sequence[Recipe]) -> None:
-    """Summarize a run for the end of the command, if this process executes a `dagster` or `dg` command."""
+    """Summarize a run for the end of the command, if this process executes a `dagster` or `dg` command.
+
+    A failure, for example of Dagster's database, must not end a run. The run is read again at exit.
+    """
     if not in_dagster_command():
         return
-    run = instance.get_run_by_id(run_id)
-    remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
-    pull_reports([recipe for recipe in remote if run is not None and _is_in_run(recipe, run)])
-    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
-    _summaries[run_id] = summarize_run(instance, run_id, output_dirs)
+    _output_dirs[run_id] = {recipe.name: recipe.output_dir for recipe in recipes}
+    with suppress(Exception):
+        run = instance.get_run_by_id(run_id)
+        remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
+        pull_reports([recipe for recipe in remote if run is not None and _is_in_run(recipe, run)])
+        _summaries[run_id] = summarize_run(instance, run_id, _output_dirs[run_id])
 
 
 def pull_reports(recipes: Sequence[Recipe]) -> None:
@@ -195,17 +206,17 @@ def summarize_run(
     started_s = instance.get_run_stats(run_id).start_time
 
     failures = [event for event in events if event.is_step_failure]
-    interrupted = [event for event in failures if _is_interruption(event)]
+    interrupted = [event for event in failures if _is_interrupted(event)]
     problems = [
         stopped_step_problem(event, output_dirs, started_s, restart)
         if event in interrupted
         else step_problem(event, output_dirs)
         for event in failures
     ]
-    stopped = bool(interrupted)
+    stopped, is_inferred = bool(interrupted), False
     if not failures and not _all_steps_succeeded(instance, run, events):
         problems = [between_steps_problem(event) for event in events if _is_error_between_steps(event)]
-        stopped = not problems
+        stopped = is_inferred = not problems
         problems = problems or [stopped_problem("between two steps", restart)]
 
     duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
@@ -214,17 +225,43 @@ def summarize_run(
         result.recipe: f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}"
         for result in _run_results(events, output_dirs)
     }
-    return RunSummary(numbers, list(dict.fromkeys(problems)), stopped)
+    return RunSummary(numbers, list(dict.fromkeys(problems)), stopped, is_inferred)
 
 
 def _print_summary() -> None:
     """Print the numbers of a good run to standard output, or everything about a bad one to standard error."""
+    for run_id in _output_dirs:
+        _read_again(run_id)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    numbers = [text for summary in _summaries.values() for text in summary.numbers.values()]
-    problems = [*_problems, *(text for summary in _summaries.values() for text in summary.problems)]
+
+    # An error of the command explains the end of a run better than an inferred stop. If the run's events
+    # explain it, the error repeats them.
+    errors = [text for err, text in _errors if not is_interruption(err)]
+    summaries = [each for each in _summaries.values() if not (errors and each.is_inferred)]
+    problems = [text for summary in summaries for text in summary.problems]
+    if not any(summary.problems and not summary.stopped for summary in summaries):
+        problems = [*errors, *problems]
+    problems = problems or [text for _, text in _errors]
+    numbers = [text for summary in summaries for text in summary.numbers.values()]
     write_parts([*numbers, *dict.fromkeys(problems)], sys.stderr if problems else sys.stdout)
+
+
+def _read_again(run_id: str) -> None:
+    """Summarize a run again that has no summary, or whose failure had perhaps not been stored yet."""
+    summary = _summaries.get(run_id)
+    if summary is not None and not summary.is_inferred:
+        return
+    try:
+        # Without DAGSTER_HOME, the instance of the run no longer exists.
+        with DagsterInstance.get() as instance:
+            if instance.get_run_by_id(run_id) is not None:
+                _summaries[run_id] = summarize_run(instance, run_id, _output_dirs[run_id])
+    except Exception as err:
+        if summary is None and not _errors:
+            reason = f"{type(err).__name__}: {err}".splitlines()[0]
+            write_parts([f"warning: the run {run_id} cannot be summarized: {reason}"], sys.stderr)
 
 
 def write_parts(parts: Sequence[str], stream: TextIO) -> None:
@@ -295,5 +332,5 @@ def _is_error_between_steps(event: DagsterEvent) -> bool:
     return reason is not None and reason.value == "RUN_EXCEPTION"
 
 
-def _is_interruption(event: DagsterEvent) -> bool:
+def _is_interrupted(event: DagsterEvent) -> bool:
     return event.step_failure_data.error_source.value == "INTERRUPT"

@@ -60,6 +60,10 @@ class PostgresServer:
 
     def create(self, name: str) -> None:
         """Create an empty database."""
+        self.execute(f"create database {name}")
+
+    def execute(self, statement: str) -> None:
+        """Execute a statement in the database `postgres`."""
         import psycopg2
 
         connection = psycopg2.connect(
@@ -68,7 +72,7 @@ class PostgresServer:
         try:
             connection.autocommit = True
             with connection.cursor() as cursor:
-                cursor.execute(f"create database {name}")
+                cursor.execute(statement)
         finally:
             connection.close()
 

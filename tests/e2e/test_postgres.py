@@ -90,6 +90,33 @@ def test_a_training_continues_although_postgresql_is_away_until_the_log_fails(
         assert instance.get_latest_materialization_event(AssetKey(["small", "trained_lora"]))
 
 
+REFUSE = """
+create function refuse() returns trigger language plpgsql as $$ begin
+    raise exception 'the database is read-only';
+end $$;
+create trigger refuse before insert on event_logs for each row
+    when (new.dagster_event_type = any ('{ALSO_REFUSED}')
+        or new.step_key = 'small__validated_dataset' and new.dagster_event_type not like '%PLANNED')
+    execute function refuse();
+"""
+
+
+@pytest.mark.parametrize("also_refused", ["", "PIPELINE_FAILURE"], ids=["one_step", "step_and_failure"])
+def test_a_database_that_fails_between_two_steps_is_the_reason_that_a_command_prints(
+    cached: Workspace, home: Path, server: PostgresServer, also_refused: str
+) -> None:
+    """In the second case, the database does not store the failure of the run either."""
+    with DagsterInstance.from_config(str(home)):
+        server.execute(REFUSE.replace("ALSO_REFUSED", also_refused))
+    command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    completed = cached.run(command, DAGSTER_HOME=str(home))
+    problem = problem_of(completed)
+    assert problem.what.startswith("Dagster's database cannot be used: (psycopg2.errors.RaiseException)")
+    assert "`storage` in dagster.yaml" in problem.fix
+    assert "Stopped: " not in completed.stderr
+    assert "small_cache: stopped" not in completed.stderr
+
+
 def test_a_run_without_its_database_ends_with_what_to_check(
     cached: Workspace, home: Path, server: PostgresServer
 ) -> None:

@@ -1,0 +1,129 @@
+"""The summary of `dagster job execute` for a small job in files of its own, with each kind of executor."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dagster import DagsterInstance, DagsterRunStatus
+
+from tests.e2e.problems import last_problem
+
+DEFINITIONS = """
+import logging
+from pathlib import Path
+
+from dagster import (
+    Definitions, InitLoggerContext, asset, define_asset_job, in_process_executor, logger,
+    multiprocess_executor,
+)
+from sqlalchemy.exc import OperationalError
+
+from assets.run_summary import print_summary_at_exit, run_tables
+from assets.summarized_executor import summarized
+from pipeline.recipe import recipe_from_mapping
+from pipeline.reporting.reports import write_report
+
+FOLDER = Path(__file__).parent
+VALUES = {"datasets": [{"name": "photos", "path": FOLDER / "data"}], "cache_dir": FOLDER / "cache",
+          "output_dir": FOLDER / "out", "model": {"base": "models/none"}}
+RECIPES = [recipe_from_mapping("small", VALUES)]
+
+@asset(key=["small", "raw_images"], required_resource_keys={"tables"})
+def scan() -> None:
+    write_report(FOLDER / "out", "raw_images", {"in": NUM_IMAGES, "kept": 3, "rejected": 0})
+
+@asset(key=["small", "validated_dataset"], deps=[scan], required_resource_keys={"tables"})
+def validate() -> None: ...
+
+class Failing(logging.Handler):
+    def emit(self, record):
+        if FAILING_EVENT in record.getMessage():
+            raise OperationalError("select 1", {}, Exception("the server is away"))
+
+@logger
+def failing(context: InitLoggerContext) -> logging.Logger:
+    created = logging.Logger("failing")
+    created.addHandler(Failing())
+    return created
+
+defs = Definitions(
+    [scan, validate],
+    jobs=[define_asset_job("small_cache", executor_def=summarized(EXECUTOR, RECIPES))],
+    resources={"tables": run_tables(RECIPES)},
+    loggers={"failing": failing},
+)
+print_summary_at_exit()
+"""
+
+EXECUTORS = ("in_process_executor", "multiprocess_executor")
+
+
+def execute(
+    folder: Path, executor: str, *arguments: str, num_images: object = 3, failing_event: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Execute the job with `num_images` in its first report.
+
+    The logger `failing`, if it is in use, raises at the event with `failing_event` in its text.
+    """
+    (folder / "data").mkdir()
+    (folder / "home").mkdir()
+    file = folder / "definitions.py"
+    text = DEFINITIONS.replace("EXECUTOR", executor).replace("NUM_IMAGES", repr(num_images))
+    file.write_text(text.replace("FAILING_EVENT", repr(failing_event)), encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "dagster", "job", "execute", "-f", str(file), "-j", "small_cache", *arguments],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "DAGSTER_HOME": str(folder / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def status(folder: Path) -> DagsterRunStatus:
+    """Return the status of the only run."""
+    with DagsterInstance.from_config(str(folder / "home")) as instance:
+        (run,) = instance.get_runs()
+    return run.status
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_good_run_is_summarized_once(tmp_path: Path, executor: str) -> None:
+    completed = execute(tmp_path, executor)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout.startswith("\nsmall_cache: done after ")
+    assert completed.stdout.endswith("\n  images  3 found, 0 rejected, 3 kept\n")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_summary_that_fails_leaves_a_good_run_good(tmp_path: Path, executor: str) -> None:
+    completed = execute(tmp_path, executor, num_images="many")
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout == ""
+    last = completed.stderr.splitlines()[-1]
+    assert last.startswith("warning: the run ")
+    assert "cannot be summarized: ValueError: " in last
+    assert status(tmp_path) == DagsterRunStatus.SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("executor", "failing_event"),
+    [
+        ("in_process_executor", "RESOURCE_INIT_SUCCESS"),
+        ("multiprocess_executor", "Executing steps using multiprocess executor"),
+    ],
+)
+def test_an_error_outside_of_the_steps_is_not_printed_as_a_stop(
+    tmp_path: Path, executor: str, failing_event: str
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("loggers: {failing: {}}\n", encoding="utf-8")
+    completed = execute(tmp_path, executor, "-c", str(config), failing_event=failing_event)
+    assert completed.returncode == 1
+    assert last_problem(completed.stderr).what.startswith(
+        "Dagster's database cannot be used: (builtins.Exception) the server is away"
+    )
+    assert "Stopped: " not in completed.stderr
+    assert status(tmp_path) == DagsterRunStatus.FAILURE
