@@ -77,8 +77,9 @@ class Packs:
         self.damaged: list[str] = []
         for kind in KINDS:
             self._add(cache, kind)
+        # If several packs hold an entry, readers use the first one, so that copy is the one to verify.
         self._by_key: dict[tuple[str, bytes], Pack] = {
-            (pack.kind, key): pack for pack in self.all for key in pack.keys
+            (pack.kind, key): pack for pack in reversed(self.all) for key in pack.keys
         }
         self._files = {name for pack in self.all for name in pack.files}
         for index in self.damaged:
@@ -138,7 +139,8 @@ class Packs:
 def delete_single(cache: CacheFolder, packs: Packs, *, log: Log) -> dict[str, int]:
     """Delete single entries after verifying their copies in packs; return the deleted files and their sizes.
 
-    A damaged copy is removed from its index, and the single entry stays.
+    A damaged copy is removed from its index, and the single entry stays. Of several copies, the one that
+    readers use is verified.
 
     Args:
         cache: Files of the cache.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
+import polars as pl
 import pytest
 
 from pipeline.cache.entry_format import DATA_START
+from pipeline.cache.pack_index import announce_change
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntrySpec, Store
 from pipeline.cache.users import register_user
@@ -146,6 +149,47 @@ def test_a_store_that_was_open_notices_that_a_pack_was_deleted(store: Store) -> 
     assert opened.check(specs[0]).status == "missing"
     assert opened.write(specs[0], values_of(0), {"number": 0})
     assert opened.check(specs[0]).valid
+
+
+def seal_twice(store: Store, specs: list[EntrySpec], alone: list[EntrySpec]) -> tuple[str, str]:
+    """Seal entries in two packs, as two concurrent jobs do, and return the packs in the order of readers."""
+    seal(store, specs, log=discard)
+    folder, hidden = store.packed.folder, {}
+    for name in (*pack_names(folder, ".parquet"), *pack_names(folder, ".pack")):
+        hidden[name] = folder.read(name)
+        folder.delete(name)
+    announce_change(folder, "latents")
+    seal(reopened(store), [*specs, *alone], log=discard)
+    for name, content in hidden.items():
+        folder.replace(name, content)
+    announce_change(folder, "latents")
+    first, second = pack_names(folder, ".pack")
+    return first, second
+
+
+@pytest.mark.parametrize(("number", "num_in_first"), [(4, 2), (5, 1)], ids=["larger first", "smaller first"])
+def test_gc_verifies_the_copy_that_readers_use_if_two_packs_hold_an_entry(
+    store: Store, number: int, num_in_first: int
+) -> None:
+    """The packs' names are hashes, so the number decides which pack comes first."""
+    (spec,) = write_entries(store, 1)
+    alone = write_entries(store, 1, start=number)
+    register(store, [spec, *alone])
+    first, _ = seal_twice(store, [spec], alone)
+    assert len(survey(store.address).packs.all[0].keys) == num_in_first
+    flip_bit(store.packed.folder, first, place_of(store, first, spec) + DATA_START + 3)
+
+    delete(store.address, survey(store.address))
+    remaining = reopened(store)
+    assert np.array_equal(remaining.read(spec)["latent"], values_of(0)["latent"])
+    assert remaining.check(spec).valid
+    assert remaining.check(alone[0]).valid
+
+
+def place_of(store: Store, pack: str, spec: EntrySpec) -> int:
+    """Return the first byte of an entry in a pack."""
+    index = pl.read_parquet(store.root / pack.replace(".pack", ".parquet"))
+    return index.row(by_predicate=pl.col("key") == spec.key, named=True)["offset"]
 
 
 def test_packs_without_an_index_and_temporary_files_are_left_over_after_the_grace_period(
