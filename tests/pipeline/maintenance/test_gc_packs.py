@@ -14,7 +14,9 @@ from pipeline.cache.pack_index import announce_change
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntrySpec, Store
 from pipeline.cache.users import register_user
+from pipeline.errors import StoreError
 from pipeline.maintenance.gc import delete, survey
+from pipeline.maintenance.gc_packs import delete_old
 from pipeline.reporting.reports import discard
 from pipeline.storage.addresses import address
 from pipeline.storage.atomic import temp_name
@@ -97,7 +99,8 @@ def test_a_single_entry_stays_if_its_packed_copy_is_damaged(any_store: Store) ->
     log: list[str] = []
     assert delete(any_store.address, survey(any_store.address), log=log.append)[0] == 2
     assert any_store.packed.folder.where(pack) in log[0]
-    assert "a pack has 1 damaged entry; latentline pack seals them again" in log[0]
+    assert "a pack has 1 damaged entry, which now count as missing in it" in log[0]
+    assert "1 of them also in a file of its own, which stays. Start the cache jobs" in log[0]
     assert len(single_files(any_store)) == 1
     assert all(reopened(any_store).check(spec).valid for spec in specs)
 
@@ -190,6 +193,101 @@ def place_of(store: Store, pack: str, spec: EntrySpec) -> int:
     """Return the first byte of an entry in a pack."""
     index = pl.read_parquet(store.root / pack.replace(".pack", ".parquet"))
     return index.row(by_predicate=pl.col("key") == spec.key, named=True)["offset"]
+
+
+def test_a_pack_whose_entries_were_all_removed_is_deleted_when_it_is_old(store: Store) -> None:
+    specs = write_entries(store, 3)
+    register(store, specs)
+    seal(store, specs, log=discard)
+    delete(store.address, survey(store.address))
+    for spec in specs:
+        store.remove(spec)
+    assert [store.check(spec).status for spec in specs] == ["missing"] * 3
+    assert len(pack_names(store.packed.folder, ".pack")) == 1, "an empty index stays"
+
+    write_entries(store, 3)
+    assert delete(store.address, survey(store.address)) == (0, 0)
+    assert seal(reopened(store), specs, log=discard).num_entries == 3
+    assert len(survey(store.address).packs.all) == 1, "the same entries are sealed in the same pack"
+    assert all(reopened(store).check(spec).valid for spec in specs)
+
+    for spec in specs:
+        reopened(store).remove(spec)
+    make_all_files_old(store)
+    surveyed = survey(store.address)
+    assert len(surveyed.packs.old) == 1
+    delete(store.address, surveyed)
+    assert pack_names(store.packed.folder, ".pack") == []
+
+
+@pytest.mark.parametrize("young_suffix", [".pack", ".parquet"])
+def test_a_pack_with_one_young_file_is_young(store: Store, young_suffix: str) -> None:
+    specs = write_entries(store, 2)
+    register(store, [])
+    seal(store, specs, log=discard)
+    make_all_files_old(store)
+    (young,) = pack_names(store.packed.folder, young_suffix)
+    os.utime(store.root / young)
+    packs = survey(store.address).packs
+    assert (len(packs.young), len(packs.old)) == (1, 0)
+
+
+def test_a_pack_that_is_needed_while_it_is_deleted_gets_its_index_back(store: Store) -> None:
+    """A job registers and checks an entry between the first look at the users and the deletion."""
+    specs, others = write_entries(store, 2), write_entries(store, 2, start=2)
+    register(store, [])
+    seal(store, specs, log=discard)
+    seal(store, others, log=discard)
+    for spec in (*specs, *others):
+        store.path(spec).unlink()
+    make_all_files_old(store)
+    packs = survey(store.address).packs
+    assert len(packs.old) == 2
+    answers = iter([set[str](), {specs[0].key}])
+    deleted = delete_old(store.packed.folder, packs, lambda: next(answers))
+    assert len(deleted) == 2
+    assert [reopened(store).check(spec).status for spec in (*specs, *others)] == [
+        "valid",
+        "valid",
+        "missing",
+        "missing",
+    ]
+
+
+def test_an_error_while_packs_are_deleted_leaves_all_indexes(store: Store) -> None:
+    specs = write_entries(store, 2)
+    register(store, [])
+    seal(store, specs, log=discard)
+    make_all_files_old(store)
+    packs = survey(store.address).packs
+    calls: list[int] = []
+
+    def needed() -> set[str]:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise StoreError("a registration cannot be read", where="here", fix="none")
+        return set()
+
+    with pytest.raises(StoreError, match="registration"):
+        delete_old(store.packed.folder, packs, needed)
+    for spec in specs:
+        store.path(spec).unlink()
+    assert all(reopened(store).check(spec).valid for spec in specs)
+
+
+def test_an_error_of_a_deletion_names_the_file(store: Store) -> None:
+    specs = write_entries(store, 2)
+    register(store, [])
+    blocked = store.path(specs[0])
+    blocked.unlink()
+    blocked.mkdir()
+    (blocked / "mine").write_text("a folder in place of the entry")
+    surveyed = survey(store.address, grace_s=-60)
+    surveyed.orphans[blocked.relative_to(store.root).as_posix()] = 5
+    with pytest.raises(StoreError, match="a file of the cache cannot be deleted: ") as excinfo:
+        delete(store.address, surveyed)
+    assert excinfo.value.where == str(blocked)
+    assert excinfo.value.fix
 
 
 def test_packs_without_an_index_and_temporary_files_are_left_over_after_the_grace_period(
