@@ -15,7 +15,7 @@ from pipeline.cache.users import FOLDER, CacheUser, access_fix
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError
 from pipeline.maintenance.deletion import delete_files
-from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
+from pipeline.maintenance.gc_packs import Packs, delete_incomplete, delete_old, delete_single
 from pipeline.maintenance.needed_keys import NeededKeys, StaleRun, delete_stale
 from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Address
@@ -133,9 +133,11 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
     cache, needed_keys = cache_folder(cache_dir), NeededKeys(cache_dir)
     unregistered = [stale.num_bytes for stale in surveyed.stale_runs if delete_stale(cache_dir, stale)]
     leftovers = {**surveyed.leftovers, **surveyed.old_orders}
+    incomplete = {name: leftovers.pop(name) for name in surveyed.packs.incomplete if name in leftovers}
     try:
         deleted = delete_single(cache, surveyed.packs, log=log)
         deleted |= delete_old(cache, surveyed.packs, needed_keys.read)
+        deleted |= delete_incomplete(cache, surveyed.packs, incomplete)
     except OSError as err:
         raise StoreError(
             f"a pack or an index of packs cannot be read or written: {err.strerror or err}",

@@ -7,18 +7,20 @@ index of a pack is deleted before the pack, and is written again if a job has re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from pipeline.cache.entry_format import KINDS, Kind
-from pipeline.cache.folder import CacheFile, CacheFolder
+from pipeline.cache.folder import CacheFile, CacheFolder, FileStat
 from pipeline.cache.pack_format import (
     INDEX_SUFFIX,
     PACK_SUFFIX,
     WrongPackError,
     bad_entries,
     index_path,
+    is_pack_file,
     pack_folder,
     pack_path,
 )
@@ -68,6 +70,7 @@ class Packs:
         young: Packs that nothing needs, within the grace period or of unknown age.
         old: Packs that nothing needs and that are older.
         damaged: Paths of the indexes that cannot be read. Their packs are never deleted.
+        incomplete: Stats of the packs without an index, and of the indexes without a pack, by path.
     """
 
     def __init__(self, cache: CacheFolder) -> None:
@@ -80,6 +83,7 @@ class Packs:
         self.young: list[Pack] = []
         self.old: list[Pack] = []
         self.damaged: list[str] = []
+        self.incomplete: dict[str, FileStat] = {}
         for kind in KINDS:
             self._add(cache, kind)
         # If several packs hold an entry, readers use the first one, so that copy is the one to verify.
@@ -93,6 +97,7 @@ class Packs:
     def _add(self, cache: CacheFolder, kind: Kind) -> None:
         """Read the indexes of one kind."""
         files = cache.stats(pack_folder(kind))
+        self.incomplete |= _incomplete(kind, files)
         for file in sorted(files):
             name = file.removesuffix(INDEX_SUFFIX)
             if file == name or f"{name}{PACK_SUFFIX}" not in files:
@@ -251,3 +256,43 @@ def _read_if_exists(cache: CacheFolder, name: str) -> bytes | None:
         return cache.read(name)
     except FileNotFoundError:
         return None
+
+
+def delete_incomplete(cache: CacheFolder, packs: Packs, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Delete packs without an index and indexes without a pack; return the deleted files and their sizes.
+
+    Sealing the same entries again completes a pack under the same name. So the packs are listed again, and
+    only files that are unchanged since the survey and still incomplete are deleted.
+
+    Args:
+        cache: Files of the cache.
+        packs: Packs at the time of the survey.
+        sizes: Size of each file to delete, by name.
+
+    Raises:
+        OSError: The packs cannot be listed.
+        StoreError: See `delete_files`.
+    """
+    deleted: dict[str, int] = {}
+    for kind in KINDS:
+        names = [name for name in sizes if name.startswith(f"{pack_folder(kind)}/")]
+        if names:
+            # An open reader may have loaded an index that was deleted since.
+            announce_change(cache, kind)
+        for start in range(0, len(names), _PACKS_AT_ONCE):
+            now = _incomplete(kind, cache.stats(pack_folder(kind)))
+            batch = names[start : start + _PACKS_AT_ONCE]
+            unchanged = [name for name in batch if name in now and now[name] == packs.incomplete.get(name)]
+            deleted |= delete_files(cache, {name: sizes[name] for name in unchanged})
+    return deleted
+
+
+def _incomplete(kind: Kind, files: Mapping[str, FileStat]) -> dict[str, FileStat]:
+    """Return the packs without an index and the indexes without a pack, by path, with their stats."""
+    partners = {PACK_SUFFIX: INDEX_SUFFIX, INDEX_SUFFIX: PACK_SUFFIX}
+    incomplete: dict[str, FileStat] = {}
+    for name, stat in files.items():
+        path = PurePosixPath(pack_folder(kind), name)
+        if is_pack_file(path) and f"{path.stem}{partners[path.suffix]}" not in files:
+            incomplete[str(path)] = stat
+    return incomplete

@@ -195,6 +195,63 @@ def place_of(store: Store, pack: str, spec: EntrySpec) -> int:
     return index.row(by_predicate=pl.col("key") == spec.key, named=True)["offset"]
 
 
+def test_a_pack_that_was_completed_since_the_survey_is_not_a_leftover(any_store: Store) -> None:
+    """Its writer was killed before the index. While gc works, another job seals the same entries again."""
+    specs = write_entries(any_store, 2)
+    register(any_store, specs)
+    seal(any_store, specs, log=discard)
+    folder = any_store.packed.folder
+    (index,) = pack_names(folder, ".parquet")
+    folder.delete(index)
+    announce_change(folder, "latents")
+    first = survey(any_store.address, grace_s=-60)
+    assert list(first.leftovers) == pack_names(folder, ".pack")
+
+    assert seal(reopened(any_store), specs, log=discard).num_packs == 1
+    delete(any_store.address, survey(any_store.address))
+    assert single_files(any_store) == {}
+    delete(any_store.address, first)
+    assert all(reopened(any_store).check(spec).valid for spec in specs)
+
+
+def test_a_pack_that_is_being_sealed_again_is_not_a_leftover(store: Store) -> None:
+    """The pack was written again since the survey, and its index will follow."""
+    specs = write_entries(store, 2)
+    register(store, specs)
+    seal(store, specs, log=discard)
+    folder = store.packed.folder
+    (index,), (pack,) = pack_names(folder, ".parquet"), pack_names(folder, ".pack")
+    folder.delete(index)
+    make_all_files_old(store)
+    surveyed = survey(store.address)
+    assert list(surveyed.leftovers) == [pack]
+    folder.replace(pack, folder.read(pack))
+    assert delete(store.address, surveyed) == (0, 0)
+    assert pack_names(folder, ".pack") == [pack]
+
+
+def test_an_open_store_uses_another_pack_when_a_leftover_pack_is_deleted(store: Store) -> None:
+    """A process has loaded the index of a pack. A gc was killed after it had deleted that index."""
+    (spec,) = write_entries(store, 1)
+    alone = write_entries(store, 1, start=1)
+    register(store, [spec, *alone])
+    first, _ = seal_twice(store, [spec], alone)
+    for each in (spec, *alone):
+        store.path(each).unlink()
+    opened = reopened(store)
+    assert opened.check(spec).valid
+    store.packed.folder.delete(first.replace(".pack", ".parquet"))
+    make_all_files_old(store)
+    register(store, [spec])
+
+    surveyed = survey(store.address)
+    if spec.key not in {key.hex() for pack in surveyed.packs.all for key in pack.keys}:
+        pytest.fail("the other pack holds the entry")
+    assert list(surveyed.leftovers) == [first]
+    delete(store.address, surveyed)
+    assert opened.check(spec).valid
+
+
 def test_a_pack_whose_entries_were_all_removed_is_deleted_when_it_is_old(store: Store) -> None:
     specs = write_entries(store, 3)
     register(store, specs)
