@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from pipeline.cache.folder import cache_folder
 from pipeline.cache.users import unregister_user
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
 from pipeline.errors import RecipeError, StoreError, counted
@@ -221,7 +222,7 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
     echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")
     if surveyed.young:
         echo(f"  {surveyed.young:>9,} not needed but younger than {grace_hours:g} h: kept")
-    _show_packs(surveyed.packs, grace_hours)
+    _show_packs(cache_dir, surveyed.packs, grace_hours)
     if surveyed.leftovers:
         leftover_bytes = bytes_text(sum(surveyed.leftovers.values()))
         echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
@@ -236,7 +237,7 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
         echo(f"  {len(surveyed.foreign):>9,} from other programs, never touched: {names}")
 
 
-def _show_packs(packs: Packs, grace_hours: float) -> None:
+def _show_packs(cache_dir: Address, packs: Packs, grace_hours: float) -> None:
     if packs.all:
         entries = counted(packs.num_entries, "entry", "entries")
         echo(f"  {len(packs.all):>9,} packs with {entries}, {_pack_bytes(packs.all)}")
@@ -248,7 +249,12 @@ def _show_packs(packs: Packs, grace_hours: float) -> None:
     if packs.old:
         echo(f"  {len(packs.old):>9,} packs not needed, {_pack_bytes(packs.old)}")
     for index in packs.damaged[:MAX_SHOWN]:
-        echo(f"  damaged index, so that the entries of its pack count as missing: {index}")
+        where = cache_folder(cache_dir).where(index)
+        echo(
+            f"  the index of a pack is damaged, so its entries count as missing: {where}. Start the cache "
+            "jobs of the recipes again, which encode what is missing. Then delete this file: latentline gc "
+            f"deletes the pack when it is older than {grace_hours:g} h."
+        )
 
 
 def _pack_bytes(packs: Sequence[Pack]) -> str:

@@ -14,7 +14,8 @@ from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.users import FOLDER, CacheUser, access_fix
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError
-from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
+from pipeline.maintenance.deletion import delete_files
+from pipeline.maintenance.gc_packs import Packs, delete_incomplete, delete_old, delete_single
 from pipeline.maintenance.needed_keys import NeededKeys, StaleRun, delete_stale
 from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Address
@@ -131,45 +132,33 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
     """
     cache, needed_keys = cache_folder(cache_dir), NeededKeys(cache_dir)
     unregistered = [stale.num_bytes for stale in surveyed.stale_runs if delete_stale(cache_dir, stale)]
+    leftovers = {**surveyed.leftovers, **surveyed.old_orders}
+    incomplete = {name: leftovers.pop(name) for name in surveyed.packs.incomplete if name in leftovers}
     try:
         deleted = delete_single(cache, surveyed.packs, log=log)
         deleted |= delete_old(cache, surveyed.packs, needed_keys.read)
+        deleted |= delete_incomplete(cache, surveyed.packs, incomplete)
     except OSError as err:
         raise StoreError(
-            f"a pack or an entry in a pack cannot be read or deleted: {err.strerror or err}",
+            f"a pack or an index of packs cannot be read or written: {err.strerror or err}",
             where=cache.where(PACKS),
             fix=access_fix(cache_dir, err),
         ) from err
-    cache.tidy(sorted({str(PurePosixPath(name).parent) for name in deleted}, reverse=True))
 
-    sizes = {**surveyed.orphans, **surveyed.leftovers, **surveyed.old_orders}
-    names = sorted(sizes)
-    num_files, num_bytes = len(deleted) + len(unregistered), sum(deleted.values()) + sum(unregistered)
-
+    names = sorted(surveyed.orphans)
     for start in range(0, len(names), _DELETE_BATCH):
-        batch = names[start : start + _DELETE_BATCH]
         # A job may have started since the survey, and may need entries that were orphans then.
         needed = needed_keys.read()
+        batch = [name for name in names[start : start + _DELETE_BATCH] if _key_of(name) not in needed]
+        deleted |= delete_files(cache, {name: surveyed.orphans[name] for name in batch})
 
-        for name in batch:
-            path = PurePosixPath(name)
-            if path.suffix == SUFFIX and path.stem in needed:
-                continue
-            try:
-                cache.delete(name)
-            except FileNotFoundError:
-                continue
-            except OSError as err:
-                raise StoreError(
-                    f"an orphan cannot be deleted: {err.strerror or err}",
-                    where=cache.where(name),
-                    fix=access_fix(cache_dir, err),
-                ) from err
-            num_files += 1
-            num_bytes += sizes[name]
+    deleted |= delete_files(cache, leftovers)
+    cache.tidy(sorted({str(PurePosixPath(name).parent) for name in deleted}, reverse=True))
+    return len(deleted) + len(unregistered), sum(deleted.values()) + sum(unregistered)
 
-        cache.tidy(sorted({str(PurePosixPath(name).parent) for name in batch}, reverse=True))
-    return num_files, num_bytes
+
+def _key_of(name: str) -> str:
+    return PurePosixPath(name).stem
 
 
 def _read_packs(cache_dir: Address) -> Packs:

@@ -1,33 +1,40 @@
 """Packs in a garbage collection: single entries with a copy in a pack, and packs that no recipe needs.
 
-The order of the steps keeps every entry readable, wherever a process is killed. A single entry is deleted
-after its packed copy was read and verified, and after readers were made to list the packs again. The index of
-a pack is deleted before the pack.
+The order of the steps keeps every needed entry readable, wherever a process is killed. A single entry is
+deleted after its packed copy was read and verified, and after readers were made to list the packs again. The
+index of a pack is deleted before the pack, and is written again if a job has requested an entry meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from pipeline.cache.entry_format import KINDS, Kind
-from pipeline.cache.folder import CacheFile, CacheFolder
+from pipeline.cache.folder import CacheFile, CacheFolder, FileStat
 from pipeline.cache.pack_format import (
     INDEX_SUFFIX,
     PACK_SUFFIX,
     WrongPackError,
     bad_entries,
     index_path,
+    is_pack_file,
     pack_folder,
     pack_path,
 )
 from pipeline.cache.pack_index import announce_change, read_index, remove_rows
 from pipeline.cache.store import SUFFIX
 from pipeline.errors import counted
+from pipeline.maintenance.deletion import delete_files
 from pipeline.reporting.reports import Log
 
+_PACKS_AT_ONCE = 64
+"""Number of packs that are deleted before the users' keys are read again."""
 
-@dataclass
+
+@dataclass(eq=False)
 class Pack:
     """A pack with a valid index.
 
@@ -63,6 +70,7 @@ class Packs:
         young: Packs that nothing needs, within the grace period or of unknown age.
         old: Packs that nothing needs and that are older.
         damaged: Paths of the indexes that cannot be read. Their packs are never deleted.
+        incomplete: Stats of the packs without an index, and of the indexes without a pack, by path.
     """
 
     def __init__(self, cache: CacheFolder) -> None:
@@ -75,10 +83,12 @@ class Packs:
         self.young: list[Pack] = []
         self.old: list[Pack] = []
         self.damaged: list[str] = []
+        self.incomplete: dict[str, FileStat] = {}
         for kind in KINDS:
             self._add(cache, kind)
+        # If several packs hold an entry, readers use the first one, so that copy is the one to verify.
         self._by_key: dict[tuple[str, bytes], Pack] = {
-            (pack.kind, key): pack for pack in self.all for key in pack.keys
+            (pack.kind, key): pack for pack in reversed(self.all) for key in pack.keys
         }
         self._files = {name for pack in self.all for name in pack.files}
         for index in self.damaged:
@@ -87,6 +97,7 @@ class Packs:
     def _add(self, cache: CacheFolder, kind: Kind) -> None:
         """Read the indexes of one kind."""
         files = cache.stats(pack_folder(kind))
+        self.incomplete |= _incomplete(kind, files)
         for file in sorted(files):
             name = file.removesuffix(INDEX_SUFFIX)
             if file == name or f"{name}{PACK_SUFFIX}" not in files:
@@ -138,7 +149,8 @@ class Packs:
 def delete_single(cache: CacheFolder, packs: Packs, *, log: Log) -> dict[str, int]:
     """Delete single entries after verifying their copies in packs; return the deleted files and their sizes.
 
-    A damaged copy is removed from its index, and the single entry stays.
+    A damaged copy is removed from its index, and the single entry stays. Of several copies, the one that
+    readers use is verified.
 
     Args:
         cache: Files of the cache.
@@ -149,20 +161,21 @@ def delete_single(cache: CacheFolder, packs: Packs, *, log: Log) -> dict[str, in
         OSError: A file cannot be read or deleted.
     """
     deleted: dict[str, int] = {}
+    announced = set[Kind]()
     for pack in packs.all:
         if not pack.single:
             continue
         valid_keys = _verified_keys(cache, pack, log)
-        announce_change(cache, pack.kind)
-        for name, size in pack.single.items():
-            if name.rpartition("/")[2].removesuffix(SUFFIX) not in valid_keys:
-                continue
-            try:
-                cache.delete(name)
-            except FileNotFoundError:
-                continue
-            deleted[name] = size
+        if pack.kind not in announced:
+            announce_change(cache, pack.kind)
+            announced.add(pack.kind)
+        valid = {name: size for name, size in pack.single.items() if _key_of(name) in valid_keys}
+        deleted |= delete_files(cache, valid)
     return deleted
+
+
+def _key_of(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix(SUFFIX)
 
 
 def _verified_keys(cache: CacheFolder, pack: Pack, log: Log) -> set[str]:
@@ -177,8 +190,13 @@ def _verified_keys(cache: CacheFolder, pack: Pack, log: Log) -> set[str]:
     if problems:
         remove_rows(cache, pack.kind, pack.name, problems)
         entries = counted(len(problems), "damaged entry", "damaged entries")
+        num_single = len(problems.keys() & set(map(_key_of, pack.single)))
         where = cache.where(pack_path(pack.kind, pack.name))
-        log(f"warning: a pack has {entries}; latentline pack seals them again: {where}")
+        log(
+            f"warning: a pack has {entries}, which now count as missing in it: {where}. {num_single} of them "
+            "also in a file of its own, which stays. Start the cache jobs of the recipes again: they encode "
+            "entries that are missing"
+        )
     return set(index["key"]) - problems.keys()
 
 
@@ -191,27 +209,90 @@ def delete_old(cache: CacheFolder, packs: Packs, needed: Callable[[], Set[str]])
         needed: Returns the keys that users need now; a job may have started since the survey.
 
     Raises:
-        OSError: A file cannot be deleted.
+        OSError: A file cannot be read or deleted.
+        StoreError: See `needed` and `delete_files`.
     """
-    needed_now = needed() if packs.old else set[str]()
-    unneeded = [pack for pack in packs.old if not pack.is_needed(needed_now)]
     deleted: dict[str, int] = {}
     for kind in KINDS:
-        own = [pack for pack in unneeded if pack.kind == kind]
-        if not own:
-            continue
-        for pack in own:
-            _delete(cache, pack.files[0])
-        # Readers stop using the packs before these are deleted.
-        announce_change(cache, kind)
-        for pack in own:
-            _delete(cache, pack.files[1])
-            deleted |= {pack.files[0]: 0, pack.files[1]: pack.num_bytes}
+        own = [pack for pack in packs.old if pack.kind == kind]
+        for start in range(0, len(own), _PACKS_AT_ONCE):
+            needed_now = needed()
+            batch = own[start : start + _PACKS_AT_ONCE]
+            unneeded = [pack for pack in batch if not pack.is_needed(needed_now)]
+            if unneeded:
+                deleted |= _delete_packs(cache, kind, unneeded, needed)
     return deleted
 
 
-def _delete(cache: CacheFolder, name: str) -> None:
+def _delete_packs(
+    cache: CacheFolder, kind: Kind, packs: Sequence[Pack], needed: Callable[[], Set[str]]
+) -> dict[str, int]:
+    with ThreadPoolExecutor(_PACKS_AT_ONCE // 4, thread_name_prefix="latentline-gc") as pool:
+        indexes = list(pool.map(lambda pack: _read_if_exists(cache, pack.files[0]), packs))
+    removed = {pack: index for pack, index in zip(packs, indexes, strict=True) if index is not None}
+
+    restored = dict(removed)
     try:
-        cache.delete(name)
+        deleted = delete_files(cache, {pack.files[0]: 0 for pack in removed})
+        # Readers stop using the packs before these are deleted.
+        announce_change(cache, kind)
+        # A job that registered before the indexes were deleted may have seen its entries in these packs.
+        needed_now = needed()
+        restored = {pack: index for pack, index in removed.items() if pack.is_needed(needed_now)}
+    finally:
+        for pack, index in restored.items():
+            cache.replace(pack.files[0], index)
+        if restored:
+            announce_change(cache, kind)
+
+    packs_left = {pack.files[1]: pack.num_bytes for pack in removed if pack not in restored}
+    kept = {pack.files[0] for pack in restored}
+    deleted = {name: size for name, size in deleted.items() if name not in kept}
+    return deleted | delete_files(cache, packs_left)
+
+
+def _read_if_exists(cache: CacheFolder, name: str) -> bytes | None:
+    try:
+        return cache.read(name)
     except FileNotFoundError:
-        return
+        return None
+
+
+def delete_incomplete(cache: CacheFolder, packs: Packs, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Delete packs without an index and indexes without a pack; return the deleted files and their sizes.
+
+    Sealing the same entries again completes a pack under the same name. So the packs are listed again, and
+    only files that are unchanged since the survey and still incomplete are deleted.
+
+    Args:
+        cache: Files of the cache.
+        packs: Packs at the time of the survey.
+        sizes: Size of each file to delete, by name.
+
+    Raises:
+        OSError: The packs cannot be listed.
+        StoreError: See `delete_files`.
+    """
+    deleted: dict[str, int] = {}
+    for kind in KINDS:
+        names = [name for name in sizes if name.startswith(f"{pack_folder(kind)}/")]
+        if names:
+            # An open reader may have loaded an index that was deleted since.
+            announce_change(cache, kind)
+        for start in range(0, len(names), _PACKS_AT_ONCE):
+            now = _incomplete(kind, cache.stats(pack_folder(kind)))
+            batch = names[start : start + _PACKS_AT_ONCE]
+            unchanged = [name for name in batch if name in now and now[name] == packs.incomplete.get(name)]
+            deleted |= delete_files(cache, {name: sizes[name] for name in unchanged})
+    return deleted
+
+
+def _incomplete(kind: Kind, files: Mapping[str, FileStat]) -> dict[str, FileStat]:
+    """Return the packs without an index and the indexes without a pack, by path, with their stats."""
+    partners = {PACK_SUFFIX: INDEX_SUFFIX, INDEX_SUFFIX: PACK_SUFFIX}
+    incomplete: dict[str, FileStat] = {}
+    for name, stat in files.items():
+        path = PurePosixPath(pack_folder(kind), name)
+        if is_pack_file(path) and f"{path.stem}{partners[path.suffix]}" not in files:
+            incomplete[str(path)] = stat
+    return incomplete

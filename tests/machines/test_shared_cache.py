@@ -36,6 +36,20 @@ for key in keys:
 """
 """What a cache job does to a cache, without a model: register the keys of ./out and write their entries."""
 
+TRAIN = """
+import sys
+from pathlib import Path
+
+from pipeline.cache.users import register_run, register_user
+from pipeline.storage.addresses import Url
+
+cache, key_of_run, key_of_job = sys.argv[1:]
+output_dir = Path("out").absolute()
+register_run(Url(cache), output_dir, recipe="small", run="1" * 16, keys=[key_of_run])
+register_user(Url(cache), output_dir, recipe="small", kind="latents", keys=[key_of_job])
+"""
+"""What a training does to a cache, and then a cache job of the edited recipe: both register their keys."""
+
 KEY_OF_A, KEY_OF_BOTH, KEY_OF_B, ORPHAN = (digit * 64 for digit in "1234")
 
 
@@ -60,6 +74,31 @@ def test_H01_gc_keeps_the_entries_that_another_machine_registered_for_the_same_p
         name.rpartition("/")[2].removesuffix(".safetensors") for name in files.find(f"{cache}/latents")
     }
     assert remaining == {KEY_OF_A, KEY_OF_BOTH, KEY_OF_B}
+
+
+def test_H01_gc_keeps_the_entries_of_a_training_on_another_machine_whose_recipe_was_edited(
+    two_machines: list[Machine], gateway: Gateway, s3: str
+) -> None:
+    """Machine a trains with one entry. The cache job of the edited recipe needs another one."""
+    a, b = two_machines
+    cache = f"{s3}/cache"
+    variables = {**gateway.environment(), "PYTHONPATH": str(ROOT)}
+    for script, arguments in ((USE_CACHE, [KEY_OF_A, KEY_OF_BOTH]), (TRAIN, [KEY_OF_A, KEY_OF_BOTH])):
+        used = a.run([sys.executable, "-c", script, cache, *arguments], **variables)
+        assert used.returncode == 0, used.stderr[-3000:]
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.pipe_file(f"{cache}/latents/{ORPHAN[:2]}/{ORPHAN}.safetensors", b"needed by nobody")
+
+    b.path("configs").mkdir()
+    variables["LATENTLINE_CONFIGS"] = str(b.disk / "configs")
+    gc = latentline("gc", "--delete", "--grace-hours", "0", "--cache-dir", cache)
+    collected = b.run(gc, **variables)
+    assert collected.returncode == 0, collected.stderr
+    assert f"read by run {'1' * 16} of small, unfinished: entries kept" in collected.stdout
+    remaining = {
+        name.rpartition("/")[2].removesuffix(".safetensors") for name in files.find(f"{cache}/latents")
+    }
+    assert remaining == {KEY_OF_A, KEY_OF_BOTH}
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from pipeline.cli.main import latentline
 from pipeline.errors import LatentlineError, PathIsolationError, RecipeError, TrainingError
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.cached_job import Job
+from tests.pipeline.packs_case import pack_everything
 
 OLD_S = 1_000_000_000
 
@@ -210,8 +211,17 @@ def test_L13_gc_shows_registered_runs_and_deletes_the_registration_of_a_finished
     assert "nothing was deleted" not in shown
     (run / "finished.json").write_text("{}")
     assert f"run {run.name} of sample, finished or deleted: registration not needed" in cli("gc").stdout
-    assert "deleted 1 file, 32 B" in cli("gc", "--delete").stdout
+    assert "deleted 1 file, 32 bytes" in cli("gc", "--delete").stdout
     assert run.name not in cli("gc").stdout
+
+
+def test_gc_shows_where_the_damaged_index_of_a_pack_is_and_what_to_do(cli: Any, job: Job) -> None:
+    pack_everything(job.recipe.cache_dir)
+    index = next((job.recipe.cache_dir / "packs" / "text").glob("*.parquet"))
+    index.write_bytes(b"damaged")
+    shown = cli("gc").stdout
+    assert f"its entries count as missing: {index}. Start the cache jobs" in shown
+    assert "Then delete this file: latentline gc deletes the pack when it is older than 24 h." in shown
 
 
 def test_L13_an_output_folder_is_forgotten_only_after_it_was_deleted(
