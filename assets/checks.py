@@ -20,6 +20,7 @@ from dagster import (
 
 from assets.names import asset_key
 from assets.publishing import report_metadata, table_metadata
+from assets.run_log import run_log
 from pipeline.errors import PathIsolationError
 from pipeline.escaping import inactive_markdown, printable_lines
 from pipeline.recipe import Recipe
@@ -66,7 +67,8 @@ def check_results(context: AssetExecutionContext, recipe: Recipe, asset: str) ->
 
     # All checks run, so that the report lists all of them, but only the selected ones have a result.
     key = asset_key(recipe, asset)
-    findings = import_module(f"pipeline.{asset}.checks").run(CheckContext(recipe, Tables(recipe.output_dir)))
+    inputs = CheckContext(recipe, Tables(recipe.output_dir), log=run_log(context))
+    findings = import_module(f"pipeline.{asset}.checks").run(inputs)
     write_findings(recipe.output_dir, asset, findings)
     selected_findings = [finding for finding in findings if finding.name in selected]
     for finding in selected_findings:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import GateClosedError
 from pipeline.recipe.gates import SPECS, CheckSpec
-from pipeline.reporting.reports import Report, read_report, report_path
+from pipeline.reporting.reports import Log, Report, discard, read_report, report_path
 from pipeline.storage.atomic import write_text
 
 if TYPE_CHECKING:
@@ -39,12 +39,14 @@ class CheckContext:
         tables: Tables of the recipe's output folder.
         reports: Reports by asset that take precedence over the report files.
         sources: False if the dataset files must not be read; checks that need them then pass.
+        log: Receives the progress of long checks.
     """
 
     recipe: Recipe
     tables: Tables
     reports: Mapping[str, Report] = field(default_factory=dict[str, Report])
     sources: bool = True
+    log: Log = discard
 
     def report(self, asset: str) -> Report | None:
         """Return the asset's report of its last materialization, or None if it is missing or damaged."""

@@ -19,9 +19,12 @@ from typing import Any, Literal
 import polars as pl
 
 from pipeline.cache.requests import is_unchanged
-from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store
+from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Kind, Store
 from pipeline.checks.findings import Outcome
+from pipeline.encoding.checking import check_entries
 from pipeline.errors import RUN_RECIPE, counted
+from pipeline.reporting.progress import phase
+from pipeline.reporting.reports import Log
 
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
 
@@ -35,7 +38,13 @@ class Problems:
     """Problems of some entries, grouped by check."""
 
     def __init__(
-        self, store: Store, kind: Kind, requests: pl.DataFrame, spec_of: Callable[[dict[str, Any]], EntrySpec]
+        self,
+        store: Store,
+        kind: Kind,
+        requests: pl.DataFrame,
+        spec_of: Callable[[dict[str, Any]], EntrySpec],
+        *,
+        log: Log,
     ) -> None:
         """Check each entry.
 
@@ -45,20 +54,25 @@ class Problems:
             requests: One row per entry: `sample_id` (or another name), `key`, `num_bytes`, the `STAT_COLUMNS`
                 recorded when it was verified (null if never), and the columns that `spec_of` needs.
             spec_of: Returns the specification of a row's entry.
+            log: Receives the progress.
 
         Raises:
             StoreError: An entry cannot be read.
         """
         self.num_entries = len(requests)
         self._rows: dict[Problem, list[dict[str, Any]]] = {}
-        for part in requests.iter_slices(AT_ONCE):
-            for row in part.filter(~is_unchanged(store, kind, part)).iter_rows(named=True):
-                self._check(store, row["sample_id"], spec_of(row))
-
-    def _check(self, store: Store, name: str, spec: EntrySpec) -> None:
-        state = store.check(spec)
-        if state.valid:
+        with phase("comparing cache entries with the last run", log=log):
+            parts = requests.iter_slices(AT_ONCE)
+            changed = [part.filter(~is_unchanged(store, kind, part)) for part in parts]
+        if not changed:
             return
+
+        for entries in check_entries(store, pl.concat(changed), spec_of, log=log):
+            for row, spec, state in entries:
+                if not state.valid:
+                    self._add(store, row["sample_id"], spec, state)
+
+    def _add(self, store: Store, name: str, spec: EntrySpec, state: EntryState) -> None:
         row = {
             "sample_id": name,
             "problem": state.reason or "the entry is missing",

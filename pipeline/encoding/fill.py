@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +15,7 @@ from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEnt
 from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
 from pipeline.cache.users import record_speed, register_user
+from pipeline.encoding.checking import ROWS_AT_A_TIME, check_entries
 from pipeline.encoding.jobs import (
     Failure,
     Job,
@@ -30,7 +30,7 @@ from pipeline.encoding.jobs import (
 from pipeline.errors import StoreError, counted
 from pipeline.processes.launch import Launch
 from pipeline.recipe.deployment import load_deployment
-from pipeline.reporting.progress import phase, progress
+from pipeline.reporting.progress import phase
 from pipeline.reporting.reports import Log, Stopwatch
 from pipeline.storage.os_errors import require_disk_space
 
@@ -44,7 +44,6 @@ WORKERS: dict[Kind, str] = {
 """Module that encodes each kind. Masks need no model, so theirs is not launched."""
 
 _MAX_NAMED = 10
-_ROWS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class _Fill:
             self._collect(states, results)
         if self._result.encoded and load_deployment().seal_packs:
             encoded = missing.filter(pl.col("key").is_in(self._result.encoded))
-            parts = (part.to_dicts() for part in encoded.iter_slices(_ROWS_AT_A_TIME))
+            parts = (part.to_dicts() for part in encoded.iter_slices(ROWS_AT_A_TIME))
             specs = (self._requests.spec(row) for rows in parts for row in rows)
             seal_new(self._store, specs, log=self._log)
         return self._result
@@ -226,23 +225,9 @@ class _Fill:
         return encoding_order(missing)
 
     def _check(self, rows: pl.DataFrame) -> Iterator[list[tuple[Row, EntryState]]]:
-        """Yield each row with the state of its entry, in slices that are checked on all cores."""
-        num_checked = 0
-
-        def check(spec: EntrySpec) -> EntryState:
-            nonlocal num_checked
-            state = self._store.check(spec)
-            num_checked += 1  # only shown, so that a lost update between threads does no harm
-            return state
-
-        with (
-            progress(lambda: num_checked, len(rows), "cache entries checked", log=self._log),
-            ThreadPoolExecutor(self._store.threads) as pool,
-        ):
-            for part in rows.iter_slices(_ROWS_AT_A_TIME):
-                part_rows = part.to_dicts()
-                states = pool.map(check, map(self._requests.spec, part_rows))
-                yield list(zip(part_rows, states, strict=True))
+        """Yield each row with the state of its entry, in slices."""
+        for part in check_entries(self._store, rows, self._requests.spec, log=self._log):
+            yield [(row, state) for row, _, state in part]
 
     def _encode(self, find_missing: Callable[[], pl.DataFrame]) -> tuple[pl.DataFrame, Results]:
         """Launch processes, and call `find_missing` for their jobs while they start."""
@@ -341,5 +326,5 @@ class _LazyJobs:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Job]:
-        for part in self._rows.iter_slices(_ROWS_AT_A_TIME):
+        for part in self._rows.iter_slices(ROWS_AT_A_TIME):
             yield from map(self._job, part.to_dicts())

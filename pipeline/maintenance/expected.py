@@ -10,11 +10,11 @@ import polars as pl
 
 from pipeline.cache.requests import RecipeEntries, is_unchanged, with_recorded
 from pipeline.cache.users import recorded_speed
-from pipeline.reporting.progress import phase, progress
+from pipeline.encoding.checking import check_entries
+from pipeline.reporting.progress import phase
 
 if TYPE_CHECKING:
     from pipeline.cache.store import EntrySpec, Kind
-    from pipeline.reporting.reports import Log
 
 GEOMETRY = "geometry changed"
 DAMAGED, MISSING, MODEL_UNKNOWN = "entry damaged", "entry missing", "model or settings changed"
@@ -54,14 +54,6 @@ class Expected:
         return sum(map(len, self.reasons.values()))
 
 
-def _with_progress(rows: pl.DataFrame, *, log: Log) -> Iterator[dict[str, Any]]:
-    num_checked = 0
-    with progress(lambda: num_checked, len(rows), "cache entries checked", log=log):
-        for row in rows.iter_rows(named=True):
-            yield row
-            num_checked += 1
-
-
 def unusable_entries(
     entries: RecipeEntries,
     expected: Expected,
@@ -75,13 +67,12 @@ def unusable_entries(
         unchanged = is_unchanged(entries.store, expected.kind, with_recorded(requests, known))
     expected.there = int(unchanged.sum())
     changed = requests.filter(~unchanged)
-    for row in _with_progress(changed, log=entries.log):
-        spec = spec_of(row)
-        state = entries.store.check(spec)
-        if state.valid:
-            expected.there += 1
-        else:
-            yield row, spec, state.status
+    for part in check_entries(entries.store, changed, spec_of, log=entries.log):
+        for row, spec, state in part:
+            if state.valid:
+                expected.there += 1
+            else:
+                yield row, spec, state.status
 
 
 def changed_inputs(

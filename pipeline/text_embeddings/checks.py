@@ -39,7 +39,7 @@ def run(context: CheckContext) -> list[Finding]:
         ModelError: The recipe's base model cannot be found, or its family is not supported.
         StoreError: An entry cannot be read.
     """
-    entries = RecipeEntries(context.recipe)
+    entries = RecipeEntries(context.recipe, log=context.log)
     table = with_seen_images(entries, context.tables.read(STAGE, _COLUMNS))
     sizes = _sizes(entries, table)
     problems = Problems(
@@ -47,6 +47,7 @@ def run(context: CheckContext) -> list[Finding]:
         "text",
         _entry_rows(context, entries, table, sizes),
         lambda row: entries.text_spec(row["caption"], row["text_length"], row.get(SEEN)),
+        log=entries.log,
     )
     captions = text_rows(entries, context.tables.read("validated_dataset", CAPTION_COLUMNS))
     rejected = context.tables.read_rejected(STAGE)

@@ -122,7 +122,7 @@ def train_lora(
     if changes:
         log(f"overridden for this run: {', '.join(f'{name} {value}' for name, value in changes.items())}")
     require_start_file(recipe)
-    require_open_gates(recipe)
+    require_open_gates(recipe, log=log)
 
     # A run is the same whether its length is given in epochs or in steps, so its recipe always counts steps.
     epochs = recipe.training.epochs
@@ -157,16 +157,16 @@ def _record_epochs(layout: RunLayout, finished: dict[str, Any], epochs: float | 
         mark_finished(layout, finished)
 
 
-def require_open_gates(recipe: Recipe) -> None:
+def require_open_gates(recipe: Recipe, *, log: Log) -> None:
     """Run all upstream gates again on the stored tables and cache, with the current recipe.
 
-    The dataset files are not read, so training works without them.
+    The dataset files are not read, so training works without them. `log` receives the progress.
 
     Raises:
         GateClosedError: At least one gate is closed; names all closed gates.
         TableError: A table is missing.
     """
-    context = CheckContext(recipe, Tables(recipe.output_dir), sources=False)
+    context = CheckContext(recipe, Tables(recipe.output_dir), sources=False, log=log)
     closed = {
         f"{recipe.name}/{asset}": [finding for finding in checks.run(context) if finding.closes]
         for asset, checks in _UPSTREAM_CHECKS.items()

@@ -66,14 +66,14 @@ def run(context: CheckContext) -> list[Finding]:
         StoreError: An entry cannot be read.
     """
     table = context.tables.read(STAGE, _COLUMNS)
-    entries = RecipeEntries(context.recipe)
+    entries = RecipeEntries(context.recipe, log=context.log)
     expected_keys = entries.latent_keys(table)
 
     # Rows with another key are reported by completeness; their entries belong to something else.
     own = table.filter(table["key"] == expected_keys).unique("key", keep="first", maintain_order=True)
     sizes = entries.latent_shapes(own).select(*TARGET, "num_bytes")
     entry_rows = own.join(sizes, on=TARGET, how="left", maintain_order="left")
-    problems = Problems(entries.store, "latents", entry_rows, entries.latent_spec)
+    problems = Problems(entries.store, "latents", entry_rows, entries.latent_spec, log=entries.log)
 
     paired_problems = (mask_entry_problems(entries, table), reference_entry_problems(entries, table))
 

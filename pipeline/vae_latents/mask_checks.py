@@ -57,7 +57,7 @@ def mask_entry_problems(entries: RecipeEntries, table: pl.DataFrame) -> Problems
     used = used.unique("key", keep="first", maintain_order=True)
     num_bytes = [mask_spec(entries, row).file_bytes for row in used.iter_rows(named=True)]
     used = used.with_columns(pl.Series("num_bytes", num_bytes, dtype=pl.Int64))
-    return Problems(entries.store, "masks", used, lambda row: mask_spec(entries, row))
+    return Problems(entries.store, "masks", used, lambda row: mask_spec(entries, row), log=entries.log)
 
 
 def cropped_masks(recipe: Recipe, table: pl.DataFrame) -> Outcome:

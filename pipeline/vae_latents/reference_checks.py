@@ -58,6 +58,5 @@ def reference_entry_problems(entries: RecipeEntries, table: pl.DataFrame) -> Pro
     rows = reference_rows(entries, used).unique("key", keep="first", maintain_order=True)
     sizes = of_mean.latent_shapes(rows).select(*TARGET, "num_bytes")
     rows = rows.join(sizes, on=TARGET, how="left", maintain_order="left")
-    return Problems(
-        entries.store, "latents", with_recorded(rows, recorded_references(used)), of_mean.latent_spec
-    )
+    recorded = with_recorded(rows, recorded_references(used))
+    return Problems(entries.store, "latents", recorded, of_mean.latent_spec, log=entries.log)

@@ -17,6 +17,9 @@ import pytest
 from pipeline.cache.entry_format import DATA_START, serialise
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.checks.findings import CheckContext
+from pipeline.text_embeddings import checks as text_embeddings
+from pipeline.vae_latents import checks as vae_latents
 from tests.pipeline.cached_job import ASSETS, Job
 
 
@@ -247,6 +250,18 @@ def test_the_checks_read_an_entry_only_if_its_stat_has_changed(
     path.touch()
     assert job.failing("vae_latents") == {}
     assert read_paths == [path]
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_the_checks_report_how_many_entries_they_read(
+    job: Job, asset: str, progress_lines: list[str]
+) -> None:
+    for path in job.recipe.cache_dir.rglob("*.safetensors"):
+        path.touch()
+    check = {"vae_latents": vae_latents.run, "text_embeddings": text_embeddings.run}[asset]
+    check(CheckContext(job.recipe, job.tables, log=progress_lines.append))
+    count = len(list((job.recipe.cache_dir / ("latents" if asset == "vae_latents" else "text")).rglob("*.*")))
+    assert f"cache entries checked: {count} of {count}, " in "\n".join(progress_lines)
 
 
 def test_L08_a_missing_mirrored_latent_closes_the_gate(job: Job) -> None:
