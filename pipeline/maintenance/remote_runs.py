@@ -24,7 +24,7 @@ from pipeline.maintenance.old_runs import (
     start_files,
 )
 from pipeline.recipe import Recipe
-from pipeline.storage.lease import Lease, hold_free_lease
+from pipeline.storage.lease import DELETING, Lease, hold_free_lease, holder_text
 from pipeline.storage.mirror import Log, Mirror, discard
 from pipeline.storage.mirror_state import remote_version
 from pipeline.storage.remote_folder import RemoteFolder
@@ -177,7 +177,7 @@ class RemoteRuns:
     def _lease(self, run: str) -> Lease:
         # A folder of its own, see `mirrored_run`.
         remote, copy_id = RemoteFolder(self._mirror.remote.url, key="output_dir"), self._mirror.copy_id
-        return Lease(remote, f"runs/{run}/{LEASE_FILE}", copy_id=copy_id, log=lambda _line: None)
+        return Lease(remote, f"runs/{run}/{LEASE_FILE}", copy_id=copy_id, log=discard, doing=DELETING)
 
     def _find_stale_leases(self) -> None:
         """Wait, if other working copies hold leases, and remember those that were not replaced meanwhile."""
@@ -194,7 +194,7 @@ class RemoteRuns:
         """Return where runs are being trained, by run."""
         holders = self._holders(files_by_run)
         holders = {run: held for run, held in holders.items() if held != self._stale_leases.get(run)}
-        training = {run: f"being trained on {held.get('machine', '?')}" for run, held in holders.items()}
+        training = {run: f"in use: {holder_text(held)}" for run, held in holders.items()}
         here = (
             run for run in files_by_run if is_being_trained(RunLayout(run_folder(self._mirror.folder, run)))
         )

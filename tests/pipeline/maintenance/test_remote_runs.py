@@ -118,7 +118,7 @@ def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp
     runs = machine(address, tmp_path)
     with hold_lease(lease_of(address, OTHER)), hold_run(RunLayout(run_folder(tmp_path, FINISHED)), print):
         surveyed = survey(runs, wait=True)
-        assert kept(surveyed)[OTHER].startswith("being trained on ")
+        assert kept(surveyed)[OTHER].endswith(" is training this run")
         assert kept(surveyed)[FINISHED] == "being trained"
         for run in (OTHER, FINISHED):
             with pytest.raises(TrainingError, match=r"uses it|is being trained"):
@@ -130,7 +130,7 @@ def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp
 def test_the_lease_of_a_dead_machine_does_not_keep_a_run(address: Url, tmp_path: Path) -> None:
     lease_of(address, OTHER).acquire()
     runs = machine(address, tmp_path)
-    assert kept(survey(runs))[OTHER].startswith("being trained on "), "without waiting, nobody knows"
+    assert kept(survey(runs))[OTHER].endswith(" is training this run"), "without waiting, nobody knows"
     assert kept(survey(runs, wait=True))[OTHER] == ""
     runs.delete(run_folder(tmp_path, OTHER))
     assert names(address, OTHER) == []
