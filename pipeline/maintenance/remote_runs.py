@@ -24,7 +24,7 @@ from pipeline.maintenance.old_runs import (
     start_files,
 )
 from pipeline.recipe import Recipe
-from pipeline.storage.lease import DELETING, Lease, hold_free_lease, holder_text
+from pipeline.storage.lease import DELETING, STALE_S, Lease, hold_free_lease, holder_text
 from pipeline.storage.mirror import Log, Mirror, discard
 from pipeline.storage.mirror_state import remote_version
 from pipeline.storage.remote_folder import RemoteFolder
@@ -120,7 +120,12 @@ class RemoteRuns:
             folder = run_folder(mirror.folder, run)
             if _FIRST_DELETED in files.versions:
                 survey.runs.append(Run(folder, files.num_bytes, files.changed_s, _state(folder, files)))
-            elif not (self._published(folder) or training.get(run)):
+            elif is_being_trained(RunLayout(folder)):
+                continue  # its first upload has begun
+            elif run in training:
+                state = f"{training[run]}, or has stopped: --delete then deletes the rest"
+                survey.incomplete.append(Run(folder, files.num_bytes, files.changed_s, state))
+            elif not self._published(folder):
                 survey.leftovers[folder] = files.num_bytes
 
         survey.runs.sort(key=lambda run: run.changed_s, reverse=True)
@@ -184,9 +189,12 @@ class RemoteRuns:
         files_by_run = _files_by_run(self._mirror)
         holders = self._holders(files_by_run)
         if holders:
+            # The rest of an interrupted deletion is of no use to a machine that has only been cut off.
+            only_deletions = all(held.get("doing") == DELETING for held in holders.values())
+            silence_s = STALE_S if only_deletions else SILENCE_S
             runs = counted(len(holders), "run")
-            self._log(f"waiting {SILENCE_S:.0f} s: {runs} may be in use on machines that have stopped")
-            time.sleep(SILENCE_S)
+            self._log(f"waiting {silence_s:.0f} s: {runs} may be in use on machines that have stopped")
+            time.sleep(silence_s)
             later = self._holders(files_by_run)
             self._stale_leases = {run: held for run, held in holders.items() if later.get(run) == held}
 

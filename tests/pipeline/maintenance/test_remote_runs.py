@@ -29,6 +29,7 @@ OTHER, FINISHED, PUBLISHED, NEWEST = ("1" * 16, "2" * 16, "3" * 16, "4" * 16)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"HEARTBEAT_S": 0.1, "STALE_S": 1.0, "SETTLE_S": 0.0}.items():
         monkeypatch.setattr(leases, name, seconds)
+    monkeypatch.setattr(remote_runs, "STALE_S", 1.0)
     monkeypatch.setattr(remote_runs, "SILENCE_S", 1.0)
 
 
@@ -240,7 +241,13 @@ def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_anoth
         assert "checkpoints/step-00000250/optimizer.pt" in left
 
     other = machine(address, tmp_path / "two")
+    if "run.json" not in left:
+        (incomplete,) = survey(machine(address, tmp_path / "three")).incomplete
+        assert incomplete.folder.name == FINISHED
+        assert "is deleting this run, or has stopped: --delete then deletes the rest" in incomplete.state
+    monkeypatch.setattr(remote_runs, "SILENCE_S", 1e9)  # only for trainings
     surveyed = survey(other, wait=True)
+    assert surveyed.incomplete == []
     is_leftover = run_folder(tmp_path / "two", FINISHED) in surveyed.leftovers
     assert is_leftover or kept(surveyed)[FINISHED] == ""
     other.delete(run_folder(tmp_path / "two", FINISHED))
