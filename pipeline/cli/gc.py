@@ -163,6 +163,8 @@ def _show_runs(surveyed: RunSurvey) -> None:
         fate = f"kept: {run.kept}" if run.kept else "old"
         size = bytes_text(run.num_bytes)
         echo(f"  {run.folder.name}  {size:>9}  {changed:%Y-%m-%d %H:%M}  {run.state:<24}  {fate}")
+    for run in surveyed.incomplete:
+        echo(f"  {run.folder.name}  {bytes_text(run.num_bytes):>9}  {run.state}")
     if surveyed.leftovers:
         size = bytes_text(sum(surveyed.leftovers.values()))
         echo(f"  {counted(len(surveyed.leftovers), 'folder')} of interrupted deletions, {size}")

@@ -56,11 +56,13 @@ class RunSurvey:
         where: Path or address of the folder with the runs.
         runs: All runs, the one changed last first.
         leftovers: Size of each folder that an interrupted deletion left.
+        incomplete: Runs at an address without `run.json`, because a machine deletes or starts them.
     """
 
     where: str
     runs: list[Run] = field(default_factory=list[Run])
     leftovers: dict[Path, int] = field(default_factory=dict[Path, int])
+    incomplete: list[Run] = field(default_factory=list[Run])
 
     @property
     def old(self) -> list[Run]:

@@ -24,7 +24,7 @@ from pipeline.maintenance.old_runs import (
     start_files,
 )
 from pipeline.recipe import Recipe
-from pipeline.storage.lease import Lease, hold_free_lease
+from pipeline.storage.lease import DELETING, STALE_S, Lease, hold_free_lease, holder_text
 from pipeline.storage.mirror import Log, Mirror, discard
 from pipeline.storage.mirror_state import remote_version
 from pipeline.storage.remote_folder import RemoteFolder
@@ -121,7 +121,12 @@ class RemoteRuns:
             folder = run_folder(mirror.folder, run)
             if _FIRST_DELETED in files.versions:
                 survey.runs.append(Run(folder, files.num_bytes, files.changed_s, _state(folder, files)))
-            elif not (self._published(folder) or training.get(run)):
+            elif is_being_trained(RunLayout(folder)):
+                continue  # its first upload has begun
+            elif run in training:
+                state = f"{training[run]}, or has stopped: --delete then deletes the rest"
+                survey.incomplete.append(Run(folder, files.num_bytes, files.changed_s, state))
+            elif not self._published(folder):
                 survey.leftovers[folder] = files.num_bytes
 
         survey.runs.sort(key=lambda run: run.changed_s, reverse=True)
@@ -180,16 +185,19 @@ class RemoteRuns:
     def _lease(self, run: str) -> Lease:
         # A folder of its own, see `mirrored_run`.
         remote, copy_id = RemoteFolder(self._mirror.remote.url, key="output_dir"), self._mirror.copy_id
-        return Lease(remote, f"runs/{run}/{LEASE_FILE}", copy_id=copy_id, log=lambda _line: None)
+        return Lease(remote, f"runs/{run}/{LEASE_FILE}", copy_id=copy_id, log=discard, doing=DELETING)
 
     def _find_stale_leases(self) -> None:
         """Wait, if other working copies hold leases, and remember those that were not replaced meanwhile."""
         files_by_run = _files_by_run(self._mirror)
         holders = self._holders(files_by_run)
         if holders:
+            # The rest of an interrupted deletion is of no use to a machine that has only been cut off.
+            only_deletions = all(held.get("doing") == DELETING for held in holders.values())
+            silence_s = STALE_S if only_deletions else SILENCE_S
             runs = counted(len(holders), "run")
-            self._log(f"waiting {SILENCE_S:.0f} s: {runs} may be in use on machines that have stopped")
-            time.sleep(SILENCE_S)
+            self._log(f"waiting {silence_s:.0f} s: {runs} may be in use on machines that have stopped")
+            time.sleep(silence_s)
             later = self._holders(files_by_run)
             self._stale_leases = {run: held for run, held in holders.items() if later.get(run) == held}
 
@@ -197,7 +205,7 @@ class RemoteRuns:
         """Return where runs are being trained, by run."""
         holders = self._holders(files_by_run)
         holders = {run: held for run, held in holders.items() if held != self._stale_leases.get(run)}
-        training = {run: f"being trained on {held.get('machine', '?')}" for run, held in holders.items()}
+        training = {run: f"in use: {holder_text(held)}" for run, held in holders.items()}
         here = (
             run for run in files_by_run if is_being_trained(RunLayout(run_folder(self._mirror.folder, run)))
         )

@@ -3,7 +3,7 @@
 The lease is a small file. Its holder replaces it every `HEARTBEAT_S` seconds. Another process that sees the
 same content for `STALE_S` seconds takes it over; clocks of different machines are never compared.
 
-    {"machine": ..., "copy": id of the working copy, "token": random, "beat": 12, "time": ...}
+    {"machine": ..., "copy": id of the working copy, "token": random, "beat": 12, "time": ..., "doing": ...}
 
 Where the service has conditional writes, the file is created if it does not exist, and replaced if it still
 has the version that was read. On other services, a process could replace the file of another one. So after it
@@ -18,7 +18,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -31,6 +31,9 @@ SETTLE_S = 5.0
 
 _POLL_S = 2.0
 
+TRAINING = "training this run"
+DELETING = "deleting this run"
+
 Log = Callable[[str], object]
 
 
@@ -41,7 +44,9 @@ class Lease:
         lost: Whether another process has taken the lease over.
     """
 
-    def __init__(self, folder: RemoteFolder, name: str, *, copy_id: str, log: Log) -> None:
+    def __init__(
+        self, folder: RemoteFolder, name: str, *, copy_id: str, log: Log, doing: str = TRAINING
+    ) -> None:
         """Read and write nothing.
 
         Args:
@@ -50,12 +55,14 @@ class Lease:
             copy_id: Id of the caller's working copy. A lease with the same id is left from a dead process,
                 because a process also holds a local lock of its working copy.
             log: Receives progress lines.
+            doing: What the caller does while it holds the lease, for messages on other machines.
         """
         self.lost = False
         self._folder = folder
         self._name = name
         self._copy_id = copy_id
         self._log = log
+        self._doing = doing
         self._token = uuid.uuid4().hex
         self._beat = 0
         self._version = ""
@@ -80,8 +87,7 @@ class Lease:
                     return
             elif current != seen:
                 if seen is None:
-                    machine = current.get("machine", "another machine")
-                    self._log(f"{machine} is training this run; waiting until it finishes or stops")
+                    self._log(f"{holder_text(current)}; waiting until it finishes or stops")
                 seen, seen_at_s = current, time.monotonic()
             elif time.monotonic() - seen_at_s >= STALE_S and self._take_over(version, settle_s=SETTLE_S):
                 return
@@ -189,8 +195,14 @@ class Lease:
             "token": self._token,
             "beat": self._beat,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "doing": self._doing,
         }
         return json.dumps(content).encode("utf-8")
+
+
+def holder_text(content: Mapping[str, Any]) -> str:
+    """Return which machine holds a lease and for what; those of earlier versions are of trainings."""
+    return f"{content.get('machine', 'another machine')} is {content.get('doing', TRAINING)}"
 
 
 @contextmanager

@@ -10,8 +10,9 @@ could not be pushed stays in the working copy, and the next push sends it.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
@@ -25,10 +26,9 @@ from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import sync_file, temp_path_for
 from pipeline.storage.mirror_state import FileRecord, MirrorState, file_sha256, local_stat, remote_version
 from pipeline.storage.mirrored_files import (
-    folders_of,
-    has_wildcards,
     in_order,
     is_mirrored,
+    local_names,
     matches,
     rank_of,
 )
@@ -36,6 +36,9 @@ from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteF
 from pipeline.storage.remote_stat import stat_from_info
 
 _THREADS = 8
+
+_LOCAL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Error numbers of a download that cannot be written."""
 
 Log = Callable[[str], object]
 
@@ -242,10 +245,13 @@ class Mirror:
         """Return the location of a file at the address, for messages."""
         return f"{without_secrets(str(self.address)).rstrip('/')}/{name}"
 
-    def error(self, what: str, name: str = "") -> StoreError:
+    def error(self, what: str, name: str = "", *, is_upload: bool = False) -> StoreError:
         """Return the error for a request about `name` that failed for good."""
-        fix = f"{ACCESS_FIX}; nothing is lost: the files are in {self.folder}, and the next command for this "
-        return StoreError(what, where=self.where(name), fix=f"{fix}recipe on this machine uploads them")
+        fix = "then start the command again"
+        if is_upload:
+            fix = f"nothing is lost: the files are in {self.folder}, and the next command for this recipe on "
+            fix += "this machine uploads them"
+        return StoreError(what, where=self.where(name), fix=f"{ACCESS_FIX}; {fix}")
 
     def _listed(self, patterns: Sequence[str]) -> dict[str, dict[str, Any]]:
         listed = self._request(self.remote.list_files, "", "listed")
@@ -313,7 +319,7 @@ class Mirror:
         """Return the hash and stat of each local file that differs from its record, by name."""
         changed: dict[str, tuple[str, tuple[int, ...]]] = {}
         touched: dict[str, FileRecord | None] = {}
-        for name in self._local_names(patterns):
+        for name in local_names(self.folder, patterns):
             path, record = self.folder / name, records.get(name)
             with suppress(FileNotFoundError):  # pruned since it was listed
                 stat = local_stat(path)
@@ -350,7 +356,8 @@ class Mirror:
                 info = self._request(partial(self.remote.info, name), name, "read")
         except FileNotFoundError as err:
             if path.is_file():
-                raise self.error(f"the output folder cannot be written: {err}", name) from err
+                what = f"the output folder cannot be written: {err}"
+                raise self.error(what, name, is_upload=True) from err
             return None
         return FileRecord(remote_version(info), *state)
 
@@ -367,30 +374,20 @@ class Mirror:
             guard()
             return self.remote.upload(path, name)
 
-    def _local_names(self, patterns: Sequence[str]) -> Iterator[str]:
-        """Yield the names of the local files that match, from the folders in which they can be."""
-        for start in folders_of(patterns):
-            for folder, subfolders, names in os.walk(self.folder / start):
-                subfolders.sort()
-                top = Path(folder).relative_to(self.folder)
-                for name in sorted(names):
-                    relative = (top / name).as_posix()
-                    if is_mirrored(relative) and matches(relative, patterns):
-                        yield relative
-        for name in patterns:
-            if not has_wildcards(name) and matches(name, patterns) and self._exists(name):
-                yield name
-
     def _request(self, request: Callable[[], Any], name: str, done: str) -> Any:
         """Return the result of a request.
 
         Raises:
             FileNotFoundError: The file does not exist.
             StoreError: The request failed for good.
+            OSError: The local disk is full or cannot be written.
         """
         try:
             return request()
         except FileNotFoundError:
             raise
         except OSError as err:
-            raise self.error(f"the output folder cannot be {done}: {err}", name) from err
+            if done == "read" and err.errno in _LOCAL_DISK:
+                raise OSError(err.errno, os.strerror(err.errno), str(self.folder / name)) from err
+            what = f"the output folder cannot be {done}: {err}"
+            raise self.error(what, name, is_upload=done == "written") from err

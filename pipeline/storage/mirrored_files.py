@@ -5,10 +5,11 @@ A pattern is one of `fnmatch`, in which `*` also matches slashes. One that start
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 LAST = ("*/lora.json", "*/COMPLETE", "*/provenance.json", "*/finished.json")
 """Files that show that the files next to them are complete; they are transferred last, in this order."""
@@ -55,6 +56,16 @@ def in_order(names: Iterable[str]) -> Iterator[list[str]]:
         yield by_rank[rank]
 
 
-def has_wildcards(pattern: str) -> bool:
-    """Return whether a pattern can match several names."""
-    return _WILDCARDS.search(pattern) is not None
+def local_names(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
+    """Yield the names of the local files that match, from the folders in which they can be."""
+    for start in folders_of(patterns):
+        for parent, subfolders, names in os.walk(folder / start):
+            subfolders.sort()
+            top = Path(parent).relative_to(folder)
+            for name in sorted(names):
+                relative = (top / name).as_posix()
+                if is_mirrored(relative) and matches(relative, patterns):
+                    yield relative
+    for name in patterns:
+        if not _WILDCARDS.search(name) and matches(name, patterns) and (folder / name).is_file():
+            yield name

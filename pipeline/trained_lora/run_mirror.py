@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import LatentlineError, LaunchError, TrainingError
 from pipeline.recipe.outputs import PUBLISHED_FILES, mirror_of
-from pipeline.storage.lease import Lease, hold_lease
+from pipeline.storage.lease import Lease, hold_lease, holder_text
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora.export.earlier_step import exported_step
 from pipeline.trained_lora.export.publish import read_finished
@@ -152,8 +152,8 @@ class RunMirror:
         try:
             is_held = self.lease.is_held()
         except OSError as err:
-            name = f"{self._top}/{LEASE_FILE}"
-            raise self.mirror.error(f"the output folder cannot be read: {err}", name) from err
+            name, what = f"{self._top}/{LEASE_FILE}", f"the output folder cannot be read: {err}"
+            raise self.mirror.error(what, name, is_upload=True) from err
         if not is_held:
             raise self._lost_error()
 
@@ -316,9 +316,8 @@ def require_idle_at_address(mirror: Mirror, run: str) -> None:
     except OSError as err:
         raise mirror.error(f"the output folder cannot be read: {err}", name) from err
     if current is not None and current.get("copy") != mirror.copy_id:
-        machine = current.get("machine", "another machine")
         raise TrainingError(
-            f"run {run} is being trained on {machine}, since {current.get('time')} at least",
+            f"run {run} is in use: {holder_text(current)}, since {current.get('time')} at least",
             where=mirror.where(name),
             fix="wait until it has finished; if that machine has stopped for good, delete this file",
         )

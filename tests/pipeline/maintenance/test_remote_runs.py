@@ -30,6 +30,7 @@ OTHER, FINISHED, PUBLISHED, NEWEST = ("1" * 16, "2" * 16, "3" * 16, "4" * 16)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"HEARTBEAT_S": 0.1, "STALE_S": 1.0, "SETTLE_S": 0.0}.items():
         monkeypatch.setattr(leases, name, seconds)
+    monkeypatch.setattr(remote_runs, "STALE_S", 1.0)
     monkeypatch.setattr(remote_runs, "SILENCE_S", 1.0)
 
 
@@ -132,7 +133,7 @@ def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp
     runs = machine(address, tmp_path)
     with hold_lease(lease_of(address, OTHER)), hold_run(RunLayout(run_folder(tmp_path, FINISHED)), print):
         surveyed = survey(runs, wait=True)
-        assert kept(surveyed)[OTHER].startswith("being trained on ")
+        assert kept(surveyed)[OTHER].endswith(" is training this run")
         assert kept(surveyed)[FINISHED] == "being trained"
         for run in (OTHER, FINISHED):
             with pytest.raises(TrainingError, match=r"uses it|is being trained"):
@@ -144,7 +145,7 @@ def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp
 def test_the_lease_of_a_dead_machine_does_not_keep_a_run(address: Url, tmp_path: Path) -> None:
     lease_of(address, OTHER).acquire()
     runs = machine(address, tmp_path)
-    assert kept(survey(runs))[OTHER].startswith("being trained on "), "without waiting, nobody knows"
+    assert kept(survey(runs))[OTHER].endswith(" is training this run"), "without waiting, nobody knows"
     assert kept(survey(runs, wait=True))[OTHER] == ""
     runs.delete(run_folder(tmp_path, OTHER))
     assert names(address, OTHER) == []
@@ -254,7 +255,13 @@ def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_anoth
         assert "checkpoints/step-00000250/optimizer.pt" in left
 
     other = machine(address, tmp_path / "two")
+    if "run.json" not in left:
+        (incomplete,) = survey(machine(address, tmp_path / "three")).incomplete
+        assert incomplete.folder.name == FINISHED
+        assert "is deleting this run, or has stopped: --delete then deletes the rest" in incomplete.state
+    monkeypatch.setattr(remote_runs, "SILENCE_S", 1e9)  # only for trainings
     surveyed = survey(other, wait=True)
+    assert surveyed.incomplete == []
     is_leftover = run_folder(tmp_path / "two", FINISHED) in surveyed.leftovers
     assert is_leftover or kept(surveyed)[FINISHED] == ""
     other.delete(run_folder(tmp_path / "two", FINISHED))

@@ -34,13 +34,12 @@ def make_lease(request: pytest.FixtureRequest, tmp_path: Any) -> Callable[..., L
         fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
         top = Url(f"s3://{bucket}/out")
 
-    def make(copy_id: str, lines: list[str] | None = None) -> Lease:
+    def make(copy_id: str, lines: list[str] | None = None, doing: str = leases.TRAINING) -> Lease:
         folder = RemoteFolder(top)
         if request.param == "without":
             folder.put_if_absent = lambda name, data: None  # type: ignore[method-assign]
-        return Lease(
-            folder, "runs/r/lease", copy_id=copy_id, log=[].append if lines is None else lines.append
-        )
+        log = [].append if lines is None else lines.append
+        return Lease(folder, "runs/r/lease", copy_id=copy_id, log=log, doing=doing)
 
     return make
 
@@ -69,6 +68,21 @@ def test_a_second_machine_waits_until_the_first_is_done(make_lease: Callable[...
     assert held == ["one begins", "one ends", "two begins", "two ends"]
     assert len(lines) == 1
     assert "is training this run" in lines[0]
+
+
+def test_a_machine_that_waits_names_what_the_holder_does(make_lease: Callable[..., Lease]) -> None:
+    lines: list[str] = []
+    make_lease("one", doing=leases.DELETING).acquire()
+    with hold_lease(make_lease("two", lines)):
+        assert "is deleting this run; waiting until it finishes or stops" in lines[0]
+
+
+def test_a_lease_of_an_earlier_version_is_that_of_a_training(make_lease: Callable[..., Lease]) -> None:
+    lines: list[str] = []
+    old = make_lease("one")
+    old._folder.put(old._name, b'{"machine": "b", "copy": "one", "token": "x", "beat": 3}')
+    with hold_lease(make_lease("two", lines)):
+        assert lines == ["b is training this run; waiting until it finishes or stops"]
 
 
 def test_two_machines_that_start_together_hold_it_one_after_the_other(
@@ -231,7 +245,7 @@ def test_a_lease_that_vanishes_during_a_takeover_is_not_an_error(
 def test_the_file_names_the_machine_and_no_secret(make_lease: Callable[..., Lease]) -> None:
     lease = make_lease("one")
     lease.acquire()
-    assert set(lease.read() or {}) == {"machine", "copy", "token", "beat", "time"}
+    assert set(lease.read() or {}) == {"machine", "copy", "token", "beat", "time", "doing"}
     assert json.loads(lease._folder.read("runs/r/lease"))["beat"] == 0
     lease.release()
     assert lease.read() is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from pipeline.storage import retry
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_text
 from pipeline.storage.mirror import Mirror
+from tests.small_disk import on_small_disk
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -311,3 +314,49 @@ def test_a_store_that_stays_away_ends_with_what_where_and_fix_and_loses_nothing(
     assert caught.value.where == "s3://away/flowers/tables/a"
     assert str(mirror.folder) in caught.value.fix
     assert mirror.push("*") == ["tables/a"], s3
+
+
+def test_a_full_local_disk_is_not_an_error_of_the_address(tmp_path: Path) -> None:
+    script = f"""
+import fsspec
+from pathlib import Path
+from pipeline.storage.addresses import Url
+from pipeline.storage.mirror import Mirror
+fsspec.filesystem("memory").pipe_file("/bucket/out/lora/weights", b"x" * 200_000)
+try:
+    Mirror(Url("memory://bucket/out"), Path({str(tmp_path)!r})).pull("*")
+except OSError as err:
+    print(err)
+"""
+    command = on_small_disk(str(tmp_path), "64k", [sys.executable, "-c", script])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == f"[Errno 28] No space left on device: '{tmp_path}/lora/weights'\n"
+
+
+def test_only_the_error_of_an_upload_says_that_the_next_command_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(Url(f"memory://{uuid.uuid4().hex}/out"), tmp_path / "copy")
+    write(mirror.folder, a="1")
+    mirror.push("*")
+    write(mirror.folder, a="2")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("403")
+
+    fixes: dict[str, str] = {}
+    for name, work in {
+        "upload": lambda: mirror.push("*"),
+        "list_files": lambda: mirror.pull("*"),
+        "remove": lambda: mirror.remove("tables/a"),
+    }.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(mirror.remote, name, refuse)
+            with pytest.raises(StoreError) as caught:
+                work()
+        fixes[name] = caught.value.fix
+    uploads = "the next command for this recipe on this machine uploads them"
+    assert {name for name, fix in fixes.items() if uploads in fix} == {"upload"}
+    assert all(
+        fix.endswith("then start the command again") for name, fix in fixes.items() if name != "upload"
+    )

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pipeline.cli.main import latentline
 from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.outputs import mirror_of
 from pipeline.storage import lease, retry
+from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_text
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora import run_mirror
@@ -309,3 +312,30 @@ def test_a_lease_that_is_lost_between_two_heartbeats_prevents_the_next_upload(
         train(recipe, work)
     remote = mirror_of(recipe).remote
     assert {name: remote.read(name) for name in mirror_of(recipe).names("*")} == at_takeover
+
+
+@pytest.mark.parametrize("arguments", [("--step", "2"), ("--latest",)], ids=["a step", "the last step"])
+def test_an_export_from_a_run_that_another_machine_uses_names_the_machine_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    address = f"memory://{uuid.uuid4().hex}/out"
+    (tmp_path / "deployment.yaml").write_text(f"scratch: {tmp_path}/scratch\n", encoding="utf-8")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "flowers.yaml").write_text(
+        f"datasets: [{{name: photos, path: {tmp_path}/photos}}]\ncache_dir: {tmp_path}/cache\n"
+        f"output_dir: {address}\nmodel: {{base: a/b}}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path / "configs"))
+    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(tmp_path / "deployment.yaml"))
+    remote = RemoteFolder(Url(address))
+    content = (
+        b'{"machine": "gpu-7", "copy": "of gpu-7", "token": "x", "beat": 3, "doing": "deleting this run"}'
+    )
+    remote.put(f"runs/{RUN}/lease", content)
+    remote.put(f"runs/{RUN}/run.json", b"{}")
+
+    result = CliRunner().invoke(latentline, ["export", "flowers", "--run", RUN, *arguments])
+    assert result.exit_code == 1
+    assert "gpu-7 is deleting this run" in str(result.exception)
+    assert sorted(remote.list_files()) == [f"runs/{RUN}/lease", f"runs/{RUN}/run.json"]
