@@ -121,6 +121,8 @@ class Server:
         image_is_broken: Whether the command of every pod fails.
         program: Python code that takes the place of `python -m pipeline.cli` in every pod, or None.
         num_failing_requests: Number of following requests that are answered with an error of the server.
+        num_lost_answers: Number of following requests that are carried out, but not answered.
+        forbidden: Methods of requests that are refused.
         lines_per_connection: Number of lines after which a connection that follows a log is lost.
         requests: Methods and paths of all requests.
     """
@@ -133,6 +135,8 @@ class Server:
         self.image_is_broken = False
         self.program: str | None = None
         self.num_failing_requests = 0
+        self.num_lost_answers = 0
+        self.forbidden: set[str] = set()
         self.lines_per_connection: int | None = None
         self.requests: list[str] = []
         self._ports: dict[str, int] = {}
@@ -169,6 +173,8 @@ class Server:
             if self.num_failing_requests > 0:
                 self.num_failing_requests -= 1
                 return 503, _message("the server is starting")
+            if method in self.forbidden:
+                return 403, _message(f"{method} is forbidden")
             for job in self.jobs.values():
                 job.reconcile(self)
             kind, *parts = urlsplit(path).path.strip("/").split("/namespaces/default/")[1].split("/")
@@ -268,6 +274,10 @@ def kubernetes_api() -> Generator[tuple[str, Server]]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else {}
             status, answer = state.answer(self.command, self.path, body)
+            if state.num_lost_answers > 0:
+                state.num_lost_answers -= 1
+                self.close_connection = True
+                return
             self.send_response(status)
             if isinstance(answer, dict):
                 data = json.dumps(answer).encode()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 from dagster import AssetExecutionContext
 from pydantic import Field
 
-from pipeline.errors import LaunchError
+from pipeline.errors import LaunchError, counted
 from pipeline.processes.launch import OUTPUT_TAIL_LINES
 from pipeline.processes.machines import Machines
 from pipeline.recipe.deployment import WAIT_S
-from resources.launchers.kubernetes_client import POLL_S, KubernetesClient, condition_of
+from resources.launchers.kubernetes_client import POLL_S, KubernetesClient, condition_of, not_deleted
 from resources.launchers.kubernetes_manifests import TrainingPods, encoding_job, require_shared_folder
-from resources.launchers.kubernetes_training import PodTraining
+from resources.launchers.kubernetes_training import PodTraining, reason_to_wait
 from resources.launchers.local import Observer
 from resources.launchers.output import uninterrupted
 from resources.launchers.remote import Encoding, RemoteLauncher
@@ -55,15 +55,25 @@ class KubernetesLauncher(RemoteLauncher):
         if kubernetes.create_job(job) is None:
             what = f"a Kubernetes job {name} exists already"
             raise LaunchError(what, where=f"namespace {self.namespace}", fix="delete it with kubectl")
-        StepLog(encoding.context).info(f"created the Kubernetes job {self.namespace}/{name}")
+        log = StepLog(encoding.context)
+        log.info(f"created the Kubernetes job {self.namespace}/{name}")
 
+        shown = ""
         try:
             while not _has_ended(kubernetes.read_job(name)):
+                waiting = _waiting_pods(kubernetes, name)
+                if waiting != shown:
+                    log.info(waiting or "all pods have started")
+                    shown = waiting
                 time.sleep(POLL_S)
             return _last_output(kubernetes, name)
         finally:
+            # A failure must not hide the error or the result of the encoding.
             with uninterrupted():
-                kubernetes.delete_job(name)
+                try:
+                    kubernetes.delete_job(name)
+                except LaunchError as err:
+                    log.warning(not_deleted(self.namespace, name, err))
 
     def train(
         self,
@@ -105,6 +115,12 @@ class KubernetesLauncher(RemoteLauncher):
 
 def _has_ended(job: Any) -> bool:
     return job is None or condition_of(job, "Complete", "Failed") is not None
+
+
+def _waiting_pods(kubernetes: KubernetesClient, job: str) -> str:
+    """Return how many pods have not started and the reason of the first one, or nothing."""
+    reasons = [reason for pod in kubernetes.pods_of(job) if (reason := reason_to_wait(pod)) is not None]
+    return f"{counted(len(reasons), 'pod')} of {job} waiting: {reasons[0]}" if reasons else ""
 
 
 def _last_output(kubernetes: KubernetesClient, job: str) -> list[str]:

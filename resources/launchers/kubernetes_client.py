@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,9 @@ DELETION_PATIENCE_S = 20.0
 
 CONTAINER = "latentline"
 """Name of the container that encodes or trains."""
+
+ATTEMPT_ANNOTATION = "latentline/attempt"
+"""Annotation with a random text, by which a created job is recognised if the server's answer was lost."""
 
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 """Annotation with the index of a pod in its Indexed Job."""
@@ -62,16 +66,24 @@ class KubernetesClient:
 
     def create_job(self, manifest: Mapping[str, Any]) -> Any:
         """Create a job and return it; None if one of the same name exists."""
+        metadata, attempt = manifest["metadata"], uuid.uuid4().hex
+        name = metadata["name"]
+        annotations = {**metadata.get("annotations", {}), ATTEMPT_ANNOTATION: attempt}
+        marked = {**manifest, "metadata": {**metadata, "annotations": annotations}}
         try:
             return self._jobs.create_namespaced_job(
-                self.namespace, manifest, field_validation="Strict", _request_timeout=_TIMEOUT_S
+                self.namespace, marked, field_validation="Strict", _request_timeout=_TIMEOUT_S
             )
         except ApiException as err:
             if err.status == _CONFLICT:
                 return None
-            raise self._rejection(manifest["metadata"]["name"], err) from err
+            raise self._rejection(name, err) from err
         except (HTTPError, OSError) as err:
-            raise self._rejection(manifest["metadata"]["name"], err) from err
+            # The server may have created the job before the connection was lost.
+            job = self.read_job(name, patience_s=DELETION_PATIENCE_S)
+            if job is not None and (job.metadata.annotations or {}).get(ATTEMPT_ANNOTATION) == attempt:
+                return job
+            raise self._rejection(name, err) from err
 
     def create_service(self, manifest: Mapping[str, Any]) -> None:
         """Create a service."""
@@ -185,6 +197,14 @@ class KubernetesClient:
             "access was denied, allow the service account of the step to create, read and delete jobs and "
             "services, and to read pods and their logs",
         )
+
+
+def not_deleted(namespace: str, job: str, err: LaunchError) -> str:
+    """Return a warning about a job that could not be deleted."""
+    return (
+        f"the Kubernetes job {job} could not be deleted ({err.what}); delete it: "
+        f"kubectl --namespace {namespace} delete job {job}"
+    )
 
 
 def pod_index(pod: Any) -> int:

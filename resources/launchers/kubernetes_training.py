@@ -15,6 +15,7 @@ from resources.launchers.kubernetes_client import (
     DELETION_PATIENCE_S,
     KubernetesClient,
     condition_of,
+    not_deleted,
     pod_index,
 )
 from resources.launchers.kubernetes_log import FollowedLog
@@ -136,7 +137,7 @@ class PodTraining:
         waiting = [
             f"{self._training.name}-{index}: {reason}"
             for index in range(number)
-            if (reason := _reason_to_wait(found.get(index))) is not None
+            if (reason := reason_to_wait(found.get(index))) is not None
         ]
         if (state := "; ".join(waiting)) != self._shown_state:
             self._shown_state = state
@@ -158,7 +159,7 @@ class PodTraining:
         """Log the new lines of pod 0, from its start on."""
         if self._first_log is None:
             first = next((pod for pod in pods if pod_index(pod) == 0), None)
-            if first is None or _reason_to_wait(first) is not None:
+            if first is None or reason_to_wait(first) is not None:
                 return
             self._first_log = FollowedLog(self._kubernetes, first.metadata.name)
         for line in self._first_log.new_lines():
@@ -190,10 +191,7 @@ class PodTraining:
         try:
             self._delete(because=because)
         except LaunchError as err:
-            self._log.warning(
-                f"the Kubernetes job {self._training.name} could not be deleted ({err.what}); delete it: "
-                f"kubectl --namespace {self._kubernetes.namespace} delete job {self._training.name}"
-            )
+            self._log.warning(not_deleted(self._kubernetes.namespace, self._training.name, err))
 
     def _delete(self, *, because: str = "") -> None:
         """Delete job and service, and wait until the pods have ended, which may write a checkpoint.
@@ -271,7 +269,7 @@ def _cause_first(pod: Any) -> tuple[bool, float, int]:
     return state.exit_code == _STOPPED_STATUS, finished_s, pod_index(pod)
 
 
-def _reason_to_wait(pod: Any) -> str | None:
+def reason_to_wait(pod: Any) -> str | None:
     """Return why a pod has not started, or None if it has."""
     if pod is None:
         return "the pod does not exist yet"

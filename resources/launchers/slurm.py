@@ -6,6 +6,7 @@ An encoding is a job array with one task per shard, a training one job with one 
 
 from __future__ import annotations
 
+import platform
 import shlex
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from dagster import AssetExecutionContext
 from pydantic import Field
 
 from pipeline.errors import LaunchError
-from pipeline.processes.launch import OUTPUT_TAIL_LINES
+from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status
 from pipeline.processes.machines import Machines
 from pipeline.recipe.deployment import load_deployment
 from resources.launchers.local import Observer
@@ -37,6 +38,9 @@ POLL_S = 0.5
 
 KILL_WAIT_S = 30.0
 """Slurm's default of the time between SIGTERM and SIGKILL for a cancelled job (`KillWait`)."""
+
+COMMAND_S = 20.0
+"""Longest wait for an answer of `scancel` or `squeue`."""
 
 LOADER_CPUS = 2
 """CPUs of each training process in addition to `accelerate.cpu_threads`: for the threads that read the next
@@ -167,7 +171,7 @@ class _Job:
         An interruption of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first cancels the job.
 
         Raises:
-            LaunchError: There is no Slurm, or it rejects the job.
+            LaunchError: There is no Slurm, it rejects the job, or `sbatch` was killed.
         """
         sbatch = ["sbatch", "--wait", *self.options, f"--job-name={self.name}"]
         sbatch += ["--wrap", self.script]
@@ -188,11 +192,24 @@ class _Job:
                 if observe is not None:
                     observe(False)
                 time.sleep(POLL_S)
+            if process.returncode < 0:
+                raise LaunchError(
+                    f"sbatch, which waits for the Slurm job {self.name}, ended "
+                    f"{describe_status(process.returncode)}",
+                    where=f"machine {platform.node()}",
+                    fix="start the job again; finished work is kept",
+                )
         except BaseException as err:
             with uninterrupted():
-                _cancel(self.name, process, grace_s)
+                problem = _cancel(self.name, process, grace_s)
                 self._forward(final=True)
-            log.info(f"cancelled the Slurm job {self.name} ({type(err).__name__})")
+            if problem is None:
+                log.info(f"cancelled the Slurm job {self.name} ({type(err).__name__})")
+            else:
+                log.warning(
+                    f"the Slurm job {self.name} may still be running ({problem}); cancel it: "
+                    f"scancel --name={self.name}"
+                )
             raise
 
         self._forward(final=True)
@@ -219,22 +236,55 @@ class _Job:
             output.forward(final=final)
 
 
-def _cancel(name: str, process: subprocess.Popen[bytes], grace_s: float) -> None:
+def _cancel(name: str, process: subprocess.Popen[bytes], grace_s: float) -> str | None:
     """Cancel a job, and wait until it has ended.
 
     Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its own `KillWait`.
     `sbatch --wait` may notice the end of a job half a minute late, so it is not waited for.
+
+    Returns:
+        Why the job may still be running, or None.
     """
-    subprocess.run(["scancel", f"--name={name}"], check=False)
     end_s = time.monotonic() + max(grace_s, KILL_WAIT_S)
-    squeue = ["squeue", "--noheader", f"--name={name}"]
-    while process.poll() is None and time.monotonic() < end_s:
-        listed = subprocess.run(squeue, capture_output=True, text=True, check=False)
-        if listed.returncode == 0 and not listed.stdout.strip():
+    refusal: str | None = ""
+    while True:
+        # Slurm's controller may be busy or restart.
+        if refusal is not None:
+            refusal, _ = _answer("scancel", f"--name={name}")
+        problem = _why_running(name, process, refusal)
+        if problem is None or time.monotonic() > end_s:
             break
         time.sleep(POLL_S)
+
     process.kill()
     process.wait()
+    return problem
+
+
+def _why_running(name: str, process: subprocess.Popen[bytes], refusal: str | None) -> str | None:
+    """Return why a job that was to be cancelled may still be running, or None.
+
+    Args:
+        name: Name of the job.
+        process: `sbatch --wait`, which ends with the job unless a signal ends it.
+        refusal: Why `scancel` failed, or None.
+    """
+    status = process.poll()
+    if status is not None and status >= 0:
+        return None
+    failure, listed = _answer("squeue", "--noheader", f"--name={name}")
+    return refusal or failure or ("squeue still lists it" if listed else None)
+
+
+def _answer(*command: str) -> tuple[str | None, str]:
+    """Return why one of Slurm's commands failed, or None, and its output."""
+    try:
+        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} did not answer within {COMMAND_S:g} s", ""
+    if completed.returncode == 0:
+        return None, completed.stdout.strip()
+    return f"{command[0]}: {' '.join(completed.stderr.split()) or completed.returncode}", ""
 
 
 def _job_folder(name: str) -> Path:

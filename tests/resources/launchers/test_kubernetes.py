@@ -1,6 +1,8 @@
 """Encoding as an Indexed Job, with real workers at a substitute for the API server."""
 
 import shutil
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +46,42 @@ def test_two_pods_write_the_bytes_of_a_local_run_and_the_job_is_deleted(
     assert entry_bytes() == expected
     assert "created the Kubernetes job default/latentline-" in "\n".join(messages)
     assert api.deleted == [f"jobs/{name}" for name in api.jobs]
+
+
+def test_a_job_whose_creation_was_not_answered_is_followed_and_deleted(cache: Any, api: Server) -> None:
+    api.image_is_broken, api.num_lost_answers = True, 1
+    messages, error = in_step(KubernetesLauncher(image="x"), lambda launch: encode(cache, launch))
+    assert "0/1" in str(error)
+    (name,) = api.jobs
+    assert f"created the Kubernetes job default/{name}" in messages
+    assert api.deleted == [f"jobs/{name}"]
+
+
+def test_a_deletion_that_fails_is_a_warning_and_the_error_of_the_encoding_stays(
+    cache: Any, api: Server
+) -> None:
+    api.image_is_broken, api.forbidden = True, {"DELETE"}
+    messages, error = in_step(KubernetesLauncher(image="x"), lambda launch: encode(cache, launch))
+    assert "0/1" in str(error)
+    (name,) = api.jobs
+    (warning,) = [message for message in messages if "could not be deleted" in message]
+    assert warning.endswith(f"delete it: kubectl --namespace default delete job {name}")
+
+
+def test_pods_that_do_not_start_are_logged_with_their_reason(cache: Any, api: Server) -> None:
+    api.pending = {0}
+
+    def start_pods() -> None:
+        while not any(request.startswith("GET") and "/pods" in request for request in api.requests):
+            time.sleep(0.05)
+        api.image_is_broken, api.pending = True, set()
+
+    starter = threading.Thread(target=start_pods)
+    starter.start()
+    messages, _ = in_step(KubernetesLauncher(image="x"), lambda launch: encode(cache, launch))
+    starter.join()
+    (name,) = api.jobs
+    assert any(message.startswith(f"1 pod of {name} waiting: ErrImagePull") for message in messages)
 
 
 def test_the_log_of_a_failed_pod_is_quoted(cache: Any, api: Server) -> None:

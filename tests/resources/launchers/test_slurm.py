@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from dagster import (
-    DagsterExecutionInterruptedError,
-)
+from dagster import DagsterExecutionInterruptedError
 
 from pipeline.errors import LatentlineError, LaunchError, ModelError, TrainingError
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.recipe import AccelerateSettings
+from resources.launchers import slurm
 from resources.launchers.slurm import SlurmLauncher
 from tests.launcher_steps import encode, encode_without_model, in_step
 from tests.pipeline.cache_case import cache, entry_bytes
@@ -164,6 +164,7 @@ def train(
     monkeypatch: pytest.MonkeyPatch,
     *options: str,
     meanwhile: Any = None,
+    grace_s: float = 20.0,
     **step: Any,
 ) -> tuple[list[str], BaseException | None]:
     """Train on two nodes with a script in place of Python."""
@@ -171,7 +172,7 @@ def train(
     program.write_text(TRAINING.replace("KIND", kind).replace("FOLDER", str(folder)), encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
-    launcher = SlurmLauncher(machines=2, options=list(options))
+    launcher = SlurmLauncher(machines=2, options=list(options), grace_s=grace_s)
     order = folder / "runs" / "0123" / "order.json"
 
     def work(launch: Any) -> None:
@@ -256,6 +257,58 @@ def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
     _, error = train("slow", tmp_path, monkeypatch, meanwhile=interrupt, refusing=refusing)
     assert isinstance(error, DagsterExecutionInterruptedError)
     assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
+    assert cluster.processes(str(tmp_path / "train")) == []
+
+
+def trains(deployment: Path) -> bool:
+    """Return whether both nodes train."""
+    outputs = (deployment / "slurm").glob("*/output.txt")
+    return any(file.read_text().count("trains") == 2 for file in outputs)
+
+
+def test_a_job_that_cannot_be_cancelled_is_a_warning_with_the_command(
+    cluster: SlurmCluster, deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = tmp_path / "bin" / "scancel"
+    refusing.parent.mkdir()
+    refusing.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{refusing.parent}:{path}")
+    monkeypatch.setattr(slurm, "KILL_WAIT_S", 2.0)
+
+    def interrupt() -> None:
+        while not trains(deployment):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    messages, error = train("slow", tmp_path, monkeypatch, meanwhile=interrupt, grace_s=2.0)
+    assert isinstance(error, DagsterExecutionInterruptedError)
+    (warning,) = [message for message in messages if "may still be running" in message]
+    assert "(scancel: Unable to contact slurm controller)" in warning
+    assert cluster.processes(str(tmp_path / "train")) != []
+
+    monkeypatch.setenv("PATH", path)
+    subprocess.run(warning.partition("cancel it: ")[2].split(), check=True)
+    while cluster.processes(str(tmp_path / "train")):
+        time.sleep(0.1)
+
+
+def test_a_job_is_cancelled_if_its_sbatch_is_killed(
+    cluster: SlurmCluster, deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_sbatch() -> None:
+        while not trains(deployment):
+            time.sleep(0.1)
+        for process in psutil.Process().children():
+            if process.name() == "sbatch":
+                process.kill()
+
+    messages, error = train("slow", tmp_path, monkeypatch, meanwhile=kill_sbatch)
+    assert isinstance(error, LaunchError)
+    assert error.what.startswith("sbatch, which waits for the Slurm job latentline-0123-")
+    assert error.what.endswith("ended by signal SIGKILL")
+    assert "cancelled the Slurm job" in "\n".join(messages)
     assert cluster.processes(str(tmp_path / "train")) == []
 
 
