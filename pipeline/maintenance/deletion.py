@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.cache.folder import CacheFolder
@@ -11,6 +11,8 @@ from pipeline.errors import StoreError
 
 _AT_ONCE = 16
 """Number of requests that are sent at the same time."""
+
+_FILES_AT_ONCE = 32
 
 
 def delete_files(cache: CacheFolder, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -27,19 +29,26 @@ def delete_files(cache: CacheFolder, sizes: Mapping[str, int]) -> dict[str, int]
         StoreError: A file cannot be deleted. Others may have been deleted before.
     """
 
-    def delete(name: str) -> bool:
-        try:
-            cache.delete(name)
-        except FileNotFoundError:
-            return False
-        except OSError as err:
-            raise StoreError(
-                f"a file of the cache cannot be deleted: {err.strerror or err}",
-                where=cache.where(name),
-                fix=access_fix(cache.address, err),
-            ) from err
-        return True
+    def delete(names: Sequence[str]) -> list[str]:
+        deleted: list[str] = []
+        for name in names:
+            try:
+                cache.delete(name)
+            except FileNotFoundError:
+                continue
+            except OSError as err:
+                raise StoreError(
+                    f"a file of the cache cannot be deleted: {err.strerror or err}",
+                    where=cache.where(name),
+                    fix=access_fix(cache.address, err),
+                ) from err
+            deleted.append(name)
+        return deleted
 
+    names = list(sizes)
+    # On a local disk, a task for each file would take longer than its deletion.
+    length = max(1, min(_FILES_AT_ONCE, len(names) // _AT_ONCE))
+    parts = [names[start : start + length] for start in range(0, len(names), length)]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="latentline-gc") as pool:
-        is_deleted = list(pool.map(delete, sizes))
-    return {name: size for (name, size), deleted in zip(sizes.items(), is_deleted, strict=True) if deleted}
+        deleted = [name for part in pool.map(delete, parts) for name in part]
+    return {name: sizes[name] for name in deleted}
