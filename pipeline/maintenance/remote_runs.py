@@ -24,8 +24,9 @@ from pipeline.maintenance.old_runs import (
     start_files,
 )
 from pipeline.recipe import Recipe
+from pipeline.reporting.reports import Log, discard
 from pipeline.storage.lease import DELETING, STALE_S, Lease, hold_free_lease, holder_text
-from pipeline.storage.mirror import Log, Mirror, discard
+from pipeline.storage.mirror import Mirror
 from pipeline.storage.mirror_state import remote_version
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.remote_stat import stat_from_info
