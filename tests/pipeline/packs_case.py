@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import fsspec
@@ -18,7 +18,7 @@ from pipeline.cache.remote_store import store_at
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import Store
 from pipeline.reporting.reports import discard
-from pipeline.storage.addresses import Url
+from pipeline.storage.addresses import Address, Url
 
 TENSORS = {"latent": TensorSpec("float16", (2, 3, 4))}
 
@@ -51,15 +51,15 @@ def seal_and_remove(store: Store, specs: list[EntrySpec]) -> None:
         delete(store, spec)
 
 
-def pack_everything(cache_dir: Path) -> None:
-    """Seal all entries of a local cache, and delete their files."""
-    store = Store(cache_dir)
-    paths = list(cache_dir.rglob("*.safetensors"))
-    named = [EntrySpec(cast("Kind", path.parents[1].name), path.stem, {}) for path in paths]
+def pack_everything(cache_dir: Address) -> None:
+    """Seal all entries of a cache, and delete their files."""
+    store = store_at(cache_dir)
+    paths = [PurePosixPath(name) for name in single_files(store)]
+    named = [EntrySpec(cast("Kind", path.parts[0]), path.stem, {}) for path in paths]
     specs = [spec.holding(store.read_tensor_specs(spec) or {}) for spec in named]
     assert seal(store, specs, log=discard).num_entries == len(paths) > 0
     for path in paths:
-        path.unlink()
+        store.packed.folder.delete(path.as_posix())
 
 
 def delete(store: Store, spec: EntrySpec) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -327,6 +329,37 @@ def test_a_cache_without_packs_is_never_listed_for_them(tmp_path: Path) -> None:
         index.refresh()
     assert (folder.num_listings, folder.num_tokens) == (0, 10)
     assert index.find("ab" * 32) is None
+
+
+class SlowFolder(CountingFolder):
+    """The first read of the file that announces changes takes as long as the test wants."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.is_reading, self.may_continue = threading.Event(), threading.Event()
+
+    def read(self, name: str) -> bytes:
+        data = super().read(name)
+        self.is_reading.set()
+        self.may_continue.wait(10)
+        return data
+
+
+def test_threads_that_miss_entries_at_the_same_time_share_one_refresh(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    seal(store, write_entries(store, 3), log=discard)
+    folder = SlowFolder(tmp_path / "cache")
+    index = PackIndex(folder, "latents")
+    threads = [threading.Thread(target=index.refresh) for _ in range(16)]
+    threads[0].start()
+    assert folder.is_reading.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.5)  # until all of them wait
+    folder.may_continue.set()
+    for thread in threads:
+        thread.join()
+    assert folder.num_tokens == 2, "the first refresh began before the other threads called"
 
 
 def test_removing_many_entries_of_a_pack_replaces_its_index_once(tmp_path: Path) -> None:

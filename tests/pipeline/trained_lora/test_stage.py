@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,22 +13,27 @@ import polars as pl
 import pytest
 from safetensors.torch import load_file
 
+from pipeline.cache.pack_copies import PackCopies
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import GateClosedError, LaunchError, TrainingError
+from pipeline.storage.addresses import Url
+from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables, frame, validated
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
-from tests.pipeline.packs_case import pack_everything
+from tests.pipeline.packs_case import own_copies, pack_everything
 from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from conftest import Project
+
+__all__ = ["own_copies"]
 
 
 def test_a_finished_run_writes_its_files_table_and_provenance(
@@ -129,6 +136,63 @@ def test_a_training_from_packs_gives_the_lora_of_single_entries(make_project: Ca
     assert all(packed[name].equal(single[name]) for name in single)
 
 
+class RecordingLaunch(InProcessLaunch):
+    """A launch that records what the training reads: names of remote files, and results of local copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.copied: list[bytes | None] = []
+        read, read_copy = RemoteFolder.read, PackCopies.read
+
+        def record(folder: RemoteFolder, name: str, *arguments: Any, **options: Any) -> bytes:
+            self.names.append(name)
+            return read(folder, name, *arguments, **options)
+
+        def record_copy(copies: PackCopies, *arguments: Any) -> bytes | None:
+            self.copied.append(read_copy(copies, *arguments))
+            return self.copied[-1]
+
+        monkeypatch.setattr(RemoteFolder, "read", record)
+        monkeypatch.setattr(PackCopies, "read", record_copy)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.names.clear()
+        self.copied.clear()
+        super().__call__(*arguments)
+
+
+def test_a_training_from_remote_packs_and_their_copies_gives_the_lora_of_single_entries(
+    make_project: Callable[..., Project], own_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project(sample_every=3)
+    run(project, InProcessLaunch())
+    cache = Url(f"memory://{uuid.uuid4().hex}")
+    local = Path(str(project.recipe.cache_dir))
+    for path in local.rglob("*.safetensors"):
+        RemoteFolder(cache).put(path.relative_to(local).as_posix(), path.read_bytes())
+    pack_everything(cache)
+
+    launch = RecordingLaunch(monkeypatch)
+    copies = tmp_path / "scratch" / "packs"
+    files = [project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors"]
+    for output in ("by ranges", "from copies"):
+        other = project.changed(output)
+        other.recipe = other.recipe.model_copy(update={"cache_dir": cache})
+        run(other, launch)
+        indexes = [name for name in launch.names if name.endswith(".parquet")]
+        assert len(indexes) == len(set(indexes)) == 2, "training and previews read each index once"
+        files.append(other.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+
+        deadline_s = time.monotonic() + 30
+        while len(list(copies.glob("*.pack"))) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+    assert None not in launch.copied, "the copies of the first training are complete"
+    assert len(launch.copied) > sum(name.endswith(".pack") for name in launch.names)
+    single, by_ranges, from_copies = map(load_file, files)
+    assert differing_tensors(by_ranges, single) == differing_tensors(from_copies, single) == []
+
+
 def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
     project = make_project()
     run(project, InProcessLaunch())
@@ -138,6 +202,8 @@ def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], t
 import sys
 from pathlib import Path
 from pipeline.recipe import Recipe
+from pipeline.storage.addresses import Url
+from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora.stage import train_lora
 from pipeline.cli.main import latentline
