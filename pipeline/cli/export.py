@@ -14,6 +14,7 @@ from pipeline.trained_lora.export.earlier_step import (
     publish_last_step,
     publish_step,
 )
+from pipeline.trained_lora.publishing import publishing
 from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, require_run, run_folder
 from pipeline.trained_lora.run_mirror import LEASE_FILE, pull_step, require_idle_at_address
 
@@ -46,13 +47,13 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
 
     if step is not None:
         pull_step(mirror, layout, step)
-        with hold_idle_run(layout):
+        with hold_idle_run(layout), publishing(mirror, echo):
             replaced = publish_step(recipe.output_dir, run, step)
         _report(step, run, replaced)
         revert = f"latentline export {recipe.name} --latest"
         echo(f"it stays until another run finishes, or until {revert}")
     elif latest:
-        with hold_idle_run(layout):
+        with hold_idle_run(layout), publishing(mirror, echo):
             last_step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
         _report(last_step, run, replaced)
     else:

@@ -184,7 +184,7 @@ class RemoteRuns:
             delete_run_folder(folder)
 
     def _lease(self, run: str) -> Lease:
-        # A folder of its own, see `mirrored_run`.
+        # A folder of its own, see `hold_lease_at`.
         remote, copy_id = RemoteFolder(self._mirror.remote.url, key="output_dir"), self._mirror.copy_id
         return Lease(remote, f"runs/{run}/{LEASE_FILE}", copy_id=copy_id, log=discard, doing=DELETING)
 

@@ -27,10 +27,9 @@ COMMAND_FILES = (
 """Files that commands read. Checkpoints and LoRA files of a run are pulled when one is chosen."""
 
 COMMAND_RESULTS = (
-    *("tables/*", f"!{MERGED_REJECTIONS}", "reports/*", "lora/*", "fingerprints.json"),
-    *("runs/exported_step.json", "runs/*/exported_step/*"),
+    *("tables/*", f"!{MERGED_REJECTIONS}", "reports/*", "fingerprints.json", "runs/*/exported_step/*"),
 )
-"""Files that commands may change."""
+"""Files that commands may change, except the published LoRA; see `trained_lora.publishing`."""
 
 
 def mirror_of(recipe: Recipe, log: Log = discard) -> Mirror:

@@ -158,7 +158,7 @@ class Lease:
             self._version = version
             return True
         self.lost = True
-        self._log("another machine took over this run; nothing more is uploaded")
+        self._log(f"another machine took over while this one was {self._doing}; nothing more is uploaded")
         return False
 
     def release(self) -> None:

@@ -13,17 +13,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import LatentlineError, LaunchError, TrainingError
 from pipeline.recipe.outputs import PUBLISHED_FILES, mirror_of
-from pipeline.storage.lease import Lease, hold_lease, holder_text
-from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.storage.lease import Lease, holder_text
 from pipeline.trained_lora.export.earlier_step import exported_step
 from pipeline.trained_lora.export.publish import read_finished
 from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.trained_lora.publishing import hold_lease_at, publishing
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, MARKER, OPTIMIZER_FILE, RunLayout
 
 if TYPE_CHECKING:
@@ -106,15 +106,27 @@ class RunMirror:
         if read_finished(self._layout, steps=steps, recipe_name=self._recipe.name) is None:
             self._pull_newest_checkpoint(local, last_step=steps)
 
+    @contextmanager
+    def publishing(self) -> Generator[None]:
+        """Push the run, then what the body publishes in `lora/`.
+
+        Raises:
+            StoreError: The service does not answer.
+            TrainingError: Another machine took over the run.
+        """
+        if self.mirror.is_remote:
+            self._push()
+        with publishing(self.mirror, self._log, guard=self._require_lease):
+            yield
+
     def push(self) -> None:
-        """Push the run and the published LoRA after all work.
+        """Push the run after all work.
 
         Raises:
             StoreError: The service does not answer.
             TrainingError: Another machine took over the run.
         """
         self._push()
-        self.mirror.push(*PUBLISHED_FILES, guard=self._require_lease)
 
     def delete_unpushed(self) -> None:
         """Delete what was not uploaded before another machine took over the run, so that it never will be.
@@ -274,17 +286,7 @@ def mirrored_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunMi
         yield run
         return
 
-    # A folder of its own: on some services, requests through one connection wait for each other, and a
-    # heartbeat must not wait for a large upload.
-    folder = RemoteFolder(run.mirror.remote.url, key="output_dir")
-    name = f"runs/{layout.folder.name}/{LEASE_FILE}"
-    lease = Lease(folder, name, copy_id=run.mirror.copy_id, log=log)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(hold_lease(lease))
-        except OSError as err:
-            raise run.mirror.error(f"the output folder cannot be used: {err}", name) from err
-        run.lease = lease
+    with hold_lease_at(run.mirror, f"runs/{layout.folder.name}/{LEASE_FILE}", log) as run.lease:
         try:
             run.pull()
             yield run

@@ -138,7 +138,8 @@ def train_lora(
             else:
                 log(f"run {job.run} is finished and unchanged: nothing is launched")
             _record_epochs(layout, finished, epochs)
-            published_step = _publish(job, finished, launched=launched, log=log)
+            with run.publishing():
+                published_step = _publish(job, finished, launched=launched, log=log)
             if not (layout.report / LOSSES_FILE).is_file():
                 write_run_report(job, layout)
             mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")

@@ -80,7 +80,8 @@ def test_a_step_that_lost_its_run_leaves_the_lora_that_the_other_machine_publish
     def lose_run() -> None:
         with (
             mirrored_outputs(build_asset_context(), recipe, "trained_lora"),
-            mirrored_run(recipe, layout, print),
+            mirrored_run(recipe, layout, print) as run,
+            run.publishing(),
         ):
             (recipe.output_dir / weights).write_bytes(b"of this machine")
             (recipe.output_dir / export).unlink()
