@@ -174,11 +174,11 @@ class _Job:
             self._over.set()
             follower.join(LOG_END_S)
 
-        log = self._client.get_job_logs(self.name)
-        self._forward(log[self._num_forwarded :])
+        output = self._repeated(lambda: self._client.get_job_logs(self.name))
+        self._forward(output[self._num_forwarded :])
         if observe is not None:
             observe(True)
-        results = [line for line in log.splitlines() if line.startswith(RESULT)]
+        results = [line for line in output.splitlines() if line.startswith(RESULT)]
         if not results:
             raise self._failure()
         result = parse_result(results[-1])
@@ -191,11 +191,17 @@ class _Job:
         exceptions: Any = import_module("ray.exceptions")
         try:
             self._client = submission.JobSubmissionClient(self.address)
+        except OSError as err:
+            raise self._unreachable(err) from err
+        try:
             self._client.submit_job(
                 entrypoint=self.command, submission_id=self.name, runtime_env=dict(self.runtime_env)
             )
         except OSError as err:
-            raise self._unreachable(err) from err
+            # The cluster may have accepted the job before the connection was lost.
+            known = self._repeated(self._client.list_jobs)
+            if not any(job.submission_id == self.name for job in known):
+                raise self._unreachable(err) from err
         except (RuntimeError, ValueError, TypeError, exceptions.RayError) as err:
             raise LaunchError(
                 f"Ray rejected the job {self.name}: {_short(err)}",
@@ -204,17 +210,23 @@ class _Job:
                 "file, a missing RAY_AUTH_TOKEN, or a cluster with another version of Ray",
             ) from err
 
-    def _wait(self, observe: Callable[[bool], object] | None) -> None:
-        answered_s = time.monotonic()
+    def _repeated(self, request: Callable[[], Any]) -> Any:
+        """Return the answer to a request, which is repeated: the cluster's head may be busy or restart.
+
+        Raises:
+            LaunchError: There was no answer for `LOST_AFTER_S`.
+        """
+        end_s = time.monotonic() + LOST_AFTER_S
         while True:
             try:
-                if self._client.get_job_status(self.name).is_terminal():
-                    return
-                answered_s = time.monotonic()
+                return request()
             except (RuntimeError, OSError) as err:
-                # The cluster's head may be busy or restart.
-                if time.monotonic() > answered_s + LOST_AFTER_S:
+                if time.monotonic() > end_s:
                     raise self._unreachable(err) from err
+            time.sleep(POLL_S)
+
+    def _wait(self, observe: Callable[[bool], object] | None) -> None:
+        while not self._repeated(lambda: self._client.get_job_status(self.name)).is_terminal():
             if observe is not None:
                 observe(False)
             time.sleep(POLL_S)
@@ -263,7 +275,7 @@ class _Job:
 
     def _failure(self) -> LaunchError:
         """Return the error of a job that ended without a result."""
-        details = self._client.get_job_info(self.name)
+        details = self._repeated(lambda: self._client.get_job_info(self.name))
         return LaunchError(
             f"the Ray job {self.name} ended with the status {details.status}: {_short(details.message)}",
             where=f"launcher.address: {self.address}",

@@ -33,12 +33,14 @@ class CountingProxy:
         url: Address of the proxy.
         requests: All requests so far, in order.
         before: Called with each request before it is forwarded; an exception breaks the connection.
+        after: Called before the answer is returned; an exception breaks the connection.
     """
 
     def __init__(self, host: str, server_url: str) -> None:
         """Listen on a free port of the address `host`."""
         self.requests: list[Request] = []
         self.before: Callable[[Request], None] = lambda request: None
+        self.after: Callable[[Request], None] = lambda request: None
         upstream = urlsplit(server_url).netloc
         proxy = self
 
@@ -91,6 +93,7 @@ class CountingProxy:
             connection.request(handler.command, handler.path, body or None, headers)
             response = connection.getresponse()
             answer = response.read()
+            self.after(request)
 
             handler.send_response_only(response.status, response.reason)
             for name, value in response.getheaders():

@@ -19,6 +19,7 @@ from pipeline.recipe import AccelerateSettings
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from tests.free_ports import free_ports
 from tests.launcher_steps import encode, encode_without_model, in_step
+from tests.machines.counting_proxy import CountingProxy, Request
 from tests.pipeline.cache_case import cache, entry_bytes
 from tests.ray_cluster import NODES, RayCluster, ray_cluster
 
@@ -144,6 +145,36 @@ def test_workers_of_ray_write_the_bytes_of_a_local_run(
         assert output.count(f"shard {shard}/3: shard {shard}/3 of") == 1
         assert output.count(f"shard {shard}/3: ended with exit status 0") == 1
     assert "latentline-result" not in output
+
+
+@pytest.mark.slow
+def test_an_encoding_succeeds_although_some_answers_of_the_cluster_are_lost(
+    cache: Any, running_cluster: RayCluster, launcher: Callable[..., RayLauncher]
+) -> None:
+    """The answer to the submission, and those to the first two requests of the complete log."""
+    proxy = CountingProxy("127.0.0.1", running_cluster.address)
+    lost: list[str] = []
+
+    def lose(request: Request) -> None:
+        is_submission = request.method == "POST" and request.name == "jobs/"
+        limit = 1 if is_submission else 2 if request.name.endswith("/logs") else 0
+        if lost.count(request.name) < limit:
+            lost.append(request.name)
+            raise ConnectionError
+
+    proxy.after = lose
+    reports: list[Any] = []
+    try:
+        _, error = in_step(
+            launcher(address=proxy.url), lambda launch: reports.append(encode(cache, launch).report)
+        )
+    finally:
+        proxy.close()
+    assert error is None
+    assert reports[0]["encoded"] == 5
+    assert (len(lost), lost[0]) == (3, "jobs/")
+    submissions = [request for request in proxy.requests if request.method == "POST"]
+    assert len(submissions) == 1
 
 
 @pytest.mark.slow
