@@ -21,7 +21,7 @@ __all__ = ["own_copies"]
 pytestmark = pytest.mark.usefixtures("own_copies")
 
 ALL = range(NUM_ENTRIES)
-MIN_CHANGES = {"seal": 5, "gc": 7, "gc of all ages": 3}
+MIN_CHANGES = {"seal": 5, "gc": 6, "gc of all ages": 3}
 """Number of files that each action writes or deletes; on a local disk, each file takes several changes."""
 
 
