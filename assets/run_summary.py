@@ -329,7 +329,7 @@ def _is_error_between_steps(event: DagsterEvent) -> bool:
     if event.event_type != DagsterEventType.RUN_FAILURE:
         return False
     reason = event.job_failure_data.failure_reason
-    return reason is not None and reason.value == "RUN_EXCEPTION"
+    return reason is not None and reason.value != "UNEXPECTED_TERMINATION"
 
 
 def _is_interrupted(event: DagsterEvent) -> bool:

@@ -92,7 +92,9 @@ def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Gen
 
     def follow() -> None:
         while not ended.wait(POLL_S):
-            show_new_entries()
+            # The database may be away for a while. A later read gets all entries since the last one.
+            with suppress(Exception):
+                show_new_entries()
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -101,7 +103,8 @@ def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Gen
     finally:
         ended.set()
         thread.join()
-        show_new_entries()
+        with suppress(Exception):  # the summary, which follows, reports that the database is away
+            show_new_entries()
 
 
 class TerminalHandler(logging.Handler):

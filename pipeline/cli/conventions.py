@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.errors import PathIsolationError, RecipeError
+from pipeline.errors import LatentlineError, PathIsolationError, RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.recipe import (
     BrokenRecipe,
@@ -21,6 +22,9 @@ from pipeline.recipe import (
     recipes_dir,
 )
 from pipeline.storage.addresses import Url
+
+if TYPE_CHECKING:
+    from pipeline.storage.mirror import Mirror
 
 _MAX_NAMES = 10
 
@@ -94,13 +98,34 @@ def _mirror_outputs(recipe: Recipe, ctx: click.Context) -> None:
     Raises:
         StoreError: The service does not answer.
     """
-    from pipeline.recipe.outputs import COMMAND_FILES, COMMAND_RESULTS, mirror_of, push_outputs
+    from pipeline.recipe.outputs import COMMAND_FILES, mirror_of
 
     mirror = mirror_of(recipe, log_to_stderr)
     # Nothing is pulled into a working copy that overlaps a dataset; the command reports the conflict.
     with suppress(PathIsolationError):
         mirror.pull(*COMMAND_FILES)
-        ctx.call_on_close(lambda: push_outputs(mirror, *COMMAND_RESULTS))
+        ctx.with_resource(_pushed_results(mirror))
+
+
+@contextmanager
+def _pushed_results(mirror: Mirror) -> Generator[None]:
+    """Push results after the body. If the body fails too, its error matters more than that of the upload.
+
+    Raises:
+        StoreError: The service does not answer.
+    """
+    from pipeline.recipe.outputs import COMMAND_RESULTS, push_outputs
+
+    try:
+        yield
+    except BaseException:
+        try:
+            push_outputs(mirror, *COMMAND_RESULTS)
+        except (LatentlineError, OSError) as err:
+            reason = err.what if isinstance(err, LatentlineError) else str(err)
+            log_to_stderr(f"warning: the results are not uploaded yet: {reason}")
+        raise
+    push_outputs(mirror, *COMMAND_RESULTS)
 
 
 def _load(file: Path) -> Recipe:

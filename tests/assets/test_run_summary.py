@@ -14,13 +14,20 @@ from dagster import (
     AssetCheckSpec,
     DagsterExecutionInterruptedError,
     DagsterInstance,
+    DagsterInvariantViolationError,
     Definitions,
+    Executor,
+    InitExecutorContext,
     InitLoggerContext,
+    JobDefinition,
     LoggerDefinition,
     MaterializeResult,
     asset,
     define_asset_job,
+    execute_job,
+    executor,
     materialize,
+    reconstructable,
 )
 from sqlalchemy.exc import OperationalError
 
@@ -296,6 +303,28 @@ def test_an_error_between_two_steps_is_not_a_stop(
     assert what in first
     assert second.startswith("  where: ")
     assert fix in third
+
+
+@executor
+def broken_executor(_: InitExecutorContext) -> Executor:
+    raise DagsterInvariantViolationError("no such cluster")
+
+
+def broken_job() -> JobDefinition:
+    @asset(key=["small", "raw_images"])
+    def scan() -> None: ...
+
+    jobs = [define_asset_job("small_cache", [scan], executor_def=broken_executor)]
+    return Definitions([scan], jobs=jobs).resolve_job_def("small_cache")
+
+
+def test_a_run_that_cannot_be_initialized_is_not_a_stop(tmp_path: Path) -> None:
+    with DagsterInstance.local_temp(str(tmp_path)) as instance:
+        execute_job(reconstructable(broken_job), instance)
+        [record] = instance.get_run_records()
+        summary = summarize_run(instance, record.dagster_run.run_id, {"small": tmp_path})
+    assert not summary.stopped
+    assert "no such cluster\n  where: " in summary.problems[0]
 
 
 def test_a_stopped_cache_job_says_that_finished_work_is_kept(run_step) -> None:

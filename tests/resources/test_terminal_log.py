@@ -2,9 +2,12 @@
 
 import io
 import logging
+import sqlite3
 import sys
+import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from pathlib import Path
 
 import pytest
 from dagster import (
@@ -17,7 +20,7 @@ from dagster import (
 
 from pipeline.errors import StoreError
 from resources.failures import errors_as_failures
-from resources.terminal_log import TERMINAL_LOGGER, show_run, terminal_logger
+from resources.terminal_log import POLL_S, TERMINAL_LOGGER, show_run, terminal_logger
 
 Body = Callable[[AssetExecutionContext], object]
 
@@ -70,6 +73,33 @@ def test_the_event_log_shows_the_same_lines_as_the_logger() -> None:
     assert finished.startswith("  raw_images  ")
     assert finished.endswith(" s")
     assert len(lines) == 3
+
+
+def test_the_event_log_is_followed_again_after_an_error_of_its_database(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    runs = tmp_path / "history" / "runs"
+
+    def shown(text: str) -> bool:
+        end_s = time.monotonic() + 60
+        while text not in stream.getvalue() and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return text in stream.getvalue()
+
+    def body(context: AssetExecutionContext) -> None:
+        context.log.info("before")
+        assert shown("before")
+        file = runs / f"{context.run.run_id}.db"
+        for source, target in (("event_logs", "away"), ("away", "event_logs")):
+            with closing(sqlite3.connect(file, timeout=60)) as connection, connection:
+                connection.execute(f"alter table {source} rename to {target}")
+            time.sleep(3 * POLL_S)
+        context.log.info("after")
+        assert shown("after"), "the thread has not ended"
+
+    with DagsterInstance.local_temp(str(tmp_path)) as instance, show_run(stream, instance):
+        run = instance.get_run_by_id(execute(body, instance))
+    assert run is not None
+    assert run.is_success
 
 
 def log(level: int, *messages: str) -> Body:

@@ -7,7 +7,9 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -20,6 +22,7 @@ from pipeline.recipe.outputs import mirror_of
 from pipeline.storage import lease, retry
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_text
+from pipeline.storage.mirror import Mirror
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora import run_mirror
 from pipeline.trained_lora.export.earlier_step import exported_step, forget_exported_step
@@ -228,6 +231,55 @@ def test_a_failed_upload_is_a_warning_and_is_repeated(
 
     train(recipe, work, lines)
     assert "warning: the run is not uploaded yet" in "\n".join(lines)
+
+
+@pytest.fixture
+def push_times_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Start of each push so far."""
+    times_s: list[float] = []
+    push = Mirror.push
+
+    def note(mirror: Mirror, *patterns: str, **options: Any) -> list[str]:
+        times_s.append(time.monotonic())
+        return push(mirror, *patterns, **options)
+
+    monkeypatch.setattr(Mirror, "push", note)
+    return times_s
+
+
+def test_an_uploaded_checkpoint_is_not_pushed_again(machine: MakeRecipe, push_times_s: list[float]) -> None:
+    recipe = machine("one")
+
+    def work(layout: RunLayout) -> None:
+        for number, step in enumerate((2, 4), start=1):
+            num_pushes = len(push_times_s)
+            save(layout, step)
+            wait_for(lambda number=number: len(steps_at_address(recipe)) == number)
+            time.sleep(0.4)  # the markers are read 20 times
+            assert len(push_times_s) == num_pushes + 1
+
+    train(recipe, work)
+
+
+def test_after_a_failed_upload_there_is_a_pause(
+    machine: MakeRecipe, monkeypatch: pytest.MonkeyPatch, push_times_s: list[float]
+) -> None:
+    monkeypatch.setattr(run_mirror, "_PAUSE_AFTER_FAILURE_S", 0.5)
+    outage, recipe = Outage(monkeypatch), machine("one")
+    during_s: list[float] = []
+
+    def work(layout: RunLayout) -> None:
+        outage.active = True
+        num_pushes = len(push_times_s)
+        save(layout, 2)
+        wait_for(lambda: len(push_times_s) >= num_pushes + 3)
+        during_s.extend(push_times_s[num_pushes:])
+        outage.active = False
+        wait_for(lambda: steps_at_address(recipe) == [2])
+
+    train(recipe, work)
+    pauses_s = [after_s - before_s for before_s, after_s in pairwise(during_s)]
+    assert min(pauses_s) >= 0.5
 
 
 def test_if_the_last_upload_fails_the_step_fails_and_the_next_one_uploads(
