@@ -163,7 +163,7 @@ class TextEncoder:
             return SeenImage(image.copy(), Size(*work["size"]))
 
     def _memory_error(self, detail: str) -> LaunchError:
-        fix = "free the device, or encode captions on the CPU (see docs/operations.md)"
+        fix = "free the device, or encode captions on the CPU (see docs/gpus.md)"
         if "float32" in self._dtypes.values():
             fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
         if self._settings["offload"] != 0:
