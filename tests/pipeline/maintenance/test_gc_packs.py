@@ -257,8 +257,7 @@ def test_a_pack_whose_entries_were_all_removed_is_deleted_when_it_is_old(store: 
     register(store, specs)
     seal(store, specs, log=discard)
     delete(store.address, survey(store.address))
-    for spec in specs:
-        store.remove(spec)
+    store.remove_packed(specs)
     assert [store.check(spec).status for spec in specs] == ["missing"] * 3
     assert len(pack_names(store.packed.folder, ".pack")) == 1, "an empty index stays"
 
@@ -270,6 +269,7 @@ def test_a_pack_whose_entries_were_all_removed_is_deleted_when_it_is_old(store: 
 
     for spec in specs:
         reopened(store).remove(spec)
+    reopened(store).remove_packed(specs)
     make_all_files_old(store)
     surveyed = survey(store.address)
     assert len(surveyed.packs.old) == 1
