@@ -305,7 +305,9 @@ class RemoteFolder:
 
         def find() -> dict[str, dict[str, Any]]:
             self.files.invalidate_cache()
-            limits = {"prefix": prefix} if prefix and self.lists_prefixes else {}
+            if not self.lists_prefixes:
+                return _walk(self.files, self._full(folder))
+            limits = {"prefix": prefix} if prefix else {}
             found: dict[str, dict[str, Any]] = self.files.find(self._full(folder), detail=True, **limits)
             return found
 
@@ -372,6 +374,30 @@ class RemoteFolder:
         except Exception as err:
             text = f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"
             raise OSError(without_secrets(text)) from err
+
+
+def _walk(files: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Return the information about every file below a folder, by path.
+
+    `find` of most file systems omits folders that cannot be listed, and so does its option `on_error` below
+    the first level.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    pending = [folder]
+    while pending:
+        path = pending.pop()
+        try:
+            infos: list[dict[str, Any]] = files.ls(path, detail=True)
+        except FileNotFoundError:
+            if path == folder:
+                raise
+            continue  # deleted since its parent was listed
+        for info in infos:
+            if info["type"] != "directory":
+                found[info["name"]] = info
+            elif info["name"].strip("/") != path.strip("/"):
+                pending.append(info["name"])
+    return found
 
 
 def _stated_version(answer: object) -> str:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.errors import StoreError
 from pipeline.storage import retry
@@ -360,3 +362,30 @@ def test_only_the_error_of_an_upload_says_that_the_next_command_uploads(
     assert all(
         fix.endswith("then start the command again") for name, fix in fixes.items() if name != "upload"
     )
+
+
+class RefusesFolder(MemoryFileSystem):
+    """A file system in memory that refuses to list one folder."""
+
+    protocol = "refuses-folder"
+    refused = "/reports"
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        if path.rstrip("/").endswith(self.refused):
+            raise PermissionError(13, "no access", path)
+        return super().ls(path, detail, **options)
+
+
+def test_files_of_a_folder_that_cannot_be_listed_are_not_taken_for_deleted_ones(tmp_path: Path) -> None:
+    fsspec.register_implementation("refuses-folder", RefusesFolder, clobber=True)
+    address = Url(f"refuses-folder://{uuid.uuid4().hex}/flowers")
+    mirror = Mirror(address, tmp_path / "copy")
+    file = mirror.folder / "reports" / "a"
+    write_text(file, "1")
+    RefusesFolder.refused = "/nothing"
+    assert mirror.push("reports/*") == ["reports/a"]
+
+    RefusesFolder.refused = "/reports"
+    with pytest.raises(StoreError, match="no access"):
+        mirror.pull("reports/*")
+    assert file.read_text("utf-8") == "1"
