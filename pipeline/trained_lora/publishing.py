@@ -1,7 +1,7 @@
 """Publishing to `lora/`: one process at a time, also if several machines finish runs of one recipe.
 
-runs/publish.lock     lock file in the output folder or the working copy
-runs/publish.lease    lease at the address, held while `lora/` is pulled, replaced and pushed
+<output_dir>/.publish.lock    lock of this machine, in the output folder or the working copy
+runs/publish.lease            lease at the address, held while `lora/` is pulled, replaced and pushed
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PUBLISHING = "publishing a LoRA"
 
-_LOCK = "publish.lock"
+_LOCK = ".publish.lock"
 _LEASE = "runs/publish.lease"
 
 Log = Callable[[str], object]
@@ -45,8 +45,8 @@ def publishing(mirror: Mirror, log: Log, *, guard: Callable[[], object] = allow)
         StoreError: The service does not answer.
         TrainingError: Another machine took the lease over.
     """
-    lock = mirror.folder / "runs" / _LOCK
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock = mirror.folder / _LOCK
+    mirror.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(lock, fallback_to_soft=False):
         if not mirror.is_remote:
             yield

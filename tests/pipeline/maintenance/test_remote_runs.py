@@ -123,8 +123,8 @@ def test_L13_the_registration_of_a_deleted_run_is_deleted_too(address: Url, tmp_
         order = json.dumps({"recipe": {"cache_dir": str(cache)}}).encode()
         RemoteFolder(address).put(f"runs/{run}/order.json", order)
     runs = machine(address, tmp_path / "copy")
-    for run in survey(runs).old:
-        runs.delete(run.folder)
+    survey(runs)
+    runs.delete(run_folder(tmp_path / "copy", OTHER))
     (user,) = read_users(cache)
     assert set(user.run_keys) == {PUBLISHED}
 

@@ -98,7 +98,7 @@ def test_a_machine_that_lost_the_lease_publishes_nothing(address: Url, tmp_path:
 
 
 def test_only_one_process_at_a_time_publishes_in_a_local_folder(tmp_path: Path) -> None:
-    lock = FileLock(tmp_path / "runs" / "publish.lock", fallback_to_soft=False)
+    lock = FileLock(tmp_path / ".publish.lock", fallback_to_soft=False)
     with publishing(Mirror(tmp_path, tmp_path), print), pytest.raises(Timeout):
         lock.acquire(blocking=False)
     lock.acquire(blocking=False)
