@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
+from pipeline.errors import StoreError
+
 Kind = Literal["latents", "text", "masks"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
@@ -126,6 +128,16 @@ class EntrySpec:
 
 class WrongEntryError(Exception):
     """An entry does not match its specification; the text is the reason."""
+
+
+def damaged_error(where: str, err: WrongEntryError) -> StoreError:
+    """Return the error for an entry that is wrong although it was verified before."""
+    return StoreError(
+        f"a cache entry is damaged: {err}",
+        where=where,
+        # A job trusts an unchanged stat, so it would not find bit rot.
+        fix="run latentline verify <recipe> --repair, which encodes damaged entries again",
+    )
 
 
 def serialise(spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:

@@ -31,6 +31,7 @@ from pipeline.cache.entry_format import (
     Kind,
     TensorSpec,
     WrongEntryError,
+    damaged_error,
     parse,
     read_header,
     serialise,
@@ -175,14 +176,14 @@ class Store:
         except FileNotFoundError as err:
             return self._read_packed(spec, err)
         except WrongEntryError as err:
-            raise _damaged_error(self._shown(path), err) from err
+            raise damaged_error(self._shown(path), err) from err
         except OSError as err:
             raise self._access_error(path, err, "read") from err
 
         try:
             return parse(spec, raw, verify=False)[0]
         except WrongEntryError as err:
-            raise _damaged_error(self._shown(path), err) from err
+            raise damaged_error(self._shown(path), err) from err
 
     def read_verified(self, spec: EntrySpec) -> bytes:
         """Return the bytes of an entry's own file after verifying them completely.
@@ -282,7 +283,7 @@ class Store:
         try:
             arrays = self.packed.read(spec)
         except WrongEntryError as err:
-            raise _damaged_error(self.packed.where(spec), err) from err
+            raise damaged_error(self.packed.where(spec), err) from err
         except OSError as err:
             raise self._packs_error(spec.kind, err) from err
         if arrays is None:
@@ -391,12 +392,3 @@ class Store:
         link(aside, path)
         with suppress(FileNotFoundError):
             aside.unlink()
-
-
-def _damaged_error(where: str, err: WrongEntryError) -> StoreError:
-    return StoreError(
-        f"a cache entry is damaged: {err}",
-        where=where,
-        # A job trusts an unchanged stat, so it would not find bit rot.
-        fix="run latentline verify <recipe> --repair, which encodes damaged entries again",
-    )

@@ -18,6 +18,7 @@ from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.http_client import HTTP_PROTOCOLS, bounded_client
+from pipeline.storage.remote_walk import walk_files
 from pipeline.storage.retry import is_failed_precondition, is_transient, retry
 
 Answer = TypeVar("Answer")
@@ -306,7 +307,7 @@ class RemoteFolder:
         def find() -> dict[str, dict[str, Any]]:
             self.files.invalidate_cache()
             if not self.lists_prefixes:
-                return _walk(self.files, self._full(folder))
+                return walk_files(self.files, self._full(folder))
             limits = {"prefix": prefix} if prefix else {}
             found: dict[str, dict[str, Any]] = self.files.find(self._full(folder), detail=True, **limits)
             return found
@@ -374,30 +375,6 @@ class RemoteFolder:
         except Exception as err:
             text = f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"
             raise OSError(without_secrets(text)) from err
-
-
-def _walk(files: Any, folder: str) -> dict[str, dict[str, Any]]:
-    """Return the information about every file below a folder, by path.
-
-    `find` of most file systems omits folders that cannot be listed, and so does its option `on_error` below
-    the first level.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    pending = [folder]
-    while pending:
-        path = pending.pop()
-        try:
-            infos: list[dict[str, Any]] = files.ls(path, detail=True)
-        except FileNotFoundError:
-            if path == folder:
-                raise
-            continue  # deleted since its parent was listed
-        for info in infos:
-            if info["type"] != "directory":
-                found[info["name"]] = info
-            elif info["name"].strip("/") != path.strip("/"):
-                pending.append(info["name"])
-    return found
 
 
 def _stated_version(answer: object) -> str:

@@ -335,8 +335,7 @@ def write_inputs(inputs: TrainingInputs, file: Any) -> None:
 
 def read_inputs(path: Path) -> TrainingInputs:
     """Read the inputs that `write_inputs` wrote."""
-    loaded_names = {stored: name for name, stored in _STORED_NAMES.items()}
-    return TrainingInputs(read_rows(path).rename(loaded_names))
+    return TrainingInputs(read_rows(path).rename({stored: name for name, stored in _STORED_NAMES.items()}))
 
 
 _ENTRY_COLUMNS = ("latents", "texts", "masks", "references", "empty_text")

@@ -131,12 +131,9 @@ def train_lora(
 
     with hold_run(layout, log):
         with mirrored_run(recipe, layout, log) as run:
-            finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
-            if launched := finished is None:
-                finished = _train(job, facts, table, launch=run.uploading(launch), log=log)
+            finished, launched = _finished(job, facts, table, launch=run.uploading(launch), log=log)
+            if launched:
                 watch.startup_s = finished["startup_s"]
-            else:
-                log(f"run {job.run} is finished and unchanged: nothing is launched")
             _record_epochs(layout, finished, epochs)
             with run.publishing():
                 published_step = _publish(job, finished, launched=launched, log=log)
@@ -252,6 +249,18 @@ def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
     by_sample = keys.group_by("sample_id", maintain_order=True).agg(pl.col("reference_keys").str.join(" "))
     hashes = latents.select("sample_id", reference_hashes=reference_hashes()).unique("sample_id")
     return by_sample.join(hashes, on="sample_id", how="left")
+
+
+def _finished(
+    job: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
+) -> tuple[dict[str, Any], bool]:
+    """Return the finished record of the run, and whether processes were launched for it."""
+    recipe = job.recipe
+    finished = read_finished(RunLayout(job.folder), steps=recipe.training.num_steps, recipe_name=recipe.name)
+    if finished is not None:
+        log(f"run {job.run} is finished and unchanged: nothing is launched")
+        return finished, False
+    return _train(job, facts, table, launch=launch, log=log), True
 
 
 def _train(

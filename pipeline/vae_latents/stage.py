@@ -96,7 +96,6 @@ def cache_latents(
     kept, failed = _without_failed(requests.with_row_index("row"), failures, failed_references)
     table = _table(kept, result)
     failed_rows = [_rejected_row(row, failures, failed_references) for row in failed.iter_rows(named=True)]
-    rejected = frame("rejected", failed_rows + refused)
 
     folder = recipe.output_dir / "reports" / ASSET
     report = {
@@ -104,13 +103,13 @@ def cache_latents(
         **({} if masks is None else mask_counters(masks, table)),
         **({} if references.is_empty() else reference_counters(references, table)),
         "in": buckets["sample_id"].n_unique(),
-        "rejected": len(rejected),
+        "rejected": len(failed_rows) + len(refused),
         **watch.numbers(),
         "pictures_seconds": round(watch.aside_s, 3),
         **pictures.report(folder, picture_rows),
         **pictures.statistics(entries, table, folder),
     }
-    return StageResult(table, rejected, report)
+    return StageResult(table, frame("rejected", failed_rows + refused), report)
 
 
 def _table(requests: pl.DataFrame, result: FillResult) -> pl.DataFrame:

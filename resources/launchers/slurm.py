@@ -177,14 +177,7 @@ class _Job:
         sbatch += ["--wrap", self.script]
         log = StepLog(context)
         log.info(f"submitting the Slurm job {self.name}")
-        with self.submission.file.open("wb") as file:
-            try:
-                process = subprocess.Popen(
-                    sbatch, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            except FileNotFoundError as err:
-                what = "sbatch does not exist on this machine"
-                raise LaunchError(what, where="launcher: slurm", fix=WITHOUT_SLURM) from err
+        process = self._start(sbatch, environment)
 
         try:
             while process.poll() is None:
@@ -223,6 +216,16 @@ class _Job:
                 "deployment file",
             )
         return process.returncode
+
+    def _start(self, sbatch: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with self.submission.file.open("wb") as file:
+            try:
+                return subprocess.Popen(
+                    sbatch, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            except FileNotFoundError as err:
+                what = "sbatch does not exist on this machine"
+                raise LaunchError(what, where="launcher: slurm", fix=WITHOUT_SLURM) from err
 
     def last_output(self) -> list[str]:
         """Return the last lines of `sbatch` and of each task."""
