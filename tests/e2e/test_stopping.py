@@ -90,7 +90,8 @@ def by_signal(number: int) -> Stop:
             stopped_s = time.monotonic()
             assert job.wait(WITHIN_S) != 0
             text = (home / "log").read_text("utf-8")
-            if "  raw_images  " in text:  # before that, Python itself may be interrupted
+            finished = "\nsmall_train: done after " in text
+            if "  raw_images  " in text and not finished:  # before that, Python itself may be interrupted
                 assert last_problem(text).what.startswith("Stopped: "), text[-3000:]
             return WITHIN_S - (time.monotonic() - stopped_s)
         job.wait()
