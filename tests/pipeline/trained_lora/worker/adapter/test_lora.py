@@ -47,6 +47,9 @@ def test_the_initial_weights_depend_only_on_the_seed(tiny_bases: dict[str, Path]
     assert torch.equal(torch.random.get_rng_state(), before)
     assert differing_tensors(one, same) == []
     assert differing_tensors(one, other), "another seed must give other weights"
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_k.lora_A.weight"
+    never_change = torch.tensor([0.09029576, -0.09306462, -0.11116117])
+    torch.testing.assert_close(one[name].flatten()[:3], never_change, rtol=0, atol=1e-6)
 
 
 def test_a_saved_state_loads_back(tiny_bases: dict[str, Path]) -> None:
