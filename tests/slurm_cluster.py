@@ -16,6 +16,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ CredType=cred/none
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -138,7 +139,10 @@ def slurm_cluster(folder: Path, *, num_gpus: int = 0) -> Generator[SlurmCluster]
     (folder / "state").mkdir(parents=True)
     host = platform.node().partition(".")[0]
     nodes = (host, "z2")
-    _write_config(folder, host, nodes, num_gpus)
+    spool = Path(
+        tempfile.mkdtemp(prefix="slurm-")
+    )  # short: Slurm's sockets are in it, and Linux allows 107 bytes
+    _write_config(folder, spool, host, nodes, num_gpus)
     cluster = SlurmCluster(_variables(folder / "slurm.conf"))
 
     # Slurm recognises a daemon by the name of its program, to which Debian adds -wlm.
@@ -149,6 +153,7 @@ def slurm_cluster(folder: Path, *, num_gpus: int = 0) -> Generator[SlurmCluster]
     stepd = _program("slurmstepd")
     commands |= {node: [daemons["slurmd"], "-D", "-N", node, "-d", stepd] for node in nodes}
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, spool)
         for name, command in commands.items():
             started = running(
                 [str(part) for part in command],
@@ -162,10 +167,12 @@ def slurm_cluster(folder: Path, *, num_gpus: int = 0) -> Generator[SlurmCluster]
         yield cluster
 
 
-def _write_config(folder: Path, host: str, nodes: Sequence[str], num_gpus: int) -> None:
+def _write_config(folder: Path, spool: Path, host: str, nodes: Sequence[str], num_gpus: int) -> None:
     first_port, *ports = free_ports(1 + len(nodes))
     plugins = _libraries() / "slurm-wlm"
-    text = CONFIG.format(folder=folder, plugins=plugins, host=host, user=getpass.getuser(), port=first_port)
+    text = CONFIG.format(
+        folder=folder, spool=spool, plugins=plugins, host=host, user=getpass.getuser(), port=first_port
+    )
     gpus = f"Gres=gpu:{num_gpus}" if num_gpus else ""
     for name, port in zip(nodes, ports, strict=True):
         text += NODE.format(name=name, host=host, port=port, gpus=gpus)
