@@ -109,14 +109,14 @@ def test_a_new_run_is_compared_with_the_most_recent_other_one(tmp_path: Path) ->
         layout = RunLayout(tmp_path / run)
         layout.folder.mkdir()
         write_facts(layout, {"plan": {"seed": number, "name": "x" * 31, "hash": run * 16}})
-        os.utime(layout.facts, ns=(0, 10**9 * {"aa": 2, "cc": 3, "bb": 1, "new": 4}[run]))
+        os.utime(layout.facts, ns=(0, 10**9 * {"aa": 2, "cc": 1, "bb": 3, "new": 4}[run]))
     lines: list[str] = []
     log_differences(
         tmp_path, "new", {"plan": {"seed": 3, "name": "y" * 31, "hash": "d" * 32}}, log=lines.append
     )
     assert lines == [
-        "run new is new; it differs from cc in "
-        f"plan.hash cccccccc... -> dddddddd...; plan.name {'x' * 31} -> {'y' * 31}; plan.seed 1 -> 3"
+        "run new is new; it differs from bb in "
+        f"plan.hash bbbbbbbb... -> dddddddd...; plan.name {'x' * 31} -> {'y' * 31}; plan.seed 2 -> 3"
     ]
 
 

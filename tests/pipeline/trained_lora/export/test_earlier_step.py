@@ -115,20 +115,20 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
 def test_the_run_in_lora_or_else_the_one_with_the_newest_lora_files_is_exportable(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no checkpoint holds LoRA files"):
         exportable_run(tmp_path)
-    for number, run_name in enumerate(["bb", "cc", "aa"]):
+    for number, run_name in enumerate(["cc", "bb", "aa"]):
         file = tmp_path / "runs" / run_name / "checkpoints" / "step-00000002" / "lora.json"
         file.parent.mkdir(parents=True)
         file.write_text("{}")
         os.utime(file, ns=(0, 10**9 * (2 if number == 1 else 1)))
-    assert exportable_run(tmp_path) == "cc"
+    assert exportable_run(tmp_path) == "bb"
 
     record = tmp_path / "lora" / "provenance.json"
     record.parent.mkdir()
     for text, expected in (
-        ('{"run": "bb"}', "bb"),
-        ('{"run": "without files"}', "cc"),
-        ("[]", "cc"),
-        ("{", "cc"),
+        ('{"run": "cc"}', "cc"),
+        ('{"run": "without files"}', "bb"),
+        ("[]", "bb"),
+        ("{", "bb"),
     ):
         record.write_text(text)
         assert exportable_run(tmp_path) == expected
