@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import polars as pl
 
 from pipeline.cache.requests import RecipeEntries
@@ -22,7 +24,7 @@ def test_every_caption_and_the_empty_one_have_an_entry(job: Job) -> None:
 def test_missing_entries_are_listed_in_the_order_of_the_table_and_the_empty_caption_is_the_last(
     job: Job,
 ) -> None:
-    for path in (job.recipe.cache_dir / "text").rglob("*.safetensors"):
+    for path in Path(f"{job.recipe.cache_dir}/text").rglob("*.safetensors"):
         path.unlink()
     rows = job.failing(ASSET)["completeness"].rows
     assert [row["sample_id"] for row in rows] == [*SAMPLES, "the empty caption"]
@@ -31,7 +33,7 @@ def test_missing_entries_are_listed_in_the_order_of_the_table_and_the_empty_capt
 
 def test_samples_with_an_equal_caption_share_an_entry_that_is_reported_for_the_first(job: Job) -> None:
     for name in ("camera", "rocket", "coffee"):
-        (job.recipe.datasets[0].path / f"{name}.txt").write_text("an equal caption")
+        Path(f"{job.recipe.datasets[0].path}/{name}.txt").write_text("an equal caption")
     job.run()
     job.entry(ASSET, "photos/rocket.png").unlink()
     finding = job.failing(ASSET)["completeness"]
