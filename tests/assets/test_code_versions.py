@@ -87,19 +87,20 @@ def test_each_section_decides_the_code_versions_of_its_assets_only(recipe: Recip
     assert {len(version) for pair in versions.values() for version in pair} == {12}
 
 
-@pytest.mark.parametrize(
-    ("version", "changed"),
-    [
-        ("PREPROCESSING_VERSION", {"validated_dataset", "vae_latents"}),
-        ("LOOK_VERSION", {"validated_dataset"}),
-        ("CAPTIONS_VERSION", {"validated_dataset"}),
-        ("TRAINING_VERSION", {LORA}),
-    ],
-)
+VERSIONS = {
+    "PREPROCESSING_VERSION": {"validated_dataset", "vae_latents"},
+    "LOOK_VERSION": {"validated_dataset"},
+    "CAPTIONS_VERSION": {"validated_dataset"},
+    "TRAINING_VERSION": {LORA},
+}
+"""Versions of algorithms, and the assets whose content they decide."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_L04_each_algorithm_decides_the_code_versions_of_its_assets(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, version: str, changed: set[str]
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(f"pipeline.versions.{version}", "another version")
     later = runpy.run_path(str(code_versions.__file__))["code_version"]
     different = {asset for asset in SPECS if later(recipe, asset) != code_version(recipe, asset)}
-    assert different == changed
+    assert different == VERSIONS[version]
