@@ -176,6 +176,21 @@ def test_R11_empty_captions_with_references_decide_the_run_id_only_if_dropout_tr
     assert run(0.0, "of one image") == run(0.0, "of another image")
 
 
+def test_R11_references_decide_the_run_id_and_a_column_without_any_does_not(samples: Samples) -> None:
+    entries = RecipeEntries(samples.recipe({}))
+    plain = training_inputs(entries.recipe, entries, *samples.tables(entries, samples.validated)).table
+
+    def run(*keys: str) -> str:
+        """Return the id of a run whose first input has references, one list of keys per view."""
+        lists = [[list(keys)] if keys else None, *[None] * (len(plain) - 1)]
+        column = pl.Series("references", lists, pl.List(pl.List(pl.String)))
+        return run_id(run_facts(entries.recipe, entries, TrainingInputs(plain.with_columns(column))))
+
+    assert run() == samples.unchanged.run
+    ids = [run(), run("a"), run("b"), run("a", "b"), run("b", "a")]
+    assert len(set(ids)) == len(ids), ids
+
+
 def test_a_difference_lists_each_changed_fact_with_both_values() -> None:
     before = {"plan": {"seed": 1, "batch_size": 2}, "samples": {"latents": "a" * 64}}
     after = {"plan": {"seed": 3, "batch_size": 2}, "samples": {"latents": "b" * 64}}
