@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -231,9 +232,48 @@ def test_the_sensor_scans_at_the_interval_and_the_schedule_runs_at_the_time_of_t
     assert actual == {"settle_s": 77, "cron": "5 4 * * *"}
 
 
+def test_the_schedule_and_the_sensor_describe_what_they_start(tmp_path: Path) -> None:
+    repository = repository_of(recipe(tmp_path))
+    schedule = repository.get_schedule_def("flowers_recache").description
+    sensor = repository.get_sensor_def("flowers_dataset_changed").description
+    assert schedule == "Brings the cache of flowers up to date, unless one of its runs is in progress."
+    assert sensor == "Starts flowers_cache when its images or captions have changed and settled."
+
+
+def test_while_a_run_is_in_progress_the_next_listing_starts_at_the_first_file(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that change before the end of the run are then seen."""
+    monkeypatch.setattr(automation, "SLICE_S", 0)  # one file per tick
+    ticks = Ticks(tmp_path, instance)
+    (tmp_path / "data" / "a.jpg").write_bytes(b"1")
+    assert "listed 1 files" in ticks.evaluate()
+    assert "settle" in ticks.evaluate()
+    run = instance.create_run_for_job(
+        empty_job, status=DagsterRunStatus.STARTED, tags={RECIPE_TAG: "flowers"}
+    )
+    assert "listed 1 files" in ticks.evaluate()
+    assert run.run_id in ticks.evaluate()
+    assert json.loads(str(ticks.cursor))["position"] is None
+
+
 def test_a_missing_dataset_skips_the_tick(tmp_path: Path, instance: DagsterInstance) -> None:
     ticks = Ticks(tmp_path, instance)
+    assert "settle" in ticks.evaluate()
     (tmp_path / "data").rmdir()
+    assert "cannot be listed" in ticks.evaluate()
+    (tmp_path / "data").mkdir()
+    assert ticks.evaluate() == "run", "the state before the failed tick is kept"
+
+
+def test_a_remote_dataset_that_cannot_be_listed_skips_the_tick(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    values = recipe(tmp_path).model_dump(mode="json", include={"cache_dir", "output_dir", "model"})
+    values["datasets"] = [{"name": "photos", "path": f"zip://photos::{tmp_path}/gone.zip"}]
+    ticks.repository = repository_of(recipe_from_mapping("flowers", values))
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
     assert "cannot be listed" in ticks.evaluate()
 
 

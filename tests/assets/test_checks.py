@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from dagster import (
@@ -14,10 +15,12 @@ from dagster import (
 )
 from PIL import Image
 
+from assets.checks import check_specs
 from assets.definitions import build_definitions
 from assets.names import GPU_POOL
 from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe.gates import SPECS, specs_of
 
 
 def recipe(
@@ -59,6 +62,7 @@ def test_path_isolation_fails_before_the_asset_is_materialized(tmp_path: Path) -
     assert (evaluation.check_name, evaluation.passed) == ("path_isolation", False)
     assert evaluation.severity == AssetCheckSeverity.ERROR
     assert set(evaluation.metadata) == {"what", "where", "fix"}
+    assert "cache_dir is inside dataset data" in str(evaluation.description).replace("\\", "")
     assert not (tmp_path / "out").exists()
 
 
@@ -76,8 +80,21 @@ def test_a_failed_check_has_the_severity_of_its_kind_and_a_table_of_its_rows(
     flowers = recipe(tmp_path, datasets=("data", "empty"), base=tiny_sd)
     Image.new("RGB", (8, 8)).save(tmp_path / "data" / "photo.jpg", "PNG")
     result = run(flowers, AssetSelection.assets(RAW_IMAGES))
-    failed = {each.check_name: each for each in result.get_asset_check_evaluations() if not each.passed}
+    evaluations = {each.check_name: each for each in result.get_asset_check_evaluations()}
+    failed = {name: each for name, each in evaluations.items() if not each.passed}
     assert set(failed) == {"images_found", "oddities"}
+    assert evaluations["path_isolation"].description == "No two paths overlap."
+    assert evaluations["names_distinct"].description == "1 name, distinct in any case and Unicode form"
+    for evaluation in failed.values():
+        assert "unusual files: " in str(evaluation.description) or "no images" in str(evaluation.description)
+        assert "\n\nfix: " in str(evaluation.description)
+
+    # The error of the step names the gate, and the report lists all checks.
+    assert not result.success
+    (failure,) = [event for event in result.all_events if event.is_step_failure]
+    assert "dataset empty has no images" in str(failure.event_specific_data)
+    report = json.loads((tmp_path / "out" / "reports" / "raw_images_checks.json").read_text("utf-8"))
+    assert [each["name"] for each in report["checks"]] == [spec.name for spec in SPECS["raw_images"]]
 
     gate, warning = failed["images_found"], failed["oddities"]
     assert gate.severity == AssetCheckSeverity.ERROR
@@ -88,3 +105,13 @@ def test_a_failed_check_has_the_severity_of_its_kind_and_a_table_of_its_rows(
         assert [cell in record.data.values() for record in table.records] == [True], table.records
         assert evaluation.metadata["num_rows"].value == 1
         assert evaluation.metadata["fix"].value
+
+
+def test_each_check_is_declared_with_its_explanation(tmp_path: Path) -> None:
+    flowers = recipe(tmp_path)
+    for asset in SPECS:
+        declared = {spec.name: spec for spec in check_specs(flowers, asset)}
+        assert {name: spec.description for name, spec in declared.items()} == {
+            spec.name: spec.explained for spec in specs_of(asset)
+        }
+        assert {spec.asset_key for spec in declared.values()} == {AssetKey(["flowers", asset])}

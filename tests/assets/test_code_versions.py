@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,53 @@ def test_L04_a_new_algorithm_version_changes_the_code_version_of_its_asset(
     before = {asset: code_version(recipe, asset) for asset in SPECS}
     monkeypatch.setitem(code_versions._ALGORITHM_VERSIONS, "vae_latents", (99,))
     assert {asset for asset in SPECS if code_version(recipe, asset) != before[asset]} == {"vae_latents"}
+
+
+LORA, TEXT = "trained_lora", "text_embeddings"
+SETTINGS: dict[str, tuple[dict[str, object], set[str]]] = {
+    "datasets": (
+        {"datasets": [{"name": "photos", "path": "/other"}]},
+        {"raw_images", "validated_dataset", LORA},
+    ),
+    "model": ({"model": {"base": "models/other"}}, {"aspect_buckets", "vae_latents", TEXT, LORA}),
+    "text": ({"text": {"caption_dropout": 0.5}}, {TEXT, LORA}),
+    "training": ({"training": {"seed": 7}}, {TEXT, LORA}),
+    "accelerate": ({"accelerate": {"num_processes": 2}}, {LORA}),
+    "latents": ({"latents": {"flip": True}}, {"vae_latents"}),
+    "buckets": ({"buckets": {"resolution": 512}}, {"aspect_buckets"}),
+    "underfilled": ({"buckets": {"underfilled": "drop"}}, {"aspect_buckets", LORA}),
+    "max_image_pixels": ({"checks": {"max_image_pixels": 1000}}, {"raw_images", "validated_dataset"}),
+    "max_file_bytes": ({"checks": {"max_file_bytes": 1000}}, {"raw_images", "validated_dataset"}),
+    "max_decode_bytes": ({"checks": {"max_decode_bytes": 5 * 10**8}}, {"validated_dataset"}),
+    "recache": ({"recache": {"enabled": True}}, set()),
+}
+"""Changes of a recipe, and the assets whose content they decide."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_section_decides_the_code_versions_of_its_assets_only(recipe: Recipe, name: str) -> None:
+    change, changed = SETTINGS[name]
+    values = recipe.model_dump(mode="json", include={"datasets", "output_dir", "model"})
+    other = recipe_from_mapping("flowers", {**values, **change})
+    versions = {asset: (code_version(recipe, asset), code_version(other, asset)) for asset in SPECS}
+    assert {asset for asset, (before, after) in versions.items() if before != after} == changed
+    assert {len(version) for pair in versions.values() for version in pair} == {12}
+
+
+VERSIONS = {
+    "PREPROCESSING_VERSION": {"validated_dataset", "vae_latents"},
+    "LOOK_VERSION": {"validated_dataset"},
+    "CAPTIONS_VERSION": {"validated_dataset"},
+    "TRAINING_VERSION": {LORA},
+}
+"""Versions of algorithms, and the assets whose content they decide."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_L04_each_algorithm_decides_the_code_versions_of_its_assets(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(f"pipeline.versions.{version}", "another version")
+    later = runpy.run_path(str(code_versions.__file__))["code_version"]
+    different = {asset for asset in SPECS if later(recipe, asset) != code_version(recipe, asset)}
+    assert different == VERSIONS[version]

@@ -11,6 +11,7 @@ from pathlib import Path
 from dagster import AssetKey
 
 from assets.definitions import build_definitions
+from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.gates import PATH_ISOLATION, SPECS
 
@@ -46,6 +47,21 @@ def test_the_cache_job_selects_every_asset_except_the_lora(tmp_path: Path) -> No
     repository = build_definitions([recipe("flowers", tmp_path)]).get_repository_def()
     selected = repository.get_job("flowers_cache").asset_layer.selected_asset_keys
     assert {key.path[-1] for key in selected} == set(SPECS) - {"trained_lora"}
+
+
+def test_the_runs_of_both_jobs_have_the_tag_of_the_recipe_and_log_messages_to_the_terminal(
+    tmp_path: Path,
+) -> None:
+    repository = build_definitions([recipe("flowers", tmp_path)]).get_repository_def()
+    descriptions = {
+        "flowers_cache": "Brings tables, latents and text embeddings up to date.",
+        "flowers_train": "Brings the cache up to date, then trains the LoRA.",
+    }
+    for name, description in descriptions.items():
+        job = repository.get_job(name)
+        assert job.tags[RECIPE_TAG] == "flowers"
+        assert job.description == description
+        assert job.run_config == DEFAULT_RUN_CONFIG
 
 
 def test_every_gate_blocks_and_no_warning_does(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checks.findings import (
-    MAX_ROWS,
     CheckContext,
     Finding,
     Outcome,
@@ -17,6 +16,7 @@ from pipeline.checks.findings import (
     write_findings,
 )
 from pipeline.recipe.gates import SPECS
+from pipeline.reporting.reports import discard
 
 
 def context(folder: Any) -> CheckContext:
@@ -31,6 +31,7 @@ def test_findings_follow_the_order_of_the_specs(folder: Any) -> None:
     results = findings(context(folder), "raw_images", dict(reversed(outcomes().items())))
     assert [finding.name for finding in results] == [spec.name for spec in SPECS["raw_images"]]
     assert [finding.name for finding in results if finding.closes] == []
+    assert {(finding.summary, finding.fix) for finding in results} == {("fine", "")}
 
 
 def test_O01_a_failed_gate_closes_and_a_failed_warning_does_not(folder: Any) -> None:
@@ -56,12 +57,37 @@ def test_an_allowed_gate_warns_and_gives_the_reason(folder: Any) -> None:
     assert by_name["conservation"].closes
 
 
-def test_long_lists_of_rows_are_cut_and_counted(folder: Any) -> None:
-    rows = [{"sample_id": str(index)} for index in range(MAX_ROWS + 5)]
+def test_a_final_failure_and_a_check_of_files_cannot_be_allowed(folder: Any) -> None:
+    folder.checks = {"allow": ["names_distinct", "shape_uniformity"]}
+    final = Outcome(False, "nothing is left", "add some", final=True)
+    results = findings(context(folder), "raw_images", outcomes(names_distinct=final))
+    (finding,) = (each for each in results if not each.passed)
+    assert (finding.closes, finding.summary, finding.fix) == (True, "nothing is left", "add some")
+
+    strict = {spec.name: Outcome(False, "damaged", "mend it") for spec in SPECS["text_embeddings"]}
+    for finding in findings(context(folder), "text_embeddings", strict):
+        assert (finding.summary, finding.fix) == ("damaged", "mend it"), finding.name
+        assert finding.closes == (finding.name != "captions_fit"), finding.name
+
+
+def test_a_fix_names_the_recipe(folder: Any) -> None:
+    failed = Outcome(False, "two are wrong", "run <recipe>, or look at <recipe>.yaml")
+    results = findings(context(folder), "raw_images", outcomes(oddities=failed))
+    assert results[-1].fix == "run small, or look at small.yaml"
+
+
+def test_a_check_reads_the_sources_and_logs_nothing_unless_stated(folder: Any) -> None:
+    stated = CheckContext(folder.recipe, folder.tables, {}, sources=True, log=discard)
+    default = context(folder)
+    assert (default.reports, default.sources, default.log) == (stated.reports, stated.sources, stated.log)
+
+
+def test_fifty_rows_are_shown_and_all_are_counted(folder: Any) -> None:
+    rows = [{"sample_id": str(index)} for index in range(55)]
     results = findings(context(folder), "raw_images", outcomes(conservation=Outcome(False, "x", "y", rows)))
     finding = next(finding for finding in results if finding.name == "conservation")
-    assert len(finding.rows) == MAX_ROWS
-    assert finding.numbers["num_rows"] == MAX_ROWS + 5
+    assert finding.rows == rows[:50]
+    assert finding.numbers["num_rows"] == 55
 
 
 def test_a_missing_or_damaged_report_is_none(folder: Any) -> None:
@@ -141,6 +167,14 @@ def test_the_checks_file_holds_every_finding_and_counts_gates_and_warnings(tmp_p
         "numbers": {"num_rows": 1},
     }
     assert (content["checks"][1]["gate"], content["checks"][1]["closed"]) == (True, False)
+
+
+def test_the_checks_file_is_readable_text_with_sorted_keys(tmp_path: Path) -> None:
+    """Files of two runs are compared line by line, so their layout is part of the interface."""
+    path = write_findings(tmp_path, "vae_latents", [result("completeness – größer", passed=True)])
+    text = path.read_text("utf-8")
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    assert "größer" in text
 
 
 def test_the_checks_file_is_replaced_by_the_next_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import norm
 
 from pipeline.checks.outliers import (
     OUTLIER_MIN_SPREAD,
@@ -52,6 +53,35 @@ def test_fewer_than_eight_values_have_no_outliers(values: list[float]) -> None:
     assert not result.judged
     assert not result.mask.any()
     assert outliers([1.0] * 8).judged, "eight values are enough"
+
+
+def test_the_limits_are_five_deviations_around_the_median() -> None:
+    """Deviations of 7 equal values have the lower bound 0.1, and those of these powers of 2 are 2 log(2)."""
+    result = outliers([*[3.0] * 7, 4.0])
+    assert (result.low, result.median) == (pytest.approx(3 * math.exp(-0.5)), 3.0)
+    assert result.high == pytest.approx(3 * math.exp(0.5))
+
+    powers = outliers([2.0**exponent for exponent in range(9)])
+    spread = 2 * math.log(2) / norm.ppf(0.75)
+    assert powers.median == 16.0
+    assert (math.log(powers.low), math.log(powers.high)) == (
+        pytest.approx(math.log(16) - 5 * spread),
+        pytest.approx(math.log(16) + 5 * spread),
+    )
+
+
+def test_few_values_have_a_median_and_no_limits() -> None:
+    few, none = outliers([1, 2, 9]), outliers([])
+    assert (few.median, few.low, few.high, few.judged) == (2.0, 0.0, math.inf, False)
+    assert few.mask.dtype == np.bool_
+    assert few.mask.tolist() == [False] * 3
+    assert math.isnan(none.median)
+
+
+def test_values_of_any_type_are_computed_in_float64() -> None:
+    values = np.arange(1, 20, dtype=np.float32)
+    single, double = outliers(values), outliers(values.astype(np.float64))
+    assert (single.low, single.high) == (double.low, double.high)
 
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=8, max_size=50))

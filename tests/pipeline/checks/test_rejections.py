@@ -20,14 +20,27 @@ def rejected(*rows: tuple[str, str, str]) -> pl.DataFrame:
 
 
 def test_conservation_names_lost_duplicate_and_unknown_samples() -> None:
-    outcome = check_conservation(["a", "b", "c"], ["a", "b", "x"], ["b"], "stage")
+    outcome = check_conservation(["d", "a", "b", "c"], ["y", "a", "b", "x"], ["b", "x", "z"], "stage")
     assert not outcome.passed
-    assert {(row["sample_id"], row["problem"]) for row in outcome.rows} == {
-        ("c", "lost"),
-        ("b", "kept and rejected"),
-        ("x", "not in the input"),
-    }
-    assert check_conservation(["a", "b"], ["a"], ["b"], "stage").passed
+    assert outcome.rows == [
+        {"sample_id": "c", "problem": "lost"},
+        {"sample_id": "d", "problem": "lost"},
+        {"sample_id": "b", "problem": "kept and rejected"},
+        {"sample_id": "x", "problem": "kept and rejected"},
+        {"sample_id": "x", "problem": "not in the input"},
+        {"sample_id": "y", "problem": "not in the input"},
+        {"sample_id": "z", "problem": "not in the input"},
+    ]
+    assert outcome.numbers == {"in": 4, "kept": 4, "rejected": 3}
+    counts = "2 lost, 2 kept and rejected, 3 not in the input"
+    assert outcome.summary == f"4 in, 4 kept, 3 rejected: {counts}"
+
+
+def test_a_sample_with_several_rows_counts_once_in_a_complete_stage() -> None:
+    outcome = check_conservation(["a", "b", "b"], ["a", "a"], ["b"], "stage")
+    assert (outcome.passed, outcome.summary) == (True, "2 in, 1 kept, 1 rejected")
+    assert outcome.numbers == {"in": 2, "kept": 1, "rejected": 1}
+    assert check_conservation([], [], [], "stage").passed
 
 
 def test_the_most_frequent_fix_of_a_reason_is_shown() -> None:
@@ -46,9 +59,12 @@ def test_ties_are_broken_by_name_in_any_row_order() -> None:
     assert most_frequent_fixes(rows.reverse(), otherwise="or not") == expected
 
 
-def test_rows_are_sorted_by_the_frequency_of_their_reason() -> None:
-    rows = rejected(("d/a", "x", ""), ("d/b", "y", ""), ("d/d", "y", ""), ("d/c", "y", ""))
-    assert most_frequent_first(rows)["sample_id"].to_list() == ["d/b", "d/c", "d/d", "d/a"]
+def test_rows_are_sorted_by_the_frequency_of_their_reason_then_by_reason_and_name() -> None:
+    rows = rejected(
+        *(("d/a", "x", ""), ("d/e", "w", "")),
+        *(("d/b", "y", ""), ("d/d", "y", ""), ("d/c", "y", "")),
+    )
+    assert most_frequent_first(rows)["sample_id"].to_list() == ["d/b", "d/c", "d/d", "d/e", "d/a"]
 
 
 def test_I08_no_recipe_can_allow_that_no_samples_are_left() -> None:
@@ -56,6 +72,13 @@ def test_I08_no_recipe_can_allow_that_no_samples_are_left() -> None:
     some = no_samples_left(rows, "add images")
     assert some.summary == "no samples are left of 4 images: 2 c, 1 a, 1 b"
     assert some.numbers == {"rejected": 4, "left": 0}
+    assert some.fix.splitlines() == [
+        "2 c, the first is d/c: z",
+        "1 a, the first is d/a: y",
+        "1 b, the first is d/b: x",
+    ]
+    columns = {"reason": "c", "detail": "x", "fix": "z"}
+    assert some.rows[:2] == [{"sample_id": "d/c", **columns}, {"sample_id": "d/d", **columns}]
     none = no_samples_left(rejected(), "add images")
     assert (none.fix, none.numbers) == ("add images", {"rejected": 0, "left": 0})
     assert [(each.passed, each.final) for each in (some, none)] == [(False, True)] * 2

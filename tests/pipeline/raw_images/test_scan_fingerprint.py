@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from pipeline.errors import DatasetError
@@ -244,3 +246,90 @@ def test_the_size_of_a_position_does_not_depend_on_the_number_of_files(tmp_path:
         _, positions = slices([top], largest=256)
         sizes.add(max(len(position.after) for position in positions))
     assert sizes == {1}
+
+
+def fingerprint_of(*lines: bytes) -> str:
+    """Return the fingerprint of a listing with these lines, as earlier versions computed it."""
+    total = sum(int.from_bytes(hashlib.blake2b(line, digest_size=16).digest(), "big") for line in lines) % (
+        2**128
+    )
+    return hashlib.sha256(total.to_bytes(16, "big")).hexdigest()[:16]
+
+
+def test_O04_the_fingerprint_is_that_of_earlier_versions_whose_sensors_have_stored_it(folder: Path) -> None:
+    """Another value would request a run for every dataset after an update."""
+    (folder / "nowhere.jpg").symlink_to(folder / "missing")
+    (folder / "itself").symlink_to(folder / "itself")
+
+    def line(path: Path) -> bytes:
+        stat = path.stat()
+        state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+        return f"{path}\0{state}\n".encode()
+
+    files = [line(folder / name) for name in ("a.jpg", "a.txt", "inner/b.jpg")]
+    broken = f"{folder}/nowhere.jpg\0unreadable {errno.ENOENT}\n{folder}/itself\0unreadable {errno.ELOOP}\n"
+    assert state(folder) == fingerprint_of(*files, *broken.encode().splitlines(keepends=True))
+    assert state(folder / "a.jpg") == fingerprint_of(files[0])
+    assert scan_fingerprint([]) == fingerprint_of()
+
+
+@pytest.mark.parametrize("total", [5, 2**127 + 5, 2**128 - 1])
+def test_a_stored_sum_continues_modulo_2_to_the_128(folder: Path, total: int) -> None:
+    """The sum of another file's hash and `total` is the sum of both lines."""
+    addresses = [folder / "a.jpg"]
+    first = scan_slice([*addresses, folder / "a.txt"], None, seconds=0)
+    assert isinstance(first, ScanPosition)
+    assert first == ScanPosition(first.addresses, 0, ("",), first.total, 1)
+    position = ScanPosition(first.addresses, 1, (), total, 1)
+    stat = (folder / "a.txt").stat()
+    line = f"{folder}/a.txt\0{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}\n".encode()
+    added = int.from_bytes(hashlib.blake2b(line, digest_size=16).digest(), "big")
+    expected = hashlib.sha256(((total + added) % 2**128).to_bytes(16, "big")).hexdigest()[:16]
+    assert scan_slice([*addresses, folder / "a.txt"], position, seconds=60) == expected
+
+
+def test_I21_slices_continue_after_subfolders_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top, scandir = tmp_path / "top", os.scandir
+    for name in ("b/c/e/f.jpg", "b/c/g/h.jpg", "b/c/i.jpg", "b/j.jpg", "k.jpg"):
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_bytes(b"0123")
+
+    def fingerprint_without(*denied: str) -> str:
+        def deny(path: str) -> object:
+            if Path(path).relative_to(top).as_posix() in denied:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", deny)
+        fingerprint, positions = slices([top])
+        assert fingerprint == state(top)
+        assert [position.after for position in positions if position.after[-1] in "ecgb"] == [
+            tuple(name.split("/")) for name in denied
+        ]
+        return fingerprint
+
+    results = {fingerprint_without(*denied) for denied in ((), ("b/c/e",), ("b/c/g",), ("b/c",), ("b",))}
+    results.add(fingerprint_without("b/c/e", "b/c/g"))
+    assert len(results) == 6, "each unreadable folder counts with its path"
+
+
+def test_a_large_folder_is_read_in_parts_of_bounded_size_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(300):
+        (tmp_path / f"{number * 7919 % 1000:03}.jpg").touch()
+    whole = state(tmp_path)
+    for in_memory in (1, 7, 50, 299, 300):
+        monkeypatch.setattr(module, "MAX_ENTRIES_IN_MEMORY", in_memory)
+        assert state(tmp_path) == whole, f"parts of {in_memory} entries"
+
+
+def test_in_a_bucket_a_folder_is_listed_before_a_file_of_its_name(folder: Path, s3: str) -> None:
+    del s3
+    bucket = published_in_bucket(folder)
+    fsspec.filesystem("s3", skip_instance_cache=True).pipe_file(f"{bucket.address}/inner", b"x")
+    first, second, third = slices([Url(bucket.address)])[1][:3]
+    assert (first.after, second.after) == (("a.jpg",), ("a.txt",))
+    assert third.after == ("inner", "b.jpg")

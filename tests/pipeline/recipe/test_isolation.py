@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import PathIsolationError
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.recipe.isolation import check_isolation, require_isolation
+from pipeline.recipe.isolation import check_isolation, require_isolation, require_separate_folder
 from pipeline.storage.addresses import Url
 from pipeline.storage.isolation.identity import identify
 
@@ -82,6 +82,27 @@ def test_L01_the_error_names_both_paths_as_written_and_as_resolved(home: Path):
     assert f"cache_dir: {home}/data/../data/cache (real path {home}/data/cache)" in error.where
     assert f"datasets[0].path: {home}/link (real path {home}/data)" in error.where
     assert "cache_dir" in error.fix
+
+
+@pytest.mark.parametrize("folder", ["data/sub", "cache", "out/lora", "out/runs/0", "out/reports/raw_images"])
+def test_pictures_are_not_written_into_folders_of_the_recipe_or_of_its_runs(home: Path, folder: str):
+    recipe = recipe_of(home / "data", home / "cache", home / "out")
+    with pytest.raises(PathIsolationError, match="the folder of the pictures") as excinfo:
+        require_separate_folder(recipe, "--output", home / folder)
+    assert f"--output: {home}/{folder}" in excinfo.value.where
+    require_separate_folder(recipe, "--output", home / "out" / "pictures")
+    require_separate_folder(recipe, "--output", home / "elsewhere")
+
+
+def test_the_error_names_the_file_of_the_recipe(home: Path):
+    values = recipe_of(home / "data", home / "data", home / "out").model_dump(
+        mode="json", include={"datasets", "cache_dir", "output_dir", "model"}
+    )
+    recipe = recipe_from_mapping("x", values, source=home / "x.yaml")
+    for check in (require_isolation, lambda each: require_separate_folder(each, "--output", home / "data")):
+        with pytest.raises(PathIsolationError) as excinfo:
+            check(recipe)
+        assert excinfo.value.where.splitlines()[0] == f"{home}/x.yaml"
 
 
 def test_L01_the_output_folder_is_compared_with_every_dataset(home: Path):
@@ -297,6 +318,20 @@ def test_a_start_without_a_file_of_a_run_is_refused_with_the_pattern_of_such_fil
     with pytest.raises(PathIsolationError, match="which runs replace") as excinfo:
         require_isolation(starting_from(trained, trained / start))
     assert f"{trained}/out/runs/<run>/lora/" in excinfo.value.fix
+
+
+@pytest.mark.parametrize("provenance", ["{", "{}", "[]", "1", None])
+def test_a_start_is_refused_with_the_pattern_if_the_published_run_is_unknown(
+    trained: Path, provenance: str | None
+) -> None:
+    record = trained / "out/lora/provenance.json"
+    if provenance is None:
+        record.unlink()
+    else:
+        record.write_text(provenance)
+    with pytest.raises(PathIsolationError) as excinfo:
+        require_isolation(starting_from(trained, trained / "out/lora" / LORA_FILE))
+    assert f"such as {trained}/out/runs/<run>/lora/{LORA_FILE}" in excinfo.value.fix
 
 
 def test_a_start_in_the_cache_is_refused(trained: Path) -> None:

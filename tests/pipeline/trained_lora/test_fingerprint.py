@@ -109,14 +109,14 @@ def test_a_new_run_is_compared_with_the_most_recent_other_one(tmp_path: Path) ->
         layout = RunLayout(tmp_path / run)
         layout.folder.mkdir()
         write_facts(layout, {"plan": {"seed": number, "name": "x" * 31, "hash": run * 16}})
-        os.utime(layout.facts, ns=(0, 10**9 * {"aa": 2, "cc": 3, "bb": 1, "new": 4}[run]))
+        os.utime(layout.facts, ns=(0, 10**9 * {"aa": 2, "cc": 1, "bb": 3, "new": 4}[run]))
     lines: list[str] = []
     log_differences(
         tmp_path, "new", {"plan": {"seed": 3, "name": "y" * 31, "hash": "d" * 32}}, log=lines.append
     )
     assert lines == [
-        "run new is new; it differs from cc in "
-        f"plan.hash cccccccc... -> dddddddd...; plan.name {'x' * 31} -> {'y' * 31}; plan.seed 1 -> 3"
+        "run new is new; it differs from bb in "
+        f"plan.hash bbbbbbbb... -> dddddddd...; plan.name {'x' * 31} -> {'y' * 31}; plan.seed 2 -> 3"
     ]
 
 
@@ -174,6 +174,21 @@ def test_R11_empty_captions_with_references_decide_the_run_id_only_if_dropout_tr
 
     assert run(0.2, "of one image") != run(0.2, "of another image")
     assert run(0.0, "of one image") == run(0.0, "of another image")
+
+
+def test_R11_references_decide_the_run_id_and_a_column_without_any_does_not(samples: Samples) -> None:
+    entries = RecipeEntries(samples.recipe({}))
+    plain = training_inputs(entries.recipe, entries, *samples.tables(entries, samples.validated)).table
+
+    def run(*keys: str) -> str:
+        """Return the id of a run whose first input has references, one list of keys per view."""
+        lists = [[list(keys)] if keys else None, *[None] * (len(plain) - 1)]
+        column = pl.Series("references", lists, pl.List(pl.List(pl.String)))
+        return run_id(run_facts(entries.recipe, entries, TrainingInputs(plain.with_columns(column))))
+
+    assert run() == samples.unchanged.run
+    ids = [run(), run("a"), run("b"), run("a", "b"), run("b", "a")]
+    assert len(set(ids)) == len(ids), ids
 
 
 def test_a_difference_lists_each_changed_fact_with_both_values() -> None:

@@ -86,7 +86,8 @@ def test_O08_a_second_process_waits_until_the_first_process_ends(tmp_path: Path)
             first.kill()
 
         with hold_run(layout, kill_first):
-            pass
+            first.wait()
+            assert is_being_trained(layout), "the second process holds the lock that the first one lost"
     assert len(log) == 1
     assert "another process is training this run" in log[0]
 
@@ -109,6 +110,13 @@ def test_only_one_process_trains_a_run(tmp_path: Path) -> None:
     assert not is_being_trained(layout)
     with hold_training(layout):
         pass
+
+
+def test_a_training_deletes_the_request_to_stop_that_an_earlier_one_left(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    layout.stop_request.touch()
+    with hold_training(layout):
+        assert not layout.stop_request.exists()
 
 
 Hold = Callable[[RunLayout], AbstractContextManager[None]]

@@ -146,6 +146,21 @@ def test_every_input_has_the_masks_and_references_of_its_own_dataset(rich: Proje
     assert shapes["masked"] == shapes["photos"] == "" != shapes["edits"]
 
 
+def test_each_view_has_its_own_references_and_the_mirrored_ones_come_second(rich: Project) -> None:
+    plain = {item.variant_id: item for item in rich.job().inputs if item.dataset == "edits"}
+    both_latents = with_mirrored_rows(rich.latents)
+    entries = RecipeEntries(rich.recipe)
+    inputs = training_inputs(rich.recipe, entries, both_latents, rich.text)
+    edits = [item for item in inputs if item.dataset == "edits"]
+    assert len(edits) == len(plain)
+    for item in edits:
+        first, mirrored = item.views
+        assert first == plain[item.variant_id].views[0]
+        assert {entry.key for entry in first.references}.isdisjoint(
+            entry.key for entry in mirrored.references
+        )
+
+
 def test_inputs_survive_their_file_which_lists_the_keys_of_all_their_entries(
     rich: Project, tmp_path: Path
 ) -> None:
@@ -191,7 +206,9 @@ def test_inputs_are_equal_if_their_tables_are(make_project: Callable[..., Projec
 def test_inputs_have_the_scale_of_their_side_of_a_slider_and_1_without_one(
     make_project: Callable[..., Project],
 ) -> None:
-    assert make_project().job().inputs.lora_scales.to_list() == [1] * 8
+    plain = make_project().job().inputs
+    assert plain.lora_scales.to_list() == [1] * 8
+    assert plain.reference_shapes.to_list() == [""] * 8
     inputs = slider_project(make_project, datasets={"plain": {}}).job().inputs
     expected = {"bright": 1, "dark": -1, "plain": 1}
     assert {item.dataset for item in inputs} == set(expected)

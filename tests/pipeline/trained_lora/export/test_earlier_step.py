@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,8 @@ def published(project: Project) -> dict[str, bytes]:
 def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     make_project: Callable[..., Project], export: Callable[..., Result]
 ) -> None:
-    project, launch, log = make_project(checkpoint_every=2), InProcessLaunch(), list[str]()
+    held_out = {"photos": {"validation_fraction": 0.5}}
+    project, launch, log = make_project(checkpoint_every=2, datasets=held_out), InProcessLaunch(), list[str]()
     run(project, launch)
     (run_folders(project)[0] / "lora" / "samples.jpg").write_bytes(b"a sheet of previews")
     run(project, launch)
@@ -89,9 +91,14 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     assert read_provenance(project.recipe.output_dir)["step"] == 4
     assert "| steps | 4 of 6, " in earlier["README.md"].decode()
     assert "| steps | 6, " in last["README.md"].decode()
-    seen = pl.read_parquet(project.recipe.output_dir / "lora" / "samples.parquet")["times_seen"].sum()
-    plan = list(read_job(launch.launched[0]).plan())
-    assert seen == sum(step.num_samples for step in plan[:4])
+    job = read_job(launch.launched[0])
+    seen = Counter(slot.variant_id for step in job.plan()[:4] for slot in step.slots())
+    table = pl.read_parquet(project.recipe.output_dir / "lora" / "samples.parquet")
+    assert dict(table.select("sample_id", "times_seen").rows()) == {
+        item.sample_id: seen[item.variant_id] for item in job.inputs
+    }
+    assert len(job.inputs.held_out) > 0, "a held-out image is listed, with 0"
+    assert table.schema == pl.read_parquet(run_folders(project)[0] / "samples.parquet").schema
 
     again = run(project, launch, log)
     assert len(launch.launched) == 1
@@ -115,20 +122,20 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
 def test_the_run_in_lora_or_else_the_one_with_the_newest_lora_files_is_exportable(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no checkpoint holds LoRA files"):
         exportable_run(tmp_path)
-    for number, run_name in enumerate(["bb", "cc", "aa"]):
+    for number, run_name in enumerate(["cc", "bb", "aa"]):
         file = tmp_path / "runs" / run_name / "checkpoints" / "step-00000002" / "lora.json"
         file.parent.mkdir(parents=True)
         file.write_text("{}")
         os.utime(file, ns=(0, 10**9 * (2 if number == 1 else 1)))
-    assert exportable_run(tmp_path) == "cc"
+    assert exportable_run(tmp_path) == "bb"
 
     record = tmp_path / "lora" / "provenance.json"
     record.parent.mkdir()
     for text, expected in (
-        ('{"run": "bb"}', "bb"),
-        ('{"run": "without files"}', "cc"),
-        ("[]", "cc"),
-        ("{", "cc"),
+        ('{"run": "cc"}', "cc"),
+        ('{"run": "without files"}', "bb"),
+        ("[]", "bb"),
+        ("{", "bb"),
     ):
         record.write_text(text)
         assert exportable_run(tmp_path) == expected

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.plan.random_streams import hash_bits, stream
 from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
@@ -141,3 +142,10 @@ def test_R01_every_batch_contains_the_same_samples_as_in_earlier_versions(
     make_project: Callable[..., Project], case: Case
 ) -> None:
     assert fingerprint(job_of(case.project(make_project))) == case.expected
+
+
+def test_R01_numbers_that_are_drawn_from_a_stream_are_those_of_earlier_versions() -> None:
+    """A resumed run draws the noise of its remaining steps, and compares nothing with the steps before."""
+    assert hash_bits(64, 7, "noise", 3) == 0xB8C9A4CDFBB644F7
+    numbers = stream(7, "noise", 3, 1).integers(0, 2**32, 3)
+    assert numbers.tolist() == [1654076329, 1744450085, 3923141988]

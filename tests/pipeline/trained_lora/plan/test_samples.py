@@ -80,8 +80,20 @@ def test_random_choices_depend_on_the_pair_or_else_on_the_sample() -> None:
     assert list(samples.random_names_at(places)) == ["p", "a", "p"]
 
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
 @pytest.mark.parametrize(
-    ("names", "duplicates"), [("", ""), ("a", ""), ("abc", ""), ("cac", "c"), ("dbbabdbc", "bd"), ("aa", "a")]
+    ("names", "duplicates"),
+    [
+        ("", ""),
+        ("a", ""),
+        ("abc", ""),
+        ("cac", "c"),
+        ("dbbabdbc", "bd"),
+        ("aa", "a"),
+        (LETTERS[::-1] * 2, LETTERS),
+    ],
 )
 def test_each_duplicate_name_is_listed_once_in_order(names: str, duplicates: str) -> None:
     samples = PlanSamples.of(replace(SAMPLES[0], variant_id=name) for name in names)

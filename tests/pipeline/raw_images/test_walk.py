@@ -1,0 +1,87 @@
+"""The walk of one dataset: exclusion, limits, and datasets that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import DatasetError
+from pipeline.raw_images.walk import require_readable, walk_dataset
+from pipeline.recipe import DatasetSettings, recipe_from_mapping
+from pipeline.reporting.reports import discard
+
+
+def settings_of(path: Path | str, **values: Any) -> DatasetSettings:
+    recipe = recipe_from_mapping(
+        "small",
+        {
+            "datasets": [{"name": "d", "path": str(path), **values}],
+            "cache_dir": "/nowhere/cache",
+            "output_dir": "/nowhere/out",
+            "model": {"base": "no model"},
+        },
+    )
+    return recipe.datasets[0]
+
+
+def write_files(folder: Path, outside: Path) -> None:
+    """Write one file of each kind: an image, captions, a foreign cache, a broken link and a link out."""
+    folder.mkdir(parents=True)
+    for name in ("a.png", "a.txt", "orphan.txt", "cache.npz"):
+        (folder / name).write_bytes(b"x")
+    (folder / "broken.png").symlink_to("gone.png")
+    (folder / "out.png").symlink_to(outside)
+
+
+def test_excluded_files_of_every_kind_are_removed_and_images_and_broken_links_are_counted(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "data"
+    for number, name in enumerate(("", "masks", "masks/deep")):
+        (tmp_path / f"{number}.png").write_bytes(b"x")
+        write_files(root / name / "files", tmp_path / f"{number}.png")
+    walked = walk_dataset(settings_of(root, exclude=["masks"]), log=discard)
+    assert walked.images["sample_id"].to_list() == ["d/files/a.png", "d/files/out.png"]
+    assert [row["sample_id"] for row in walked.rejected] == ["d/files/broken.png"]
+    assert walked.orphan_captions == ["files/orphan.txt"]
+    assert walked.walk.foreign_caches == ["files/cache.npz"]
+    assert walked.walk.links_out == ["files/out.png"]
+    assert sorted(walked.walk.captions) == ["files/a.txt", "files/orphan.txt"]
+    assert walked.walk.passed_over["excluded"] == 2 * 3, "two images and a broken link in each of two folders"
+
+
+def test_a_dataset_without_images_has_a_table_with_the_usual_columns(tmp_path: Path) -> None:
+    filled, empty = tmp_path / "filled", tmp_path / "empty"
+    filled.mkdir()
+    empty.mkdir()
+    (filled / "a.png").write_bytes(b"x")
+    tables = [walk_dataset(settings_of(folder), log=discard).images for folder in (filled, empty)]
+    assert [len(table) for table in tables] == [1, 0]
+    assert tables[0].schema == tables[1].schema
+
+
+def test_the_files_of_a_dataset_have_the_size_limit_of_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(bytes(11))
+    for limit in (10, 11):
+        source = walk_dataset(settings_of(tmp_path), log=discard, max_file_bytes=limit).source
+        assert source.max_file_bytes == limit
+
+
+def test_a_folder_or_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="cannot be read"):
+        require_readable(settings_of(tmp_path / "gone"))
+    require_readable(settings_of(tmp_path))
+    require_readable(settings_of("s3://bucket/photos"))  # remote datasets are not checked
+
+    listing = tmp_path / "list.csv"
+    with pytest.raises(DatasetError):
+        require_readable(settings_of(listing))
+    listing.write_text("other\na.png\n")
+    with pytest.raises(DatasetError, match="path"):
+        require_readable(settings_of(listing))
+    listing.write_text("path\na.png\n")
+    require_readable(settings_of(listing), max_file_bytes=11)
+    with pytest.raises(DatasetError, match="11"):
+        require_readable(settings_of(listing), max_file_bytes=10)

@@ -1,0 +1,82 @@
+"""Checks of text embeddings of a fixed length: captions without an entry, and captions that are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+
+from pipeline.cache.requests import RecipeEntries
+from pipeline.checks.findings import CheckContext
+from pipeline.text_embeddings import checks
+from tests.pipeline.cached_job import Job
+
+ASSET = "text_embeddings"
+IS_CAT = pl.col("sample_id") == "photos/cat.png"
+SAMPLES = [f"photos/{name}.png" for name in ("astronaut", "camera", "cat", "coffee", "rocket")]
+
+
+def test_every_caption_and_the_empty_one_have_an_entry(job: Job) -> None:
+    findings = {each.name: each for each in checks.run(CheckContext(job.recipe, job.tables))}
+    assert findings["completeness"].summary == "each of 5 captions and the empty one has its entry"
+
+
+def test_missing_entries_are_listed_in_the_order_of_the_table_and_the_empty_caption_is_the_last(
+    job: Job,
+) -> None:
+    for path in Path(f"{job.recipe.cache_dir}/text").rglob("*.safetensors"):
+        path.unlink()
+    rows = job.failing(ASSET)["completeness"].rows
+    assert [row["sample_id"] for row in rows] == [*SAMPLES, "the empty caption"]
+    assert {row["problem"] for row in rows} == {"the entry is missing"}
+
+
+def test_samples_with_an_equal_caption_share_an_entry_that_is_reported_for_the_first(job: Job) -> None:
+    for name in ("camera", "rocket", "coffee"):
+        Path(f"{job.recipe.datasets[0].path}/{name}.txt").write_text("an equal caption")
+    job.run()
+    job.entry(ASSET, "photos/rocket.png").unlink()
+    finding = job.failing(ASSET)["completeness"]
+    assert [row["sample_id"] for row in finding.rows] == ["photos/camera.png"]
+    assert finding.numbers == {"num_rows": 1, "entries": 4, "problems": 1}
+
+
+def test_a_row_with_another_length_than_the_encoders_is_reported(job: Job) -> None:
+    table = job.tables.read(ASSET)
+    for length in (76, 78):
+        changed = pl.when(IS_CAT).then(pl.lit(length)).otherwise("text_length")
+        job.tables.write(ASSET, table.with_columns(text_length=changed))
+        assert job.failing(ASSET)["shape_uniformity"].rows == [
+            {
+                "sample_id": "photos/cat.png",
+                "problem": f"its text embedding must have 77 tokens, got {length}",
+            }
+        ]
+
+
+def test_each_missing_or_superfluous_caption_is_reported_with_its_variant(job: Job) -> None:
+    table = job.tables.read(ASSET)
+    cat = table.filter(IS_CAT)
+    more = [cat.with_columns(variant=pl.lit(number, pl.Int32)) for number in (-1, 2)]
+    job.tables.write(ASSET, pl.concat([table, *more]).filter(pl.col("sample_id") != "photos/rocket.png"))
+    rows = job.failing(ASSET)["completeness"].rows
+    assert [(row["sample_id"], row["problem"]) for row in rows] == [
+        ("photos/cat.png", "its empty caption is not in validated_dataset"),
+        ("photos/cat.png", "variant 2 of its caption is not in validated_dataset"),
+        ("photos/rocket.png", "it is in validated_dataset but not in text_embeddings"),
+    ]
+
+
+def test_a_caption_that_loses_one_token_is_reported_even_without_its_entry(job: Job) -> None:
+    table = job.tables.read(ASSET)
+    is_cut = pl.col("sample_id").is_in(["photos/cat.png", "photos/rocket.png"])
+    num_cut = pl.when(is_cut).then(pl.lit(1, pl.Int32)).otherwise("num_cut")
+    job.tables.write(ASSET, table.with_columns(num_cut=num_cut, num_tokens=pl.lit(78, pl.Int32)))
+    entries = RecipeEntries(job.recipe)
+    entries.store.path(entries.text_spec(table.filter(IS_CAT)["caption"].item())).unlink()
+
+    finding = job.failing(ASSET)["captions_fit"]
+    cut = {"num_tokens": 78, "num_cut": 1, "cut_part": ""}
+    assert finding.rows == [{"sample_id": f"photos/{name}.png", **cut} for name in ("cat", "rocket")]
+    assert finding.numbers == {"num_rows": 2, "samples": 5, "cut": 2, "max_length": 77}
+    assert finding.summary == "2 of 5 captions are cut after 77 tokens; photos/cat.png loses 1 token"
