@@ -175,7 +175,8 @@ def _shape_uniformity(table: pl.DataFrame) -> Outcome:
 
 def _file_size_outliers(table: pl.DataFrame) -> Outcome:
     """Find unusual bytes per pixel within one dataset and format, because formats differ in density."""
-    densities = table.select(
+    sized = table.filter(pl.col("file_bytes") > 0, pl.col("height") > 0, pl.col("width") > 0)
+    densities = sized.select(
         *("sample_id", "dataset", "format"),
         bytes_per_pixel=pl.col("file_bytes") / (pl.col("height").cast(pl.Int64) * pl.col("width")),
     )

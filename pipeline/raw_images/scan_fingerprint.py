@@ -175,7 +175,7 @@ def _walk(tree: _Tree, after: tuple[str, ...]) -> Iterator[_ListedFile]:
         depth = len(names)
         if after and after[depth : depth + 1] != (name,):
             after = ()
-        if after and (line is not None or len(after) == depth + 1):
+        if len(after) == depth + 1:
             continue  # listed in an earlier slice
         if line is not None:
             yield names, name, line
