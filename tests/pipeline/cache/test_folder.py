@@ -167,8 +167,8 @@ def test_the_stat_of_a_remote_file_is_its_version_or_its_time_or_never_equal() -
 class ListedFolder(RemoteFolder):
     """A remote folder that states the size of each file and, for one of them, when it was written."""
 
-    def list_files(self, name: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
-        del name, prefix
+    def list_files(self, folder: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
+        del folder, prefix
         return {"b": {"size": 2}, "a": {"size": 1, "mtime": 1_700_000_000.5}}
 
 

@@ -107,7 +107,7 @@ def test_old_temp_files_of_killed_writers_are_removed_and_nothing_else(
         path.write_bytes(b"")
     day_s = 24 * 3600
     for path, age_s in ((old, day_s + 1), (foreign, day_s + 1), (young, day_s)):
-        os.utime(path, (now_s - age_s,) * 2)
+        os.utime(path, (now_s - age_s, now_s - age_s))
 
     remove_old_temp_files(tmp_path)
     assert not old.exists()

@@ -111,13 +111,15 @@ def test_a_case_sensitive_file_system_is_recognised_without_writing(tmp_path: Pa
 
 
 @pytest.mark.parametrize("folds", [True, False])
-@pytest.mark.parametrize(("folder", "file"), [("1234", "Abc"), ("Abcd", "1.2"), ("Abcd", None)])
+@pytest.mark.parametrize(
+    ("folder", "files"), [("1234", ["Abc", "Xyz"]), ("Abcd", ["1.2"]), ("Abcd", [])], ids=str
+)
 def test_L01_names_in_the_folder_show_whether_case_is_folded_and_otherwise_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, file: str | None, folds: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, files: list[str], folds: bool
 ):
     (tmp_path / folder).mkdir()
-    if file is not None:
-        (tmp_path / folder / file).touch()
+    for name in files:
+        (tmp_path / folder / name).touch()
     lstat = Path.lstat
 
     def folding_lstat(path: Path) -> os.stat_result:
