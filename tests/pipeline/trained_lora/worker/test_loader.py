@@ -269,7 +269,7 @@ def test_an_entry_with_a_posterior_gives_a_sample_per_epoch_and_repeat_and_its_m
     spec = item.views[0].entry
     tensor = spec.tensors["latent"]
     moments = spec.holding({"mean": tensor, "std": tensor})
-    store, draw = Store(job.recipe.cache_dir), np.random.default_rng(1)
+    store, draw = job.store, np.random.default_rng(1)
     mean, std = (draw.random(tensor.shape).astype(np.float16) for _ in range(2))
     store.remove(spec)
     store.write(moments, {"mean": mean, "std": std}, {})

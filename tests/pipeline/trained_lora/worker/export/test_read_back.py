@@ -98,8 +98,8 @@ def test_row_factors_must_be_on_both_sides_and_their_difference_counts() -> None
 
 
 def test_the_largest_error_of_all_modules_is_returned() -> None:
-    trained = dict.fromkeys(("a", "b", "c"), WEIGHTS)
-    errors = {"path": Path("lora"), "exact": True, "tolerance": 0.3}
+    trained: dict[str, ModuleWeights] = dict.fromkeys(("a", "b", "c"), WEIGHTS)
+    errors: dict[str, Any] = {"path": Path("lora"), "exact": True, "tolerance": 0.3}
     assert largest_error(weights=dict(trained), expected=trained, **errors) == 0.0
     weights = trained | {"b": replace(WEIGHTS, scale=0.6), "c": replace(WEIGHTS, scale=0.55)}
     assert largest_error(weights=weights, expected=trained, **errors) == pytest.approx(0.2)
