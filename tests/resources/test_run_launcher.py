@@ -107,8 +107,11 @@ def test_O08_a_run_of_a_dead_process_is_ended_and_its_slot_in_the_pool_is_free(
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     dead = run_of_process(instance, process.pid)
     alive = run_of_process(instance, os.getpid())
+    finished = run_of_process(instance, process.pid)
     process.kill()
     process.wait()
+    success = DagsterEvent(event_type_value="PIPELINE_SUCCESS", job_name="empty")
+    instance.report_dagster_event(success, finished.run_id)
     storage = instance.event_log_storage
     storage.set_concurrency_slots("gpu", 1)
     for run in (dead, alive):
@@ -123,6 +126,8 @@ def test_O08_a_run_of_a_dead_process_is_ended_and_its_slot_in_the_pool_is_free(
     assert {run.status for run in instance.get_runs(RunsFilter(run_ids=[alive.run_id]))} == {
         DagsterRunStatus.STARTED
     }
+    (ended,) = instance.get_runs(RunsFilter(run_ids=[finished.run_id]))
+    assert ended.status == DagsterRunStatus.SUCCESS
     assert storage.claim_concurrency_slot("gpu", alive.run_id, "train").is_claimed
 
 

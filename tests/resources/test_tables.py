@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import polars as pl
 import pytest
-from dagster import AssetKey, Failure, build_input_context
+from dagster import AssetKey, Failure, build_input_context, build_output_context
 
+from pipeline.storage.addresses import Url
+from pipeline.storage.mirror import Mirror
 from pipeline.storage.needed_columns import NEEDED, needed_columns
-from pipeline.storage.tables import MASK_COLUMNS, REFERENCE_COLUMNS, SCHEMAS, Tables
+from pipeline.storage.tables import MASK_COLUMNS, REFERENCE_COLUMNS, SCHEMAS, Tables, empty, frame
 from resources.tables import COLUMNS, TableIOManager
 
 
@@ -39,3 +42,26 @@ def test_every_needed_column_is_in_the_schema_of_its_table() -> None:
         for table, columns in tables.items():
             optional = {*MASK_COLUMNS.get(table, {}), *REFERENCE_COLUMNS.get(table, {})}
             assert set(columns) < {*SCHEMAS[table], *optional}
+
+
+def rejected_rows() -> pl.DataFrame:
+    columns = empty("rejected").columns
+    return frame("rejected", [dict.fromkeys(columns, "a"), dict.fromkeys(columns, "b")])
+
+
+def test_an_output_is_written_and_its_file_and_number_of_rows_are_recorded(tmp_path: Path) -> None:
+    context = build_output_context(asset_key=AssetKey(["demo", "rejected"]))
+    TableIOManager({"demo": tmp_path}).handle_output(context, rejected_rows())
+    assert Tables(tmp_path).read("rejected").equals(rejected_rows())
+    metadata = {name: value.value for name, value in context.get_logged_metadata().items()}
+    assert metadata == {"table": str(tmp_path / "tables" / "rejected.parquet"), "rows": 2}
+
+
+def test_an_input_at_an_address_is_pulled_before_it_is_read(tmp_path: Path) -> None:
+    address = Url(f"memory://{uuid.uuid4().hex}/out")
+    Tables(tmp_path / "writer").write("rejected", rejected_rows())
+    Mirror(address, tmp_path / "writer").push("tables/*")
+    copy = tmp_path / "copy"
+    manager = TableIOManager({"demo": copy}, {"demo": lambda: Mirror(address, copy)})
+    loaded = manager.load_input(build_input_context(asset_key=AssetKey(["demo", "rejected"])))
+    assert loaded.equals(rejected_rows())

@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from pipeline.cache.entry_format import serialise
+from pipeline.cache.entry_format import (
+    WrongEntryError,
+    read_header,
+    serialise,
+    stated_metadata,
+    stated_tensors,
+)
 from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
@@ -87,6 +93,66 @@ def test_L02_a_deeply_nested_header_is_damage_and_not_a_crash(store: Store) -> N
         assert store.check(RAGGED).status == "wrong"
         with pytest.raises(StoreError, match="damaged"):
             store.read(RAGGED)
+
+
+def test_a_wrong_size_is_reported_with_the_size_or_the_maximum_that_the_entry_must_have(store: Store) -> None:
+    for spec, expected in (
+        (SPEC, f"expected {SPEC.file_bytes}"),
+        (RAGGED, f"expected at most {RAGGED.file_bytes}"),
+    ):
+        path = store.path(spec)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(spec.file_bytes + 1))
+        assert store.check(spec).reason == f"{expected} bytes, got {spec.file_bytes + 1} bytes"
+
+
+def test_a_ragged_tensor_has_at_least_one_dimension() -> None:
+    ragged = TensorSpec("float16", (9,), ragged=True)
+    assert ragged.admits(TensorSpec("float16", (9,)))
+    assert not ragged.admits(TensorSpec("float16", ()))
+
+
+def with_header(header: object) -> bytes:
+    """Return the first bytes of an entry with any JSON as its header."""
+    return (DATA_START - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(DATA_START - 8)
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_each_byte_of_the_headers_length_must_be_right(offset: int) -> None:
+    start = bytearray(with_header({}))
+    assert read_header(bytes(start)) == {}
+    start[offset] ^= 1
+    with pytest.raises(WrongEntryError, match="does not start with the header"):
+        read_header(bytes(start))
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ([], "not a JSON object"),
+        ({}, "metadata in the header is missing"),
+        ({"__metadata__": 1}, "metadata in the header is missing"),
+        ({"__metadata__": {}}, "metadata in the header is missing"),
+        ({"__metadata__": {"latentline": "{"}}, "metadata in the header is missing"),
+        ({"__metadata__": {"latentline": "[]"}}, "metadata in the header is not a JSON object"),
+        ({"__metadata__": {"latentline": "{}"}}, "expected format 1, got None"),
+        ({"__metadata__": {"latentline": '{"format": 2}'}}, "expected format 1, got 2"),
+    ],
+    ids=str,
+)
+def test_a_header_without_the_metadata_of_an_entry_is_wrong(header: object, reason: str) -> None:
+    with pytest.raises(WrongEntryError, match=reason):
+        stated_metadata(read_header(with_header(header)))
+
+
+@pytest.mark.parametrize(
+    "tensor", [1, {}, {"dtype": "F16"}, {"dtype": "I64", "shape": [1]}, {"dtype": "F16", "shape": 1}], ids=str
+)
+def test_a_header_that_describes_a_tensor_incompletely_is_wrong(tensor: object) -> None:
+    header = read_header(with_header({"__metadata__": {}, "latent": {"dtype": "F16", "shape": [4, 8]}}))
+    assert stated_tensors(header) == {"latent": TensorSpec("float16", (4, 8))}
+    with pytest.raises(WrongEntryError, match="without a supported dtype and shape"):
+        stated_tensors({**header, "latent": tensor})
 
 
 @given(

@@ -138,6 +138,8 @@ def test_a_fifo_at_an_entrys_path_does_not_block_reads(store: Store) -> None:
     with pytest.raises(StoreError, match="its path must be a regular file, got a special file"):
         store.read(SPEC)
     assert store.check(SPEC).status == "wrong"
+    assert store.read_metadata("latents", SPEC.key) is None
+    assert store.read_tensor_specs(SPEC) is None
 
 
 def test_L02_reading_a_file_of_the_wrong_size_or_entry_raises_an_error_with_its_name(store: Store) -> None:

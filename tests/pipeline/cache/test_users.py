@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import platform
 import shutil
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from pipeline.cache.folder import LocalCacheFolder
 from pipeline.cache.users import (
     CacheUser,
+    Registrations,
+    access_fix,
     read_users,
     record_speed,
     recorded_speed,
     register_run,
     register_user,
+    unregister_kinds,
     unregister_run,
     unregister_user,
 )
 from pipeline.errors import StoreError
+from pipeline.storage.addresses import Address, Url
+from pipeline.storage.remote_folder import ACCESS_FIX
 
 KEYS = [hashlib.sha256(bytes([index])).hexdigest() for index in range(5)]
 
@@ -179,3 +188,104 @@ def test_speed_is_recorded_per_kind_and_a_damaged_record_is_ignored(tmp_path: Pa
         assert recorded_speed(tmp_path, "text") is None
     record_speed(tmp_path / "speed.json", "text", 0.5)  # a folder that cannot be written
     assert recorded_speed(tmp_path / "speed.json", "text") is None
+
+
+def test_registrations_are_read_again_only_where_they_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, names_read = LocalCacheFolder.read, list[str]()
+
+    def record(folder: LocalCacheFolder, name: str) -> bytes:
+        names_read.append(name)
+        return read(folder, name)
+
+    monkeypatch.setattr(LocalCacheFolder, "read", record)
+
+    def keys_files_read() -> set[str]:
+        kinds = {
+            name.removesuffix(".keys").rpartition("-")[2] for name in names_read if name.endswith(".keys")
+        }
+        names_read.clear()
+        return kinds
+
+    def users(registrations: Registrations) -> dict[str, frozenset[str]]:
+        names_read.clear()
+        (user,) = registrations.read()
+        return dict(user.job_keys)
+
+    registrations, out = Registrations(tmp_path), tmp_path / "out"
+    register_user(tmp_path, out, recipe="flowers", kind="latents", keys=KEYS[:2])
+    register_user(tmp_path, out, recipe="flowers", kind="text", keys=KEYS[2:3])
+    expected = {"latents": frozenset(KEYS[:2]), "text": frozenset(KEYS[2:3])}
+    assert users(registrations) == expected
+    assert keys_files_read() == {"latents", "text"}
+    assert users(registrations) == expected
+    assert keys_files_read() == set()
+
+    register_user(tmp_path, out, recipe="flowers", kind="text", keys=KEYS[3:])
+    assert users(registrations) == {**expected, "text": frozenset(KEYS[3:])}
+    assert keys_files_read() == {"text"}
+
+    assert unregister_kinds(tmp_path, out, ["latents", "masks"])
+    assert not unregister_kinds(tmp_path, out, ["latents", "masks"])
+    assert users(registrations) == {"text": frozenset(KEYS[3:])}
+
+
+def test_all_machines_that_use_an_address_are_one_user_and_each_may_unregister_it() -> None:
+    name = uuid.uuid4().hex
+    cache, output_dir = Url(f"memory://{name}/cache"), Url(f"memory://{name}/out")
+    for machine, keys in (("anna", KEYS[:2]), ("ben", KEYS[2:3])):
+        with mock.patch("platform.node", return_value=machine):
+            register_user(cache, output_dir, recipe="flowers", kind="latents", keys=keys)
+    (user,) = read_users(cache)
+    assert user == CacheUser(output_dir, "flowers", {"latents": frozenset(KEYS[2:3])}, "")
+    assert user.is_here
+    assert unregister_user(cache, output_dir)
+    assert list(read_users(cache)) == []
+
+
+def test_a_user_is_here_if_it_is_registered_by_this_machine_or_by_none(tmp_path: Path) -> None:
+    users = {
+        machine: CacheUser(tmp_path, "flowers", {}, machine)
+        for machine in ("", platform.node(), "other host")
+    }
+    assert [user.is_here for user in users.values()] == [True, True, False]
+
+
+def test_an_output_folder_that_cannot_exist_has_no_registrations(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert not unregister_run(tmp_path, tmp_path / "file" / "out", "1" * 16)
+
+
+ACTIONS: dict[str, Callable[[Address, Path], object]] = {
+    "cannot be written": lambda cache, out: register_user(cache, out, recipe="r", kind="text", keys=KEYS),
+    "cannot be registered": lambda cache, out: register_run(cache, out, recipe="r", run="1" * 16, keys=KEYS),
+    "cannot be listed": lambda cache, _: list(read_users(cache)),
+}
+
+
+@pytest.mark.parametrize("message", ACTIONS)
+def test_a_cache_that_refuses_access_is_an_error_with_its_location_and_a_fix(
+    tmp_path: Path, message: str
+) -> None:
+    (tmp_path / "outputs").write_text("not a folder")
+    with pytest.raises(StoreError, match=message) as excinfo:
+        ACTIONS[message](tmp_path, tmp_path / "out")
+    assert excinfo.value.where == f"{tmp_path}/outputs"
+    assert excinfo.value.fix
+
+
+def test_a_registration_that_cannot_be_deleted_is_an_error_with_its_location(tmp_path: Path) -> None:
+    register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="text", keys=KEYS)
+    (file,) = (tmp_path / "outputs").glob("*-text.keys")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(StoreError, match="cannot be deleted") as excinfo:
+        unregister_kinds(tmp_path, tmp_path / "out", ["text"])
+    assert excinfo.value.where == str(file)
+
+
+def test_the_fix_of_a_refused_access_follows_from_the_kind_of_cache_and_the_error(tmp_path: Path) -> None:
+    assert access_fix(Url("memory://cache"), OSError("refused")) == ACCESS_FIX
+    assert access_fix(tmp_path, OSError("refused")) == "make sure that cache_dir is on a working disk"
+    assert "free space" in access_fix(tmp_path, OSError(errno.ENOSPC, "No space left on device"))

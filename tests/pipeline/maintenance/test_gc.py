@@ -16,7 +16,7 @@ from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.users import register_user, unregister_user
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
-from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
+from pipeline.maintenance.gc import Survey, delete, survey
 from pipeline.maintenance.gc_packs import Packs
 from pipeline.recipe import project_root
 from pipeline.recipe.scratch import working_copy
@@ -255,7 +255,7 @@ def test_L13_an_entry_an_order_and_a_leftover_are_old_only_beyond_the_grace_peri
     order, leftover = add_order(job), job.recipe.cache_dir / temp_name()
     leftover.write_bytes(b"partial")
     now_s = 1_900_000_000
-    written_s = now_s - GRACE_S - older_s
+    written_s = now_s - 24 * 3600 - older_s
     for path in (latent, order, leftover):
         os.utime(path, (written_s, written_s))
     monkeypatch.setattr("time.time", lambda: now_s)

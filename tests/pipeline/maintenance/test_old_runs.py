@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.cache.users import read_users, register_run
 from pipeline.errors import TrainingError
-from pipeline.maintenance.old_runs import Run, delete_run, survey_runs
+from pipeline.maintenance.old_runs import Run, delete_run, delete_run_folder, read_json, survey_runs
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.atomic import temp_name
 from pipeline.trained_lora.job import JOB_FILE
@@ -125,6 +128,7 @@ def test_a_run_in_training_and_the_run_that_it_starts_from_are_kept(output_dir: 
 
 def test_links_and_folders_with_other_names_are_never_listed(output_dir: Path, tmp_path: Path) -> None:
     runs = output_dir / "runs"
+    (runs / "0 notes.txt").write_text("mine")
     (runs / "my best run").mkdir()
     (runs / "my best run" / "run.json").write_text("{}")
     (runs / ("5" * 16)).mkdir()
@@ -146,8 +150,10 @@ def test_a_deleted_run_leaves_nothing(output_dir: Path) -> None:
 def test_a_run_that_is_published_or_trained_after_the_listing_is_not_deleted(output_dir: Path) -> None:
     run = old_run(output_dir, OTHER)
     for hold in (hold_run(RunLayout(run.folder), print), hold_training(RunLayout(run.folder))):
+        start_s = time.monotonic()
         with hold, pytest.raises(TrainingError, match="being trained"):
             delete_run(run.folder)
+        assert time.monotonic() - start_s < 10, "it waits for the end of the training"
     (output_dir / "lora" / "provenance.json").write_text(json.dumps({"run": OTHER}))
     with pytest.raises(TrainingError, match="needed now, after it was listed as old: in lora/"):
         delete_run(run.folder)
@@ -172,3 +178,81 @@ def test_a_run_that_cannot_be_deleted_is_an_error_with_its_path(output_dir: Path
     finally:
         (output_dir / "runs").chmod(0o700)
     assert old_run(output_dir, OTHER).num_bytes == 1104
+
+
+def test_a_run_without_a_checkpoint_is_unfinished(output_dir: Path) -> None:
+    shutil.rmtree(output_dir / "runs" / OTHER / "checkpoints")
+    set_times(output_dir / "runs" / OTHER, 0)
+    run = survey_runs(output_dir, num_newest=0, recipes=[]).runs[-1]
+    assert (run.folder.name, run.state, run.changed_s) == (OTHER, "unfinished", 0.0)
+
+
+def test_locks_and_links_count_neither_as_size_nor_as_a_change(output_dir: Path) -> None:
+    before = old_run(output_dir, OTHER)
+    layout = RunLayout(before.folder)
+    for lock in (layout.lock, layout.training_lock):
+        lock.write_bytes(b"x" * 50)
+    (layout.folder / "link").symlink_to(layout.facts)
+    assert old_run(output_dir, OTHER) == before
+
+
+@pytest.mark.parametrize("lora", ["missing", "empty", "of another run", "of no run"])
+def test_an_output_folder_that_publishes_no_run_keeps_none(output_dir: Path, lora: str) -> None:
+    shutil.rmtree(output_dir / "lora")
+    if lora != "missing":
+        (output_dir / "lora").mkdir()
+    if lora.startswith("of"):
+        facts = {"run": "5" * 16} if lora == "of another run" else []
+        (output_dir / "lora" / "provenance.json").write_text(json.dumps(facts))
+    reason = "lora/provenance.json does not name its run" if lora == "of no run" else ""
+    assert set(kept(output_dir).values()) == {reason}
+
+
+def test_the_registration_of_a_deleted_run_is_deleted(output_dir: Path, tmp_path: Path) -> None:
+    run = RunLayout(output_dir / "runs" / OTHER)
+    values = recipe(output_dir).model_dump(mode="json")
+    (run.folder / JOB_FILE).write_text(json.dumps({"recipe": values}))
+    register_run(tmp_path / "cache", output_dir, recipe="flowers", run=OTHER, keys=["ab" * 32])
+    (user,) = read_users(tmp_path / "cache")
+    assert set(user.run_keys) == {OTHER}
+    delete_run(run.folder)
+    (user,) = read_users(tmp_path / "cache")
+    assert user.run_keys == {}
+
+
+def test_an_interrupted_deletion_leaves_a_folder_without_locks(
+    output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that waits for a lock of the run would otherwise hold a file that is no lock any more."""
+
+    def interrupt(_: Path) -> None:
+        raise OSError("interrupted")
+
+    monkeypatch.setattr(shutil, "rmtree", interrupt)
+    with pytest.raises(TrainingError, match="a run folder cannot be deleted: interrupted"):
+        delete_run(output_dir / "runs" / OTHER)
+    survey = survey_runs(output_dir, num_newest=0, recipes=[])
+    (leftover,) = survey.leftovers
+    assert OTHER not in {run.folder.name for run in survey.runs}
+    layout = RunLayout(leftover)
+    assert layout.facts.exists()
+    assert not layout.lock.exists()
+    assert not layout.training_lock.exists()
+
+
+def test_a_run_folder_without_locks_is_deleted_and_a_missing_one_is_an_error(output_dir: Path) -> None:
+    folder = output_dir / "runs" / OTHER
+    delete_run_folder(folder)
+    assert not folder.exists()
+    assert survey_runs(output_dir, num_newest=0, recipes=[]).leftovers == {}
+    with pytest.raises(TrainingError, match="a run folder cannot be deleted: No such file or directory"):
+        delete_run_folder(folder)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "1"], ids=str)
+def test_a_missing_or_damaged_file_has_no_facts(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    assert read_json(tmp_path / "run.json") == {}
+    (tmp_path / "run.json").write_text('{"steps": 5}')
+    assert read_json(tmp_path / "run.json") == {"steps": 5}

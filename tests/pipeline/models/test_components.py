@@ -158,3 +158,35 @@ def test_the_published_recipe_contains_no_local_folder(tmp_path: Path, tiny_sd: 
         recipe(tmp_path, tiny_sd, components={"vae": str(tmp_path / "secret" / "vae"), "unet": "a/b"})
     )
     assert shared["model"]["components"] == {"vae": "vae", "unet": "a/b"}
+
+
+def test_an_incomplete_tokenizer_is_an_error_that_names_its_folder(
+    tmp_path: Path, tiny_sd: Path, other: Path
+) -> None:
+    for file in (other / "tokenizer").iterdir():
+        file.unlink()
+    with pytest.raises(ModelError, match=str(other / "tokenizer")):
+        resolve_components(recipe(tmp_path, tiny_sd, components={"tokenizer": str(other)}))
+
+
+def test_a_misspelled_folder_is_an_error_that_suggests_the_similar_one(
+    tmp_path: Path, tiny_sd: Path, other: Path
+) -> None:
+    with pytest.raises(ModelError, match="does not exist") as excinfo:
+        resolve_components(recipe(tmp_path, tiny_sd, components={"vae": str(other.with_name("othre"))}))
+    assert excinfo.value.fix.startswith("did you mean")
+    assert "other" in excinfo.value.fix
+
+
+def test_an_incomplete_snapshot_of_a_hub_id_is_not_used(
+    tmp_path: Path, tiny_sd: Path, other: Path, hub: Path
+) -> None:
+    root = hub / "models--someone--parts"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("0123abc")
+    snapshot = shutil.copytree(other / "vae", root / "snapshots" / "0123abc")
+    requested = recipe(tmp_path, tiny_sd, components={"vae": "someone/parts"})
+    assert resolve_components(requested) == {"vae": snapshot}
+    (snapshot / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="someone/parts"):
+        resolve_components(requested)

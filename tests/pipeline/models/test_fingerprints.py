@@ -12,7 +12,7 @@ import pytest
 from pipeline.cache.keys import LatentInputs, MaskInputs, TextInputs, latent_key, mask_key, text_key
 from pipeline.errors import ModelError
 from pipeline.images.geometry import Crop, Size
-from pipeline.models.fingerprints import Fingerprints, ModelPart, canonical_hash
+from pipeline.models.fingerprints import Fingerprints, ModelPart, canonical_hash, canonical_text
 
 LATENT = LatentInputs(
     content_hash="aa",
@@ -154,12 +154,13 @@ def test_L15_names_paths_versions_and_the_order_of_settings_do_not(tmp_path: Pat
 
 
 def test_an_unchanged_file_is_hashed_once_and_the_stored_hash_is_not_a_cache_entry(
-    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch, progress_lines: list[str]
 ) -> None:
     monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
     before = fingerprint(tmp_path, part)
-    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("it was read again"))
-    assert fingerprint(tmp_path, part) == before
+    again = Fingerprints(tmp_path / "cache", log=progress_lines.append)
+    assert again.of([part]) == before
+    assert progress_lines == [], "it was read again"
     (memory,) = (tmp_path / "cache").iterdir()
     assert memory.suffix != ".safetensors"
 
@@ -180,18 +181,15 @@ def test_damaged_stored_hashes_are_ignored(tmp_path: Path, part: ModelPart, text
 
 
 def test_the_hash_in_the_name_of_a_hub_blob_equals_that_of_a_local_file(
-    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, part: ModelPart
 ) -> None:
-    import hashlib
-
     local = fingerprint(tmp_path, part)
     blob = tmp_path / "hub" / "blobs" / hashlib.sha256(b"12345").hexdigest()
     snapshot = tmp_path / "hub" / "snapshots" / "main" / "weights.safetensors"
     for path in (blob, snapshot):
         path.parent.mkdir(parents=True)
-    blob.write_bytes(b"12345")
+    blob.write_bytes(b"not read, because the name is the hash")
     snapshot.symlink_to(blob)
-    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("it was read"))
     hub = dataclasses.replace(part, contents=(snapshot,))
     assert Fingerprints(tmp_path / "cache").of([hub]) == local
 
@@ -254,3 +252,44 @@ def test_L04_a_file_with_the_same_size_and_time_stamp_is_hashed_again(
     path.write_bytes(bytes(size))
     old(path)
     assert fingerprint(tmp_path, part) != before, "the remembered hash of the earlier content was used"
+
+
+def test_the_text_of_a_value_is_compact_sorted_ascii_and_has_no_nan() -> None:
+    assert canonical_text({"b": "é", "a": [1, 2]}) == '{"a":[1,2],"b":"\\u00e9"}'
+    with pytest.raises(ValueError, match="JSON compliant"):
+        canonical_text({"a": float("nan")})
+
+
+def test_nested_settings_count_without_their_origin(tmp_path: Path, part: ModelPart) -> None:
+    def of(config: object) -> str:
+        part.configs[0].write_text(json.dumps(config))
+        return fingerprint(tmp_path, part)
+
+    plain = of({"layers": [{"_class_name": "A", "size": 1}], "more": {"x": 2}})
+    origin = {
+        "name_or_path": "me",
+        "tokenizer_file": "t",
+        "special_tokens_map_file": "s",
+        "_commit_hash": "c",
+    }
+    assert of({"layers": [{"_class_name": "A", "size": 1, **origin}], "more": {"x": 2, **origin}}) == plain
+    assert of({"layers": [{"_class_name": "B", "size": 1}], "more": {"x": 2}}) != plain
+    assert of({"layers": [{"_class_name": "A", "size": 2}], "more": {"x": 2}}) != plain
+
+
+@pytest.mark.parametrize("config", ["{", "[" * 100_000], ids=["no JSON", "deeply nested"])
+def test_an_unreadable_configuration_is_an_error_with_a_fix(
+    tmp_path: Path, part: ModelPart, config: str
+) -> None:
+    part.configs[0].write_text(config)
+    with pytest.raises(ModelError, match="a file of the base model is unreadable") as excinfo:
+        fingerprint(tmp_path, part)
+    assert excinfo.value.where == "configuration of the base model"
+    assert "download the model again" in excinfo.value.fix
+
+
+def test_a_missing_file_is_named_as_the_place_of_the_error(tmp_path: Path, part: ModelPart) -> None:
+    part.contents[0].unlink()
+    with pytest.raises(ModelError) as excinfo:
+        fingerprint(tmp_path, part)
+    assert excinfo.value.where == str(part.contents[0])

@@ -18,7 +18,6 @@ from pipeline import errors
 from pipeline.errors import LatentlineError, LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import (
     ALLOCATOR_VARIABLES,
-    CPU_THREADS_PER_PROCESS,
     OUTPUT_TAIL_LINES,
     LocalLaunch,
     describe_status,
@@ -55,6 +54,13 @@ def test_a_single_process_that_does_not_use_accelerate_is_started_directly() -> 
     assert two[:3] == [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
 
 
+def test_processes_that_cannot_be_divided_among_the_machines_are_refused() -> None:
+    with pytest.raises(LaunchError):
+        launch_command(
+            AccelerateSettings(num_processes=3), "m", Path("o"), Machines(2, 1, "node1", 29500, 60)
+        )
+
+
 def test_the_users_accelerate_configuration_is_not_read() -> None:
     command = launch_command(AccelerateSettings(), "m", Path("o"))
     assert Path(value(command, "--config_file")).is_file()
@@ -65,7 +71,7 @@ def test_the_number_of_threads_is_two_unless_the_recipe_sets_it(
     tmp_path: Path, cpu_threads: int | None
 ) -> None:
     settings = AccelerateSettings() if cpu_threads is None else AccelerateSettings(cpu_threads=cpu_threads)
-    threads = str(cpu_threads or CPU_THREADS_PER_PROCESS)
+    threads = str(cpu_threads or 2)
     assert value(launch_command(settings, "m", Path("o")), "--num_cpu_threads_per_process") == threads
     variables = launch_environment(settings, tmp_path / "e")
     assert variables["OMP_NUM_THREADS"] == threads, "for a process that accelerate does not start"
@@ -318,6 +324,15 @@ def test_only_the_last_line_of_a_traceback_is_quoted(tmp_path: Path) -> None:
     error = launch_error("m", 1, output=trace, error_file=tmp_path / "none")
     assert error.what == "m ended with exit status 1: E: zero"
     assert error.where.splitlines()[1:] == ["loading", "E: zero"]
+
+
+def test_blank_lines_are_not_quoted_and_a_launch_without_output_says_so(tmp_path: Path) -> None:
+    error = launch_error("m", 1, output=["a", "  ", "b", ""], error_file=tmp_path / "none")
+    assert error.what == "m ended with exit status 1: b"
+    assert error.where.splitlines()[1:] == ["a", "b"]
+    silent = launch_error("m", 1, output=[""], error_file=tmp_path / "none")
+    assert silent.what == "m ended with exit status 1"
+    assert silent.where.splitlines() == ["the processes of m, last output:", "(none)"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ from pipeline.storage.atomic import (
     TEMP_SUFFIX,
     is_temp_name,
     remove_old_temp_files,
+    sync_file,
+    sync_folder,
     temp_path_for,
     write_atomically,
     write_bytes,
@@ -94,17 +95,34 @@ def test_L06_a_file_is_synced_before_it_gets_its_name(tmp_path: Path, disk_calls
     assert disk_calls.unsynced == [], "these files would be empty after a power failure"
 
 
-def test_old_temp_files_of_killed_writers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_old_temp_files_of_killed_writers_are_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1_900_000_000
+    monkeypatch.setattr("time.time", lambda: now_s)
     old, young = temp_path_for(tmp_path / "tables" / "x"), temp_path_for(tmp_path / "x")
     foreign = tmp_path / ".mine.tmp"
     old.parent.mkdir()
     for path in (old, young, foreign):
         path.write_bytes(b"")
-    for path, hours in ((old, 24.1), (foreign, 24.1), (young, 23.9)):
-        os.utime(path, (time.time() - hours * 3600,) * 2)
+    day_s = 24 * 3600
+    for path, age_s in ((old, day_s + 1), (foreign, day_s + 1), (young, day_s)):
+        os.utime(path, (now_s - age_s, now_s - age_s))
 
     remove_old_temp_files(tmp_path)
     assert not old.exists()
     assert young.exists()
     assert foreign.exists()
     remove_old_temp_files(tmp_path / "missing")
+
+
+def test_a_file_and_the_names_in_a_folder_are_synced(tmp_path: Path, disk_calls: DiskCalls) -> None:
+    file = tmp_path / "folder" / "file"
+    file.parent.mkdir()
+    file.write_bytes(b"x")
+    assert not disk_calls.is_synced(file)
+    sync_file(file)
+    assert disk_calls.is_synced(file)
+    assert not disk_calls.is_synced(file.parent)
+    sync_folder(file.parent)
+    assert disk_calls.is_synced(file.parent)

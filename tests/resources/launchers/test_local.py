@@ -24,7 +24,7 @@ from tests.refused_events import MESSAGE, events_refused
 ROOT = Path(__file__).resolve().parents[3]
 
 ENTRY = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 from pipeline.processes.pipes import rank, reporter
 from pipeline.errors import TrainingError
 
@@ -42,6 +42,9 @@ with reporter() as report:
         print("the first line", flush=True)
         time.sleep(1)
         print("a line without an end", end="", flush=True)
+    if order["do"] == "leave":
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        (folder / "pid-left").write_text(str(left.pid))
     if order["do"] == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (folder / f"pid-{rank()}").write_text(str(os.getpid()))
@@ -163,7 +166,7 @@ def test_an_observer_is_called_while_the_processes_run_and_once_after_they_have_
 
     assert launch_in_process(file, observer=observer)[1] is None
     assert observed == [file]
-    assert (len(calls) > 5, set(calls[:-1]), calls[-1]) == (True, {False}, True)
+    assert (5 < len(calls) < 2000, set(calls[:-1]), calls[-1]) == (True, {False}, True), "20 times per second"
 
 
 def test_the_default_of_the_grace_period_is_the_documented_one() -> None:
@@ -185,6 +188,25 @@ def test_each_line_that_a_worker_prints_is_forwarded_once(
     forwarded = capsys.readouterr().err
     for line in ("the first line", "a line without an end"):
         assert forwarded.count(line) == 1, f"{line!r} in {forwarded!r}"
+
+
+def test_a_line_is_forwarded_while_the_worker_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forwarded: list[str] = []
+
+    def observer(_: Path) -> Callable[[bool], object]:
+        return lambda final: None if final else forwarded.append(capsys.readouterr().err)
+
+    assert launch_in_process(order(tmp_path, "print"), observer=observer)[1] is None
+    assert "the first line" in "".join(forwarded)
+
+
+def test_R12_a_process_that_a_worker_leaves_behind_is_stopped(tmp_path: Path) -> None:
+    launcher = AccelerateLauncher(grace_s=0.5)
+    assert launch_in_process(order(tmp_path, "leave"), launcher=launcher)[1] is None
+    pid = int((tmp_path / "pid-left").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_L08_an_error_of_a_worker_keeps_its_three_parts(tmp_path: Path) -> None:

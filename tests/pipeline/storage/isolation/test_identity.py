@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.storage.addresses import Url
 from pipeline.storage.isolation import identity
 from pipeline.storage.isolation.identity import Identified, folds_case, identify, mount_table, parse_mounts
 
@@ -110,13 +111,15 @@ def test_a_case_sensitive_file_system_is_recognised_without_writing(tmp_path: Pa
 
 
 @pytest.mark.parametrize("folds", [True, False])
-@pytest.mark.parametrize(("folder", "file"), [("1234", "Abc"), ("Abcd", "1.2"), ("Abcd", None)])
+@pytest.mark.parametrize(
+    ("folder", "files"), [("1234", ["Abc", "Xyz"]), ("Abcd", ["1.2"]), ("Abcd", [])], ids=str
+)
 def test_L01_names_in_the_folder_show_whether_case_is_folded_and_otherwise_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, file: str | None, folds: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, files: list[str], folds: bool
 ):
     (tmp_path / folder).mkdir()
-    if file is not None:
-        (tmp_path / folder / file).touch()
+    for name in files:
+        (tmp_path / folder / name).touch()
     lstat = Path.lstat
 
     def folding_lstat(path: Path) -> os.stat_result:
@@ -193,3 +196,39 @@ def test_without_a_mount_table_folders_are_identified_by_inode(
     (tmp_path / "link").symlink_to(".")
     assert identify(tmp_path / "link").same(identify(tmp_path))
     assert identify(tmp_path / "x" / "y").inside(identify(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("s3://bucket/a", "s3a://bucket/a", "same"),
+        ("gs://bucket/a", "gcs://bucket/a", "same"),
+        ("http://host/a", "https://host/a", "same"),
+        ("sftp://host/a", "ssh://host/a", "same"),
+        ("abfs://container/a", "az://container/a", "same"),
+        ("abfs://container/a", "abfss://container/a", "same"),
+        ("S3://bucket/a", "s3://bucket/a", "same"),
+        ("s3://bucket/a", "gs://bucket/a", "apart"),
+        ("s3://bucket/a", "s3://other/a", "apart"),
+        ("s3://bucket/a/b", "s3://bucket/a", "inside"),
+        ("s3://bucket/a", "s3://bucket", "inside"),
+        ("memory://a", "memory://", "inside"),
+    ],
+)
+def test_L01_addresses_that_reach_the_same_data_are_the_same_place(one: str, other: str, expected: str):
+    assert relation(identify(Url(one)), identify(Url(other))) == expected
+
+
+def test_L01_the_top_of_a_mounted_file_system_contains_its_other_mounts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("disk", "photos"):
+        (tmp_path / name).mkdir()
+    lines = [
+        f"41 27 8:1 / {tmp_path}/disk rw - ext4 /dev/sda1 rw",
+        f"42 27 8:1 /photos {tmp_path}/photos rw - ext4 /dev/sda1 rw",
+    ]
+    table = tmp_path / "mountinfo"
+    table.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(identity, "MOUNT_TABLE", table)
+    assert relation(identify(tmp_path / "photos"), identify(tmp_path / "disk")) == "inside"

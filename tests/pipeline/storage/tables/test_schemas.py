@@ -1,5 +1,6 @@
 """Pandera schemas accept exactly the tables that the stages exchange."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from pipeline.errors import TableError
 from pipeline.storage.tables import (
     ASSETS,
     DUPLICATE,
+    MASK_COLUMNS,
+    REFERENCE_COLUMNS,
     REJECTED,
     SCHEMAS,
     empty,
@@ -18,7 +21,7 @@ from pipeline.storage.tables import (
     pandera_schema,
     validated,
 )
-from pipeline.storage.tables.schemas import has_defect
+from pipeline.storage.tables.schemas import columns_in, has_defect, selected
 
 VIOLATIONS: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {
     "a missing column": lambda table: table.drop("path"),
@@ -102,3 +105,79 @@ def test_rows_become_a_table_sorted_by_the_columns_that_identify_a_row() -> None
 def test_duplicates_and_filtered_samples_have_no_defect() -> None:
     rejected = pl.DataFrame({"reason": ["empty_file", DUPLICATE, "filter_limit", "undecodable"]})
     assert rejected.filter(has_defect())["reason"].to_list() == ["empty_file", "undecodable"]
+
+
+def test_an_error_shows_at_most_five_failures_and_160_characters_of_a_value() -> None:
+    for num_failures, has_more in ((5, False), (6, True)):
+        table = pl.concat(
+            [one_row("rejected").with_columns(sample_id=pl.lit(str(row))) for row in range(num_failures)]
+        )
+        with pytest.raises(TableError) as excinfo:
+            validated("rejected", table.with_columns(reason=pl.lit(None, pl.String)), "a test")
+        lines = excinfo.value.what.splitlines()
+        assert sum("not_nullable failed" in line for line in lines) == 5
+        assert ("and 1 more" in lines[-1]) == has_more
+
+    long = pl.concat([one_row("raw_images").with_columns(sample_id=pl.lit("y" * 500))] * 2)
+    with pytest.raises(TableError) as excinfo:
+        validated("raw_images", long, "a test")
+    values = re.findall("failed for (.*) in row", excinfo.value.what)
+    assert [len(value) for value in values] == [160, 160]
+
+
+def test_an_error_without_a_row_names_none() -> None:
+    with pytest.raises(TableError) as excinfo:
+        validated("rejected", one_row("rejected").drop("fix"), "a test")
+    assert "in row" not in excinfo.value.what
+
+
+@pytest.mark.parametrize(
+    ("asset", "fix"),
+    [
+        ("raw_images", "materialize raw_images again"),
+        ("rejected", "materialize the stage it is named after again"),
+    ],
+)
+def test_the_fix_of_a_wrong_table_names_the_asset_that_writes_it(asset: str, fix: str) -> None:
+    with pytest.raises(TableError) as excinfo:
+        validated(asset, one_row(asset).drop("path"), "a test")
+    assert fix in excinfo.value.fix
+
+
+OPTIONAL = {asset: {**MASK_COLUMNS.get(asset, {}), **REFERENCE_COLUMNS.get(asset, {})} for asset in ASSETS}
+
+
+@pytest.mark.parametrize("asset", [asset for asset, columns in OPTIONAL.items() if columns])
+def test_columns_of_masks_and_references_may_follow_and_may_be_null(asset: str) -> None:
+    nulls = one_row(asset).with_columns(
+        pl.lit(None, kind).alias(name) for name, kind in OPTIONAL[asset].items()
+    )
+    assert_frame_equal(validated(asset, nulls, "a test"), nulls)
+    for name in OPTIONAL[asset]:
+        assert_frame_equal(validated(asset, nulls.drop(name), "a test"), nulls.drop(name))
+        assert columns_in(asset, one_row(asset).with_columns(nulls[name])) == {
+            **SCHEMAS[asset],
+            name: OPTIONAL[asset][name],
+        }
+
+
+def test_selected_columns_may_lack_those_of_masks_and_references_and_no_others() -> None:
+    table = one_row("vae_latents")
+    assert selected("vae_latents", table, None).columns == table.columns
+    assert selected("vae_latents", table, ["key", "mask_key"]).columns == ["key"]
+    with_mask = table.with_columns(mask_key=pl.lit("k"))
+    assert selected("vae_latents", with_mask, ["mask_key", "key"]).columns == ["mask_key", "key"]
+    with pytest.raises(pl.exceptions.ColumnNotFoundError):
+        selected("vae_latents", table, ["key", "caption"])
+
+
+@pytest.mark.parametrize("height", ["x", 2**40, {}], ids=str)
+def test_rows_with_a_value_of_another_type_are_a_table_error(height: object) -> None:
+    values = one_row("raw_images").row(0, named=True)
+    assert frame("raw_images", [values]).height == 1
+    with pytest.raises(TableError, match="schema of raw_images"):
+        frame("raw_images", [values | {"height": height}])
+
+
+def test_the_schema_of_a_table_has_its_name() -> None:
+    assert {asset: pandera_schema(asset).name for asset in ASSETS} == {asset: asset for asset in ASSETS}

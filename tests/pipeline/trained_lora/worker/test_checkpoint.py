@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import hashlib
+import json
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,9 +84,12 @@ def test_another_run_s_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 def test_a_checkpoint_beyond_the_plan_is_ignored(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
-    newest = newest_checkpoint(tmp_path, "run", last_step=3, log=pytest.fail)
-    assert newest is not None
-    assert newest.step == 2
+    for last_step, expected in ((3, 2), (4, 4), (5, 4)):
+        newest = newest_checkpoint(tmp_path, "run", last_step=last_step, log=pytest.fail)
+        assert newest is not None
+        assert newest.step == expected, last_step
+    assert newest_checkpoint(tmp_path, "run", last_step=1, log=pytest.fail) is None
+    assert newest_checkpoint(tmp_path / "none", "run", last_step=4, log=pytest.fail) is None
 
 
 def write_lora(folder: Path) -> None:
@@ -94,7 +101,7 @@ def test_pruning_removes_the_state_of_a_checkpoint_and_keeps_its_lora(tmp_path: 
     for step in (2, 4, 6):
         save_checkpoint(tmp_path, "run", state_of(step), export=write_lora)
     assert prune_checkpoints(tmp_path, keep=1, newest=6) == [1, 2, 4]
-    assert not checkpoint_path(tmp_path, 1).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 6)]
     for step in (2, 4):
         names = {path.name for path in checkpoint_path(tmp_path, step).iterdir()}
         assert names == {"lora.json", "pytorch_lora_weights.safetensors"}
@@ -149,3 +156,66 @@ def test_R07_all_files_of_a_checkpoint_are_synced_before_it_gets_its_name_and_it
     assert disk_calls.names == [path.name]
     assert disk_calls.unsynced == []
     assert disk_calls.is_synced(tmp_path), "the checkpoint's name could be lost in a power failure"
+
+
+def test_pruning_ignores_later_checkpoints_and_files_that_are_already_missing(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save_checkpoint(tmp_path, "run", state_of(step), export=write_lora)
+    (checkpoint_path(tmp_path, 2) / OPTIMIZER_FILE).unlink()
+    assert prune_checkpoints(tmp_path, keep=1, newest=4) == [2]
+    assert [step for step in (2, 4, 6) if (checkpoint_path(tmp_path, step) / MARKER).exists()] == [4, 6]
+    assert prune_checkpoints(tmp_path, keep=2, newest=6) == []
+
+
+def rewritten(path: Path, marker: object) -> None:
+    (path / MARKER).write_text(json.dumps(marker))
+
+
+@pytest.mark.parametrize("change", ["another file", "a file less", "another step", "renamed folder"])
+def test_a_marker_of_other_files_or_another_step_is_an_error(tmp_path: Path, change: str) -> None:
+    saved(tmp_path, 2)
+    path = checkpoint_path(tmp_path, 2)
+    marker = json.loads((path / MARKER).read_text())
+    if change == "another file":
+        (path / "more").write_bytes(b"")
+        marker["sha256"]["more"] = hashlib.sha256(b"").hexdigest()
+    elif change == "a file less":
+        del marker["sha256"][OPTIMIZER_FILE]
+    elif change == "another step":
+        marker["step"] = 3
+    else:
+        path = path.rename(checkpoint_path(tmp_path, 3))
+    rewritten(path, marker)
+    with pytest.raises(TrainingError, match="lists other files or another step"):
+        load_checkpoint(path, "run")
+
+
+@pytest.mark.parametrize(
+    "marker", [[], {}, {"sha256": []}, {"sha256": {}, "step": None}, {"sha256": {}, "step": "x"}, 1], ids=str
+)
+def test_a_marker_without_its_facts_is_an_error(tmp_path: Path, marker: object) -> None:
+    saved(tmp_path, 2)
+    rewritten(checkpoint_path(tmp_path, 2), marker)
+    with pytest.raises(TrainingError, match="COMPLETE or a file that it lists is not readable"):
+        load_checkpoint(checkpoint_path(tmp_path, 2), "run")
+
+
+def test_loading_a_checkpoint_runs_no_code_that_its_files_may_contain(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    path = checkpoint_path(tmp_path, 2)
+    torch.save({"optimizer": Path("an object of a class")}, path / OPTIMIZER_FILE)
+    marker = json.loads((path / MARKER).read_text())
+    marker["sha256"][OPTIMIZER_FILE] = hashlib.sha256((path / OPTIMIZER_FILE).read_bytes()).hexdigest()
+    rewritten(path, marker)
+    with pytest.raises(pickle.UnpicklingError):
+        load_checkpoint(path, "run")
+
+
+def test_the_error_of_an_export_is_raised_even_if_its_folder_is_gone(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        shutil.rmtree(folder)
+        raise TrainingError("does not read back", where="disk", fix="check it")
+
+    with pytest.raises(TrainingError, match="does not read back"):
+        save_checkpoint(tmp_path / "new", "run", state_of(2), export=fail)
+    assert list((tmp_path / "new").iterdir()) == []

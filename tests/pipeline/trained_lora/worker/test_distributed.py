@@ -14,6 +14,7 @@ from demo.tiny_models import TINY
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import AccelerateSettings
+from pipeline.trained_lora.worker.adapter.lora import FROZEN_ADAPTER
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
@@ -92,6 +93,43 @@ def test_a_model_with_unused_text_layers_trains_under_ddp(
 
 def test_processes_wait_for_hours_while_the_main_process_exports_or_draws() -> None:
     assert accelerator().init_handler.to_kwargs()["timeout"] >= timedelta(hours=6)
+
+
+def test_a_precision_that_the_machine_does_not_support_is_an_error_with_a_fix(any_precision: None) -> None:
+    with pytest.raises(TrainingError, match="does not support mixed precision fp12") as excinfo:
+        make_accelerator(AccelerateSettings(), mixed_precision="fp12", find_unused_parameters=False)
+    assert "bf16" in excinfo.value.fix
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_trackers_their_folder_and_the_search_for_unused_weights_are_passed_on(
+    tmp_path: Path, finds: bool
+) -> None:
+    passed = make_accelerator(
+        AccelerateSettings(),
+        mixed_precision="no",
+        find_unused_parameters=finds,
+        trackers=["tensorboard"],
+        logging_dir=tmp_path / "logs",
+    )
+    assert [str(tracker) for tracker in passed.log_with] == ["tensorboard"]
+    assert passed.logging_dir == str(tmp_path / "logs")
+    assert cast("Any", passed).ddp_handler.find_unused_parameters == finds
+    assert accelerator().log_with == []
+    assert accelerator().logging_dir is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_trained_weights_and_the_frozen_adapter_are_sent_to_other_processes() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    model.base = nn.Linear(3, 3, bias=False)
+    model.lora_A = nn.ModuleDict({FROZEN_ADAPTER: nn.Linear(3, 3, bias=False)})
+    for part in (model.base, model.lora_A):
+        part.requires_grad_(False)
+    model.register_buffer("table", torch.zeros(2))
+    exclude_frozen_weights(model)
+    ignored = cast("Any", exchanging(model, accelerator())).parameters_to_ignore
+    assert set(ignored) == {"base.weight", "table"}
 
 
 def test_a_number_of_processes_other_than_the_recipe_s_is_an_error() -> None:

@@ -98,3 +98,37 @@ def test_without_an_average_the_weights_stay_unchanged() -> None:
     with averaging.applied():
         assert torch.equal(weights[0].data, history[-1])
     assert averaging.state() == {}
+
+
+def test_a_restored_average_continues_as_the_saved_one() -> None:
+    weights, optimizer, averaging = setting_of(ema_decay=0.9)
+    train(weights, optimizer, averaging, 3)
+    others, other_optimizer, other = setting_of(ema_decay=0.9)
+    with torch.no_grad():
+        others[0].copy_(weights[0])
+    other.restore(averaging.state())
+    for one, its_optimizer, its_average in (
+        (weights, optimizer, averaging),
+        (others, other_optimizer, other),
+    ):
+        its_optimizer.state.clear()
+        train(one, its_optimizer, its_average, 2)
+    with averaging.applied(), other.applied():
+        assert torch.equal(weights[0], others[0])
+
+
+def test_an_average_that_was_saved_on_another_device_is_restored_on_that_of_the_weights() -> None:
+    """The meta device stands in for a GPU."""
+    _, _, saved = setting_of(ema_decay=0.5)
+    weights = [torch.nn.Parameter(torch.zeros(6, device="meta"))]
+    averaging = AveragedWeights(weights, torch.optim.SGD(weights), TrainingSettings(ema_decay=0.5))
+    averaging.restore(saved.state())
+    (shadow,) = averaging.state()["ema"]["shadow_params"]
+    assert shadow.device == weights[0].device
+
+
+def test_without_an_average_nothing_is_restored_or_updated() -> None:
+    weights, _, averaging = setting_of()
+    averaging.update()
+    averaging.restore({})
+    assert torch.equal(weights[0].data, torch.linspace(-1, 1, 6))

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -18,10 +19,11 @@ from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.tensors_json import tensors_json
-from pipeline.trained_lora.worker.loader import PREFETCH, MicroBatchMaker, micro_inputs, prefetch
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, loss_weights, micro_inputs, prefetch
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
 
@@ -130,7 +132,7 @@ def test_L12_only_a_few_micro_batches_are_prepared_ahead(
     ahead = prefetch(jobs())
     for taken in range(20):
         assert next(ahead)[1] == taken
-        assert len(started) <= taken + PREFETCH + 1
+        assert len(started) == taken + 4
     ahead.close()
     names = [thread.name for thread in threading.enumerate()]
     assert [name for name in names if name.startswith("latentline-loader")] == []
@@ -198,3 +200,91 @@ def test_a_mask_of_another_shape_is_an_error(make_project: Callable[..., Project
     maker = maker_of(replace(job, inputs=TrainingInputs(table)))
     with pytest.raises(StoreError, match="mask"):
         maker.make(0, job.plan()[0].micro_batches[0][0])
+
+
+def test_several_readers_prepare_one_micro_batch_each(make_project: Callable[..., Project]) -> None:
+    batch = make_project(steps=1).job().plan()[0]
+    started: list[int] = []
+
+    def jobs() -> Iterator[tuple[StepPlan, Callable[[], int]]]:
+        for number in range(20):
+            started.append(number)
+            yield batch, lambda number=number: number
+
+    ahead = prefetch(jobs(), readers=7)
+    assert [next(ahead)[1] for _ in range(3)] == [0, 1, 2]
+    assert len(started) == 3 + 6
+    assert [number for _, number in ahead] == list(range(3, 20))
+
+
+def test_a_micro_batch_has_the_facts_of_its_samples(make_project: Callable[..., Project]) -> None:
+    datasets = {
+        "photos": {"loss_weight": 2.0, "mask": {"from": "alpha", "prior_weight": 0.5}},
+        "class": {"role": "prior", "loss_weight": 3.0},
+    }
+    loss = {"prior": "prediction", "prior_weight": 0.25}
+    job = make_project(datasets=datasets, loss=loss, batch_size=4, sizes={"64x64": 4}).job()
+    assert loss_weights(job.recipe) == {"photos": 2.0, "class": 0.75}
+    (share,) = job.plan()[0].micro_batches[0]
+    share = tuple(replace(slot, weight=float(number > 0)) for number, slot in enumerate(share))
+    items = [job.inputs.named(slot.variant_id) for slot in share]
+    is_prior = [item.dataset == "class" for item in items]
+    assert {True, False} == set(is_prior)
+
+    maker = maker_of(job)
+    for micro in (maker.make(0, share), maker.make_fixed(share, [0.5] * 4)):
+        assert micro.variant_ids == tuple(slot.variant_id for slot in share)
+        assert micro.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
+        assert micro.loss_weights.tolist() == [0.75 if prior else 2.0 for prior in is_prior]
+        assert micro.indices.tolist() == [slot.index for slot in share]
+        assert micro.captions == (), "the cache has the embeddings"
+        assert micro.lora_scale == 1
+        assert micro.is_prior is not None
+        assert micro.is_prior.tolist() == is_prior
+        assert micro.place_weights is not None
+        assert micro.prior_place_weights is not None
+        assert [bool(each.any()) for each in micro.prior_place_weights] == [not prior for prior in is_prior]
+        assert [bool((each == 1).all()) for each in micro.place_weights] == is_prior
+        sizes = {name: micro.conditions[name].tolist() for name in ("original_size_hw", "target_size_hw")}
+        assert sizes == {
+            "original_size_hw": [list(item.original_size_hw) for item in items],
+            "target_size_hw": [list(item.target_size_hw) for item in items],
+        }
+        assert "references" not in micro.conditions
+
+
+def test_samples_without_masks_or_prior_images_need_no_prediction_of_the_base_model(
+    make_project: Callable[..., Project],
+) -> None:
+    job = make_project(datasets={"photos": {}, "class": {"role": "prior"}}).job()
+    micro = maker_of(job).make(0, job.plan()[0].micro_batches[0][0])
+    assert (micro.is_prior, micro.place_weights, micro.prior_place_weights) == (None, None, None)
+
+
+def test_an_entry_with_a_posterior_gives_a_sample_per_epoch_and_repeat_and_its_mean_for_validation(
+    make_project: Callable[..., Project],
+) -> None:
+    job = make_project(sizes={"64x64": 1}).job()
+    (item,) = job.inputs
+    spec = item.views[0].entry
+    tensor = spec.tensors["latent"]
+    moments = spec.holding({"mean": tensor, "std": tensor})
+    store, draw = job.store, np.random.default_rng(1)
+    mean, std = (draw.random(tensor.shape).astype(np.float16) for _ in range(2))
+    store.remove(spec)
+    store.write(moments, {"mean": mean, "std": std}, {})
+    table = job.inputs.table.with_columns(latent_tensors=pl.lit(tensors_json(moments.tensors)))
+    job = replace(job, inputs=TrainingInputs(table))
+    maker, slot = maker_of(job), job.plan()[0].micro_batches[0][0][0]
+
+    latents: list[torch.Tensor] = []
+    for place in ((0, 0), (1, 0), (0, 1)):
+        epoch, occurrence = place
+        shown = replace(slot, epoch=epoch, occurrence=occurrence)
+        normal = stream(7, "moments", slot.variant_id, epoch, occurrence)
+        noise = normal.standard_normal(tensor.shape, dtype=np.float32)
+        latents.append(maker.make(0, (shown,)).latent[0])
+        expected = mean.astype(np.float32) + std.astype(np.float32) * noise
+        torch.testing.assert_close(latents[-1], torch.from_numpy(expected))
+    assert not torch.equal(latents[0], latents[1])
+    assert torch.equal(maker.make_fixed((slot,), [0.5]).latent[0], torch.from_numpy(mean.astype(np.float32)))

@@ -12,8 +12,10 @@ from pipeline.recipe import LossSettings, MaskSettings
 from pipeline.trained_lora.worker.loss import (
     mask_loss_weights,
     mask_prior_weights,
+    not_finite_error,
     sample_losses,
     share_of_mean,
+    skipped_steps_error,
     snr_weights,
 )
 
@@ -204,3 +206,16 @@ def test_the_prior_loss_outside_a_mask_is_that_of_onetrainer(
 def test_a_white_mask_has_no_prior_loss() -> None:
     weights = mask_prior_weights(torch.ones(1, 8, 12), mask_settings(prior_weight=1.0))
     assert torch.equal(weights, torch.zeros(1, 8, 12))
+
+
+@pytest.mark.parametrize(("num_samples", "more"), [(1, ""), (20, ""), (21, "and 1 more"), (23, "and 3 more")])
+def test_an_error_about_a_loss_names_at_most_twenty_samples(num_samples: int, more: str) -> None:
+    samples = [f"photos/{number}.png" for number in range(num_samples)]
+    error = not_finite_error("loss", 7, float("nan"), samples)
+    assert error.what == "the loss of step 7 must be finite, got nan"
+    lines = ["samples:", *samples[:20], *([more] if more else [])]
+    assert error.where.splitlines() == lines
+
+
+def test_an_error_about_skipped_steps_has_their_number_and_the_last_one() -> None:
+    assert "skipped the last 20 steps, up to step 31" in skipped_steps_error(31).what

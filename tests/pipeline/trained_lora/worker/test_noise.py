@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,8 @@ def test_levels_stay_in_range_and_auto_selects_the_model_s_density() -> None:
     assert torch.equal(levels(), UNIFORM)
     ends = noise_levels(torch.tensor([0.0, 1 - 2**-53]).double(), TimestepSettings(), "logit_normal")
     assert float(ends[0]) == 0.0
-    assert float(ends[1]) < 1.0
+    assert float(ends[1]) == math.nextafter(1.0, 0.0), "the largest number below 1"
+    assert float(noise_levels(torch.zeros(1).double(), TimestepSettings(density="mode"), "uniform")) == 0.0
 
 
 def test_the_recipe_s_shift_replaces_the_scheduler_s() -> None:

@@ -95,6 +95,8 @@ def test_an_invalid_import_path_is_an_error_with_a_fix(path: str, message: str) 
     with pytest.raises(TrainingError, match=message) as excinfo:
         make_optimizer(weights(), settings(optimizer=path))
     assert excinfo.value.where == "training.optimizer"
+    if "imported" in message:
+        assert "`pip install no`" in excinfo.value.fix
 
 
 def test_a_value_that_the_optimizer_does_not_accept_is_an_error_with_its_signature() -> None:
@@ -130,7 +132,37 @@ def test_schedules_follow_their_formulas() -> None:
     assert rates(lr_scheduler="polynomial", lr_power=2.0) == pytest.approx(power)
     decay = [1.0] * 6 + [half_cosine(step / 4) for step in range(4)]
     assert rates(lr_scheduler="wsd", decay_steps=4) == pytest.approx(decay)
-    assert rates(optimizer="schedule_free") == [1.0] * 10
+    assert rates(optimizer="schedule_free") == rates(optimizer="schedule_free", warmup_steps=2) == [1.0] * 10
+
+
+def test_schedule_free_warms_up_itself() -> None:
+    group = make_optimizer(weights(), settings(optimizer="schedule_free", warmup_steps=3)).param_groups[0]
+    assert group["warmup_steps"] == 3
+
+
+class Refusing(torch.optim.SGD):
+    """An optimizer that accepts arguments of any name, and refuses their values in one of several ways."""
+
+    def __init__(self, params: Any, lr: float, **arguments: Any) -> None:
+        for name, value in arguments.items():
+            assert name == "kind", f"unknown argument {name}"
+            raise {"type": TypeError, "value": ValueError}[value]("refused")
+        super().__init__(params, lr=lr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"kind": "type"}, {"kind": "value"}, {"other": 1}],
+    ids=["TypeError", "ValueError", "assert"],
+)
+def test_an_optimizer_that_refuses_its_arguments_in_any_way_is_an_error_with_a_fix(
+    arguments: dict[str, Any],
+) -> None:
+    path = f"{Refusing.__module__}.Refusing"
+    assert isinstance(make_optimizer(weights(), settings(optimizer=path)), Refusing)
+    with pytest.raises(TrainingError, match="Refusing does not accept these arguments") as excinfo:
+        make_optimizer(weights(), settings(optimizer=path, optimizer_arguments=arguments))
+    assert "its signature is" in excinfo.value.fix
 
 
 @pytest.mark.parametrize(

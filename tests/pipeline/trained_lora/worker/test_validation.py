@@ -23,6 +23,11 @@ from tests.tensor_differences import differing_tensors
 if TYPE_CHECKING:
     from conftest import Project
 
+
+def test_the_loss_is_measured_at_the_centres_of_five_equal_ranges_of_noise_levels() -> None:
+    assert pytest.approx([(index + 0.5) / 5 for index in range(5)]) == NOISE_LEVELS
+
+
 HALF = {"photos": {"validation_fraction": 0.5}}
 
 

@@ -11,9 +11,12 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import (
+    adapted_networks,
     adapter_state,
     add_lora,
+    collect,
     load_adapter_state,
+    load_networks_state,
     lora_modules,
     scaled_adapters,
     trainable_weights,
@@ -152,3 +155,41 @@ def test_peft_gets_the_settings_of_the_recipe_and_other_ranks_for_some_modules(
     }
     scales = {sizes[name]: module.scaling["default"] for name, module in lora_modules(denoiser)}
     assert scales == ({4: 1.0, 2: 3 / 2**0.5} if lora.rslora else {4: 0.5, 2: 1.5})
+
+
+def test_the_states_of_several_networks_have_their_prefixes_and_load_back(
+    tiny_bases: dict[str, Path],
+) -> None:
+    """Two denoisers stand in for a denoiser and a text encoder."""
+    networks = adapted_networks(moved(tiny_bases["epsilon"]), {"text_encoder": moved(tiny_bases["epsilon"])})
+    assert list(networks) == ["", "text_encoder."]
+    state = {name: torch.randn_like(weight) for name, weight in collect(networks, adapter_state).items()}
+    own = adapter_state(networks[""])
+    assert set(state) == {*own, *(f"text_encoder.{name}" for name in own)}
+    load_networks_state(networks, state)
+    assert differing_tensors(collect(networks, adapter_state), state) == []
+
+
+def test_the_state_of_a_frozen_adapter_loads_back(tiny_bases: dict[str, Path]) -> None:
+    denoiser = moved(tiny_bases["epsilon"], init="pissa")
+    state = {name: torch.randn_like(weight) for name, weight in adapter_state(denoiser).items()}
+    frozen = [name for name in state if name.startswith("at_start:")]
+    assert len(frozen) * 2 == len(state)
+    load_adapter_state(denoiser, state)
+    assert differing_tensors(adapter_state(denoiser), state) == []
+
+
+def test_states_that_do_not_match_are_counted_and_the_first_is_named(tiny_bases: dict[str, Path]) -> None:
+    denoiser = adapted(tiny_bases["epsilon"])
+    state = adapter_state(denoiser)
+    first = min(state)
+    for changed in (
+        {**state, "unknown": torch.zeros(1), first: state[first]},
+        {**state, first: state[first][:1]},
+        {name: weight for name, weight in state.items() if name != first},
+    ):
+        name = "unknown" if "unknown" in changed else first
+        with pytest.raises(
+            TrainingError, match=f"1 saved weight does not match the adapter, the first is {name}"
+        ):
+            load_adapter_state(denoiser, changed)

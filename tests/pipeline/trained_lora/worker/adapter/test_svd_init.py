@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,11 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules, trainable_weights
-from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights, largest_singular
+from pipeline.trained_lora.worker.adapter.svd_init import (
+    at_initial_weights,
+    init_from_base_weights,
+    largest_singular,
+)
 from tests.pipeline.trained_lora.adapters import delta_weights
 
 SETTINGS = {"rank": 4, "alpha": 2.0}
@@ -68,6 +73,8 @@ def test_half_precision_base_weights_are_not_rounded(tiny_bases: dict[str, Path]
 def test_a_rank_larger_than_a_module_is_an_error(tiny_bases: dict[str, Path]) -> None:
     with pytest.raises(TrainingError, match=r"init: pissa needs a rank of at most 32 for .*, got 33"):
         initialised(tiny_bases["epsilon"], "pissa", rank=33)
+    denoiser, _ = initialised(tiny_bases["epsilon"], "pissa", rank=32)
+    assert {cast("Any", module).r["default"] for _, module in lora_modules(denoiser)} == {32}
 
 
 @pytest.mark.parametrize("shape", [(300, 400), (400, 300), (40, 300)], ids=str)
@@ -80,3 +87,30 @@ def test_the_largest_singular_values_equal_those_of_a_full_decomposition(shape: 
     torch.testing.assert_close(values, whole_values[:6], rtol=1e-4, atol=0)
     expected = whole_left[:, :6] * whole_values[:6] @ whole_right[:6]
     torch.testing.assert_close(left * values @ right, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_the_initial_weights_are_active_within_a_context_and_the_trained_ones_after_it(
+    tiny_bases: dict[str, Path], init: str
+) -> None:
+    denoiser, _ = initialised(tiny_bases["epsilon"], init)
+    initial = [weight.detach().clone() for weight in trainable_weights(denoiser)]
+    with torch.no_grad():
+        for weight in trainable_weights(denoiser):
+            weight.add_(0.1)
+    trained = [weight.detach().clone() for weight in trainable_weights(denoiser)]
+    with suppress(RuntimeError), at_initial_weights(denoiser):
+        within = [weight.detach().clone() for weight in trainable_weights(denoiser)]
+        raise RuntimeError("ends early")
+    for start, inside, end, now in zip(initial, within, trained, trainable_weights(denoiser), strict=True):
+        assert torch.equal(inside, start)
+        assert torch.equal(now, end)
+
+
+def test_the_part_that_is_subtracted_has_no_dropout(tiny_bases: dict[str, Path]) -> None:
+    """Dropout of only one of two parts that cancel each other would change the base model."""
+    denoiser, _ = initialised(tiny_bases["epsilon"], "pissa", dropout=0.5)
+    for _, module in lora_modules(denoiser):
+        dropouts = cast("Any", module).lora_dropout
+        assert isinstance(dropouts["at_start"], nn.Identity)
+        assert dropouts["default"].p == 0.5

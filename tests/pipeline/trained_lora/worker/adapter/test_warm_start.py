@@ -14,10 +14,17 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings, recipe_from_mapping
 from pipeline.recipe.project import project_root
-from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
+from pipeline.trained_lora.export.lora_files import (
+    ADAPTER_METADATA_KEY,
+    LAYOUTS,
+    LoraFile,
+    LoraModule,
+    layout_file,
+)
 from pipeline.trained_lora.fingerprint import run_facts
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
+from pipeline.trained_lora.worker.adapter.warm_start import file_scale, unmatched_keys, without_zero_modules
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from tests.pipeline.trained_lora.adapters import delta_weights
@@ -154,3 +161,64 @@ def test_the_path_is_relative_to_the_project_root(tmp_path: Path) -> None:
         "x", {**values, "training": {"lora": {"start_from": "outputs/x.safetensors"}}}
     )
     assert recipe.training.lora.start_from == project_root() / "outputs" / "x.safetensors"
+
+
+QUERY = LoraModule(
+    name="to_q",
+    diffusers="unet.to_q",
+    kohya="lora_unet_to_q",
+    comfyui="diffusion_model.to_q",
+    in_features=4,
+    out_features=3,
+    rank=2,
+    alpha=3.0,
+)
+
+
+def file_of(tensors: dict[str, torch.Tensor], **metadata: str) -> LoraFile:
+    return LoraFile(Path("lora"), 0, 0, metadata, tensors)  # pyright: ignore[reportArgumentType] - as torch reads it
+
+
+@pytest.mark.parametrize("endings", [("lora_down", "lora_up"), ("lora_A", "lora_B")], ids=str)
+def test_modules_without_an_adapter_are_ignored_only_if_they_have_no_effect(endings: tuple[str, str]) -> None:
+    down, up = endings
+    layout: Any = "kohya" if up == "lora_up" else "diffusers"
+    own = QUERY.kohya if layout == "kohya" else QUERY.diffusers
+    zero, one = torch.zeros(3, 2), torch.ones(3, 2)
+    tensors = {
+        f"{own}.{down}.weight": torch.ones(2, 4),
+        f"{own}.{up}.weight": zero,
+        f"x.zero.{down}.weight": one,
+        f"x.zero.{up}.weight": zero,
+        "x.zero.alpha": torch.ones(()),
+        f"x.zero2.{down}.weight": one,
+        f"x.zero2.{up}.weight": one,
+        f"x.dora.{down}.weight": one,
+        f"x.dora.{up}.weight": zero,
+        "x.dora.dora_scale": one,
+        f"x.peft.{up}.weight": zero,
+        "x.peft.lora_magnitude_vector": one,
+    }
+    kept = without_zero_modules(file_of(tensors), [QUERY], layout).tensors
+    assert set(tensors) - set(kept) == {name for name in tensors if name.startswith("x.zero.")}
+
+
+def test_keys_that_file_and_adapter_do_not_share_are_listed_without_alphas() -> None:
+    shapes = QUERY.shapes("kohya")
+    tensors = {key: torch.zeros(shape) for key, shape in shapes.items()}
+    assert unmatched_keys(file_of(tensors), [QUERY], "kohya") == []
+    without_alpha = {key: tensor for key, tensor in tensors.items() if not key.endswith(".alpha")}
+    assert unmatched_keys(file_of({**without_alpha, "b.alpha": torch.ones(())}), [QUERY], "kohya") == []
+    down = "lora_unet_to_q.lora_down.weight"
+    other = {**tensors, down: torch.zeros(1, 4), "b.lora_up.weight": torch.zeros(1)}
+    assert unmatched_keys(file_of(other), [QUERY], "kohya") == ["b.lora_up.weight", down]
+
+
+def test_the_scale_of_a_file_without_alpha_is_one() -> None:
+    tensors = {key: torch.full(shape, 3.0) for key, shape in QUERY.shapes("kohya").items()}
+    assert file_scale(file_of(tensors), QUERY, "kohya") == 1.5
+    del tensors["lora_unet_to_q.alpha"]
+    assert file_scale(file_of(tensors), QUERY, "kohya") == 1.0
+    adapter = json.dumps({"unet.r": 2, "unet.lora_alpha": 5.0})
+    assert file_scale(file_of({}, **{ADAPTER_METADATA_KEY: adapter}), QUERY, "diffusers") == 2.5
+    assert file_scale(file_of({}), QUERY, "diffusers") == 1.0

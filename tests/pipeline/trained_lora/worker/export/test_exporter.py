@@ -95,6 +95,16 @@ def test_R06_each_file_has_the_trained_alpha(trained: Trained, tmp_path: Path) -
         read_lora_file(tmp_path / "pytorch_lora_weights.safetensors").metadata[ADAPTER_METADATA_KEY]
     )
     assert (adapter["unet.r"], adapter["unet.lora_alpha"]) == (4, 2.0)
+    assert adapter["unet.target_modules"] == sorted(adapter["unet.target_modules"])
+    assert {"unet.rank_pattern", "unet.use_dora", "unet.lora_dropout"} <= set(adapter)
+
+
+def test_the_header_of_each_file_names_the_step(trained: Trained, tmp_path: Path) -> None:
+    trained.exporter.export(trained.engine.networks, tmp_path, step=3)
+    steps = [
+        read_lora_file(tmp_path / layout_file(layout, "demo")).metadata["ss_steps"] for layout in LAYOUTS
+    ]
+    assert steps == ["3"] * 3
 
 
 @pytest.mark.parametrize(
@@ -166,9 +176,12 @@ def test_files_of_half_size_hold_the_rounded_factors(
         np.testing.assert_allclose(drawn, picture(trained.job.base, tmp_path / "full"), atol=0.1)
 
 
-def test_a_number_beyond_float16_is_an_error_and_not_an_infinity(trained: Trained, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 1], ids=["down", "up"])
+def test_a_number_beyond_float16_is_an_error_and_not_an_infinity(
+    trained: Trained, tmp_path: Path, number: int
+) -> None:
     with torch.no_grad():
-        trained.engine.weights[0][0, 0] = 1e6
+        trained.engine.weights[number][0, 0] = 1e6
     metadata = header_metadata(trained.job, trained.family)
     half = Exporter(trained.family, "demo", metadata, save_dtype="float16")
     with pytest.raises(TrainingError, match="is too large for float16") as raised:

@@ -1,0 +1,119 @@
+"""How `latentline gc` classifies the files of a cache by their paths."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.cache.users import register_user
+from pipeline.errors import StoreError
+from pipeline.maintenance.gc import delete, survey
+from pipeline.storage.atomic import temp_name
+
+KEY = "0" * 64
+TEMP = temp_name()
+OLD_S = 1_000_000_000
+
+ENTRIES = (f"latents/00/{KEY}.safetensors", f"text/00/{KEY}.safetensors", f"masks/00/{KEY}.safetensors")
+LEFTOVERS = (TEMP, f"outputs/{TEMP}", f"latents/ab/{TEMP}", f"packs/latents/{TEMP}")
+BOOKKEEPING = ("speed.json", "outputs/other-text.keys", "packs/latents/changed")
+FOREIGN = (
+    # Not quite entries.
+    f"latents/00/{KEY}.txt",
+    f"latents/00/{KEY[1:]}.safetensors",
+    f"latents/00/{KEY}0.safetensors",
+    f"latents/01/{KEY}.safetensors",
+    f"latents/000/{KEY}.safetensors",
+    f"latents/0/{KEY}.safetensors",
+    f"latents/{KEY}.safetensors",
+    f"latents/00/00/{KEY}.safetensors",
+    f"photos/00/{KEY}.safetensors",
+    # Temporary files of other programs, or in folders that Latentline does not write to.
+    "latents/ab/mine.tmp",
+    f"latents/{TEMP}",
+    f"latents/abc/{TEMP}",
+    f"latents/ab/ab/{TEMP}",
+    f"photos/ab/{TEMP}",
+    f"photos/latents/{TEMP}",
+    f"packs/{TEMP}",
+    f"packs/photos/{TEMP}",
+    f"packs/latents/ab/{TEMP}",
+    "packs/latents/mine.tmp",
+    # Not quite bookkeeping.
+    "speed.txt",
+    "photos/a.json",
+    "outputs/notes.txt",
+    "outputs/deep/a.json",
+    "packs/a.json",
+    "packs/changed",
+    "packs/photos/changed",
+    "packs/latents/notes.txt",
+    "packs/latents/ab/changed",
+    "orders/notes.txt",
+)
+
+
+def put(root: Path, name: str, modified_s: float = OLD_S) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"123")
+    os.utime(path, (modified_s, modified_s))
+
+
+@pytest.mark.parametrize("name", [*ENTRIES, *LEFTOVERS, *FOREIGN, *BOOKKEEPING])
+def test_I27_a_file_of_a_cache_is_classified_by_its_path(tmp_path: Path, name: str) -> None:
+    register_user(tmp_path, tmp_path.with_name("user"), recipe="r", kind="text", keys=[])
+    put(tmp_path, name)
+    surveyed = survey(tmp_path)
+    expected = {
+        "orphans": [name] if name in ENTRIES else [],
+        "leftovers": [name] if name in LEFTOVERS else [],
+        "foreign": [name] if name in FOREIGN else [],
+    }
+    assert {kind: list(getattr(surveyed, kind)) for kind in expected} == expected
+
+
+def test_a_survey_of_each_kind_of_file_is_complete_and_deletion_leaves_no_empty_folder(
+    tmp_path: Path,
+) -> None:
+    for name in (*ENTRIES, *LEFTOVERS, "orders/1/order.json", "orders/1/shard/0.json"):
+        put(tmp_path, name)
+    put(tmp_path, "notes/of/mine.txt")
+    put(tmp_path, "orders/2/order.json", modified_s=time.time())
+    put(tmp_path, f"latents/11/{'1' * 64}.safetensors", modified_s=time.time())
+    surveyed = survey(tmp_path)
+    assert (surveyed.entries, surveyed.entry_bytes, surveyed.young) == (4, 12, 1)
+    assert surveyed.orphans == dict.fromkeys(ENTRIES, 3)
+    assert surveyed.leftovers == dict.fromkeys(LEFTOVERS, 3)
+    assert surveyed.old_orders == dict.fromkeys(("orders/1/order.json", "orders/1/shard/0.json"), 3)
+    assert (surveyed.num_old_orders, surveyed.num_young_orders) == (1, 1)
+    assert surveyed.foreign == ["notes/of/mine.txt"]
+    assert (surveyed.users, surveyed.stale_runs) == ([], [])
+
+    assert delete(tmp_path, surveyed) == (9, 27)
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert left == [f"latents/11/{'1' * 64}.safetensors", "notes/of/mine.txt", "orders/2/order.json"]
+    for folder in ("latents/00", "latents/ab", "text/00", "masks/00", "orders/1"):
+        assert not (tmp_path / folder).exists(), folder
+
+
+def test_more_orphans_than_one_batch_are_all_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.maintenance.gc._DELETE_BATCH", 2)
+    for number in range(5):
+        put(tmp_path, f"latents/00/{number:064x}.safetensors")
+    surveyed = survey(tmp_path)
+    assert len(surveyed.orphans) == 5
+    assert delete(tmp_path, surveyed) == (5, 15)
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_cache_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> object:
+        raise OSError("refused")
+
+    monkeypatch.setattr("pipeline.cache.folder.LocalCacheFolder.files", refuse)
+    with pytest.raises(StoreError, match="the cache cannot be listed: refused"):
+        survey(tmp_path)
