@@ -168,7 +168,7 @@ def test_images_that_are_both_kept_and_rejected_are_listed_by_name(scan: Scan) -
 
 def test_an_image_has_1_to_4_channels_and_may_have_a_single_pixel(scan: Scan) -> None:
     valid = [(1, 1, 1), (1, 1, 4), (9, 1, 2), (1, 9, 3)]
-    invalid = [(9, 9, 0), (9, 8, 5), (8, 9, -1)]
+    invalid = [(9, 9, 0), (9, 8, 5), (8, 9, -1), (0, 9, 3), (9, 0, 3), (-1, 9, 3)]
     images = [
         image(f"d/{number}.png", height=height, width=width, channels=channels, mode="L")
         for number, (height, width, channels) in enumerate([*valid, *invalid])
@@ -179,7 +179,7 @@ def test_an_image_has_1_to_4_channels_and_may_have_a_single_pixel(scan: Scan) ->
         {"sample_id": f"d/{number}.png", "height": height, "width": width, "channels": channels, "mode": "L"}
         for number, (height, width, channels) in enumerate(invalid, start=len(valid))
     ]
-    assert finding.numbers == {"num_rows": len(invalid), "modes": {"L": 7}}
+    assert finding.numbers == {"num_rows": len(invalid), "modes": {"L": 10}}
     passed = scan.finding("shape_uniformity", [*images[: len(valid)], image("d/rgb.png")])
     assert passed.passed
     assert passed.numbers == {"num_rows": 0, "modes": {"L": 4, "RGB": 1}}
