@@ -6,6 +6,7 @@ import io
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,30 @@ def test_files_of_a_source_are_read_like_local_files(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="vanished") as excinfo:
         read_bytes(SourceFile(LocalSource(tmp_path), "y.png"))
     assert excinfo.value.where == f"{tmp_path}/y.png"
+
+
+class InMemorySource(LocalSource):
+    """A folder whose files are opened like the small ones of a remote dataset."""
+
+    def open(self, path: str, num_bytes: int = 0) -> Any:
+        return io.BytesIO(super().open(path).read())
+
+
+def test_files_that_a_source_has_read_into_memory_are_used(tmp_path: Path) -> None:
+    data = saved(RGB)
+    (tmp_path / "x.png").write_bytes(data)
+    with open_content(SourceFile(InMemorySource(tmp_path), "x.png"), hash_bytes(data)) as content:
+        assert content.read() == data
+
+
+def test_only_headers_have_a_limit_of_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.images.decode.MAX_QUICK_BYTES", 10)
+    monkeypatch.setattr("pipeline.images.decode.MAX_HEADER_CPU_S", -1)
+    data = saved(RGB)
+    with pytest.raises(ImageError, match="too_slow"):
+        read_header(data)
+    with decoded(data, WHITE, limits=DecodeLimits()) as image:
+        assert image.size == (40, 24)
 
 
 def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
