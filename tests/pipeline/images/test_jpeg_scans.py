@@ -136,8 +136,8 @@ def test_an_end_marker_inside_a_segment_does_not_hide_the_scans_behind_it() -> N
 
 
 def test_a_segment_ends_where_its_length_says() -> None:
-    """The last byte of the comment and the damaged byte behind it would otherwise look like a scan."""
-    comment = segment(0xFE, b"\0\xff") + SOS[1:]
+    """The last byte of the comment and the damaged bytes behind it would otherwise look like a scan."""
+    comment = segment(0xFE, b"\0\xff") + SOS[1:] + b"\0\2"
     data = b"\xff\xd8" + frame(0xC2, 3) + scan(3) + comment + scan(3) + EOI
     assert count_scans(io.BytesIO(data)) == 2
 
