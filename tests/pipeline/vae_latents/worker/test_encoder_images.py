@@ -35,8 +35,8 @@ class Listener:
 
     def phase(self, text: str) -> None: ...
 
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        self.lines.append(text)
+    def progress(self, done: int, total: int, text: str, *, note: str = "") -> None:
+        self.lines.append(f"{done} of {total} {text} {note}")
 
 
 def order_of(cache: Any, tmp_path: Path, work: dict[str, Any] | None = None, **settings: Any) -> Order:
@@ -79,6 +79,15 @@ def test_a_mirrored_image_is_the_image_from_right_to_left(cache: Any, tmp_path: 
 
 def test_an_image_that_is_not_tiled_has_no_facts(cache: Any, tmp_path: Path) -> None:
     assert encoded(order_of(cache, tmp_path)).facts == {}
+
+
+def test_the_current_image_is_named_if_it_is_slow(
+    cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.encoding.progress.SLOW_JOB_S", -1.0)
+    order, listener = order_of(cache, tmp_path), Listener()
+    encoded(order, listener)
+    assert f"working on {order.jobs[0].name} for 0 s" in "\n".join(listener.lines)
 
 
 def test_a_latent_that_is_finite_in_half_precision_is_not_encoded_again(cache: Any, tmp_path: Path) -> None:
