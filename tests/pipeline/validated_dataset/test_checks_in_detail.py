@@ -43,9 +43,10 @@ def test_the_rejected_fraction_has_its_numbers_and_the_most_frequent_reason_firs
 
 def test_without_rejected_images_the_fraction_has_no_reasons(folder: Folder) -> None:
     folder.add("a.png")
+    folder.add("b.png")
     folder.ingest()
     finding = checked(folder)["rejected_fraction"]
-    assert finding.summary == "0 of 1 image are rejected (0.0%, the limit is 5.0%)"
+    assert finding.summary == "0 of 2 images are rejected (0.0%, the limit is 5.0%)"
 
 
 def test_an_image_that_the_scan_does_not_have_has_no_recorded_size(folder: Folder) -> None:
