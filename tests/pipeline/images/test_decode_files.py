@@ -132,7 +132,8 @@ class InMemorySource(LocalSource):
     """A folder whose files are opened like the small ones of a remote dataset."""
 
     def open(self, path: str, num_bytes: int = 0) -> Any:
-        return io.BytesIO(super().open(path).read())
+        with super().open(path, num_bytes) as file:
+            return io.BytesIO(file.read())
 
 
 def test_files_that_a_source_has_read_into_memory_are_used(tmp_path: Path) -> None:
