@@ -90,6 +90,8 @@ def test_B01_without_training_samples_the_gate_closes_and_cannot_be_allowed(
     gate = findings_of(folder, tiny_sd)["batches_possible"]
     assert gate.closes
     assert gate.summary == "there are no training samples: 1 sample is in the holdout"
+    none = {"draws_per_epoch": 0, "in_full_batches": 0.0, "full_batches_per_epoch": 0}
+    assert gate.numbers == {"num_rows": 0, "samples_at_once": 1, **none}
 
 
 def test_underfilled_buckets_are_a_warning_with_numbers(shapes: Any, tiny_sd: Path) -> None:
@@ -208,6 +210,7 @@ def test_images_of_a_slider_without_a_partner_are_listed(folder: Any, tiny_sd: P
     finding = slider_finding(folder, tiny_sd)
     assert finding.passed
     assert finding.summary == "2 pairs of images"
+    assert finding.numbers == {"num_rows": 0, "pairs": 2, "alone": 0}
 
 
 def test_without_sliders_there_are_no_pairs(shapes: Any, tiny_sd: Path) -> None:

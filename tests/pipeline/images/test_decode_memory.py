@@ -174,6 +174,8 @@ def test_converting_in_strips_changes_no_pixel(monkeypatch: pytest.MonkeyPatch) 
         saved(rgba.convert("RGB").convert("LAB"), "TIFF"),
     ]
     whole = [np.asarray(decode(data, (9, 99, 199))) for data in images]
-    monkeypatch.setattr("pipeline.images.colour._STRIP_PX", 100)
-    for data, expected in zip(images, whole, strict=True):
-        np.testing.assert_array_equal(np.asarray(decode(data, (9, 99, 199))), expected)
+    # Strips of two rows, and of one, as for an image that is wider than a strip.
+    for strip_px in (100, 10):
+        monkeypatch.setattr("pipeline.images.colour._STRIP_PX", strip_px)
+        for data, expected in zip(images, whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(decode(data, (9, 99, 199))), expected)

@@ -135,6 +135,23 @@ def test_an_end_marker_inside_a_segment_does_not_hide_the_scans_behind_it() -> N
     assert count_scans(io.BytesIO(data)) == MAX_JPEG_SCANS + 1
 
 
+def test_a_segment_ends_where_its_length_says() -> None:
+    """The last byte of the comment and the damaged bytes behind it would otherwise look like a scan."""
+    comment = segment(0xFE, b"\0\xff") + SOS[1:] + b"\0\2"
+    data = b"\xff\xd8" + frame(0xC2, 3) + scan(3) + comment + scan(3) + EOI
+    assert count_scans(io.BytesIO(data)) == 2
+
+
+def test_only_the_number_of_channels_decides_and_not_their_names() -> None:
+    channels = b"\x03\x01\x22\0\x02\x11\0\x03\x11\0"
+    start = b"\xff\xd8" + segment(0xC0, bytes([8, 0, 64, 0, 64]) + channels)
+    for first in (b"\0", b"\x7f"):
+        complete = segment(SOS[1], b"\x03" + (first + b"\0") * 3 + bytes(3))
+        incomplete = segment(SOS[1], b"\x02" + (first + b"\0") * 2 + bytes(3))
+        assert count_scans(io.BytesIO(start + complete * 2 + EOI)) == 1
+        assert count_scans(io.BytesIO(start + incomplete * 2 + EOI)) == 2
+
+
 @pytest.mark.timeout(10)
 def test_thousands_of_scans_are_rejected_at_once(tmp_path: Path) -> None:
     path = tmp_path / "slow.jpg"

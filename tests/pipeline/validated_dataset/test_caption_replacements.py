@@ -33,6 +33,11 @@ def caption_with(rules: tuple[dict[str, object], ...], root: Path, text: str, **
         ({"find": "blurry"}, "blurry, rose", "rose"),
         ({"find": "blurry"}, "rose, blurry", "rose"),
         ({"find": "blurry"}, "a blurry rose", "a rose"),
+        ({"find": "blurry", "ignore_case": True}, "Rose, BLURRY, vase", "Rose, vase"),
+        ({"find": "blurry"}, "rose, BLURRY", "rose, BLURRY"),
+        ({"find": "cafe\u0301", "with": "tea"}, "a caf\u00e9, a cafe\u0301", "a tea, a tea"),
+        ({"find": "a  red\trose", "with": "a vase"}, "a red rose", "a vase"),
+        ({"find": " ", "with": "_", "whole_words": False}, "red rose", "red_rose"),
         ({"find": "not there", "with": "x"}, "a rose", "a rose"),
     ],
 )

@@ -132,6 +132,49 @@ def test_I24_groups_equal_those_of_a_brute_force_search(values: list[int], max_d
     assert dict(groups.rows()) == {n: smallest[label] for n, label in zip(names, labels, strict=True)}
 
 
+@pytest.mark.parametrize("max_distance", range(17))
+def test_two_hashes_are_similar_if_at_most_that_many_bits_differ(max_distance: int) -> None:
+    """The search compares parts of the hashes, so the bits at the ends of each possible part are changed."""
+    start = 0x0123_4567_89AB_CDEF
+    ends = [64 * part // (max_distance + 1) for part in range(1, max_distance + 1)]
+    changes = [{bit - below for bit in ends} for below in (0, 1)]
+    changes += [set(range(max_distance)), set(range(64 - max_distance, 64)), {0}, {63}]
+    for bits in (each for each in changes if len(each) <= max_distance):
+        other = start ^ sum(1 << bit for bit in bits)
+        assert len({*groups_by_name([start, other], max_distance).values()}) == 1, f"bits {sorted(bits)}"
+        one_more = other ^ 1 << next(bit for bit in range(20, 64) if bit not in bits)
+        is_apart = len(bits) == max_distance
+        assert len({*groups_by_name([start, one_more], max_distance).values()}) == 1 + is_apart
+
+
+def groups_by_name(values: list[int], max_distance: int) -> dict[str, str]:
+    names = [f"{value:016x}{index:04}" for index, value in enumerate(values)]
+    columns = {"content_hash": names, "perceptual_hash": pl.Series(values, dtype=pl.UInt64)}
+    return dict(duplicate_groups(pl.DataFrame(columns), max_distance).rows())
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "sampled_wh", "shrink"),
+    [
+        (100, 127, None, 1),
+        (128, 190, None, 2),
+        (191, 128, None, 2),
+        (192, 200, None, 3),
+        (1023, 1100, None, 15),
+        (1024, 1101, (550, 512), 8),
+        (1101, 1025, (512, 550), 8),
+    ],
+)
+def test_large_images_are_sampled_and_averaged_first_in_the_same_way_in_every_version(
+    height: int, width: int, sampled_wh: tuple[int, int] | None, shrink: int
+) -> None:
+    """Hashes are stored, and those of different versions are compared with each other."""
+    random = np.random.default_rng(height)
+    noise = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    sampled = noise.resize(sampled_wh, Image.Resampling.NEAREST) if sampled_wh else noise
+    assert perceptual_hash(noise) == library_hash(sampled.reduce(shrink))
+
+
 def test_images_without_a_hash_are_not_grouped() -> None:
     contents = pl.DataFrame(
         {"content_hash": ["b", "a"], "perceptual_hash": pl.Series([None, None], dtype=pl.UInt64)}

@@ -45,6 +45,14 @@ def test_a_dataset_without_a_fraction_keeps_all_its_images() -> None:
     assert set(held["dataset"]) == {"a"}
 
 
+def test_without_fractions_no_image_is_held_out() -> None:
+    rows = table([("a", 1), ("b", 2)])
+    for fractions in ({}, {"a": 0.0}, {"a": 0.0, "b": 0.0}):
+        held = held_out(rows, fractions)
+        assert held.dtype == pl.Boolean
+        assert held.to_list() == [False, False]
+
+
 def test_B01_an_epoch_draws_training_samples_by_repeats_and_held_out_ones_never() -> None:
     rows = table([(name, number) for name in "ab" for number in range(50)] + [("c", 50)])
     recipe = recipe_from_mapping(

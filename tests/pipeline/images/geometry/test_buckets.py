@@ -155,6 +155,11 @@ def test_the_oracle_agrees_on_10_000_images() -> None:
         (Size(50, 50), [Size(512, 1024), Size(1024, 512)], Size(512, 1024)),
         (Size(50, 50), [Size(512, 1024), Size(1032, 516)], Size(1032, 516)),
         (Size(1, 2), [Size(512, 1024), Size(1024, 2048)], Size(1024, 2048)),
+        # Rounded logarithms place these two images above the boundary; exact integers move them down.
+        (Size(200, 100), [Size(256, 64), Size(64, 64)], Size(256, 64)),
+        (Size(200, 100), [Size(2048, 64), Size(256, 64), Size(64, 64)], Size(256, 64)),
+        # The smallest possible distance from a boundary: 1 * 1 * 3 - 1 * 1 * 2 = 1.
+        (Size(1, 1), [Size(3, 1), Size(1, 2)], Size(1, 2)),
     ],
     ids=str,
 )
@@ -175,6 +180,27 @@ def test_the_ladder_respects_budget_step_and_aspect_ratio(multiple: int, step: i
         assert size.height % step == size.width % step == 0
         assert size.height * size.width <= resolution**2
         assert max(size) <= min(size) * Fraction(limit)
+
+
+@pytest.mark.parametrize(
+    ("resolution", "step", "limit"),
+    [(2, 1, 4.0), (5, 1, 2.5), (24, 8, 9.0), (256, 64, 3.0), (1024, 64, 2.4), (960, 96, 5.5)],
+)
+def test_the_ladder_has_the_largest_size_of_each_edge(resolution: int, step: int, limit: float) -> None:
+    """The oracle tries every pair of edges; of sizes with the same aspect ratio, the largest counts."""
+    steps = range(step, resolution**2 // step + 1, step)
+    every = [Size(h, w) for h in steps for w in steps if h * w <= resolution**2]
+    largest = {size.height: size for size in sorted(every)}.values()
+    allowed = [size for size in largest if max(size) <= Fraction(limit) * min(size)]
+    symmetric = [Size(resolution, resolution), *allowed, *(size.transposed for size in allowed)]
+    by_ratio = {Fraction(*size): size for size in sorted(symmetric)}
+    assert set(ladder(resolution, step, limit).sizes) == set(by_ratio.values())
+
+
+def test_the_ladder_of_a_huge_resolution_stops_at_the_longest_edge() -> None:
+    """16384 * 16384 pixels allow an edge of 32768 pixels, one more than a bucket may have."""
+    sizes = ladder(16384, 8192, 4.0).sizes
+    assert max(max(size) for size in sizes) <= MAX_BUCKET_EDGE_PX
 
 
 @pytest.mark.parametrize(
@@ -215,10 +241,27 @@ def test_B05_an_image_with_impossible_edges_is_an_error(size: Size) -> None:
         place(ladder(64, 8, 3.0), size)
 
 
-@pytest.mark.parametrize("targets", [[], [Size(0, 8)], [Size(8, MAX_BUCKET_EDGE_PX + 1)]], ids=str)
-def test_impossible_bucket_edges_are_errors(targets: list[Size]) -> None:
-    with pytest.raises(BucketError):
-        Buckets(targets)
+def test_buckets_without_a_size_are_an_error() -> None:
+    with pytest.raises(BucketError, match="at least one bucket size is required"):
+        Buckets([])
+
+
+@pytest.mark.parametrize(
+    ("size", "possible"),
+    [
+        (Size(0, 8), Size(1, 8)),
+        (Size(8, 0), Size(8, 1)),
+        (Size(-5, 0), Size(1, 1)),
+        (Size(MAX_BUCKET_EDGE_PX + 1, 8), Size(MAX_BUCKET_EDGE_PX, 8)),
+        (Size(8, MAX_BUCKET_EDGE_PX + 1), Size(8, MAX_BUCKET_EDGE_PX)),
+    ],
+    ids=str,
+)
+def test_an_impossible_bucket_edge_is_an_error_that_names_a_possible_one(size: Size, possible: Size) -> None:
+    with pytest.raises(BucketError, match=f"got {size} ") as excinfo:
+        Buckets([size])
+    assert excinfo.value.fix == f"replace {size} by a size within these limits, such as {possible}"
+    assert Buckets([possible]).sizes == (possible,)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +282,18 @@ def test_an_impossible_ladder_is_an_error_that_names_its_settings(
     with pytest.raises(BucketError) as excinfo:
         ladder(resolution, step, limit)
     assert excinfo.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("resolution", "step", "resolutions"),
+    [(1000, 64, "960 or 1024"), (100, 8, "96 or 104"), (7, 8, "8 or 16"), (-9, 8, "8 or 16")],
+)
+def test_an_impossible_resolution_is_an_error_that_names_the_nearest_multiples(
+    resolution: int, step: int, resolutions: str
+) -> None:
+    with pytest.raises(BucketError) as excinfo:
+        ladder(resolution, step, 3.0)
+    assert excinfo.value.fix == f"set buckets.resolution to {resolutions}"
 
 
 def test_a_step_of_one_pixel_and_a_single_shape_are_possible() -> None:

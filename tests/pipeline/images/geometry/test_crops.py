@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.images.geometry import Placement, Size, ladder
-from pipeline.images.geometry.crops import random_corner
+from pipeline.images.geometry.crops import focus_start, random_corner
 
 edges = st.integers(1, 40_000)
 sizes = st.builds(Size, edges, edges)
@@ -49,6 +49,37 @@ def test_random_crops_stay_the_same_in_every_version(seed: int, tops: list[int],
     excess_height, excess_width = np.full(3, 2**31 - 1), np.array([3, 1000, 0])
     top, left = random_corner(excess_height, excess_width, seed=seed, names=names, image=np.arange(3))
     assert (top.tolist(), left.tolist()) == (tops, lefts)
+
+
+@pytest.mark.parametrize(
+    ("point", "resized", "target", "start"),
+    [
+        (0.0, 10, 4, 0),
+        (0.2, 10, 4, 0),
+        (0.25, 10, 4, 0),
+        (0.3, 10, 4, 1),
+        (0.39, 10, 4, 1),
+        (0.4, 10, 4, 2),
+        (0.8, 10, 4, 6),
+        (1.0, 10, 4, 6),
+        (0.45, 10, 5, 2),
+        (0.75, 10, 5, 5),
+        (0.5, 11, 10, 0),
+        (1.0, 11, 10, 1),
+        (0.9, 10, 10, 0),
+    ],
+)
+def test_a_focused_crop_starts_half_its_length_before_the_point(
+    point: float, resized: int, target: int, start: int
+) -> None:
+    """It stays inside the image. Keys and pixels of existing caches depend on the exact start."""
+    starts = focus_start(np.array([point]), resized=np.array([resized]), target=np.array([target]))
+    assert starts.tolist() == [start]
+
+
+def test_a_crop_focused_on_the_middle_is_the_central_crop() -> None:
+    resized, target = np.array([(r, t) for r in range(1, 20) for t in range(1, r + 1)]).T
+    assert focus_start(0.5, resized=resized, target=target).tolist() == ((resized - target) // 2).tolist()
 
 
 def test_a_top_crop_keeps_the_upper_part_and_is_horizontally_centred() -> None:

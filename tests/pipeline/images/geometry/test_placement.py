@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.errors import BucketError
 from pipeline.images.geometry import (
     MAX_BUCKET_EDGE_PX,
+    MAX_IMAGE_EDGE_PX,
     Buckets,
     Crop,
     Geometry,
@@ -247,6 +249,78 @@ def test_an_own_bucket_is_not_longer_than_the_longest_bucket() -> None:
     geometry = placement.assign(Size(100, 40_000))
     assert geometry is not None
     assert geometry.target_size == Size(64, MAX_BUCKET_EDGE_PX // 64 * 64)
+
+
+def test_an_own_bucket_may_have_a_single_step() -> None:
+    placement = Placement((ladder(64, 1, 3.0),), Fraction(1), step=1)
+    geometry = placement.assign(Size(1, 1))
+    assert geometry is not None
+    assert geometry.target_size == Size(1, 1)
+
+
+def test_own_buckets_have_steps_of_8_and_an_aspect_ratio_up_to_3_by_default() -> None:
+    placement = Placement((ladder(1024, 64, 3.0),), Fraction(1))
+    geometry = placement.assign(Size(47, 400))
+    assert geometry is not None
+    assert geometry.target_size == Size(40, 120)
+
+
+def test_the_default_seed_of_random_crops_is_that_of_the_recipe() -> None:
+    sets, size = (ladder(64, 64, 1.0),), Size(64, 40_000)
+    geometry = Placement(sets, crop="random").assign(size, "photos/a.jpg")
+    recipe_seed = BucketSettings().crop_seed
+    assert geometry == Placement(sets, crop="random", crop_seed=recipe_seed).assign(size, "photos/a.jpg")
+
+
+def test_the_geometry_of_one_image_is_that_of_its_largest_resolution() -> None:
+    sets = tuple(ladder(each, 64, 3.0) for each in (256, 512, 1024))
+    geometry = Placement(sets, per_image="each").assign(Size(600, 600))
+    assert geometry is not None
+    assert geometry.bucket == "1024x1024"
+    geometry = Placement(sets, Fraction(1), per_image="each").assign(Size(600, 600))
+    assert geometry is not None
+    assert geometry.bucket == "512x512"
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16])
+def test_sizes_may_have_any_integer_type(dtype: type[np.integer]) -> None:
+    """Products of these edges exceed 32 bits; the table's columns are Int32."""
+    placement = Placement((ladder(1024, 64, 3.0), ladder(4096, 64, 3.0)), Fraction(1), step=64)
+    heights, widths = [65_535, 60_000, 50_000, 100], [65_000, 50_000, 60_000, 50_000]
+    expected = placement.assign_many(heights, widths).columns
+    for height, width in (
+        (np.array(heights, dtype=dtype), widths),
+        (heights, np.array(widths, dtype=dtype)),
+    ):
+        columns = placement.assign_many(height, width).columns
+        assert [columns.one(row) for row in range(4)] == [expected.one(row) for row in range(4)]
+
+
+@pytest.mark.parametrize("crop", ["centre", "top", "random", "focus"])
+@pytest.mark.parametrize("small", ["own_bucket", "reject"])
+def test_all_columns_are_int64(crop: CropRule, small: SmallRule) -> None:
+    placement = rules([256, 512], Fraction(3, 2), 3.0, small, crop)
+    placed = placement.assign_many([997, 50, 101], [50, 997, 333], ["a.jpg", "b.jpg", "c.jpg"])
+    dtypes = {name: str(column.dtype) for name, column in vars(placed.columns).items()}
+    assert dtypes == dict.fromkeys(dtypes, "int64")
+    assert (str(placed.too_small.dtype), str(placed.image.dtype)) == ("bool", "int64")
+
+
+@pytest.mark.parametrize("size", [Size(0, 5), Size(5, 0), Size(MAX_IMAGE_EDGE_PX + 1, 5)], ids=str)
+def test_an_impossible_size_is_an_error_that_names_the_image(size: Size) -> None:
+    placement = rules([256], None, 3.0)
+    heights, widths = [512, size.height], [512, size.width]
+    with pytest.raises(BucketError, match=f"got {size} ") as excinfo:
+        placement.assign_many(heights, widths, ["photos/a.jpg", "photos/b.jpg"])
+    assert excinfo.value.where == "original size of photos/b.jpg"
+    with pytest.raises(BucketError) as excinfo:
+        placement.assign_many(heights, widths)
+    assert excinfo.value.where == "original size"
+
+
+def test_explicit_sizes_of_the_recipe_are_the_only_buckets() -> None:
+    settings = BucketSettings(sizes=("832x1216", "1024x1024"), resolution=512)
+    assert placement_of(settings).sizes == (Size(1024, 1024), Size(832, 1216))
 
 
 def test_every_rule_is_taken_from_the_recipe() -> None:

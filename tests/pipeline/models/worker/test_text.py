@@ -260,3 +260,24 @@ def test_C05_a_caption_of_exactly_the_limit_is_not_cut_and_one_more_token_is(tin
     )
     assert fits == (limit, 0, None)
     assert longer == (limit + 1, 1, 2 * num_words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "cut_from"),
+    [
+        ("Stable Diffusion 1.x and 2.x", 1, 0),
+        ("Stable Diffusion 1.x and 2.x", 2, 0),
+        ("Lumina Image 2", 3, 0),
+    ],
+)
+def test_a_limit_before_the_caption_cuts_all_of_it(
+    tmp_path: Path, kind: str, limit: int, cut_from: int
+) -> None:
+    """The start mark, or the beginning of the template, takes all places."""
+    TINY[kind](tmp_path / "tiny")
+    text = load_family(tmp_path / "tiny").text
+    encoders = text.load("float32", "cpu")
+    text.token_limit = lambda encoders, role: limit  # type: ignore[method-assign]
+    num_tokens, num_cut, first = text.count_tokens(encoders, "tokenizer", "a red cat")
+    assert num_tokens > limit
+    assert (num_cut, first) == (num_tokens - limit, cut_from)

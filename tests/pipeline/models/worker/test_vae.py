@@ -17,6 +17,7 @@ from demo.tiny_models import TINY
 from pipeline.errors import ModelError
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.loading import load_component
+from pipeline.models.worker.vae import FrameCodec
 
 VAES = ["Stable Diffusion XL", "Qwen-Image", "Qwen-Image 2.1", "Bria FIBO", "Sana", "FLUX.2 klein"]
 """Kinds of models with different classes of VAEs."""
@@ -61,6 +62,32 @@ def test_a_channels_last_vae_agrees_with_the_usual_order_in_both_directions(fami
     latent = family.vae.normalise(expected.mean)
     decoded, picture = family.vae.decode(vae, latent), family.vae.decode(plain, latent)
     assert float((decoded - picture).abs().max()) < TOLERANCE * float(picture.std())
+
+
+@pytest.mark.parametrize("family", [each for each in VAES if each != "Qwen-Image 2.1"], indirect=True)
+def test_posterior_and_picture_are_those_of_diffusers(family: WorkerFamily) -> None:
+    """Sana's VAE has no distribution, and Qwen-Image's encodes a video of one frame.
+
+    The pipeline of Qwen-Image 2.1 adds an opacity first; the tests of its family compare with it.
+    """
+    vae: Any = family.vae.load("float32", "cpu")
+    is_video = isinstance(family.vae, FrameCodec)
+    images = pixels(2).unsqueeze(2) if is_video else pixels(2)
+    with torch.inference_mode():
+        encoded = vae.encode(images)
+        is_exact = not hasattr(encoded, "latent_dist")
+        mean = encoded.latent if is_exact else encoded.latent_dist.mean
+        std = torch.zeros_like(mean) if is_exact else encoded.latent_dist.std
+        picture = vae.decode(mean).sample
+
+    posterior = family.vae.posterior(vae, pixels(2))
+    raw, deviation, decoded = (each.squeeze(2) if is_video else each for each in (mean, std, picture))
+    assert posterior.std.shape == posterior.mean.shape == raw.shape
+    torch.testing.assert_close(posterior.mean, raw, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(posterior.std, deviation, rtol=1e-3, atol=1e-6)
+    shown = family.vae.decode(vae, family.vae.normalise(raw))
+    assert shown.shape == (2, 3, 64, 96)
+    torch.testing.assert_close(shown, decoded, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", VAES, indirect=True)

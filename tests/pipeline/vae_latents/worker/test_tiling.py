@@ -55,3 +55,22 @@ def test_no_tile_exceeds_the_requested_size_and_a_short_edge_is_one_tile() -> No
     tiled_posterior(record_size, torch.zeros((1, 3, 64, 320)), tile_px=128, multiple=FACTOR)
     assert set(sizes) == {(64, 128)}
     assert len(sizes) == 3
+
+
+def test_overlapping_tiles_are_blended_linearly_in_both_directions() -> None:
+    """Four tiles of 4 x 4 latent values on 6 x 6: weights rise as 1, 2 and fall as 2, 1 along each edge."""
+    values = iter([1.0, 10.0, 100.0, 1000.0])
+
+    def constant(pixels: torch.Tensor) -> Posterior:
+        value = torch.full((1, 1, 4, 4), next(values))
+        return Posterior(value, 2 * value)
+
+    tiled = tiled_posterior(constant, torch.zeros((1, 3, 48, 48)), tile_px=32, multiple=FACTOR)
+    # Share of the second tile at each of the six values of an edge.
+    share = torch.tensor([0, 0, 1 / 3, 2 / 3, 1, 1])
+    rows, columns = share[:, None], share[None]
+    upper = 1.0 * (1 - columns) + 10.0 * columns
+    lower = 100.0 * (1 - columns) + 1000.0 * columns
+    expected = (upper * (1 - rows) + lower * rows)[None, None]
+    torch.testing.assert_close(tiled.mean, expected)
+    torch.testing.assert_close(tiled.std, 2 * expected)

@@ -1,0 +1,82 @@
+"""Captions that are encoded one by one: those already present, the facts of each, and a slow one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.store import Store
+from pipeline.encoding.jobs import Encoded, Job, Order
+from pipeline.encoding.progress import Progress
+from pipeline.models.worker.family import load_family
+from pipeline.text_embeddings.worker.encoder import TextEncoder, captions_per_pass
+
+CAPTIONS = ["a cat", "a red dog", "cats and dogs"]
+
+
+class Listener:
+    """Collects the messages of an encoder."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, text: str) -> None:
+        self.lines.append(text)
+
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, *, note: str = "") -> None:
+        self.lines.append(f"{done} of {total} {text} {note}")
+
+
+@pytest.fixture
+def order(cache: Any, tmp_path: Path) -> Order:
+    entries = RecipeEntries(cache.recipe)
+    jobs = [Job(entries.text_spec(text), {}, {"caption": text}, text, len(text)) for text in CAPTIONS]
+    settings = {"compute_dtype": "float32", "offload": "none"}
+    return Order("text", Path(cache.recipe.model.base), tmp_path / "store", settings, jobs)
+
+
+def encoder_of(order: Order, listener: Listener) -> TextEncoder:
+    progress = Progress(listener, Path(order.store_root).parent, jobs=range(3), what="captions", rank=0)
+    return TextEncoder(order, "cpu", progress)
+
+
+def test_a_caption_written_by_another_job_is_skipped_and_the_others_are_encoded_alone(order: Order) -> None:
+    store, present = Store(order.store_root), order.jobs[0]
+    zeros = {name: np.zeros(spec.shape, "<f2") for name, spec in present.spec.tensors.items()}
+    store.write(present.spec, zeros, {})
+    encoder: Any = encoder_of(order, Listener())
+    text = encoder._family.text
+    passes: list[str] = []
+    encode = text.encode_caption
+    text.encode_captions = None  # it is for GPUs
+
+    def counted(encoders: Any, caption: str, images: Any) -> Any:
+        passes.append(caption)
+        return encode(encoders, caption, images)
+
+    text.encode_caption = counted
+    outcomes = {job.name: outcome for job, outcome in encoder.encoded(order.jobs, store)}
+    assert list(outcomes) == CAPTIONS
+    assert outcomes["a cat"] == "present"
+    assert passes == CAPTIONS[1:]
+    for outcome in list(outcomes.values())[1:]:
+        assert isinstance(outcome, Encoded)
+        assert outcome.facts["num_tokens"] > 2
+        assert (outcome.facts["num_cut"], outcome.facts["cut_from"]) == (0, None)
+
+
+def test_the_current_caption_is_named_if_it_is_slow(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.encoding.progress.SLOW_JOB_S", -1.0)
+    listener = Listener()
+    list(encoder_of(order, listener).encoded(order.jobs, Store(order.store_root)))
+    assert "working on a cat for 0 s" in "\n".join(listener.lines)
+
+
+def test_a_gpu_encodes_16_captions_of_clip_at_once(tiny_sd: Path) -> None:
+    assert captions_per_pass(load_family(tiny_sd), "cuda:0") == 16
