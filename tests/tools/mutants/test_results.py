@@ -26,7 +26,6 @@ RESULT = Result(
 
 def test_modules_and_tests_of_the_list_exist() -> None:
     tests = results.tests_by_module()
-<<<<<<< HEAD
     names = {name.partition("::") for module, files in tests.items() for name in (module, *files)}
     missing = {
         (file, test)
@@ -34,11 +33,6 @@ def test_modules_and_tests_of_the_list_exist() -> None:
         if not (ROOT / file).is_file() or test not in (ROOT / file).read_text(encoding="utf-8")
     }
     assert missing == set()
-=======
-    names = {name for module, files in tests.items() for name in (module, *files)}
-    # An entry may be one test of a file, with its name behind two colons.
-    assert {name for name in names if not (ROOT / name.partition("::")[0]).is_file()} == set()
->>>>>>> wt-mut2
     assert [module for module, files in tests.items() if not files] == [], "modules without tests"
 
 
