@@ -11,10 +11,9 @@ import pytest
 from pipeline.cache.users import register_user
 from pipeline.errors import StoreError
 from pipeline.maintenance.gc import delete, survey
-from pipeline.storage.atomic import temp_name
 
 KEY = "0" * 64
-TEMP = temp_name()
+TEMP = ".4570-a2391e24edeef39f.tmp"
 OLD_S = 1_000_000_000
 
 ENTRIES = (f"latents/00/{KEY}.safetensors", f"text/00/{KEY}.safetensors", f"masks/00/{KEY}.safetensors")

@@ -333,4 +333,6 @@ def test_in_a_bucket_a_folder_is_listed_before_a_file_of_its_name(folder: Path, 
     fingerprint, (first, second, third, *_) = slices([Url(bucket.address)])
     assert (first.after, second.after) == (("a.jpg",), ("a.txt",))
     assert third.after == ("inner", "b.jpg")
-    assert fingerprint == scan_fingerprint([Url(bucket.address)]), "a slice may end before the file of that name"
+    assert fingerprint == scan_fingerprint([Url(bucket.address)]), (
+        "a slice may end before the file of that name"
+    )
