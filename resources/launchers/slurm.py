@@ -272,11 +272,12 @@ def _why_running(name: str, process: subprocess.Popen[bytes], refusal: str | Non
         process: `sbatch --wait`, which ends with the job unless a signal ends it.
         refusal: Why `scancel` failed, or None.
     """
-    status = process.poll()
-    if status is not None and status >= 0:
-        return None
     failure, listed = _answer("squeue", "--noheader", f"--name={name}")
-    return refusal or failure or ("squeue still lists it" if listed else None)
+    if listed:  # also while Slurm waits for the job's processes, when sbatch may have ended already
+        return refusal or "squeue still lists it"
+    status = process.poll()
+    has_ended = status is not None and status >= 0
+    return None if has_ended else refusal or failure
 
 
 def _answer(*command: str) -> tuple[str | None, str]:
