@@ -97,7 +97,6 @@ def cache_latents(
     table = _table(kept, result)
     failed_rows = [_rejected_row(row, failures, failed_references) for row in failed.iter_rows(named=True)]
 
-    folder = recipe.output_dir / "reports" / ASSET
     report = {
         **_counters(result, table, removed=_num_removed(previous, _recorded(table))),
         **({} if masks is None else mask_counters(masks, table)),
@@ -106,10 +105,15 @@ def cache_latents(
         "rejected": len(failed_rows) + len(refused),
         **watch.numbers(),
         "pictures_seconds": round(watch.aside_s, 3),
-        **pictures.report(folder, picture_rows),
-        **pictures.statistics(entries, table, folder),
+        **_picture_report(entries, table, picture_rows),
     }
     return StageResult(table, frame("rejected", failed_rows + refused), report)
+
+
+def _picture_report(entries: RecipeEntries, table: pl.DataFrame, rows: pl.DataFrame) -> dict[str, object]:
+    """Draw the latents of `rows` and the statistics of all latents, and return their counters."""
+    folder = entries.recipe.output_dir / "reports" / ASSET
+    return {**pictures.report(folder, rows), **pictures.statistics(entries, table, folder)}
 
 
 def _table(requests: pl.DataFrame, result: FillResult) -> pl.DataFrame:

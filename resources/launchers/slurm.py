@@ -269,11 +269,11 @@ def _why_running(name: str, process: subprocess.Popen[bytes], refusal: str | Non
 
     Args:
         name: Name of the job.
-        process: `sbatch --wait`, which ends with the job unless a signal ends it.
+        process: `sbatch --wait`. It may end while Slurm still waits for the job's processes.
         refusal: Why `scancel` failed, or None.
     """
     failure, listed = _answer("squeue", "--noheader", f"--name={name}")
-    if listed:  # also while Slurm waits for the job's processes, when sbatch may have ended already
+    if listed:
         return refusal or "squeue still lists it"
     status = process.poll()
     has_ended = status is not None and status >= 0

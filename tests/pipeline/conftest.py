@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from demo.tiny_models import make_tiny_qwen_image_edit
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
@@ -26,6 +27,14 @@ from tests.pipeline.cached_job import Job, recipe_of
 from tests.pipeline.disk_calls import DiskCalls
 
 __all__ = ["bind", "cache", "entry_bytes"]  # fixtures
+
+
+@pytest.fixture(scope="session")
+def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny Qwen-Image-Edit, whose text encoder sees references."""
+    folder = tmp_path_factory.mktemp("models") / "edit"
+    make_tiny_qwen_image_edit(folder)
+    return folder
 
 
 @pytest.fixture

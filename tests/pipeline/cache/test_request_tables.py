@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from demo.tiny_models import make_tiny_qwen_image_edit, make_tiny_z_image
+from demo.tiny_models import make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.requests import (
     SEEN,
@@ -58,14 +58,6 @@ def tiny_ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny Z-Image, which stores captions at their own length."""
     folder = tmp_path_factory.mktemp("models") / "z_image"
     make_tiny_z_image(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tiny Qwen-Image-Edit, whose text encoder sees references."""
-    folder = tmp_path_factory.mktemp("models") / "edit"
-    make_tiny_qwen_image_edit(folder)
     return folder
 
 

@@ -30,6 +30,7 @@ from pipeline.encoding.jobs import (
     write_order,
 )
 from pipeline.encoding.progress import Progress
+from tests.listener import Listener
 
 
 def job(number: int, cost: int = 1) -> Job:
@@ -126,19 +127,6 @@ def test_results_of_all_ranks_are_combined_and_a_partial_last_line_is_ignored(tm
     results = read_results(tmp_path)
     assert (results.made, results.present, results.work_s) == ({"a"}, {"b"}, 1.5)
     assert results.failed == {"c": Failure("changed", "it has", "mend it")}
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def info(self, text: str) -> None:
-        self.lines.append(text)
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, counts: int, total: int, text: str, **details: str) -> None:
-        self.lines.append(f"{counts}/{total} {text} {details['note']}".rstrip())
 
 
 def test_T05_only_rank_0_logs_progress_with_one_line_for_all_ranks(tmp_path: Path) -> None:

@@ -55,10 +55,8 @@ def test_a_single_process_that_does_not_use_accelerate_is_started_directly() -> 
 
 
 def test_processes_that_cannot_be_divided_among_the_machines_are_refused() -> None:
-    with pytest.raises(LaunchError):
-        launch_command(
-            AccelerateSettings(num_processes=3), "m", Path("o"), Machines(2, 1, "node1", 29500, 60)
-        )
+    with pytest.raises(LaunchError, match="3"):
+        launch_command(AccelerateSettings(num_processes=3), "m", Path("o"), Machines(2, 1, "node1", 9, 60))
 
 
 def test_the_users_accelerate_configuration_is_not_read() -> None:
@@ -331,7 +329,6 @@ def test_blank_lines_are_not_quoted_and_a_launch_without_output_says_so(tmp_path
     assert error.what == "m ended with exit status 1: b"
     assert error.where.splitlines()[1:] == ["a", "b"]
     silent = launch_error("m", 1, output=[""], error_file=tmp_path / "none")
-    assert silent.what == "m ended with exit status 1"
     assert silent.where.splitlines() == ["the processes of m, last output:", "(none)"]
 
 

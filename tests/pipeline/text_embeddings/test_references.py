@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from demo.tiny_models import make_tiny_bria_fibo2, make_tiny_qwen_image_edit
+from demo.tiny_models import make_tiny_bria_fibo2
 from pipeline.cache.requests import SEEN, RecipeEntries
 from pipeline.cache.text_requests import EMPTY_CAPTION, file_images, text_rows
 from pipeline.cache.worker.tensors import read_torch
@@ -56,13 +56,6 @@ class EditJob(Job):
 
     def expected(self) -> dict[str, list[str]]:
         return forecast(self.recipe, self.tables, **QUIET).text.reasons
-
-
-@pytest.fixture(scope="session")
-def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "edit"
-    make_tiny_qwen_image_edit(folder)
-    return folder
 
 
 @pytest.fixture

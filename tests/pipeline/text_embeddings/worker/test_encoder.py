@@ -14,23 +14,9 @@ from pipeline.encoding.jobs import Encoded, Job, Order
 from pipeline.encoding.progress import Progress
 from pipeline.models.worker.family import load_family
 from pipeline.text_embeddings.worker.encoder import TextEncoder, captions_per_pass
+from tests.listener import Listener
 
 CAPTIONS = ["a cat", "a red dog", "cats and dogs"]
-
-
-class Listener:
-    """Collects the messages of an encoder."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def info(self, text: str) -> None:
-        self.lines.append(text)
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, *, note: str = "") -> None:
-        self.lines.append(f"{done} of {total} {text} {note}")
 
 
 @pytest.fixture

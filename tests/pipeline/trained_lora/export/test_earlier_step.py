@@ -19,7 +19,7 @@ from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.earlier_step import exportable_run, exported_step, forget_exported_step
 from pipeline.trained_lora.export.lora_files import read_provenance
-from pipeline.trained_lora.job import read_job
+from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
 from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
 
@@ -52,6 +52,17 @@ buckets: {{resolution: 64, step: 16}}
 def published(project: Project) -> dict[str, bytes]:
     lora = project.recipe.output_dir / "lora"
     return {path.name: path.read_bytes() for path in lora.iterdir()}
+
+
+def assert_samples_are_those_of_step_4(project: Project, job: TrainingJob) -> None:
+    """Check the table of samples in lora/: held-out images are in it as well, seen 0 times."""
+    seen = Counter(slot.variant_id for step in job.plan()[:4] for slot in step.slots())
+    table = pl.read_parquet(project.recipe.output_dir / "lora" / "samples.parquet")
+    assert dict(table.select("sample_id", "times_seen").rows()) == {
+        item.sample_id: seen[item.variant_id] for item in job.inputs
+    }
+    assert len(job.inputs.held_out) > 0, "no image is held out"
+    assert table.schema == pl.read_parquet(run_folders(project)[0] / "samples.parquet").schema
 
 
 def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
@@ -91,14 +102,7 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     assert read_provenance(project.recipe.output_dir)["step"] == 4
     assert "| steps | 4 of 6, " in earlier["README.md"].decode()
     assert "| steps | 6, " in last["README.md"].decode()
-    job = read_job(launch.launched[0])
-    seen = Counter(slot.variant_id for step in job.plan()[:4] for slot in step.slots())
-    table = pl.read_parquet(project.recipe.output_dir / "lora" / "samples.parquet")
-    assert dict(table.select("sample_id", "times_seen").rows()) == {
-        item.sample_id: seen[item.variant_id] for item in job.inputs
-    }
-    assert len(job.inputs.held_out) > 0, "a held-out image is listed, with 0"
-    assert table.schema == pl.read_parquet(run_folders(project)[0] / "samples.parquet").schema
+    assert_samples_are_those_of_step_4(project, read_job(launch.launched[0]))
 
     again = run(project, launch, log)
     assert len(launch.launched) == 1

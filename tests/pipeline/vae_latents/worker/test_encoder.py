@@ -25,20 +25,7 @@ from pipeline.storage.local_source import LocalSource
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
 from pipeline.vae_latents.worker.vae_batches import VaeBatches
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def info(self, text: str) -> None:
-        self.lines.append(text)
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        self.lines.append(text)
-
+from tests.listener import Listener
 
 SQUARE = ("cat.png", "camera.png", "coffee.png", "rocket.png")
 """Images that get the same target size, enough to form batches beyond the probes, which run one by one."""

@@ -22,21 +22,7 @@ from pipeline.images.geometry import Geometry
 from pipeline.models.worker.vae import Posterior
 from pipeline.raw_images.parallel import num_threads
 from pipeline.vae_latents.worker.encoder import LatentEncoder, decode_threads
-
-
-class Listener:
-    """Collects the messages of an encoder."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def info(self, text: str) -> None:
-        self.lines.append(text)
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, *, note: str = "") -> None:
-        self.lines.append(f"{done} of {total} {text} {note}")
+from tests.listener import Listener
 
 
 def order_of(cache: Any, tmp_path: Path, work: dict[str, Any] | None = None, **settings: Any) -> Order:
