@@ -28,7 +28,7 @@ def recipe_of(folder: Path, base: Path, **values: Any) -> Recipe:
 
 
 def failure_of(recipe: Recipe) -> str:
-    """Return the text of the failure of raw_images in a run of it alone."""
+    """Materialize raw_images alone, which must fail, and return the error."""
     resources = build_definitions([recipe]).resources
     assert resources is not None
     result = materialize(
