@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -105,7 +104,10 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 
 
 def resolve(folder: Path, *arguments: str, code: str = CODE, **environment: str) -> str:
-    """Resolve a base model, or what `code` resolves, in another process, and return its error."""
+    """Resolve a base model, or what `code` resolves, in another process, and return its error.
+
+    No request may be repeated, which huggingface_hub would log.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     process = subprocess.run(
         [sys.executable, "-c", code, str(folder), *arguments],
@@ -115,6 +117,7 @@ def resolve(folder: Path, *arguments: str, code: str = CODE, **environment: str)
         text=True,
         check=True,
     )
+    assert "Retrying" not in process.stderr, process.stderr
     return process.stdout
 
 
@@ -153,13 +156,10 @@ def test_each_refusal_of_the_hub_has_its_own_message_and_fix_without_retries(
 
 
 def test_without_a_network_there_is_one_attempt(tmp_path: Path) -> None:
-    started = time.monotonic()
     error = resolve(tmp_path, "someone/tiny", HF_ENDPOINT="http://127.0.0.1:9")
     assert "could not be downloaded from the Hub: " in error
     assert "Connection refused" in error
     assert "check the network" in error
-    assert "Retrying" not in error
-    assert time.monotonic() - started < 26, "the retries of hf_hub_download alone take 23 s"
 
 
 @pytest.mark.parametrize("code", [CODE, COMPONENT_CODE], ids=["base model", "component"])
