@@ -15,7 +15,8 @@ from tests.remote_folders import published_in_archive, published_in_bucket
 
 
 @pytest.mark.usefixtures("s3")
-@pytest.mark.parametrize("kind", [pytest.param("s3", marks=pytest.mark.slow), "zip"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "zip"])
 def test_after_a_dataset_moved_to_remote_storage_only_changed_samples_are_encoded(
     cached: Any, tmp_path: Path, kind: str
 ) -> None:

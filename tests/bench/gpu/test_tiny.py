@@ -11,7 +11,7 @@ from bench.gpu.experiment import Experiment, run
 from bench.gpu.rig import TINY, Bench
 from bench.gpu.session import EXPERIMENTS
 
-BOUNDED = ("SDXL VAE, images a pass", "SDXL LoRA step, bf16")
+BOUNDED = ("SDXL LoRA step, bf16",)
 NEEDS = {"nf4": "a CUDA GPU", "fp8 products": "a GPU", "int8": "torchao", "adamw8bit": "bitsandbytes"}
 
 pytestmark = pytest.mark.filterwarnings("ignore")

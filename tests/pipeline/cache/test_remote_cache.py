@@ -81,27 +81,34 @@ def test_a_remote_cache_gets_the_entries_and_tables_of_a_local_one_and_a_warm_ru
     assert different == [], "entries whose bytes differ from the local ones"
 
 
-@pytest.mark.parametrize("asset", ASSETS)
-def test_L06_L07_a_damaged_entry_is_reported_with_its_address_and_the_next_run_repairs_it(
-    job: Job, address: str, asset: str
+def test_L06_L07_damaged_entries_are_reported_with_their_addresses_and_the_next_run_repairs_them(
+    job: Job, address: str
 ) -> None:
-    store, spec = RecipeEntries(job.recipe).store, spec_of(job, asset)
-    name = store.path(spec).as_posix()
-    sound = files(job).read(name)
-    for damaged in (sound[:-1], sound[:-1] + bytes([sound[-1] ^ 1]), b""):
-        files(job).put(name, damaged)
-        (finding,) = job.failing(asset).values()
-        assert finding.rows[0]["path"] == f"{address}/{name}"
-        (bad,) = verify(job.recipe, needed_entries(job.recipe, job.tables), log=print)
-        assert (bad.path, bad.needed.name) == (f"{address}/{name}", "photos/cat.png")
+    store = RecipeEntries(job.recipe).store
+    names = {asset: store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
+    undamaged = {asset: files(job).read(name) for asset, name in names.items()}
+
+    def flip(data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+    for damage in (lambda data: data[:-1], flip, lambda _: b""):
+        for asset, name in names.items():
+            files(job).put(name, damage(undamaged[asset]))
+            (finding,) = job.failing(asset).values()
+            assert finding.rows[0]["path"] == f"{address}/{name}"
+        bad = verify(job.recipe, needed_entries(job.recipe, job.tables), log=print)
+        assert sorted(each.path for each in bad) == sorted(f"{address}/{name}" for name in names.values())
+        assert {each.needed.name for each in bad} == {"photos/cat.png"}
         job.cache()
-        assert files(job).read(name) == sound
-    store.remove(spec)
+        assert {asset: files(job).read(name) for asset, name in names.items()} == undamaged
+
+    for asset, name in names.items():
+        store.remove(spec_of(job, asset))
+        with pytest.raises(StoreError, match="cannot be read") as excinfo:
+            store.read(spec_of(job, asset))
+        assert excinfo.value.where == f"{address}/{name}"
     expected = forecast(job.recipe, job.tables, log=lambda _: None)
-    assert expected.latents.to_make + expected.text.to_make == 1
-    with pytest.raises(StoreError, match="cannot be read") as excinfo:
-        store.read(spec)
-    assert excinfo.value.where == f"{address}/{name}"
+    assert (expected.latents.to_make, expected.text.to_make) == (1, 1)
 
 
 def test_L13_garbage_collection_deletes_orphans_and_nothing_else(job: Job) -> None:

@@ -224,7 +224,9 @@ def test_a_lora_without_provenance_keeps_all_runs(address: Url, tmp_path: Path) 
     assert set(kept(surveyed).values()) == {"lora/provenance.json does not exist"}
 
 
-@pytest.mark.parametrize("killed_at", range(6))
+@pytest.mark.parametrize(
+    "killed_at", [pytest.param(n, marks=() if n in (0, 2, 5) else pytest.mark.slow) for n in range(6)]
+)
 def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_another_machine(
     address: Url, tmp_path: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,8 @@ def test_requests_are_repeated_while_the_server_does_not_answer(api: Server) -> 
     assert api.num_failing_requests == 0
 
     api.num_failing_requests = 10**6
-    with pytest.raises(LaunchError, match=r"did not answer for 5 s: .*the server is starting"):
+    kubernetes = KubernetesClient("default", patience_s=1)
+    with pytest.raises(LaunchError, match=r"did not answer for 1 s: .*the server is starting"):
         kubernetes.read_job("job")
     (pod,) = next(iter(api.jobs.values())).pods
     assert kubernetes.last_lines(client.V1Pod(metadata=client.V1ObjectMeta(name=pod.name)), 3) == []

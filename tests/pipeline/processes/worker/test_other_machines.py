@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 
 from pipeline.errors import LatentlineError, LaunchError, StoreError
 from pipeline.processes.machines import Machines
+from pipeline.processes.worker import failure_board
 from pipeline.processes.worker import other_machines as module
 from pipeline.processes.worker.failure_board import FailureBoard
 from pipeline.processes.worker.other_machines import MachineWatch, explained
@@ -129,7 +130,8 @@ def test_a_machine_that_has_finished_is_not_missed(machines: list[Machines]) -> 
     assert not ended
 
 
-def test_a_machine_whose_store_has_gone_is_lost() -> None:
+def test_a_machine_whose_store_has_gone_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_board, "_TIMEOUT", timedelta(seconds=1))
     ended: list[LatentlineError] = []
     nobody = Machines(2, 1, "127.0.0.1", 1)
     watching = watch(nobody, ended)

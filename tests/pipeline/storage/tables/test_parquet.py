@@ -149,7 +149,7 @@ def test_O07_stages_that_reject_at_the_same_time_do_not_undo_each_other(tmp_path
 
     def reject(stage: str) -> None:
         barrier.wait()
-        for _ in range(20):
+        for _ in range(6):
             tables.write_rejected(stage, frame("rejected", [rejection("d/" + stage, stage)]))
 
     threads = [threading.Thread(target=reject, args=(stage,)) for stage in ASSETS]

@@ -179,7 +179,13 @@ def test_a_quantised_weight_does_not_decide_the_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [{}, {"dora": True}, {"init": "pissa"}, {"kind": "lokr"}, {"text_encoders": {}}], ids=str
+    "lora",
+    [
+        {"dora": True},
+        {"text_encoders": {}},
+        *(pytest.param(lora, marks=pytest.mark.slow) for lora in ({}, {"init": "pissa"}, {"kind": "lokr"})),
+    ],
+    ids=str,
 )
 def test_a_lora_scale_changes_the_preview_alone(
     make_project: Callable[..., Project], lora: dict[str, Any]
