@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import ModelFolder
+from pipeline.models.families import FAMILIES
 from pipeline.models.families.parts.lora_keys import BlockNames, ClipLora, Layer, LoraKeys, StackedKeys
 
 CLIP = ClipLora("lora_te2", "clip_g", num_layers=2)
@@ -49,6 +50,16 @@ def test_layers_without_other_names_keep_the_path_of_diffusers() -> None:
     assert LoraKeys([], kohya_readable=lambda model: model is MODEL).reads_kohya(MODEL)
     assert not keys.reads_kohya(MODEL)
     assert keys.max_parts == 1
+
+
+def test_kohyas_layout_is_read_back_with_diffusers_for_the_families_whose_loader_reads_it() -> None:
+    readable = {spec.name: spec.lora.kohya_readable for spec in FAMILIES}
+    assert {name for name, value in readable.items() if value is True} == {
+        *("Stable Diffusion 1.x and 2.x", "Stable Diffusion XL", "Kolors"),
+        *("FLUX.2 klein", "FLUX.2 dev", "Qwen-Image", "Qwen-Image-Edit", "Z-Image"),
+    }
+    depends_on_width = {name for name, value in readable.items() if callable(value)}
+    assert depends_on_width == {"FLUX.1", "FLUX.1 Kontext", "Chroma"}
 
 
 BLOCKS = (

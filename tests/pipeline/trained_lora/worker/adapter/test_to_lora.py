@@ -363,6 +363,17 @@ def test_R06_fused_layers_hold_the_trained_parts(tmp_path: Path, kind: str, lora
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
+def test_only_parts_of_a_fused_layer_have_the_rows_of_all_its_parts(tmp_path: Path) -> None:
+    make_tiny_sd3(tmp_path)
+    family = load_family(tmp_path)
+    denoiser: Any = family.denoiser.load("float32", "cpu")
+    settings = LoraSettings.model_validate_json('{"rank": 4, "modules": ["*.0.attn.to_q", "*.0.ff.net.2"]}')
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    part, layer = describe_denoiser(family, denoiser)
+    assert part.kohya_outs == (part.out_features,) * 3
+    assert (layer.kohya_outs, layer.out_features) == ((), part.out_features)
+
+
 def test_R06_fused_layers_have_the_rows_of_their_parts_even_if_quantised(tmp_path: Path) -> None:
     """bitsandbytes packs nf4 weights into a column of bytes, two numbers per byte."""
     make_tiny_sd3(tmp_path)
