@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from dagster import AssetKey, AssetSelection
 
 TRAINING = {
@@ -39,6 +40,7 @@ def contents(workspace) -> dict[str, bytes]:
     return {str(path.relative_to(workspace.cache)): path.read_bytes() for path in paths}
 
 
+@pytest.mark.slow
 def test_R12_an_interrupted_job_leaves_a_checkpoint_and_no_process(cached) -> None:
     cached.recipe(training={**TRAINING, "steps": 100_000, "checkpoint_every": 100_000})
     job = cached.start("train")

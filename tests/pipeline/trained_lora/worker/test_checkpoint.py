@@ -76,6 +76,13 @@ def test_R07_partial_checkpoints_are_ignored_and_removed(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_leftover_that_cannot_be_deleted_is_no_error(tmp_path: Path) -> None:
+    leftover = tmp_path / ".step-00000002-1-abcd.tmp"
+    leftover.write_text("a file instead of a folder")
+    remove_leftovers(tmp_path)
+    assert leftover.exists()
+
+
 def test_another_run_s_checkpoint_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     with pytest.raises(TrainingError, match="belongs to run run, not to other"):

@@ -309,6 +309,15 @@ def test_R06_a_converted_adapter_whose_factors_are_wrong_is_an_error(
         adapted.export(tmp_path)
 
 
+def test_a_converted_lora_of_a_single_module_is_exported(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    module = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    lora = {"rank": 2, "alpha": 2.0, "kind": "loha", "modules": [module]}
+    adapted = Trained(make_project(lora=lora))
+    assert [file.num_modules for file in adapted.export(tmp_path)] == [1] * len(LAYOUTS)
+
+
 def test_exporting_does_not_change_the_trained_adapter(trained: Trained, tmp_path: Path) -> None:
     before = delta_weights(trained.engine.denoiser)
     trained.export(tmp_path)
