@@ -122,6 +122,15 @@ def test_L07_a_full_read_detects_any_single_flipped_bit(store: Store) -> None:
         assert store.check(SPEC).status == "wrong", offset
 
 
+def test_reading_an_entry_does_not_compute_its_checksum_which_a_check_has_done(store: Store) -> None:
+    path = write_entry(store)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert store.read(SPEC).keys() == VALUES.keys()
+    assert store.check(SPEC).status == "wrong"
+
+
 def test_a_folder_at_an_entrys_path_is_moved_aside_with_its_contents(store: Store) -> None:
     path = write_entry(store)
     _replace_with_folder(path)

@@ -143,12 +143,27 @@ def test_streamed_weights_of_eight_bit_products_train_the_same_lora(
     assert_equal(make_project(), compute="int8", gradient_checkpointing=checkpointing)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+OTHER_KINDS: dict[str, dict[str, Any]] = {
+    "lokr": {"kind": "lokr"},
+    "loha": {"kind": "loha"},
+    "dora": {"dora": True},
+    "pissa": {"init": "pissa"},
+    "text encoders": {"text_encoders": {}},
+}
+
+
 @pytest.mark.parametrize(
-    "lora",
-    [{"kind": "lokr"}, {"kind": "loha"}, {"dora": True}, {"init": "pissa"}, {"text_encoders": {}}],
-    ids=["lokr", "loha", "dora", "pissa", "text encoders"],
+    ("lora", "checkpointing"),
+    [
+        pytest.param(
+            lora,
+            checkpointing,
+            id=f"{name}-{'recomputed' if checkpointing else 'stored'}",
+            marks=() if name == "dora" and not checkpointing else pytest.mark.slow,
+        )
+        for name, lora in OTHER_KINDS.items()
+        for checkpointing in (False, True)
+    ],
 )
 def test_streamed_blocks_train_the_same_adapter_of_other_kinds(
     make_project: Callable[..., Project], lora: dict[str, Any], checkpointing: bool
