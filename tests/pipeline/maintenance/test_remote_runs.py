@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -45,9 +46,10 @@ def address(s3: str) -> Url:
         add_run(remote, run)
     remote.put(f"runs/{FINISHED}/finished.json", b'{"steps": 1500}')
     remote.put(f"runs/{PUBLISHED}/finished.json", b'{"steps": 1500}')
-    # Times have a resolution of one second.
-    while remote.info(f"runs/{NEWEST}/run.json")["LastModified"] <= newest_time(remote, PUBLISHED):
-        add_run(remote, NEWEST)
+    published_at = newest_time(remote, PUBLISHED)
+    while remote.info(f"runs/{NEWEST}/run.json")["LastModified"] <= published_at:
+        time.sleep(0.1)  # times have a resolution of one second
+        remote.put(f"runs/{NEWEST}/run.json", b"{}")
     remote.put("lora/provenance.json", json.dumps({"run": PUBLISHED}).encode())
     return address
 
