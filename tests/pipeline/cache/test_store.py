@@ -122,7 +122,7 @@ def test_L07_a_full_read_detects_any_single_flipped_bit(store: Store) -> None:
         assert store.check(SPEC).status == "wrong", offset
 
 
-def test_reading_an_entry_does_not_compute_its_checksum_which_a_check_has_done(store: Store) -> None:
+def test_a_check_computes_the_checksum_of_an_entry_and_a_read_does_not(store: Store) -> None:
     path = write_entry(store)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1

@@ -106,7 +106,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def resolve(folder: Path, *arguments: str, code: str = CODE, **environment: str) -> str:
     """Resolve a base model, or what `code` resolves, in another process, and return its error.
 
-    No request may be repeated, which huggingface_hub would log.
+    The test fails if a request is repeated: huggingface_hub then logs "Retrying in 1s".
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     process = subprocess.run(

@@ -108,7 +108,7 @@ def test_the_attempts_end_with_the_services_error_after_a_bounded_time(
     monkeypatch.setattr(module, "RETRY_S", 1.0)
     send = failing(3, ConnectionResetError())
     with pytest.raises(ConnectionResetError):
-        retry(send)  # after 0.25 s and 0.5 s at most; another wait could end after the second
+        retry(send)  # after waits of up to 0.25 and 0.5 s, another of up to 1 s would end too late
 
 
 def test_O13_every_request_waits_for_an_s3_server_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

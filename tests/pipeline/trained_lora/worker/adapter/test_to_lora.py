@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from peft.tuners.lokr.layer import factorization
 from safetensors.torch import load_file
 
-from demo.tiny_models import TINY, make_tiny_sd3
+from demo.tiny_models import TINY
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
@@ -361,50 +361,3 @@ def test_R06_fused_layers_hold_the_trained_parts(tmp_path: Path, kind: str, lora
             assert not torch.allclose(expected, weight, atol=1e-2)
             actual = by_formula(weight, tensors, key, base_rows=layout == "comfyui")
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-
-
-def test_only_parts_of_a_fused_layer_have_the_rows_of_all_its_parts(tmp_path: Path) -> None:
-    make_tiny_sd3(tmp_path)
-    family = load_family(tmp_path)
-    denoiser: Any = family.denoiser.load("float32", "cpu")
-    settings = LoraSettings.model_validate_json('{"rank": 4, "modules": ["*.0.attn.to_q", "*.0.ff.net.2"]}')
-    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
-    part, layer = describe_denoiser(family, denoiser)
-    assert part.kohya_outs == (part.out_features,) * 3
-    assert (layer.kohya_outs, layer.out_features) == ((), part.out_features)
-
-
-def test_R06_fused_layers_have_the_rows_of_their_parts_even_if_quantised(tmp_path: Path) -> None:
-    """bitsandbytes packs nf4 weights into a column of bytes, two numbers per byte."""
-    make_tiny_sd3(tmp_path)
-    family = load_family(tmp_path)
-    denoiser: Any = family.denoiser.load("float32", "cpu")
-    settings = LoraSettings.model_validate_json('{"rank": 4, "modules": ["*.attn.to_q"]}')
-    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
-    plain = describe_denoiser(family, denoiser)
-    assert all(len(module.kohya_outs) == 3 for module in plain), "parts without an adapter are among them"
-    for name, layer in denoiser.named_modules():
-        if type(layer) is torch.nn.Linear and "lora_" not in name:
-            packed = torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8)
-            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-    assert describe_denoiser(family, denoiser) == plain
-
-
-@pytest.mark.parametrize(
-    ("lora", "expected_text"),
-    [
-        ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs an adapter on every part"),
-        ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "must have one rank and alpha"),
-    ],
-    ids=str,
-)
-def test_adapters_that_kohya_s_fused_layers_cannot_hold_are_errors(
-    tmp_path: Path, lora: dict[str, Any], expected_text: str
-) -> None:
-    make_tiny_sd3(tmp_path)
-    family = load_family(tmp_path)
-    denoiser: Any = family.denoiser.load("float32", "cpu")
-    settings = LoraSettings.model_validate_json(json.dumps(lora))
-    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
-    with pytest.raises(TrainingError, match=expected_text):
-        describe_denoiser(family, denoiser)
