@@ -60,6 +60,7 @@ def _steps_done(workspace) -> bool:
     return any(file.stat().st_size > 0 for file in logs)
 
 
+@pytest.mark.slow
 def test_L10_two_cache_jobs_at_once_write_the_entries_of_a_single_one(cached_once, fresh) -> None:
     jobs = [fresh.start("cache"), fresh.start("cache")]
     errors = [job.communicate(timeout=240)[1] for job in jobs]
@@ -67,6 +68,7 @@ def test_L10_two_cache_jobs_at_once_write_the_entries_of_a_single_one(cached_onc
     assert contents(fresh) == contents(cached_once)
 
 
+@pytest.mark.slow
 def test_a_finished_lora_is_not_trained_again_after_the_sources_are_deleted(cached) -> None:
     job = cached.start("train")
     output, errors = job.communicate(timeout=240)

@@ -138,15 +138,6 @@ def test_a_ctrl_c_that_a_destructor_discards_still_stops_the_start(cached, home)
     assert DagsterInstance.from_config(str(home)).get_runs() == []
 
 
-def test_without_a_terminal_the_messages_of_the_stages_are_printed_instead_of_bars(cached, home) -> None:
-    completed = cached.run(latentline("run", "small", "--cache-only"), DAGSTER_HOME=str(home))
-    assert completed.returncode == 0
-    assert completed.stdout.startswith("\nsmall_cache: done after ")
-    assert "  raw_images         5 image files" in completed.stderr
-    assert "\x1b" not in completed.stderr + completed.stdout
-    assert "DEBUG" not in completed.stderr
-
-
 def test_a_missing_instance_folder_is_an_error_with_a_fix(cached) -> None:
     completed = cached.run(latentline("run", "small"), DAGSTER_HOME=str(cached.root / "nowhere"))
     problem = problem_of(completed)
@@ -168,6 +159,7 @@ def test_dagster_job_execute_prints_a_closed_gate_once(cached, home, config: Pat
     assert "Stack Trace" not in completed.stderr
 
 
+@pytest.mark.slow
 def test_O08_a_run_starts_although_an_earlier_one_was_killed_while_it_used_the_gpu_pool(cached, home) -> None:
     cached.recipe(training=ENDLESS)
     environment = {**cached.environment(), "DAGSTER_HOME": str(home)}

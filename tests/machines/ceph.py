@@ -65,9 +65,9 @@ class Gateway:
     def __init__(self, folder: Path, *, host: str, memory_bytes: int = 4 * 2**30) -> None:
         """Start the cluster and the gateway in an empty folder, on free ports of the address `host`."""
         self._folder = folder
-        self.port = _free_port(host)
+        self.port, monitor_port = _two_free_ports(host)
         self.url = f"http://{host}:{self.port}"
-        self._fsid, self._monitor = str(uuid.uuid4()), f"{host}:{_free_port(host)}"
+        self._fsid, self._monitor = str(uuid.uuid4()), f"{host}:{monitor_port}"
         settings = {"folder": folder, "host": host, "port": self.port, "memory_bytes": memory_bytes}
         settings |= {"fsid": self._fsid, "monitor": self._monitor}
         self._conf = str(folder / "ceph.conf")
@@ -145,11 +145,12 @@ def missing_programs() -> list[str]:
     return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+def _two_free_ports(host: str) -> tuple[int, int]:
+    """Return two different ports; one probe after the other could find the same port twice."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind((host, 0))
+        two.bind((host, 0))
+        return one.getsockname()[1], two.getsockname()[1]
 
 
 def _accepts(host: str, port: int) -> bool:

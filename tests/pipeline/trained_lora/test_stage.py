@@ -162,6 +162,7 @@ class RecordingLaunch(InProcessLaunch):
         super().__call__(*arguments)
 
 
+@pytest.mark.slow
 def test_a_training_from_remote_packs_and_their_copies_gives_the_lora_of_single_entries(
     make_project: Callable[..., Project], own_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def wait_for_steps(job: TrainingJob, number: int, child: subprocess.Popen[bytes]
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_R01_R12_a_stopped_and_then_killed_process_ends_with_the_weights_of_an_uninterrupted_one(
     make_project: Callable[..., Project],
 ) -> None:
