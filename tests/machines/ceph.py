@@ -146,7 +146,7 @@ def missing_programs() -> list[str]:
 
 
 def _two_free_ports(host: str) -> tuple[int, int]:
-    """Return two different ports; one probe after the other could find the same port twice."""
+    """Return two different ports, both probed at once: two probes in a row could find the same port."""
     with socket.socket() as one, socket.socket() as two:
         one.bind((host, 0))
         two.bind((host, 0))
