@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := configs/demo.yaml
-PYTEST_WORKERS ?= 2
+# Tests wait for other processes a third of the time, so three workers keep two cores busy.
+PYTEST_WORKERS ?= 3
 UV := uv==0.13.9
 
 # Folder of the Dagster instance, as in `latentline run`.
