@@ -193,7 +193,7 @@ def _delta_norms(result: _Result) -> dict[str, float]:
             up, down = up.astype(np.float64), down.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):  # such weights give a norm that is not finite
             norm = float(np.linalg.norm(up @ down))
-        rounding_error = _ROUNDING * float(np.linalg.norm(up) * np.linalg.norm(down))
+            rounding_error = _ROUNDING * float(np.linalg.norm(up) * np.linalg.norm(down))
         is_zero = math.isfinite(norm) and norm <= rounding_error
         norms[module.name] = 0.0 if is_zero else norm * module.alpha / module.rank
     return norms

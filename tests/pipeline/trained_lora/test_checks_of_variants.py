@@ -119,7 +119,7 @@ def test_the_rows_of_a_failed_check_state_what_was_found_and_expected(long_run: 
     assert by_file == {long_run.path(layout).name: 2 * 2 * (6 + 5) * 4 for layout in LAYOUTS}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 3e18])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e18, 1e30])
 def test_a_module_whose_weights_are_not_finite_fails_and_is_listed(
     long_run: PublishedRun, value: float
 ) -> None:
