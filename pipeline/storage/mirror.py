@@ -32,13 +32,11 @@ from pipeline.storage.mirrored_files import (
     matches,
     rank_of,
 )
+from pipeline.storage.os_errors import is_disk_full
 from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteFolder
 from pipeline.storage.remote_stat import stat_from_info
 
 _THREADS = 8
-
-_LOCAL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Error numbers of a download that cannot be written."""
 
 Log = Callable[[str], object]
 
@@ -387,7 +385,7 @@ class Mirror:
         except FileNotFoundError:
             raise
         except OSError as err:
-            if done == "read" and err.errno in _LOCAL_DISK:
+            if done == "read" and (is_disk_full(err) or err.errno == errno.EROFS):
                 raise OSError(err.errno, os.strerror(err.errno), str(self.folder / name)) from err
             what = f"the output folder cannot be {done}: {err}"
             raise self.error(what, name, is_upload=done == "written") from err

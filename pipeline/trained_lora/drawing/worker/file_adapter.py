@@ -26,7 +26,7 @@ from pipeline.trained_lora.worker.adapter.warm_start import (
     unmatched_keys,
     without_zero_modules,
 )
-from pipeline.trained_lora.worker.export.modules import out_features
+from pipeline.trained_lora.worker.export.modules import fused_outs
 
 if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
@@ -195,7 +195,7 @@ def _with_denoiser_keys(family: WorkerFamily, module: LoraModule, denoiser: nn.M
     """Return the module with its keys; with the one of diffusers only if another layout lacks it."""
     try:
         layer, comfyui = family.kohya_layer(module.name), family.comfyui_key(module.name)
-        outs = tuple(out_features(denoiser, part) for part in layer.modules)
+        outs = fused_outs(denoiser, layer)
     except (FamilyError, AttributeError):  # torch raises AttributeError for a part that this model lacks
         return module
     return replace(
@@ -203,7 +203,7 @@ def _with_denoiser_keys(family: WorkerFamily, module: LoraModule, denoiser: nn.M
         kohya=layer.key,
         comfyui=comfyui,
         kohya_part=layer.modules.index(module.name),
-        kohya_outs=outs if len(outs) > 1 else (),
+        kohya_outs=outs,
     )
 
 

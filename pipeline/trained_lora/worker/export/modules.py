@@ -21,6 +21,7 @@ from pipeline.trained_lora.worker.adapter.lora import (
 from pipeline.trained_lora.worker.adapter.to_lora import lora_shapes
 
 if TYPE_CHECKING:
+    from pipeline.models.families.parts.lora_keys import Layer
     from pipeline.models.worker.family import WorkerFamily
 
 
@@ -61,12 +62,11 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
             "kohya": layer.key,
             "comfyui": family.comfyui_key(name),
         }
-        outs = tuple(out_features(denoiser, part) for part in layer.modules)
         described.append(
             replace(
                 _describe(name, module, **keys),
                 kohya_part=layer.modules.index(name),
-                kohya_outs=outs if len(outs) > 1 else (),
+                kohya_outs=fused_outs(denoiser, layer),
             )
         )
     _require_fusible(described)
@@ -90,7 +90,17 @@ def _describe(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui
     )
 
 
-def out_features(denoiser: nn.Module, path: str) -> int:
+def fused_outs(denoiser: nn.Module, layer: Layer) -> tuple[int, ...]:
+    """Return the rows of each part of a layer of kohya's layout; empty if one module is the entire layer.
+
+    Raises:
+        AttributeError: The model lacks a part.
+    """
+    outs = tuple(_out_features(denoiser, part) for part in layer.modules)
+    return outs if len(outs) > 1 else ()
+
+
+def _out_features(denoiser: nn.Module, path: str) -> int:
     """Return the number of rows of a module's weight.
 
     It comes from the module and not from the weight's shape, because bitsandbytes packs weights into columns
