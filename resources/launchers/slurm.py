@@ -42,6 +42,12 @@ KILL_WAIT_S = 30.0
 COMMAND_S = 20.0
 """Longest wait for an answer of `scancel` or `squeue`."""
 
+QUEUE_S = 30.0
+"""Seconds between two requests for the reason why a job is pending."""
+
+HOLDS = ("JobHeldUser", "JobHeldAdmin")
+"""Slurm's reasons of jobs that wait until somebody releases them."""
+
 LOADER_CPUS = 2
 """CPUs of each training process in addition to `accelerate.cpu_threads`: for the threads that read the next
 batches, and for those that write checkpoints and logs."""
@@ -178,10 +184,12 @@ class _Job:
         log = StepLog(context)
         log.info(f"submitting the Slurm job {self.name}")
         process = self._start(sbatch, environment)
+        queue = _QueueLog(self, log)
 
         try:
             while process.poll() is None:
                 self._forward()
+                queue.update()
                 if observe is not None:
                     observe(False)
                 time.sleep(POLL_S)
@@ -237,6 +245,42 @@ class _Job:
     def _forward(self, *, final: bool = False) -> None:
         for output in (self.submission, *self.outputs):
             output.forward(final=final)
+
+
+class _QueueLog:
+    """Logs why a job is pending, until the first of its tasks has started."""
+
+    def __init__(self, job: _Job, log: StepLog) -> None:
+        """Log about a job that was submitted just now."""
+        self._job, self._log = job, log
+        self._next_request_s = time.monotonic() + QUEUE_S
+        self._shown = ""
+        self._has_started = False
+
+    def update(self) -> None:
+        """Log a new reason, or that the job has started if it was pending before; ask Slurm now and then."""
+        if self._has_started:
+            return
+        # Slurm creates the file of a task's output when the task starts.
+        self._has_started = any(output.file.exists() for output in self._job.outputs)
+        if self._has_started:
+            if self._shown:
+                self._log.info(f"the Slurm job {self._job.name} has started")
+            return
+        if time.monotonic() < self._next_request_s:
+            return
+
+        # A request that fails is made again later.
+        _, reasons = _answer("squeue", "--noheader", f"--name={self._job.name}", "--states=PENDING", "-o%r")
+        reason = reasons.partition("\n")[0].strip()
+        if reason not in ("", "None", self._shown):
+            self._log.info(f"the Slurm job {self._job.name} is pending: {reason}{self._fix(reason)}")
+            self._shown = reason
+        self._next_request_s = time.monotonic() + QUEUE_S
+
+    def _fix(self, reason: str) -> str:
+        job_id = job_id_in(self._job.submission.lines())
+        return f"; release it: scontrol release {job_id}" if reason in HOLDS and job_id is not None else ""
 
 
 def _cancel(name: str, process: subprocess.Popen[bytes], grace_s: float) -> str | None:

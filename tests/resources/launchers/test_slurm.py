@@ -1,6 +1,7 @@
 """Encoding and training as jobs of a real Slurm with two nodes on this machine."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -258,6 +259,36 @@ def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
     assert isinstance(error, DagsterExecutionInterruptedError)
     assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
     assert cluster.processes(str(tmp_path / "train")) == []
+
+
+def test_a_pending_job_is_logged_with_the_reason_and_a_job_on_hold_with_the_command_to_release_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = tmp_path / "requests"
+    recording = tmp_path / "bin" / "squeue"
+    recording.parent.mkdir()
+    recording.write_text(f'#!/bin/sh\necho >> {requests}\nexec {shutil.which("squeue")} "$@"\n')
+    recording.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{recording.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "QUEUE_S", 1.0)
+
+    def release() -> None:
+        while not requests.exists() or requests.stat().st_size < 3:  # the first two answers have been read
+            time.sleep(0.1)
+        job_id = subprocess.check_output(["squeue", "--noheader", "--format=%A %r"], text=True).split()
+        assert job_id[1:] == ["JobHeldUser"]
+        subprocess.run(["scontrol", "release", job_id[0]], check=True)
+
+    messages, error = train("done", tmp_path, monkeypatch, "--hold", meanwhile=release)
+    assert error is None
+    pending, *_, started = [
+        message for message in messages if "pending" in message or "has started" in message
+    ]
+    assert re.fullmatch(
+        r"the Slurm job latentline-0123-\w+ is pending: JobHeldUser; release it: scontrol release \d+",
+        pending,
+    )
+    assert re.fullmatch(r"the Slurm job latentline-0123-\w+ has started", started)
 
 
 def trains(deployment: Path) -> bool:
