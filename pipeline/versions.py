@@ -13,5 +13,8 @@ LOOK_VERSION = "look-3"
 CAPTIONS_VERSION = 1
 """Version of caption parsing. A new version reads every caption file again."""
 
+REPLACE_VERSION = 2
+"""Version of `captions.replace`. A new version reads the captions of datasets with replacements again."""
+
 TRAINING_VERSION = 1
 """Version of the training code. Raise it when the same run fingerprint would give other weights."""

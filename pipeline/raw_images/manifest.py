@@ -216,15 +216,20 @@ def _filtered(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
         ) from err
 
 
-def paired_by_path(settings: DatasetSettings, column: str) -> dict[str, str]:
+def paired_by_path(settings: DatasetSettings, column: str, *, max_bytes: int) -> dict[str, str]:
     """Return the path of each image's mask or reference, as `column` names it; the first row counts.
 
+    Rows that `filters.where` excludes do not count. `max_bytes` is as in `read_manifest`.
+
     Raises:
-        DatasetError: See `read_manifest`.
+        DatasetError: See `read_manifest` and `paths_where`.
     """
+    table = read_manifest(settings, max_bytes=max_bytes)
+    if settings.filters.where is not None:
+        table = _filtered(settings, table)
     normalize = path_normalizer(settings)
     paired: dict[str, str] = {}
-    for path, other in read_manifest(settings).select(settings.path_column, column).rows():
+    for path, other in table.select(settings.path_column, column).rows():
         if path and other:
             paired.setdefault(normalize(path), normalize(str(other)))
     return paired

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
@@ -40,7 +42,7 @@ def read_manifest(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES)
             table = _read_table(settings, file)
     except RefusedFileError as err:
         raise DatasetError(f"the manifest is not read: {err.detail}", where=str(path), fix=err.fix) from err
-    except (OSError, pl.exceptions.PolarsError, UnicodeDecodeError) as err:
+    except (OSError, pl.exceptions.PolarsError, UnicodeError) as err:
         problem, fix = _diagnose(settings, err, max_bytes)
         raise DatasetError(f"the manifest cannot be read: {problem}", where=str(path), fix=fix) from err
 
@@ -57,7 +59,7 @@ def _read_table(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO)
     if suffix == ".parquet":
         return read_parquet(file)
     if suffix == ".jsonl":
-        return pl.read_ndjson(file, infer_schema_length=None)
+        return _read_json_lines(settings, file)
 
     # Text columns are not inferred: a caption of digits such as 007 must not become the number 7.
     columns = pl.read_csv(file, infer_schema_length=0, n_rows=0).columns
@@ -67,6 +69,47 @@ def _read_table(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO)
     text_columns |= {each.column for each in paired if each is not None and each.column in columns}
     overrides = dict.fromkeys(text_columns, pl.String)
     return pl.read_csv(file, infer_schema_length=None, schema_overrides=overrides)
+
+
+def _read_json_lines(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO) -> pl.DataFrame:
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        file.seek(0)
+    start = file.tell()
+    table = pl.read_ndjson(io.BytesIO(file.read()) if start else file, infer_schema_length=None)
+
+    # If some rows have a text and others a list, Polars returns the lists as JSON text.
+    mixed = [
+        name
+        for name in settings.captions.columns
+        if table.schema.get(name) == pl.String and table[name].str.contains(r"^[\[{]").any()
+    ]
+    if not mixed:
+        return table
+    file.seek(start)
+    return table.with_columns(_text_lists(settings, file, mixed))
+
+
+def _text_lists(settings: DatasetSettings, lines: Iterable[bytes], columns: Sequence[str]) -> list[pl.Series]:
+    """Return columns of JSON lines in which each cell is a list of texts, as written; or null.
+
+    Raises:
+        DatasetError: A cell holds an object or nested lists.
+    """
+    texts: dict[str, list[list[str | None] | None]] = {name: [] for name in columns}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        for name in columns:
+            cell = row.get(name)
+            items = cell if isinstance(cell, list) else [cell]
+            if any(isinstance(item, dict | list) for item in items):
+                what = f"the column {name!r} must hold texts or lists of texts, but line {number} has another"
+                fix = f"correct {name} in that line, or name other columns in datasets[].captions.columns"
+                raise DatasetError(what, where=str(settings.path), fix=fix)
+            shown = [item if item is None or isinstance(item, str) else json.dumps(item) for item in items]
+            texts[name].append(shown)
+    return [pl.Series(name, cells, pl.List(pl.String)) for name, cells in texts.items()]
 
 
 def _opened(path: Address, max_bytes: int) -> io.BufferedReader | io.BytesIO:

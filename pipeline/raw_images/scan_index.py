@@ -17,7 +17,7 @@ import polars as pl
 from pipeline.reporting.progress import progress
 from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables import REJECTED, read_rows, write_rows
-from pipeline.versions import CAPTIONS_VERSION
+from pipeline.versions import CAPTIONS_VERSION, REPLACE_VERSION
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
@@ -154,6 +154,8 @@ def caption_rule(settings: DatasetSettings) -> str | None:
     unset = {key for key in ("replace", "class_words") if not getattr(settings.captions, key)}
     captions = settings.captions.model_dump_json(exclude=unset)
     rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{captions}"
+    if settings.captions.replace:
+        rule += f"\0replace {REPLACE_VERSION}"
     return hashlib.sha256(rule.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 

@@ -136,10 +136,14 @@ class BucketSettings(Settings):
 
     @property
     def upscale_limit(self) -> Fraction | None:
-        """Largest factor that `upscale` allows; None for any factor."""
+        """Largest factor that `upscale` allows, exact to six decimals; None for any factor."""
         if self.upscale == "allow":
             return None
-        return Fraction(1) if self.upscale == "never" else Fraction(self.upscale[len("limit(") : -1])
+        if self.upscale == "never":
+            return Fraction(1)
+        # Products with edges of images must fit into 64 bits.
+        limit = Fraction(self.upscale[len("limit(") : -1]).limit_denominator(10**6)
+        return min(limit, Fraction(MAX_EDGE_PX))
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""

@@ -51,7 +51,9 @@ class ReplaceSettings(Settings):
         description="Text that replaces it. The default removes it, and with it a comma next to it.",
     )
     whole_words: bool = Field(
-        default=True, description="Whether a match must not be part of a longer word, as cat is of category."
+        default=True,
+        description="Whether a match must not be part of a longer word, as cat is of category. If false, "
+        "spaces around `find` count.",
     )
     ignore_case: bool = Field(default=False, description="Whether a and A are the same.")
 

@@ -209,16 +209,21 @@ class _Reader:
                 yield key_node, value_node
 
         for source in merged:
+            self._count(source)
+            if len(self._ancestors) > MAX_DEPTH:
+                raise _LimitExceededError(_too_deep(source.start_mark.line + 1))
             if not isinstance(source, MappingNode):
                 self._flaw((), source, "<< must merge a mapping", "name an anchored mapping")
             elif id(source) in self._ancestors:
                 self._flaw((), source, "<< merges a mapping into itself", "repeat the values")
             else:
-                for key_node, value_node in source.value:
+                self._ancestors.add(id(source))
+                for key_node, value_node in self._pairs(source):
                     self._count(key_node)
                     if str(key_node.value) not in seen:
                         seen.add(str(key_node.value))
                         yield key_node, value_node
+                self._ancestors.discard(id(source))
 
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         kind = str(node.tag).removeprefix(_TAG)

@@ -15,6 +15,7 @@ from pipeline.validated_dataset.caption_files import missing_error, read_caption
 
 if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
+    from pipeline.recipe.captions import ReplaceSettings
     from pipeline.storage.source import Source
 
 FALLBACK = "fallback"
@@ -167,16 +168,28 @@ def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -
 def replaced(settings: CaptionSettings, text: str) -> str:
     """Return a canonical text with the replacements of `captions.replace`, again canonical."""
     for rule in settings.replace:
-        pattern = re.escape(canonical(rule.find) or rule.find)
-        if rule.whole_words:
-            pattern = rf"(?<!\w){pattern}(?!\w)"
+        pattern = _pattern(rule)
         flags = re.IGNORECASE if rule.ignore_case else 0
         if rule.with_:
             text = re.sub(pattern, lambda _, text=rule.with_: text, text, flags=flags)
         else:
             # Removing a tag also removes the comma before it, or behind the first one.
-            text = re.sub(rf"\s*,\s*{pattern}(?=\s*(,|$))|^{pattern}\s*,|{pattern}", "", text, flags=flags)
+            tag, first_tags = rf"\s*,\s*{pattern}(?=\s*(,|$))", rf"^({pattern}\s*,\s*)+"
+            text = re.sub(f"{tag}|{first_tags}|{pattern}", "", text, flags=flags)
     return canonical(text) if settings.replace else text
+
+
+def _pattern(rule: ReplaceSettings) -> str:
+    """Return the regular expression of the text to replace, with white space as in canonical texts."""
+    text = canonical(rule.find)
+    if not text:
+        return re.escape(rule.find)
+    if rule.whole_words:
+        start = r"(?<!\w)" if re.match(r"\w", text) else ""
+        end = r"(?!\w)" if re.search(r"\w$", text) else ""
+        return f"{start}{re.escape(text)}{end}"
+    before, after = " " * rule.find[0].isspace(), " " * rule.find[-1].isspace()
+    return re.escape(f"{before}{text}{after}")
 
 
 def canonical(text: str) -> str:

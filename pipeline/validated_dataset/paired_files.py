@@ -21,7 +21,7 @@ from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import FoundFile, Problem, WalkResult, sidecar_path, walk_local, walk_remote
-from pipeline.raw_images.manifest import paired_by_path, walk_manifest
+from pipeline.raw_images.manifest import paired_by_path, path_normalizer, walk_manifest
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import STAT
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
@@ -201,8 +201,10 @@ def _files_by_image(
     """Return the file, or why there is none, of each image whose row of the manifest names one."""
     walk = walk_manifest(settings.model_copy(update={"path_column": column}), source)
     files: dict[str, FoundFile | Problem] = {file.path: file for file in walk.images}
-    files |= {problem.path: problem for problem in walk.problems}
-    return {image: files.get(path) for image, path in paired_by_path(settings, column).items()}
+    normalize = path_normalizer(settings)
+    files |= {normalize(problem.path): problem for problem in walk.problems}
+    paths = paired_by_path(settings, column, max_bytes=source.max_file_bytes)
+    return {image: files.get(path) for image, path in paths.items()}
 
 
 ReadContent = Callable[[BinaryIO, str], Row]

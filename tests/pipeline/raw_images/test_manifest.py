@@ -172,6 +172,23 @@ def test_a_column_of_lists_gives_several_captions_per_image(folder: Path, kind: 
     assert reasons == {"c.png": "caption_empty"}
 
 
+def test_rows_of_json_lines_may_have_a_text_or_a_list_of_texts(folder: Path) -> None:
+    rows = [
+        {"path": "a.png", "caption": "[v] a cat"},
+        {"path": "sub/b.png", "caption": ["a dog", None, 7, "a small dog"]},
+        {"path": "c.png"},
+        {"path": "c.png", "caption": 8},
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (folder / "list.jsonl").write_text("\n\n".join(lines), encoding="utf-8-sig")
+    kept, _ = run(recipe(folder / "list.jsonl"))
+    assert all_captions(kept) == {
+        "a.png": ["[v] a cat"],
+        "c.png": ["8"],
+        "sub/b.png": ["a dog", "7", "a small dog"],
+    }
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_an_image_in_several_rows_has_the_captions_of_all_rows_that_pass_the_filter(
     folder: Path, kind: str

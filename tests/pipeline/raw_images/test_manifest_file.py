@@ -110,6 +110,24 @@ def test_an_unusable_manifest_is_an_error_that_names_the_file(
             "'caption' must hold captions, got Struct",
             "columns of text",
         ),
+        (
+            "a.jsonl",
+            b'{"path": "a.png", "caption": "x"}\n\n{"path": "b.png", "caption": {"en": "x"}}\n',
+            "'caption' must hold texts or lists of texts, but line 3 has another",
+            "correct caption in that line",
+        ),
+        (
+            "a.jsonl",
+            b'{"path": "a.png", "caption": "x"}\n{"path": "b.png", "caption": ["y", ["z"]]}\n',
+            "'caption' must hold texts or lists of texts, but line 2 has another",
+            "correct caption in that line",
+        ),
+        (
+            "a.jsonl",
+            b'{"path": "a.png", "caption": ["\\ud800"]}\n{"path": "b.png", "caption": "x"}\n',
+            "cannot be read",
+            "save the file again",
+        ),
     ],
 )
 def test_a_malformed_manifest_is_an_error_with_line_and_fix(

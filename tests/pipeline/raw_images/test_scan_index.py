@@ -247,6 +247,16 @@ def test_captions_that_an_earlier_version_read_stay_valid(folder: Folder) -> Non
     assert caption_rule(settings) == hashlib.sha256(rule.encode()).hexdigest()[:16]
 
 
+def test_captions_are_read_again_after_a_change_of_the_rules_of_replacements(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.captions = {"replace": [{"find": "a", "with": "b"}]}
+    [settings] = folder.recipe.datasets
+    before = caption_rule(settings)
+    monkeypatch.setattr("pipeline.raw_images.scan_index.REPLACE_VERSION", "another version")
+    assert caption_rule(settings) != before
+
+
 def test_files_of_a_dataset_at_an_address_are_compared_even_if_it_has_none() -> None:
     fsspec.filesystem("memory").pipe_file("/compared/a.png", b"pixels")
     source = RemoteSource(Url("memory://compared"))

@@ -22,6 +22,16 @@ def recipe(**buckets: Any) -> Recipe:
         ({"sizes": ["64x128", "128x64"]}, None, {Size(64, 128), Size(128, 64)}),
         ({"resolutions": [128, 64], "max_aspect_ratio": 1.0}, None, {Size(64, 64), Size(128, 128)}),
         ({"resolution": 64, "max_aspect_ratio": 1.0, "upscale": "never"}, Fraction(1), {Size(64, 64)}),
+        *(
+            ({"resolution": 64, "max_aspect_ratio": 1.0, "upscale": f"limit({text})"}, limit, {Size(64, 64)})
+            for text, limit in {
+                "1.3333": Fraction(13333, 10000),
+                "1.333333": Fraction(1333333, 10**6),
+                "1.3333333333333333": Fraction(4, 3),
+                "1.00000000000000000001": Fraction(1),
+                "99999999999999999999": Fraction(16_384),
+            }.items()
+        ),
         (
             {"resolution": 64, "max_aspect_ratio": 1.0, "upscale": "limit(1.5)"},
             Fraction(3, 2),

@@ -93,6 +93,22 @@ def test_anchors_and_merges_are_resolved_and_explicit_keys_win():
     assert document.flaws == []
 
 
+CHAIN_OF_MERGES = "".join(f"n{index + 1}: &n{index + 1} {{<<: *n{index}}}\n" for index in range(150))
+
+
+def test_a_merged_mapping_may_merge_others():
+    text = "- &a {x: 1, y: 1, z: 1}\n- &b {<<: *a, y: 2}\n- {<<: *b, z: 3}\n- {<<: [*b, *a], x: *a}\n"
+    document = parse(text)
+    first = {"x": 1, "y": 1, "z": 1}
+    assert document.data == [
+        first,
+        {"x": 1, "y": 2, "z": 1},
+        {"x": 1, "y": 2, "z": 3},
+        {"x": first, "y": 2, "z": 1},
+    ]
+    assert document.flaws == []
+
+
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
@@ -105,7 +121,9 @@ def test_anchors_and_merges_are_resolved_and_explicit_keys_win():
         ("a: 1\n---\nb: 2\n", 3, "a second YAML document starts here"),
         ("a: &x [1, *x]", 1, "an alias refers to a mapping or list that contains it"),
         ("a: &x\n  <<: *x", 1, "<< merges a mapping into itself"),
+        ("a: &x\n  b: &y\n    <<: *x", 1, "<< merges a mapping into itself"),
         ("a: {<<: 3}", 1, "<< must merge a mapping"),
+        ("n0: &n0 {}\n" + CHAIN_OF_MERGES, 1, "lists or mappings are nested too deeply"),
         (
             "a: !!python/object:os.system x",
             1,
@@ -134,12 +152,17 @@ def test_a_flaw_is_reported_with_its_line(text: str, line: int, what: str):
 ALIASES_OF_ALIASES = "l0: &l0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * 9)}]\n" for level in range(1, 9)
 )
+EMPTY_MERGES = "n0: &n0 {}\n" + "".join(
+    f"n{index + 1}: &n{index + 1} {{<<: [{', '.join([f'*n{index}'] * 9)}]}}\n" for index in range(50)
+)
 MERGES_OF_MERGES = "m: &m {" + ", ".join(f"k{index}: 1" for index in range(200)) + "}\n"
 MERGES_OF_MERGES += "".join(f"n{index}: {{<<: [*m, *m, *m]}}\n" for index in range(200))
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("text", [ALIASES_OF_ALIASES, MERGES_OF_MERGES], ids=["lists", "merges"])
+@pytest.mark.parametrize(
+    "text", [ALIASES_OF_ALIASES, EMPTY_MERGES, MERGES_OF_MERGES], ids=["lists", "empty", "merges"]
+)
 def test_a_few_aliases_cannot_fill_the_memory(text: str):
     tracemalloc.start()
     try:

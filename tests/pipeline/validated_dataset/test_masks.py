@@ -13,6 +13,7 @@ from PIL import Image
 from pipeline.checks.findings import CheckContext, Finding
 from pipeline.errors import DatasetError
 from pipeline.images.mask import MaskContent, read_mask
+from pipeline.raw_images.manifest import paired_by_path
 from pipeline.reporting.reports import StageResult
 from pipeline.validated_dataset.checks import run
 from pipeline.validated_dataset.report import write_dataset_report
@@ -191,7 +192,7 @@ def test_a_manifest_names_the_masks(folder: Folder, tmp_path: Path) -> None:
     draw_mask(tmp_path / "outside.png")
     manifest = folder.root / "list.csv"
     lines = ["path,caption,m", "a.png,one,m/one.png", "b.png,two,", "c.png,three,m/none.png"]
-    manifest.write_text("\n".join([*lines, "e.png,four,../outside.png"]), encoding="utf-8")
+    manifest.write_text("\n".join([*lines, "e.png,four,m/../../outside.png"]), encoding="utf-8")
     folder.captions["from"] = "column"
     folder.dataset |= {"path": str(manifest), "mask": {"column": "m"}}
     result = folder.ingest()
@@ -201,6 +202,28 @@ def test_a_manifest_names_the_masks(folder: Folder, tmp_path: Path) -> None:
         "d/c.png": "mask_not_found",
         "d/e.png": "mask_outside_dataset",
     }
+
+
+def test_rows_that_the_filter_excludes_name_no_masks(folder: Folder) -> None:
+    folder.add("a.png")
+    draw_mask(folder.root / "m" / "old.png")
+    draw_mask(folder.root / "m" / "new.png")
+    lines = ["path,caption,m,version", "a.png,old,m/old.png,1", "a.png,new,m/new.png,2"]
+    (folder.root / "list.csv").write_text("\n".join(lines), encoding="utf-8")
+    folder.captions["from"] = "column"
+    folder.dataset |= {"path": str(folder.root / "list.csv"), "mask": {"column": "m"}}
+    folder.dataset["filters"] = {"where": "version = 2"}
+    assert folder.ingest().table.select("caption", "mask_path").rows() == [("new", "m/new.png")]
+
+
+def test_the_recipes_limit_of_a_file_applies_to_a_manifest_with_masks(folder: Folder) -> None:
+    folder.add("a.png")
+    (folder.root / "list.csv").write_text("path,m\na.png,m.png\n", encoding="utf-8")
+    folder.dataset |= {"path": str(folder.root / "list.csv"), "mask": {"column": "m"}}
+    [settings] = folder.recipe.datasets
+    assert paired_by_path(settings, "m", max_bytes=19) == {"a.png": "m.png"}
+    with pytest.raises(DatasetError, match="at most 18 bytes"):
+        paired_by_path(settings, "m", max_bytes=18)
 
 
 def test_images_with_equal_bytes_and_other_masks_are_no_copies(folder: Folder, masks: Path) -> None:
