@@ -36,6 +36,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -185,7 +186,7 @@ class LoraModule:
     def shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """Return key to shape of each tensor of the module, or of the layer that contains it."""
         down, up, alpha = self.keys(layout)
-        outs = self._outs(layout)
+        outs = self.outs(layout)
         rank = self.rank * len(outs)
         ones = (1,) * len(self.kernel)
         shapes: dict[str, tuple[int, ...]] = {
@@ -203,18 +204,18 @@ class LoraModule:
 
     def slices(self, layout: Layout) -> tuple[slice, slice]:
         """Return the module's rows in the file's `down` and `up`; the former are also its columns in `up`."""
-        outs = self._outs(layout)
+        outs = self.outs(layout)
         part = self.kohya_part if len(outs) > 1 else 0
         first = sum(outs[:part])
         return slice(part * self.rank, (part + 1) * self.rank), slice(first, first + outs[part])
 
-    def _key(self, layout: Layout) -> str:
-        return {"diffusers": self.diffusers, "kohya": self.kohya, "comfyui": self.comfyui}[layout]
-
-    def _outs(self, layout: Layout) -> tuple[int, ...]:
+    def outs(self, layout: Layout) -> tuple[int, ...]:
         """Return the rows of each part's `up` in the layer that contains the module."""
         is_part = layout != "diffusers" and self._key(layout) == self.kohya
         return (self.kohya_outs if is_part else ()) or (self.out_features,)
+
+    def _key(self, layout: Layout) -> str:
+        return {"diffusers": self.diffusers, "kohya": self.kohya, "comfyui": self.comfyui}[layout]
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> LoraModule:
@@ -321,6 +322,19 @@ def stored_magnitudes(tensors: Mapping[str, Any], module: LoraModule, layout: La
     return tensors[module.magnitude_key(layout)].reshape(-1)[outs]
 
 
+def _of_pattern(values: Mapping[str, Any] | None, path: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a module's path, as peft does."""
+    for pattern, value in (values or {}).items():
+        if _compiled(pattern).match(path):
+            return value
+    return default
+
+
+@lru_cache(maxsize=10_000)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
 def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
     """Return the module's scale, alpha / rank, as a reader of the file computes it.
 
@@ -337,11 +351,10 @@ def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
         prefix = f"{component}."
         adapter = json.loads(file.metadata[ADAPTER_METADATA_KEY])
         own = {key.removeprefix(prefix): value for key, value in adapter.items() if key.startswith(prefix)}
-        key = f"^{re.escape(path)}"
-        rank = int((own.get("rank_pattern") or {}).get(key, own["r"]))
-        alpha = float((own.get("alpha_pattern") or {}).get(key, own["lora_alpha"]))
+        rank = int(_of_pattern(own.get("rank_pattern"), path, own["r"]))
+        alpha = float(_of_pattern(own.get("alpha_pattern"), path, own["lora_alpha"]))
         return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank
-    except (KeyError, ValueError, TypeError, AttributeError) as err:
+    except (KeyError, ValueError, TypeError, AttributeError, re.error) as err:
         raise TrainingError(
             f"the file lacks alpha or rank of {module.name}: {err}",
             where=str(file.path),

@@ -17,6 +17,7 @@ from torch import nn
 
 from pipeline.errors import DrawingError, FamilyError, counted
 from pipeline.trained_lora.export.lora_files import LAYOUTS, Layout, LoraFile, LoraModule
+from pipeline.trained_lora.worker.adapter.fused_layers import with_separate_parts
 from pipeline.trained_lora.worker.adapter.lora import ADAPTER, Networks, lora_modules, trainable_weights
 from pipeline.trained_lora.worker.adapter.targets import adaptable_layers
 from pipeline.trained_lora.worker.adapter.warm_start import (
@@ -57,6 +58,7 @@ class FileAdapter:
         """
         layers = list(_all_layers(family, networks))
         self._layout: Layout = _detect_layout(family, layers, file)
+        file = with_separate_parts(file, layers, self._layout)
         self._modules = _modules_in(file, layers, self._layout)
         file = without_zero_modules(file, self._modules, self._layout)
         _require_all_tensors_used(family, file, self._modules, self._layout)
@@ -74,7 +76,8 @@ class FileAdapter:
 
     def load(self, path: Path) -> None:
         """Replace the weights by those of another file of the same run, which has equal layers and ranks."""
-        load_lora_tensors(self.networks, self._modules, read_lora_tensors(path), self._layout)
+        file = with_separate_parts(read_lora_tensors(path), self._modules, self._layout)
+        load_lora_tensors(self.networks, self._modules, file, self._layout)
 
     def set_strength(self, strength: float) -> None:
         """Multiply the effect of the LoRA by `strength`, as diffusers' `set_adapters` does; 0 disables it."""

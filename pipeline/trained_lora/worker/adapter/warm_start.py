@@ -21,6 +21,7 @@ from pipeline.trained_lora.export.lora_files import (
     module_scale,
     stored_magnitudes,
 )
+from pipeline.trained_lora.worker.adapter.fused_layers import partly_adapted, with_separate_parts
 from pipeline.trained_lora.worker.adapter.lora import Networks, load_networks_state, row_norms
 
 _KEY = "training.lora.start_from"
@@ -37,7 +38,8 @@ _MAGNITUDE_ENDINGS = (".lora_magnitude_vector", ".dora_scale")
 def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> None:
     """Load a LoRA file into the adapters, so that they have the same effect as the file.
 
-    Modules of the file without an adapter are ignored only if their up matrix is zero.
+    Modules of the file without an adapter are ignored only if their up matrix is zero. A layer that combines
+    several modules may have a dense LoRA; then its rank must be that of the adapter.
 
     The file may be in any of the layouts of `lora_files`, and of any float dtype.
 
@@ -46,7 +48,7 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
     """
     file = _read(path)
     layout = _detect_layout(file, modules)
-    file = without_zero_modules(file, modules, layout)
+    file = with_separate_parts(without_zero_modules(file, modules, layout), modules, layout)
     _require_same_tensors(file, modules, layout)
     load_lora_tensors(networks, modules, file, layout)
 
@@ -146,6 +148,10 @@ def _require_same_tensors(file: LoraFile, modules: list[LoraModule], layout: Lay
         f"the file {file_shapes.get(key, 'no such tensor')}"
         for key in unmatched_keys(file, modules, layout)
     ]
+    mismatches += [
+        f"{key}: the file also changes parts of this layer that have no adapter"
+        for key in partly_adapted(file, modules, layout)
+    ]
     if mismatches:
         shown = "\n".join(mismatches[:_MAX_LISTED_TENSORS])
         raise TrainingError(
@@ -169,6 +175,9 @@ def unmatched_keys(file: LoraFile, modules: list[LoraModule], layout: Layout) ->
 
 def file_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
     """Return the module's scale from the file's alpha; 1 if the file has none."""
-    alpha_key = module.keys(layout)[2]
+    down_key, _, alpha_key = module.keys(layout)
+    # Some trainers add alphas to the layout of diffusers, and diffusers reads them.
+    if layout == "diffusers" and (own_alpha := file.tensors.get(f"{module.diffusers}.alpha")) is not None:
+        return float(own_alpha) / len(file.tensors[down_key])
     has_alpha = ADAPTER_METADATA_KEY in file.metadata if alpha_key is None else alpha_key in file.tensors
     return module_scale(file, module, layout) if has_alpha else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -36,9 +37,14 @@ def loaded_weights(
     }
     denoiser = skeletons[""]
     try:
-        # UNet pipelines return (state, alphas, metadata), the others (state, metadata).
+        # UNet pipelines return (state, alphas, metadata), as FLUX.1 on request; the others (state, metadata).
+        can_have_alphas = "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters
         state, *alphas, metadata = pipeline.lora_state_dict(
-            path.parent, weight_name=path.name, unet_config=denoiser.config, return_lora_metadata=True
+            path.parent,
+            weight_name=path.name,
+            unet_config=denoiser.config,
+            return_lora_metadata=True,
+            **({"return_alphas": True} if can_have_alphas else {}),
         )
         options = {
             "network_alphas": alphas[0] if alphas else None,
