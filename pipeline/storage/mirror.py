@@ -385,7 +385,8 @@ class Mirror:
         except FileNotFoundError:
             raise
         except OSError as err:
-            if done == "read" and (is_disk_full(err) or err.errno == errno.EROFS):
+            is_local = is_disk_full(err) or err.errno == errno.EROFS
+            if done == "read" and is_local and err.errno is not None:
                 raise OSError(err.errno, os.strerror(err.errno), str(self.folder / name)) from err
             what = f"the output folder cannot be {done}: {err}"
             raise self.error(what, name, is_upload=done == "written") from err
