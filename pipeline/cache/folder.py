@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipeline.cache.entry_format import KINDS
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import sync_folder, write_bytes
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.remote_stat import stat_from_info
+
+_LISTED_AT_ONCE = 50_000
+"""Estimated number of entries of a kind up to which they are listed together, which takes about 1 kB each.
+
+More entries are listed in their 256 folders, one after the other."""
 
 FileStat: TypeAlias = tuple[int, int, int, int]
 """Size, modification time, change time, and inode or number of a version; the fields of `EntryStat`."""
@@ -201,10 +207,25 @@ class RemoteCacheFolder(CacheFolder):
         return {name: remote_file_stat(info) for name, info in named if "/" not in name}
 
     def files(self) -> Iterator[CacheFile]:
-        """See `CacheFolder.files`."""
-        for name, info in sorted(self._folder.list_files().items()):
-            num_bytes, time_ns, _, _ = stat_from_info(info)
-            yield CacheFile(name, num_bytes, time_ns / 1e9 if time_ns else None)
+        """See `CacheFolder.files`; only one listing is in memory if the service can list parts of a cache."""
+        if self._folder.lists_prefixes:
+            yield from self._files_by_folder("")
+        else:
+            yield from _sorted_files(self._folder.list_files())
+
+    def _files_by_folder(self, folder: str) -> Iterator[CacheFile]:
+        for name, info in self._folder.list_level(folder):
+            if info["type"] == "file":
+                yield _cache_file(name, info)
+            elif name in KINDS and self._has_many_entries(name):
+                yield from self._files_by_folder(name)
+            elif info["type"] == "directory":
+                yield from _sorted_files(self._folder.list_files(name))
+
+    def _has_many_entries(self, kind: str) -> bool:
+        """Estimate from one of 256 folders whether a kind has too many entries for one listing."""
+        sample = self._folder.list_files(kind, prefix="00/")
+        return 256 * len(sample) > _LISTED_AT_ONCE
 
     def delete(self, name: str) -> None:
         """See `CacheFolder.delete`."""
@@ -212,6 +233,16 @@ class RemoteCacheFolder(CacheFolder):
 
     def tidy(self, folders: Iterable[str]) -> None:
         """Do nothing: object stores cannot hold empty folders, and on other systems they are harmless."""
+
+
+def _sorted_files(infos: Mapping[str, Mapping[str, Any]]) -> Iterator[CacheFile]:
+    for name in sorted(infos):
+        yield _cache_file(name, infos[name])
+
+
+def _cache_file(name: str, info: Mapping[str, Any]) -> CacheFile:
+    num_bytes, time_ns, _, _ = stat_from_info(info)
+    return CacheFile(name, num_bytes, time_ns / 1e9 if time_ns else None)
 
 
 def remote_file_stat(info: Mapping[str, Any]) -> FileStat:

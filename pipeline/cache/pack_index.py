@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.cache.entry_format import Kind
+from pipeline.cache.entry_state import NO_STAT
 from pipeline.cache.folder import CacheFolder, FileStat
 from pipeline.cache.pack_format import (
     CHANGED,
@@ -101,7 +102,10 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Packs at one time: their names, stats and the stats of their indexes, by pack number, and all rows."""
+    """Packs at one time: their names, stats and the stats of their indexes, by pack number, and all rows.
+
+    The stat of an index is `NO_STAT` if it was deleted before it could be read.
+    """
 
     token: bytes | None
     packs: tuple[str, ...]
@@ -195,18 +199,27 @@ class PackIndex:
             else:
                 unread.append(number)
 
-        def read(number: int) -> _Rows:
+        def read(number: int) -> _Rows | None:
             return self._read(packs[number], number, stats[number][0])
 
         with ThreadPoolExecutor(_INDEXES_AT_ONCE, thread_name_prefix="latentline-packs") as pool:
-            parts = [old.rows.renumbered(new_numbers), *pool.map(read, unread)]
+            rows = dict(zip(unread, pool.map(read, unread), strict=True))
+        # An index that was deleted since the listing may be restored with the same stat, and is then read.
+        index_stats = tuple(
+            NO_STAT if number in rows and rows[number] is None else stat
+            for number, stat in enumerate(index_stats)
+        )
+        parts = [old.rows.renumbered(new_numbers), *(each for each in rows.values() if each is not None)]
         return _Loaded(token, tuple(packs), stats, index_stats, _Rows.sorted(parts))
 
-    def _read(self, pack: str, number: int, pack_bytes: int) -> _Rows:
+    def _read(self, pack: str, number: int, pack_bytes: int) -> _Rows | None:
+        """Return the rows of an index, without any if it is damaged; None if it does not exist."""
         try:
             raw = self._folder.read(index_path(self._kind, pack))
             return _Rows.of(parse_index(raw, pack, pack_bytes), number)
-        except (FileNotFoundError, WrongPackError):
+        except FileNotFoundError:
+            return None
+        except WrongPackError:
             return _Rows.none()
 
 

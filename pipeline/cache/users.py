@@ -43,6 +43,9 @@ _RUN = "run-"
 _KEYS_AT_ONCE = 65_536
 _SPEED_FILE = "speed.json"
 
+_MAX_LISTINGS = 3
+"""Number of times that registrations are listed at most, if some are deleted while they are read."""
+
 
 @dataclass(frozen=True)
 class CacheUser:
@@ -214,10 +217,22 @@ class Registrations:
         Raises:
             StoreError: A registration cannot be read, so the needed entries cannot be determined.
         """
+        users: list[CacheUser] = []
+        for _ in range(_MAX_LISTINGS):
+            stats, names = self._list()
+            self._keys = {name: known for name, known in self._keys.items() if name in stats}
+            identities = [name for name in names if name.endswith(".json")]
+            deleted: list[str] = []
+            users = [self._user(name.removesuffix(".json"), names, stats, deleted) for name in identities]
+            # What is deleted under one name may be registered under another since the listing.
+            if not deleted:
+                break
+        return users
+
+    def _list(self) -> tuple[dict[str, FileStat], list[str]]:
         try:
             # The stats are read first: a file that changes after that is read again by the next call.
-            stats = self._folder.stats(FOLDER)
-            names = self._folder.names(FOLDER)
+            return self._folder.stats(FOLDER), self._folder.names(FOLDER)
         except OSError as err:
             raise StoreError(
                 f"the cache cannot be listed: {err}",
@@ -225,11 +240,16 @@ class Registrations:
                 fix=access_fix(self._cache_dir, err),
             ) from err
 
-        self._keys = {name: known for name, known in self._keys.items() if name in stats}
-        identities = [name for name in names if name.endswith(".json")]
-        return [self._user(name.removesuffix(".json"), names, stats) for name in identities]
+    def _user(
+        self, user_id: str, names: Iterable[str], stats: Mapping[str, FileStat], deleted: list[str]
+    ) -> CacheUser:
+        """Return an output folder, and append the names of keys that were deleted since the listing.
 
-    def _user(self, user_id: str, names: Iterable[str], stats: Mapping[str, FileStat]) -> CacheUser:
+        Files are replaced atomically, so keys that are missing were unregistered: the end of a job does that.
+
+        Raises:
+            StoreError: A registration cannot be read.
+        """
         name, run_keys, job_keys = f"{user_id}.json", dict[str, frozenset[str]](), dict[str, frozenset[str]]()
         try:
             identity = json.loads(self._folder.read(f"{FOLDER}/{name}"))
@@ -239,7 +259,11 @@ class Registrations:
                 if not (name.startswith(f"{user_id}-") and name.endswith(_KEYS_SUFFIX)):
                     continue
                 kind = name.removeprefix(f"{user_id}-").removesuffix(_KEYS_SUFFIX)
-                keys = self._read_keys(name, stats.get(name))
+                try:
+                    keys = self._read_keys(name, stats.get(name))
+                except FileNotFoundError:
+                    deleted.append(name)
+                    continue
                 if kind.startswith(_RUN):
                     run_keys[kind.removeprefix(_RUN)] = keys
                 else:

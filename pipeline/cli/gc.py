@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import click
 
 from pipeline.cache.folder import cache_folder
-from pipeline.cache.users import unregister_user
+from pipeline.cache.users import access_fix, unregister_user
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
 from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
@@ -73,7 +74,8 @@ def command(
     By default, the command examines the caches of the given recipes, or of all. A cache may be shared, so
     each output folder that uses it is registered in it, also those of other projects. An entry is needed if
     the last jobs of a registered folder requested it, if a table in the folder names it, or if an unfinished
-    run in the folder trains on it. A training registers its entries too, so other machines keep them.
+    run in the folder trains on it. A training registers its entries too, so other machines keep them. If you
+    may not read a folder, what it has registered is kept.
 
     The files of entries that are also in packs are not needed (see latentline pack). Before one is deleted,
     its copy in the pack is read and verified. A pack is deleted if nothing needs any of its entries.
@@ -189,8 +191,17 @@ def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
 
 
 def _require_deleted(output_dir: Address) -> None:
-    """Raise StoreError if the output folder still exists."""
-    if _exists(output_dir):
+    """Raise StoreError if the output folder still exists, or if this user may not see whether it does."""
+    try:
+        exists = _exists(output_dir)
+    except PermissionError as err:
+        raise StoreError(
+            "the output folder may still exist, because this user may not read the folders above it, and "
+            "--forget is only for deleted ones",
+            where=str(output_dir),
+            fix=access_fix(output_dir, err),
+        ) from err
+    if exists:
         raise StoreError(
             "the output folder still exists, and --forget is only for deleted ones",
             where=str(output_dir),
@@ -199,10 +210,17 @@ def _require_deleted(output_dir: Address) -> None:
 
 
 def _exists(output_dir: Address) -> bool:
-    """Return whether an output folder exists; at an address, whether it holds a table or a run."""
+    """Return whether an output folder exists; at an address, whether it holds a table or a run.
+
+    Raises:
+        PermissionError: This user may not read the folders above it.
+    """
     if isinstance(output_dir, Url):
         return bool(Mirror(output_dir, Path()).names("tables/*", "runs/*"))
-    return output_dir.is_dir()
+    try:
+        return stat.S_ISDIR(output_dir.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
@@ -212,6 +230,8 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
         note = ""
         if not user.is_here:
             note = f"   on {user.machine}: entries kept"
+        elif user.id in surveyed.unreadable:
+            note = "   cannot be read: registered entries kept"
         elif not _exists(user.output_dir):
             note = "   folder is missing: entries kept, see --forget"
         echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")

@@ -28,6 +28,10 @@ _MAX_NAMED = 10
 POLL_INTERVAL_S = 3.0
 """Shortest time between two listings of an order's results."""
 
+RENEWAL_INTERVAL_S = 3600.0
+"""Time after which the stage renews its order. A job may wait in a queue for days, and `latentline gc`
+deletes orders without a file from the last 24 hours."""
+
 RunWorkers: TypeAlias = Callable[[SharedOrder, int], Sequence[str]]
 """Runs a worker for each of so many shards until all have ended, and returns their last lines of output."""
 
@@ -82,6 +86,7 @@ class Collector:
     _sizes: dict[str, int] = field(default_factory=dict[str, int])
     _errors: dict[Shard, str] = field(default_factory=dict[Shard, str])
     _polled_s: float = 0.0
+    _renewed_s: float = field(default_factory=time.monotonic)
 
     def has_finished(self, shard: Shard) -> bool:
         """Return whether an attempt at the shard has finished, as far as `poll` has seen."""
@@ -108,13 +113,21 @@ class Collector:
     def poll_sometimes(self) -> int:
         """Return the number of jobs that have ended, after a poll if the last one was some time ago.
 
-        A failed poll is ignored: the last one, after the end of the workers, counts.
+        The order is renewed about once an hour. A failed poll is ignored: the last one, after the end of the
+        workers, counts. A failed renewal is repeated after the next poll.
         """
         if time.monotonic() - self._polled_s >= POLL_INTERVAL_S:
             with suppress(StoreError, FileNotFoundError):
                 self.poll()
+            with suppress(StoreError, FileNotFoundError):
+                self._renew_sometimes()
             self._polled_s = time.monotonic()
         return len(self._ended)
+
+    def _renew_sometimes(self) -> None:
+        if time.monotonic() - self._renewed_s >= RENEWAL_INTERVAL_S:
+            self.order.renew()
+            self._renewed_s = time.monotonic()
 
     def fetch_pictures(self, folder: Path) -> None:
         """Copy the pictures for the report into `folder`.

@@ -5,6 +5,7 @@
       order.json                              the local order and settings of its workers; written last
       results-2-of-8-1a2b3c4d-00000.jsonl     results of shard 2 of 8, by attempt and part
       error-2-of-8-1a2b3c4d.json              error that ended an attempt
+      waiting.txt                             time at which the stage last renewed the order
       pictures/                               pictures for the report
 
 Object stores cannot append to a file. Every file is replaced as one piece, and the last part of an attempt's
@@ -35,6 +36,8 @@ ORDERS = "orders"
 """Name of the folder of a cache with its orders."""
 
 PICTURES = "pictures"
+
+_WAITING_FILE = "waiting.txt"
 
 PART_BYTES = 256 * 1024
 """Size of a part of the results that does not grow any more."""
@@ -139,6 +142,14 @@ class SharedOrder:
         """
         with self._access("written", name):
             self._folder.replace(name, data)
+
+    def renew(self) -> None:
+        """Replace `waiting.txt`, so that the order has a young file and `latentline gc` keeps it.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        self.put(_WAITING_FILE, f"{datetime.now(UTC).isoformat()}\n".encode())
 
     def files(self) -> list[CacheFile]:
         """Return all files.

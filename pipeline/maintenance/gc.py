@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -34,6 +34,7 @@ class Survey:
 
     Attributes:
         users: Registered output folders, sorted by id.
+        unreadable: Ids of the output folders that this user may not read, or not completely.
         stale_runs: Registrations of training runs that have finished or were deleted.
         entries: Number of single entries.
         entry_bytes: Size of all single entries.
@@ -49,6 +50,7 @@ class Survey:
 
     packs: Packs
     users: list[CacheUser] = field(default_factory=list[CacheUser])
+    unreadable: Set[str] = frozenset()
     stale_runs: list[StaleRun] = field(default_factory=list[StaleRun])
     entries: int = 0
     entry_bytes: int = 0
@@ -74,7 +76,8 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
     """Classify every file of a cache, without changing any.
 
     An entry is needed if the last jobs of a registered output folder requested it, if a table there names it,
-    if an unfinished run there trains on it, or if a run is registered that reads it.
+    if an unfinished run there trains on it, or if a run is registered that reads it. Of a folder that this
+    user may not read, only the registrations count.
 
     Raises:
         StoreError: The cache cannot be listed, or a registration cannot be read.
@@ -83,7 +86,8 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
     result = Survey(_read_packs(cache_dir))
     needed_keys = NeededKeys(cache_dir)
     needed = needed_keys.read()
-    result.users, result.stale_runs = needed_keys.users, needed_keys.stale_runs
+    result.users, result.unreadable = needed_keys.users, needed_keys.unreadable
+    result.stale_runs = needed_keys.stale_runs
     oldest_kept_s = time.time() - grace_s
 
     # An order is old only if all of its files are, so these are classified together. So are packs.

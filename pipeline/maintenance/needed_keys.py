@@ -2,12 +2,16 @@
 
 A registration of a training run counts until the run has finished or was deleted. Only a process that can
 read the run's output folder can see that. For all others, the registration counts as long as it exists.
+
+An output folder that this user may not read counts like one on another machine: what it has registered is
+needed, and nothing that belongs to it is deleted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Generator, Set
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,12 +44,14 @@ class NeededKeys:
 
     Attributes:
         users: Registered output folders as of the last `read`.
+        unreadable: Ids of those that this user may not read, or not completely.
         stale_runs: Registrations of runs that need nothing any more, as of the last `read`.
     """
 
     def __init__(self, cache_dir: Address) -> None:
         """Use the registrations in a cache; nothing is read yet."""
         self.users: list[CacheUser] = []
+        self.unreadable = set[str]()
         self.stale_runs: list[StaleRun] = []
         self._registrations = Registrations(cache_dir)
         self._file_keys: dict[Path, tuple[tuple[int, int, int], frozenset[str]]] = {}
@@ -60,15 +66,10 @@ class NeededKeys:
             TableError: A table of a registered output folder cannot be read.
         """
         self.users = self._registrations.read()
-        self.stale_runs = []
+        self.unreadable, self.stale_runs = set(), []
         parts: list[frozenset[str]] = []
         for user in self.users:
-            output_dir = _local_outputs(user)
-            parts += [
-                *user.job_keys.values(),
-                *self._keys_in_tables(output_dir),
-                *self._keys_in_runs(output_dir),
-            ]
+            parts += [*user.job_keys.values(), *self._keys_in_outputs(user)]
             for run, keys in user.run_keys.items():
                 if _is_same_folder(user) and _is_stale(user.output_dir, run):
                     self.stale_runs.append(StaleRun(user.output_dir, run, 32 * len(keys)))
@@ -80,26 +81,48 @@ class NeededKeys:
             self._parts, self._keys = parts, frozenset().union(*parts)
         return self._keys
 
-    def _keys_in_tables(self, output_dir: Path) -> list[frozenset[str]]:
-        paths = map(Tables(output_dir).path, ("vae_latents", "text_embeddings"))
-        return [self._keys_in_file(path, _keys_in_table) for path in paths if path.is_file()]
+    def _keys_in_outputs(self, user: CacheUser) -> list[frozenset[str]]:
+        """Return the keys in tables and unfinished runs of an output folder, as far as it can be read."""
+        output_dir = _local_outputs(user)
+        parts: list[frozenset[str]] = []
+        for table in map(Tables(output_dir).path, ("vae_latents", "text_embeddings")):
+            with self._refusal_recorded(user):
+                parts += self._keys_in_file(table, _keys_in_table)
 
-    def _keys_in_runs(self, output_dir: Path) -> list[frozenset[str]]:
-        """Return the keys of all entries that unfinished runs train on."""
-        return [
-            self._keys_in_file(inputs, read_entry_keys)
-            for inputs in sorted(output_dir.glob("runs/*/inputs.parquet"))
-            if not RunLayout(inputs.parent).finished.exists()
-        ]
+        runs: list[Path] = []
+        with self._refusal_recorded(user):
+            runs = _subfolders(output_dir / "runs")
+        for run in runs:
+            with self._refusal_recorded(user):
+                if _stat_or_none(RunLayout(run).finished) is None:
+                    parts += self._keys_in_file(run / "inputs.parquet", read_entry_keys)
+        return parts
 
-    def _keys_in_file(self, path: Path, read: Callable[[Path], set[str]]) -> frozenset[str]:
+    @contextmanager
+    def _refusal_recorded(self, user: CacheUser) -> Generator[None]:
         try:
-            stat = path.stat()
+            yield
+        except PermissionError:
+            self.unreadable.add(user.id)
+
+    def _keys_in_file(self, path: Path, read: Callable[[Path], set[str]]) -> list[frozenset[str]]:
+        """Return the keys in a file; none if it does not exist.
+
+        Raises:
+            PermissionError: This user may not read it.
+            TableError: It cannot be read for another reason.
+        """
+        try:
+            stat = _stat_or_none(path)
+            if stat is None:
+                return []
             state = stat.st_size, stat.st_mtime_ns, stat.st_ino
             known = self._file_keys.get(path)
             if known is None or known[0] != state:
                 self._file_keys[path] = known = state, frozenset(read(path))
-            return known[1]
+            return [known[1]]
+        except PermissionError:
+            raise
         except (OSError, pl.exceptions.PolarsError) as err:
             raise TableError(
                 f"a table cannot be read, so the entries that it needs are unknown: {err}",
@@ -128,6 +151,8 @@ def delete_stale(cache_dir: Address, stale: StaleRun) -> bool:
             return _is_stale(output_dir, run) and unregister_run(cache_dir, output_dir, run)
     except TrainingError:
         return False  # it is being trained
+    except PermissionError:
+        return False  # this user may not open the lock, so the run may be in training
 
 
 def _is_stale(output_dir: Address, run: str) -> bool:
@@ -147,7 +172,30 @@ def _is_stale(output_dir: Address, run: str) -> bool:
         return LEASE_FILE not in names and not is_unfinished
 
     layout = RunLayout(run_folder(output_dir, run))
-    return not layout.facts.is_file() or layout.finished.exists()
+    try:
+        return _stat_or_none(layout.facts) is None or _stat_or_none(layout.finished) is not None
+    except PermissionError:
+        return False
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """Return the sorted paths in a folder; none if it does not exist.
+
+    `Path.glob` would hide that this user may not read the folder.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(folder.iterdir())
+    return []
+
+
+def _stat_or_none(path: Path) -> os.stat_result | None:
+    """Return the stat of a file; None if it does not exist.
+
+    Some versions of Python raise PermissionError in `Path.is_file`, and others return False.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return path.stat()
+    return None
 
 
 def _is_same_folder(user: CacheUser) -> bool:

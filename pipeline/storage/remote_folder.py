@@ -317,12 +317,34 @@ class RemoteFolder:
         except FileNotFoundError:
             return {}
 
-        top = f"{self.base.strip('/')}/".lstrip("/")
-        by_name = {path.strip("/").removeprefix(top): info for path, info in infos.items()}
+        by_name = {self._relative(path): info for path, info in infos.items()}
         start = join_path(folder, prefix)
         return {
             name: info for name, info in by_name.items() if info["type"] == "file" and name.startswith(start)
         }
+
+    def list_level(self, folder: str = "") -> list[tuple[str, dict[str, Any]]]:
+        """Return names and information of the files and folders directly in a folder.
+
+        They are in the order of the names of all files: a folder sorts as if its name ended in a slash.
+
+        Raises:
+            OSError: The folder cannot be listed. A missing folder has no files and raises nothing.
+        """
+
+        def list_folder() -> list[dict[str, Any]]:
+            self.files.invalidate_cache()
+            infos: list[dict[str, Any]] = self.files.ls(self._full(folder), detail=True)
+            return infos
+
+        try:
+            infos = self._request(list_folder)
+        except FileNotFoundError:
+            return []
+        named = [(self._relative(info["name"]), info) for info in infos]
+        # A folder may have an object with its own name and a slash, which is part of its listing.
+        named = [(name, info) for name, info in named if name != folder]
+        return sorted(named, key=lambda each: each[0] + "/" * (each[1]["type"] == "directory"))
 
     def remove(self, name: str) -> None:
         """Delete a file.
@@ -343,6 +365,11 @@ class RemoteFolder:
 
     def _full(self, name: str) -> str:
         return join_path(self.base, name)
+
+    def _relative(self, path: str) -> str:
+        """Return the name of a path that the file system has listed."""
+        top = f"{self.base.strip('/')}/".lstrip("/")
+        return path.strip("/").removeprefix(top)
 
     def _replace(self, name: str, write: Callable[[str], object]) -> object:
         """Replace a file with what `write` puts at the path that it gets, and return the service's answer."""

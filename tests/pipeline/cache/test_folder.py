@@ -176,3 +176,85 @@ def test_the_age_of_a_remote_file_is_unknown_if_the_service_does_not_state_it() 
     url = Url("memory://listed")
     files = list(RemoteCacheFolder(url, ListedFolder(url)).files())
     assert files == [CacheFile("a", 1, 1_700_000_000.5), CacheFile("b", 2, None)]
+
+
+@pytest.fixture
+def s3_folder(s3: str) -> RemoteFolder:
+    """Return an S3 folder with entries, packs, and files of other programs."""
+    bucket = uuid.uuid4().hex
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    folder = RemoteFolder(Url(f"s3://{bucket}/of/mine"))
+    for kind in ("latents", "text"):
+        for digits in ("00", "01", "a0", "ff"):
+            for number in range(3):
+                folder.put(f"{kind}/{digits}/{number}.safetensors", b"123")
+    for name in ("a.json", "latents-2.txt", "latents/00.txt", "latents/zz/deep/er/x.txt", "latents/x.npz"):
+        folder.put(name, b"12345")
+    for name in ("outputs/a.keys", "packs/latents/1.pack", "packs/changed", "z/00/file", "z.txt"):
+        folder.put(name, b"")
+    return folder
+
+
+@pytest.mark.parametrize("listed_at_once", [0, 1_000])
+def test_files_of_a_large_remote_cache_are_those_of_one_listing_in_its_order(
+    s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch, listed_at_once: int
+) -> None:
+    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", listed_at_once, raising=False)
+    files = list(RemoteCacheFolder(s3_folder.url, s3_folder).files())
+    complete = s3_folder.list_files()
+    assert len(complete) == 34
+    assert [file.name for file in files] == sorted(complete)
+    assert {file.name: file.num_bytes for file in files} == {
+        name: info["size"] for name, info in complete.items()
+    }
+    assert all(file.modified_s is not None for file in files)
+
+
+class CountedFolder(RemoteFolder):
+    """Records the number of files in each listing."""
+
+    def __init__(self, url: Url) -> None:
+        super().__init__(url)
+        self.num_listed: list[int] = []
+
+    def list_files(self, folder: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
+        infos = super().list_files(folder, prefix=prefix)
+        self.num_listed.append(len(infos))
+        return infos
+
+
+def test_entries_of_a_large_remote_cache_are_listed_folder_by_folder_when_they_are_needed(
+    s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing of 10 million entries would take 10 GB of memory."""
+    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", 3 * 256 - 1, raising=False)
+    counted = CountedFolder(s3_folder.url)
+    files = RemoteCacheFolder(counted.url, counted).files()
+    assert next(file for file in files if file.name.endswith(".safetensors")).name.startswith("latents/00/")
+    num_listings = len(counted.num_listed)
+    assert sum(1 for _ in files) > 20
+    assert len(counted.num_listed) > num_listings
+    assert max(counted.num_listed) == 3
+
+
+def test_entries_of_a_small_remote_cache_are_listed_together(
+    s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", 3 * 256, raising=False)
+    counted = CountedFolder(s3_folder.url)
+    assert len(list(RemoteCacheFolder(counted.url, counted).files())) == 34
+    # latents, outputs, packs, text, z; a folder of latents and one of text are listed before for an estimate.
+    assert counted.num_listed == [3, 15, 1, 2, 3, 12, 1]
+
+
+@pytest.mark.parametrize("listed_at_once", [0, 1_000])
+def test_empty_objects_in_place_of_folders_do_not_hide_files(
+    s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch, listed_at_once: int
+) -> None:
+    """Web consoles create an object with a slash at the end of its name for a new folder."""
+    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", listed_at_once, raising=False)
+    before = [file.name for file in RemoteCacheFolder(s3_folder.url, s3_folder).files()]
+    for name in ("", "latents/", "latents/00/", "empty/"):
+        s3_folder.files.call_s3("put_object", Bucket=s3_folder.base.split("/")[0], Key=f"of/mine/{name}")
+    after = [file.name for file in RemoteCacheFolder(s3_folder.url, s3_folder).files()]
+    assert [name for name in after if name in before] == before

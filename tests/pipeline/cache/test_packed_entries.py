@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.entry_state import NO_STAT
-from pipeline.cache.folder import LocalCacheFolder
+from pipeline.cache.folder import LocalCacheFolder, cache_folder
 from pipeline.cache.pack_index import PackIndex, announce_change
 from pipeline.cache.packed_entries import PackedEntries
 from pipeline.cache.remote_store import FsspecStore
@@ -173,6 +173,38 @@ def test_an_entry_of_a_pack_that_was_lost_can_be_removed(any_store: Store, suffi
     any_store.packed.folder.delete(pack_names(any_store.packed.folder, suffix)[0])
     store.remove_packed([specs[0]])
     assert store.check(specs[0]).status == "missing"
+
+
+def test_L10_an_index_that_gc_deletes_and_restores_while_it_is_read_is_read_again(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a service with ETags, the restored index has the stat of the deleted one."""
+    specs = write_entries(any_store, 2)
+    seal_and_remove(any_store, specs)
+    gc = any_store.packed.folder
+    (name,) = pack_names(gc, ".parquet")
+    content = gc.read(name)
+
+    folder = cache_folder(any_store.address)
+    index, read = PackIndex(folder, "latents"), folder.read
+    is_deleted = False
+
+    def read_after_deletion(path: str) -> bytes:
+        nonlocal is_deleted
+        if path == name and not is_deleted:
+            is_deleted = True
+            gc.delete(name)
+            announce_change(gc, "latents")
+        return read(path)
+
+    monkeypatch.setattr(folder, "read", read_after_deletion)
+    index.refresh()
+    assert is_deleted
+    assert index.find(specs[0].key) is None
+    gc.replace(name, content)
+    announce_change(gc, "latents")
+    index.refresh()
+    assert all(index.find(spec.key) is not None for spec in specs)
 
 
 def test_a_folder_at_the_path_of_a_packed_entry_hides_it(tmp_path: Path) -> None:

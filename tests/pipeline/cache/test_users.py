@@ -10,6 +10,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -229,6 +230,55 @@ def test_registrations_are_read_again_only_where_they_have_changed(
     assert unregister_kinds(tmp_path, out, ["latents", "masks"])
     assert not unregister_kinds(tmp_path, out, ["latents", "masks"])
     assert users(registrations) == {"text": frozenset(KEYS[3:])}
+
+
+class BusyFolder(LocalCacheFolder):
+    """A cache in which another process acts between the listing and the first reading of keys."""
+
+    actions: ClassVar[list[Callable[[], object]]] = []
+
+    def read(self, name: str) -> bytes:
+        if name.endswith(".keys") and self.actions:
+            self.actions.pop()()
+        return super().read(name)
+
+
+def test_L13_keys_that_a_job_unregisters_while_they_are_read_are_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    for kind, keys in (("latents", KEYS[:1]), ("latents-earlier", KEYS[1:2])):
+        register_user(cache, out, recipe="flowers", kind=kind, keys=keys)
+    register_run(cache, out, recipe="flowers", run="1" * 16, keys=KEYS[2:3])
+
+    def end_jobs() -> None:
+        assert unregister_kinds(cache, out, ["latents-earlier"])
+        assert unregister_run(cache, out, "1" * 16)
+
+    monkeypatch.setattr(BusyFolder, "actions", [end_jobs])
+    monkeypatch.setattr("pipeline.cache.users.cache_folder", BusyFolder)
+    (user,) = read_users(cache)
+    assert (user.job_keys, user.run_keys) == ({"latents": set(KEYS[:1])}, {})
+    assert BusyFolder.actions == []
+
+
+def test_L13_keys_that_get_another_name_while_they_are_read_are_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job converts the registration of an earlier version."""
+    output_dir, folder = tmp_path / "out", tmp_path / "outputs"
+    folder.mkdir()
+    old_id = hashlib.sha256(str(output_dir).encode()).hexdigest()[:16]
+    (folder / f"{old_id}.json").write_text(json.dumps({"output_dir": str(output_dir), "recipe": "flowers"}))
+    (folder / f"{old_id}-text.keys").write_bytes(bytes.fromhex(KEYS[4]))
+
+    def convert() -> None:
+        register_user(tmp_path, output_dir, recipe="flowers", kind="latents", keys=KEYS[:2])
+
+    monkeypatch.setattr(BusyFolder, "actions", [convert])
+    monkeypatch.setattr("pipeline.cache.users.cache_folder", BusyFolder)
+    (user,) = read_users(tmp_path)
+    assert user.keys == {*KEYS[:2], KEYS[4]}
 
 
 def test_all_machines_that_use_an_address_are_one_user_and_each_may_unregister_it() -> None:

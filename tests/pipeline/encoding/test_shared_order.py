@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 from pipeline.cache.store import EntrySpec, TensorSpec
 from pipeline.encoding.collecting import Collector
 from pipeline.encoding.jobs import Failure, Job, Order, ResultsWriter, read_order, read_results, write_order
-from pipeline.encoding.shared_order import ResultsUpload, Shard, SharedOrder, publish_order
+from pipeline.encoding.shard import is_finished
+from pipeline.encoding.shared_order import ORDERS, ResultsUpload, Shard, SharedOrder, publish_order
 from pipeline.errors import StoreError
+from pipeline.maintenance.gc import survey
 
 
 def job(number: int) -> Job:
@@ -99,3 +103,48 @@ def test_progress_counts_a_job_once_and_ignores_a_missing_order(tmp_path: Path, 
         local.write_text('{"key": "a", "outcome": "made", "failure": null}\n')
         ResultsUpload(SharedOrder(tmp_path / "order"), Shard(0, 1), local).push()
     assert collector.poll_sometimes() == 1
+
+
+def test_L13_gc_keeps_an_order_while_its_step_waits_for_workers(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may keep the job of an order pending for days, and no worker writes a file before it starts."""
+    monkeypatch.setattr("pipeline.encoding.collecting.POLL_INTERVAL_S", 0.0)
+    (tmp_path / "here").mkdir()
+    shared = publish_order(write_order(order, tmp_path / "here"), num_shards=3, cpu_threads=2)
+    num_files = len(shared.files())
+    collector = Collector(shared, tmp_path / "here")
+    for file in shared.files():
+        os.utime(tmp_path / "cache" / ORDERS / shared.order_id / file.name, (1e9, 1e9))
+    collector.poll_sometimes()
+    assert survey(tmp_path / "cache").num_old_orders == 1, "the order is renewed once an hour"
+
+    monotonic = time.monotonic
+    monkeypatch.setattr("pipeline.encoding.collecting.time.monotonic", lambda: monotonic() + 3600)
+    collector.poll_sometimes()
+    surveyed = survey(tmp_path / "cache")
+    assert (surveyed.num_young_orders, surveyed.old_orders) == (1, {})
+
+    # Neither workers nor the collector use the new file.
+    (tmp_path / "there").mkdir()
+    file, _ = SharedOrder(shared.address).fetch(tmp_path / "there")
+    assert list(read_order(file).jobs) == list(order.jobs)
+    assert not is_finished(shared, Shard(0, 3))
+    assert collector.poll_sometimes() == 0
+    assert len(shared.files()) == num_files + 1
+    shared.remove()
+    assert shared.files() == []
+
+
+def test_a_failed_renewal_of_an_order_is_repeated_after_the_next_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.encoding.collecting.POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr("pipeline.encoding.collecting.RENEWAL_INTERVAL_S", 0.0, raising=False)
+    folder = tmp_path / "order"
+    folder.write_text("a file in place of the folder")
+    collector = Collector(SharedOrder(folder), tmp_path)
+    assert collector.poll_sometimes() == 0
+    folder.unlink()
+    assert collector.poll_sometimes() == 0
+    assert [path.name for path in folder.iterdir()] == ["waiting.txt"]
