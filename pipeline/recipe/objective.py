@@ -86,7 +86,7 @@ class TimestepSettings(Settings):
         gt=0.0,
         description="Shift of noise levels for flow matching; values above 1 shift towards more noise. null "
         "uses the shift of the base model's family, see docs/families.md; for some it depends on the image "
-        "size.",
+        "size. Not available for Ideogram 4.",
     )
 
     def violations(self) -> Iterator[Violation]:
