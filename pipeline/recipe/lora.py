@@ -223,6 +223,11 @@ class LoraSettings(Settings):
         return self.init in ("pissa", "olora")
 
     @property
+    def allows_packed_weights(self) -> bool:
+        """True if `training.quantize` and `training.compute` may change the format of the base weights."""
+        return self.kind == "lora" and not self.dora and not self.starts_from_base_weights
+
+    @property
     def kronecker_factor(self) -> int:
         """`lokr_factor`, or its default."""
         return self.lokr_factor or DEFAULT_KRONECKER_FACTOR

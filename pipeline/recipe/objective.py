@@ -79,14 +79,25 @@ class TimestepSettings(Settings):
         le=1.75,
         description="Strength of mode; 0 is uniform, larger values are steeper.",
     )
-    min: float = Field(default=0.0, ge=0.0, lt=1.0, description="Lowest noise level.")
-    max: float = Field(default=1.0, gt=0.0, le=1.0, description="Highest noise level.")
+    min: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Lowest noise level. For flow matching, it applies before the shift; see `max`.",
+    )
+    max: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Highest noise level. For flow matching, it applies before the shift: with 0.5, Stable "
+        "Diffusion 3 and its shift of 3 train on levels up to 0.75.",
+    )
     shift: float | None = Field(
         default=None,
         gt=0.0,
         description="Shift of noise levels for flow matching; values above 1 shift towards more noise. null "
         "uses the shift of the base model's family, see docs/families.md; for some it depends on the image "
-        "size.",
+        "size. Not available for Ideogram 4.",
     )
 
     def violations(self) -> Iterator[Violation]:

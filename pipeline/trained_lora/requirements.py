@@ -36,6 +36,19 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
     )
 
 
+def require_replaceable_shift(settings: TrainingSettings, family: Family) -> None:
+    """Raise TrainingError if the recipe sets a shift of noise levels that the family does not read."""
+    shift = settings.timesteps.shift
+    if shift is None or not family.own_shift:
+        return
+    raise TrainingError(
+        f"timesteps.shift {shift} is not available for {family.name}, because {family.own_shift}",
+        where="training.timesteps.shift",
+        fix="set it to null; to train more on noisy levels, set timesteps.density: logit_normal with "
+        "timesteps.location above 0",
+    )
+
+
 def require_objective(settings: TrainingSettings, prediction: Prediction) -> None:
     """Raise TrainingError if a setting does not apply to a model that predicts `prediction`."""
     # With zero signal the input is the noise itself, so an epsilon model would only learn to copy it.

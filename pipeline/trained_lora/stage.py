@@ -58,7 +58,12 @@ from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.registered_run import register_entries, unregister_entries
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
-from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
+from pipeline.trained_lora.requirements import (
+    require_objective,
+    require_replaceable_shift,
+    require_text_encoders,
+    require_trackers,
+)
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
 from pipeline.trained_lora.run_mirror import mirrored_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
@@ -180,6 +185,7 @@ def _plan_run(
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora."""
     entries = RecipeEntries(recipe, log=log)
     require_objective(recipe.training, entries.family.prediction_type())
+    require_replaceable_shift(recipe.training, entries.family)
     require_text_encoders(recipe.training, entries.family)
     require_preview_prompts(recipe, entries.family)
     require_references(recipe, entries.family)

@@ -100,7 +100,8 @@ def _encoders(family: Family) -> str:
 def _prediction(family: Family) -> str:
     predictions = {"flow": "flow: noise minus latent", "epsilon": "epsilon or v, from the scheduler config"}
     density = family.density.replace("_", "-")
-    return f"{predictions[family.prediction_type()]}; {density} noise levels"
+    shift = "; `training.timesteps.shift` is not available" if family.own_shift else ""
+    return f"{predictions[family.prediction_type()]}; {density} noise levels{shift}"
 
 
 def _targets(family: Family) -> str:

@@ -158,6 +158,11 @@ class Family:
         return reason(self.model) if callable(reason) else reason
 
     @property
+    def own_shift(self) -> str:
+        """See `NoiseSpec.own_shift`."""
+        return self.spec.noise.own_shift
+
+    @property
     def folder(self) -> Path:
         """Folder that holds `model_index.json`."""
         return self.model.path

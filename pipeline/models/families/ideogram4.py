@@ -32,6 +32,7 @@ class IdeogramNoise(FlowNoise):
     """Flow matching with the shift that the pipeline derives from the image size."""
 
     process: str = "families.ideogram4:IdeogramProcess"
+    own_shift: str = "its pipeline computes the shift from the image size alone"
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
         """Return an empty mapping, because the pipeline does not read the scheduler's configuration."""

@@ -70,6 +70,7 @@ class Engine:
         resident: Blocks of the denoiser that stay on the GPU.
         denoiser: Denoiser with its adapter.
         text: Text encoders with their adapters; None unless they are trained.
+        joint_model: The denoiser, together with the text encoders if they are trained.
         networks: The denoiser, and the text encoders that have adapters.
         weights: Trained weights of all networks.
         training_adapter: Frozen LoRA that is active outside of `evaluation` only.
@@ -125,9 +126,9 @@ class Engine:
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
         # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
-        self._joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
-        exclude_frozen_weights(self._joint_model)
-        prepared = cast("Any", self.accelerator.prepare(self._joint_model, optimizer))
+        self.joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
+        exclude_frozen_weights(self.joint_model)
+        prepared = cast("Any", self.accelerator.prepare(self.joint_model, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
         self._on_device = None if scaled else update_on_device(optimizer, self.weights, self._settings)
@@ -238,7 +239,7 @@ class Engine:
 
         Args:
             micro: Tensors on the model's device.
-            model: The prepared model, or the denoiser.
+            model: The prepared model, or `joint_model`.
         """
         family, scheduler = self._family, self.scheduler
         noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
@@ -266,7 +267,7 @@ class Engine:
     def _base_prediction(self, noisy: Tensor, micro: MicroInput) -> Tensor:
         """Return the base model's answer without adapters, for all samples and without a graph."""
         with self._adapters_disabled(), torch.no_grad(), self.accelerator.autocast():
-            return self._predict(self._joint_model, noisy, micro)
+            return self._predict(self.joint_model, noisy, micro)
 
     def _update(self, step: QueuedStep) -> None:
         """Step optimizer, average and schedule if the step's numbers are finite.
@@ -329,7 +330,7 @@ class Engine:
 
     def _predict_noisy(self, micro: MicroInput, scheduler: Any) -> Tensor:
         noisy = self._family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
-        return self._predict(self._joint_model, noisy, micro)
+        return self._predict(self.joint_model, noisy, micro)
 
     def _adapters_scaled(self, micro: MicroInput) -> AbstractContextManager[None]:
         """Return a context in which the adapters have the scale of the micro-batch."""

@@ -41,6 +41,7 @@ from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.micro_input import MicroInput
+from pipeline.trained_lora.worker.missing_results import ALL_MISSING, MissingResults, missing_results
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
@@ -157,8 +158,7 @@ class _TrainingRun:
                 start_trackers(accelerator, self.job, start=start)
                 metrics = MetricsLog(self.paths, self.job.inputs, accelerator)
                 self.metrics = stack.enter_context(closing(metrics))
-            if start == 0:
-                self._validate_and_draw(0)
+            self._validate_and_draw(start, missing_results(self.job, start, is_main=self.main))
             steps_done = self._run_steps(start, inputs, stop)
 
         finished = steps_done == len(self.plan)
@@ -314,10 +314,11 @@ class _TrainingRun:
         what = f"{err.what}; the LoRA after {counted(steps_done, 'step')} {outcome}"
         return TrainingError(what, where=err.where, fix=err.fix)
 
-    def _validate_and_draw(self, steps_done: int) -> None:
-        """Measure the validation loss and draw previews, each if it is due."""
+    def _validate_and_draw(self, steps_done: int, missing: MissingResults = ALL_MISSING) -> None:
+        """Measure the validation loss and draw previews, each if it is due and missing."""
         settings = self.job.recipe.training
-        if self.validation is not None and self._due(settings.validate_every, steps_done):
+        validates = missing.validation and self._due(settings.validate_every, steps_done)
+        if self.validation is not None and validates:
             self._begin_after(steps_done, startup.VALIDATION, "measuring the validation loss")
             with self.engine.result_weights():
                 loss = self.validation.loss(self.engine)
@@ -325,7 +326,7 @@ class _TrainingRun:
                 self.metrics.validation(steps_done, loss)
                 self.report.info(f"validation loss after {counted(steps_done, 'step')}: {loss.mean:.4f}")
 
-        if self._due(settings.sample_every, steps_done):
+        if missing.previews and self._due(settings.sample_every, steps_done):
             run_on_main(self.engine, partial(self._draw, steps_done))
 
     def _draw(self, steps_done: int) -> None:

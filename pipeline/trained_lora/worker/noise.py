@@ -77,6 +77,7 @@ def noise_levels(uniform: Tensor, settings: TimestepSettings, family_density: De
     """Map uniform random numbers to noise levels of the recipe's density and range.
 
     The densities are those of section 3.1 of https://arxiv.org/abs/2403.03206. The map is increasing.
+    `NoiseProcess.timesteps` applies the shift of a flow-matching schedule to its result.
 
     Args:
         uniform: (B,) float64 in [0, 1).

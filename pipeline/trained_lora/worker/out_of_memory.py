@@ -75,8 +75,7 @@ def _advice(recipe: Recipe) -> list[str]:
             "set training.offload: 0, which copies the base model's blocks from the host for each use"
         )
     # After offload, because it changes the trained weights.
-    can_pack = training.lora.kind == "lora" and not training.lora.dora
-    if training.weight_format == "none" and can_pack and not shard:
+    if training.weight_format == "none" and training.lora.allows_packed_weights and not shard:
         advice.append("set training.quantize: int8 or nf4")
     return [
         *advice,

@@ -88,8 +88,8 @@ def require_adapter_effect(engine: Engine, micro: MicroInput, training_adapter: 
         return
     micro = micro.to(engine.accelerator.device)
     with engine.evaluation():
-        plain = engine.losses(micro, engine.denoiser)
+        plain = engine.losses(micro, engine.joint_model)
     with engine.evaluation(), engine.training_adapter.applied():
-        adapted = engine.losses(micro, engine.denoiser)
+        adapted = engine.losses(micro, engine.joint_model)
     if torch.equal(plain, adapted):
         raise refused_adapter(training_adapter, "it does not change the model's prediction")

@@ -12,16 +12,21 @@ import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.nn.functional import huber_loss
 
+from demo.tiny_models import TINY
 from pipeline.errors import TrainingError
+from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora.requirements import (
     require_objective,
+    require_replaceable_shift,
     require_text_encoders,
     require_trackers,
 )
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.noise import make_noise_scheduler
+from tests.pipeline.trained_lora.runs import InProcessLaunch, run
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -98,6 +103,47 @@ def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
         "debiased": snr.sqrt() / to_latent,
     }[loss.get("weighting")]
     torch.testing.assert_close(losses, errors.mean(dim=(1, 2, 3)) * weights, rtol=1e-5, atol=1e-6)
+
+
+# diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_shift_is_an_error_for_exactly_the_families_in_which_it_has_no_effect(tmp_path: Path) -> None:
+    """Compares the timesteps with and without a shift, for every family that uses flow matching."""
+    shifted = TrainingSettings.model_validate({"timesteps": {"shift": 9.0}})
+    ignored: list[str] = []
+    for name, make in TINY.items():
+        make(tmp_path / name)
+        family = load_family(tmp_path / name)
+        require_replaceable_shift(TrainingSettings(), family)
+        if family.prediction_type() != "flow":
+            continue
+
+        levels, shape = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), family.latent_shape(Size(64, 64))
+        default, changed = (
+            family.noise.timesteps(make_noise_scheduler(family, settings), levels, shape)
+            for settings in (TrainingSettings(), shifted)
+        )
+        if not torch.equal(default, changed):
+            require_replaceable_shift(shifted, family)
+            continue
+        ignored.append(family.name)
+        with pytest.raises(TrainingError, match=f"9.0 is not available for {family.name}") as e:
+            require_replaceable_shift(shifted, family)
+        assert e.value.where == "training.timesteps.shift"
+    assert ignored == ["Ideogram 4"]
+
+
+def test_a_run_with_a_shift_that_the_family_ignores_is_not_launched(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    TINY["Ideogram 4"](tmp_path / "ideogram")
+    tiny_bases["ideogram"] = tmp_path / "ideogram"
+    launch = InProcessLaunch()
+    project = make_project(prediction="ideogram", steps=1, timesteps={"shift": 3.0})
+    with pytest.raises(TrainingError, match=r"timesteps\.shift 3\.0 is not available for Ideogram 4"):
+        run(project, launch)
+    assert launch.launched == []
 
 
 def test_text_encoders_are_trained_only_if_the_recipe_says_so_and_the_family_can(

@@ -67,11 +67,6 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
         variant = replace(variant, offload=0)
         yield settings, variant
 
-    if variant.quantize == "none" and _can_pack(recipe):
+    if variant.quantize == "none" and recipe.training.lora.allows_packed_weights:
         for kind in ("int8", "nf4"):
             yield (*settings, f"training.quantize: {kind}"), replace(variant, quantize=kind)
-
-
-def _can_pack(recipe: Recipe) -> bool:
-    lora = recipe.training.lora
-    return lora.kind == "lora" and not lora.dora and not lora.starts_from_base_weights

@@ -53,10 +53,12 @@ class NoiseSpec(ABC):
     Attributes:
         process: Import path of the noise process below `pipeline.models.worker`.
         density: Distribution of noise levels unless the recipe names one.
+        own_shift: Why `training.timesteps.shift` cannot replace the schedule's shift; empty if it can.
     """
 
     process: str
     density: Density
+    own_shift: str = ""
 
     @abstractmethod
     def prediction_type(self, model: ModelFolder) -> Prediction:

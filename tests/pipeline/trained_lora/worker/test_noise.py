@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
+from demo.tiny_models import make_tiny_sd3
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import NoiseSettings, TimestepSettings, TrainingSettings
 from pipeline.trained_lora.worker.noise import NoiseSampler, SlotNoise, make_noise_scheduler, noise_levels
 
@@ -75,6 +78,21 @@ def test_betas_are_rescaled_as_in_algorithm_1_of_the_paper() -> None:
         rescaled.alphas_cumprod.double()[:-1], expected[:-1] ** 2, rtol=1e-3, atol=1e-6
     )
     assert float(rescaled.alphas_cumprod[-1]) < 1e-7 < float(plain.alphas_cumprod[-1])
+
+
+def test_the_range_of_levels_applies_before_the_shift_as_the_recipe_describes(tmp_path: Path) -> None:
+    """Stable Diffusion 3 has a shift of 3, so that a level of 0.5 gets 3 * 0.5 / (1 + 2 * 0.5) = 0.75."""
+    make_tiny_sd3(tmp_path)
+    family, settings = load_family(tmp_path), TimestepSettings(density="uniform", max=0.5)
+    drawn = noise_levels(torch.tensor([1.0 - 2.0**-53], dtype=torch.float64), settings, family.density)
+    timesteps = family.noise.timesteps(family.noise.load_scheduler(), drawn, (16, 128, 128))
+    assert drawn.item() == pytest.approx(0.5)
+    assert timesteps.item() == pytest.approx(750.0, abs=1e-3)
+
+    lowest, highest = (TimestepSettings.model_fields[key].description or "" for key in ("min", "max"))
+    assert "before the shift" in lowest
+    assert "before the shift" in highest
+    assert "up to 0.75" in highest
 
 
 UNIFORM = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000

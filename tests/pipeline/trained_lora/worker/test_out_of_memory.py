@@ -43,6 +43,8 @@ def test_running_out_of_memory_in_a_step_names_the_settings(
         ({"gradient_checkpointing": True}, "gradient_checkpointing: true"),
         ({"batch_size": 1}, "batch_size"),
         ({"lora": {"rank": 4, "alpha": 2.0, "dora": True}}, "quantize"),
+        ({"lora": {"rank": 4, "alpha": 2.0, "init": "pissa"}}, "quantize"),
+        ({"lora": {"rank": 4, "alpha": 2.0, "init": "olora"}}, "quantize"),
         ({"offload": 0}, "offload"),
     ],
     ids=str,

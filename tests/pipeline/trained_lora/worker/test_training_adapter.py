@@ -32,6 +32,7 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.trial_step import require_adapter_effect
 from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders, run_until
+from tests.pipeline.trained_lora.text_encoder_project import project_of as text_encoders_project
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -231,6 +232,20 @@ def test_E05_an_adapter_without_an_effect_is_an_error_before_training(
     with pytest.raises(TrainingError, match="the training adapter cannot be used") as excinfo:
         prepare()
     assert "model.training_adapter" in excinfo.value.where
+
+
+def test_a_training_adapter_is_tested_and_used_together_with_trained_text_encoders(
+    make_project: Callable[..., Project], adapter_file: Path
+) -> None:
+    """The test needs text embeddings of the trained encoders, because the cache's are not read."""
+    project = text_encoders_project(make_project, steps=1)
+    assert run_until(replace(project.job(), training_adapter=adapter_file))[0]
+
+    zeros = {name: 0.0 * tensor for name, tensor in load_file(adapter_file).items()}
+    save_file(zeros, adapter_file)
+    without_effect = replace(project.changed("zeros").job(), training_adapter=adapter_file)
+    with pytest.raises(TrainingError, match="it does not change the model's prediction"):
+        run_until(without_effect)
 
 
 def test_the_hash_of_the_adapter_is_in_the_run_id_and_the_provenance(
