@@ -127,6 +127,8 @@ def run_tables(recipes: Sequence[Recipe]) -> IOManagerDefinition:
 
     @io_manager(config_schema={}, description="Parquet tables below each recipe's output_dir.")
     def tables(context: InitResourceContext) -> TableIOManager:
+        # A step in a process of its own ends with that of the run. Pods record a machine, so that no other
+        # machine looks for a process of their run.
         end_with_code_server()
         if context.run is not None and context.instance is not None:
             record_machine(context.instance, context.run.run_id)

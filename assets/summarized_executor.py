@@ -23,6 +23,10 @@ from dagster import (
 
 from assets.run_summary import add_summary
 from pipeline.recipe import Recipe
+from resources.run_worker import end_with_code_server, record_machine
+
+KUBERNETES_EXECUTOR = "k8s"
+"""Name of `dagster_k8s.k8s_job_executor`, whose steps run in pods."""
 
 
 def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:
@@ -69,6 +73,10 @@ class _SummarizedExecutor(Executor):
     def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[DagsterEvent]:
         """Execute the plan, then read the events of the run, however it ended."""
         instance, run_id = plan_context.instance, plan_context.run_id
+        if self._name != KUBERNETES_EXECUTOR:
+            record_machine(instance, run_id)
+            end_with_code_server()
+
         events = self._executor.execute(plan_context, execution_plan)
         try:
             if self._name == in_process_executor.name:
