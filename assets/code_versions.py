@@ -30,9 +30,26 @@ _ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
 """Versions of the algorithms that decide each asset's content."""
 
 
+_SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
+    {"latents": {"background"}},
+    (PREPROCESSING_VERSION,),
+)
+"""Further recipe fields and versions that decide text_embeddings if a text encoder may see references."""
+
+
 def code_version(recipe: Recipe, asset: str) -> str:
-    """Return 12 hex digits over the recipe fields and algorithm versions that decide the asset's content."""
-    settings = recipe.model_dump_json(include=_RECIPE_FIELDS[asset]) + repr(
-        _ALGORITHM_VERSIONS.get(asset, ())
-    )
+    """Return 12 hex digits over the recipe fields and algorithm versions that decide the asset's content.
+
+    The base model decides whether its text encoder sees references. It is not read here, so every recipe with
+    references counts as one whose text encoder does.
+    """
+    fields, versions = _RECIPE_FIELDS[asset], _ALGORITHM_VERSIONS.get(asset, ())
+    if asset == "text_embeddings" and _has_references(recipe):
+        more_fields, more_versions = _SEEN_BY_TEXT_ENCODER
+        fields, versions = fields | more_fields, versions + more_versions
+    settings = recipe.model_dump_json(include=fields) + repr(versions)
     return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]
+
+
+def _has_references(recipe: Recipe) -> bool:
+    return any(each.references for each in (*recipe.datasets, *recipe.training.sample_prompts))

@@ -1,14 +1,11 @@
 """The summary that Dagster's command line prints last: what the run did, or what failed, where and its fix.
 
 Dagster ends a failed run with a long stack trace and "Run ... resulted in failure". People and CI read the
-last lines, so the summary must follow those. Four hooks are needed for that:
+last lines, so the summary must follow those. Three hooks are needed for that:
 
-    resource teardown   Dagster tears resources down after the last step, however the run ended. `run_tables`
-                        reads the run's events then.
-    executor            With steps in other processes, the process of the run has no resources.
-                        `summarized_executor` reads the run's events at the end of the executor.
-                        Both may precede the event of the run's failure. A run that seems to have been stopped
-                        is therefore read again at exit.
+    executor            `summarized_executor` reads the run's events at the end of the executor, however the
+                        run ended. This may precede the event of the run's failure. A run that seems to have
+                        been stopped is therefore read again at exit.
     sys.excepthook      An error may end the command without a run: a broken recipe, or a full disk below
                         Dagster's history. Only this hook sees it, because Dagster's CLI does not catch it.
     atexit              Dagster's CLI prints its own last line after all hooks that Dagster offers.
@@ -70,7 +67,7 @@ _COMMANDS = {"dagster", "python -m dagster", "dg", "python -m dagster_dg_cli.cli
 """Names of Dagster's command lines, as click shows them."""
 
 _summaries: dict[str, "RunSummary"] = {}
-"""Newest summary of each run, by its id: Dagster initializes the resources again after the last step."""
+"""Summary of each run, by its id."""
 
 _output_dirs: dict[str, Mapping[str, Path]] = {}
 """Output folders of all recipes, for each run of this command, by its id."""
@@ -124,23 +121,18 @@ def _register_hooks() -> None:
 
 
 def run_tables(recipes: Sequence[Recipe]) -> IOManagerDefinition:
-    """Return the table IO manager, which also watches the code server and summarizes the run at its end."""
+    """Return the table IO manager, which also watches the code server."""
     output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
     remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
 
-    # Dagster accepts a generator, and resumes it at the end of the run, but its annotation omits this.
-    @io_manager(  # pyright: ignore[reportArgumentType]
-        config_schema={}, description="Parquet tables below each recipe's output_dir."
-    )
-    def tables(context: InitResourceContext) -> Iterator[TableIOManager]:
+    @io_manager(config_schema={}, description="Parquet tables below each recipe's output_dir.")
+    def tables(context: InitResourceContext) -> TableIOManager:
+        # A step in a process of its own ends with that of the run. Pods record a machine, so that no other
+        # machine looks for a process of their run.
         end_with_code_server()
         if context.run is not None and context.instance is not None:
             record_machine(context.instance, context.run.run_id)
-        try:
-            yield TableIOManager(output_dirs, {recipe.name: partial(_mirror_of, recipe) for recipe in remote})
-        finally:
-            if context.run is not None and context.instance is not None:
-                add_summary(context.instance, context.run.run_id, recipes)
+        return TableIOManager(output_dirs, {recipe.name: partial(_mirror_of, recipe) for recipe in remote})
 
     return tables
 

@@ -10,12 +10,14 @@ port of each becomes a free one, because all pods share one network.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -125,6 +127,7 @@ class Server:
         forbidden: Methods of requests that are refused.
         lines_per_connection: Number of lines after which a connection that follows a log is lost.
         requests: Methods and paths of all requests.
+        after: Called with the method and the path of a request before it is answered.
     """
 
     def __init__(self) -> None:
@@ -139,6 +142,7 @@ class Server:
         self.forbidden: set[str] = set()
         self.lines_per_connection: int | None = None
         self.requests: list[str] = []
+        self.after: Callable[[str, str], object] = lambda method, path: None
         self._ports: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -258,6 +262,13 @@ class Server:
         return next(each for each in job.spec["containers"] if each["name"] == "latentline")
 
 
+def stop_during_creation(method: str, path: str) -> None:
+    """Send this process SIGINT while it waits for the answer to the creation of a job; see `Server.after`."""
+    if method == "POST" and "/jobs" in path:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+
+
 def _message(text: str) -> dict[str, Any]:
     return {"kind": "Status", "message": text}
 
@@ -274,6 +285,7 @@ def kubernetes_api() -> Generator[tuple[str, Server]]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else {}
             status, answer = state.answer(self.command, self.path, body)
+            state.after(self.command, self.path)
             if state.num_lost_answers > 0:
                 state.num_lost_answers -= 1
                 self.close_connection = True

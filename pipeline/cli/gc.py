@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from pipeline.cache.folder import cache_folder
 from pipeline.cache.users import access_fix, unregister_user
@@ -86,8 +87,11 @@ def command(
     and LoRA files too.
     """
     if num_kept_runs is not None:
-        if cache_dirs or forgotten:
-            raise click.UsageError("--keep-runs excludes --cache-dir and --forget, which are about caches.")
+        source = click.get_current_context().get_parameter_source("grace_hours")
+        if cache_dirs or forgotten or source is ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                "--keep-runs excludes --grace-hours, --cache-dir and --forget, which are about caches."
+            )
         _collect_runs(recipes, num_kept_runs, do_delete=do_delete)
         return
     if recipes and cache_dirs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def command(recipe: str, images: Path, base: str) -> None:
         raise RecipeError(
             f"a recipe's name must consist of letters, digits and _, got {name!r}",
             where=str(recipes_dir()),
-            fix=f"latentline new {valid_name} --images {images} --base {base}",
+            fix=shlex.join(["latentline", "new", valid_name, "--images", str(images), "--base", base]),
         )
     file = recipes_dir() / f"{name}.yaml"
     if file.exists():

@@ -51,15 +51,18 @@ class KubernetesLauncher(RemoteLauncher):
         """
         job = encoding_job(encoding.order, encoding.num_shards, image=self.image, pod=self.pod)
         name = cast("str", job["metadata"]["name"])
-        kubernetes = KubernetesClient(self.namespace)
-        if kubernetes.create_job(job) is None:
-            what = f"a Kubernetes job {name} exists already"
-            raise LaunchError(what, where=f"namespace {self.namespace}", fix="delete it with kubectl")
-        log = StepLog(encoding.context)
-        log.info(f"created the Kubernetes job {self.namespace}/{name}")
+        kubernetes, log = KubernetesClient(self.namespace), StepLog(encoding.context)
 
-        shown = ""
+        is_created, shown = False, ""
         try:
+            # A signal waits for the server's answer, which states whether there is a job to delete.
+            with uninterrupted():
+                is_created = kubernetes.create_job(job) is not None
+            if not is_created:
+                what = f"a Kubernetes job {name} exists already"
+                raise LaunchError(what, where=f"namespace {self.namespace}", fix="delete it with kubectl")
+            log.info(f"created the Kubernetes job {self.namespace}/{name}")
+
             while not _has_ended(kubernetes.read_job(name)):
                 waiting = _waiting_pods(kubernetes, name)
                 if waiting != shown:
@@ -71,7 +74,8 @@ class KubernetesLauncher(RemoteLauncher):
             # A failure must not hide the error or the result of the encoding.
             with uninterrupted():
                 try:
-                    kubernetes.delete_job(name)
+                    if is_created:
+                        kubernetes.delete_job(name)
                 except LaunchError as err:
                     log.warning(not_deleted(self.namespace, name, err))
 

@@ -52,6 +52,7 @@ class PodTraining:
         self._kubernetes, self._training = kubernetes, training
         self._log = StepLog(context)
         self._place = f"namespace {kubernetes.namespace}, job {training.name}"
+        self._job: Any = None
         self._first_log: FollowedLog | None = None
         self._shown_state: str | None = None
 
@@ -67,10 +68,9 @@ class PodTraining:
         Raises:
             LaunchError: The cluster rejects the objects, a pod does not start, or a pod failed.
         """
-        name = self._training.name
-        job = self._create()
-        self._log.info(f"created the Kubernetes job {self._kubernetes.namespace}/{name}")
         try:
+            job = self._create()
+            self._log.info(f"created the Kubernetes job {self._kubernetes.namespace}/{self._training.name}")
             self._kubernetes.create_service(self._training.service(job.metadata.uid))
             has_failed = self._wait(observe)
             self._finish_log()
@@ -79,7 +79,8 @@ class PodTraining:
                 raise self._failure()
         except BaseException as err:
             with uninterrupted():
-                self._delete_or_warn(because=type(err).__name__)
+                if self._job is not None:
+                    self._delete_or_warn(because=type(err).__name__)
             raise
         with uninterrupted():
             self._delete_or_warn()
@@ -91,14 +92,14 @@ class PodTraining:
             LaunchError: The job of an earlier attempt is still running.
         """
         name = self._training.name
-        if (job := self._kubernetes.create_job(self._training.job())) is not None:
+        if (job := self._try_to_create()) is not None:
             return job
 
         earlier = self._kubernetes.read_job(name)
         if earlier is None or condition_of(earlier, "Complete", "Failed") is not None:
             self._log.info(f"deleting the ended Kubernetes job {name} of an earlier attempt")
             self._delete()
-            if (job := self._kubernetes.create_job(self._training.job())) is not None:
+            if (job := self._try_to_create()) is not None:
                 return job
         raise LaunchError(
             f"the Kubernetes job {name} of an earlier attempt at this run still exists",
@@ -106,6 +107,15 @@ class PodTraining:
             fix="wait until it has ended and start the job again, or stop it: "
             f"kubectl --namespace {self._kubernetes.namespace} delete job {name}",
         )
+
+    def _try_to_create(self) -> Any:
+        """Create the job and return it; None if one of the same name exists.
+
+        A signal waits for the server's answer, which states whether there is a job to delete.
+        """
+        with uninterrupted():
+            self._job = self._kubernetes.create_job(self._training.job())
+        return self._job
 
     def _wait(self, observe: Callable[[bool], object]) -> bool:
         """Wait until the job has ended, and return whether it failed."""

@@ -13,15 +13,26 @@ from pathlib import Path
 
 @contextmanager
 def uninterrupted() -> Generator[None]:
-    """Defer SIGINT and SIGTERM until the clean-up is done; only the main thread receives them."""
+    """Defer SIGINT and SIGTERM until the end of the body; only the main thread handles them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+    # The mask also protects commands that the body starts, because they inherit it. It does not suffice: if
+    # another thread receives a signal, Python still calls the handler in the main thread.
+    numbers, received = (signal.SIGINT, signal.SIGTERM), dict[int, None]()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
+        for number in numbers:
+            signal.signal(number, lambda number, _frame: received.update({number: None}))
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 @dataclass

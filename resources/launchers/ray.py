@@ -43,6 +43,9 @@ POLL_S = 1.0
 LOG_END_S = 10.0
 """Longest wait for the end of the log after that of the job."""
 
+ACCEPTANCE_S = 10.0
+"""Longest wait for a job whose submission was interrupted to be known to the cluster."""
+
 LOST_AFTER_S = 60.0
 """Time without an answer from the cluster after which a job counts as lost."""
 
@@ -136,6 +139,7 @@ class _Job:
     runtime_env: Mapping[str, Any]
     stop_s: float
     _client: Any = None
+    _may_exist: bool = False
     _num_forwarded: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -152,27 +156,20 @@ class _Job:
             LatentlineError: The error of the job.
         """
         log = StepLog(context)
-        self._submit()
-        log.info(f"submitted the Ray job {self.name} to {self.address}")
         follower = threading.Thread(target=self._follow_log, name="ray-job-log", daemon=True)
-        follower.start()
-
         try:
+            self._submit()
+            log.info(f"submitted the Ray job {self.name} to {self.address}")
+            follower.start()
             self._wait(observe)
         except BaseException as err:
-            with uninterrupted():
-                problem = self._stop()
-            if problem is None:
-                log.info(f"stopped the Ray job {self.name} ({type(err).__name__})")
-            else:
-                log.warning(
-                    f"the Ray job {self.name} could not be stopped ({problem}); stop it: "
-                    f"ray job stop --address {self.address} {self.name}"
-                )
+            if self._may_exist:
+                self._stop_or_warn(log, because=type(err).__name__)
             raise
         finally:
             self._over.set()
-            follower.join(LOG_END_S)
+            if follower.is_alive():
+                follower.join(LOG_END_S)
 
         output = self._repeated(lambda: self._client.get_job_logs(self.name))
         self._forward(output[self._num_forwarded :])
@@ -193,16 +190,18 @@ class _Job:
             self._client = submission.JobSubmissionClient(self.address)
         except OSError as err:
             raise self._unreachable(err) from err
+        self._may_exist = True
         try:
             self._client.submit_job(
                 entrypoint=self.command, submission_id=self.name, runtime_env=dict(self.runtime_env)
             )
         except OSError as err:
             # The cluster may have accepted the job before the connection was lost.
-            known = self._repeated(self._client.list_jobs)
-            if not any(job.submission_id == self.name for job in known):
+            if not self._repeated(self._is_known):
+                self._may_exist = False
                 raise self._unreachable(err) from err
         except (RuntimeError, ValueError, TypeError, exceptions.RayError) as err:
+            self._may_exist = False
             raise LaunchError(
                 f"Ray rejected the job {self.name}: {_short(err)}",
                 where=f"launcher.address: {self.address}",
@@ -231,6 +230,26 @@ class _Job:
                 observe(False)
             time.sleep(POLL_S)
 
+    def _is_known(self) -> bool:
+        return any(job.submission_id == self.name for job in self._client.list_jobs())
+
+    def _stop_or_warn(self, log: StepLog, *, because: str) -> None:
+        """Stop the job, and log that it has been stopped or may still be running.
+
+        Args:
+            log: Log of the step.
+            because: Kind of the error that ended the wait for the job.
+        """
+        with uninterrupted():
+            problem = self._stop()
+        if problem is None:
+            log.info(f"stopped the Ray job {self.name} ({because})")
+        else:
+            log.warning(
+                f"the Ray job {self.name} could not be stopped ({problem}); stop it: "
+                f"ray job stop --address {self.address} {self.name}"
+            )
+
     def _stop(self) -> str | None:
         """Stop the job, and wait until its commands have ended; a training writes a checkpoint.
 
@@ -238,7 +257,13 @@ class _Job:
             Why the job may still be running, or None.
         """
         end_s = time.monotonic() + self.stop_s
+        acceptance_end_s = time.monotonic() + ACCEPTANCE_S
         try:
+            # The cluster may accept the job after a signal has interrupted its submission.
+            while not self._is_known():
+                if time.monotonic() > acceptance_end_s:
+                    return f"the cluster has not accepted it within {ACCEPTANCE_S:g} s"
+                time.sleep(POLL_S / 4)
             self._client.stop_job(self.name)
             while not self._client.get_job_status(self.name).is_terminal():
                 if time.monotonic() > end_s:

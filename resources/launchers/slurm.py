@@ -45,8 +45,8 @@ COMMAND_S = 20.0
 QUEUE_S = 30.0
 """Seconds between two requests for the reason why a job is pending."""
 
-HOLDS = ("JobHeldUser", "JobHeldAdmin")
-"""Slurm's reasons of jobs that wait until somebody releases them."""
+HELD_BY_USER = "JobHeldUser"
+HELD_BY_ADMINISTRATOR = "JobHeldAdmin"
 
 LOADER_CPUS = 2
 """CPUs of each training process in addition to `accelerate.cpu_threads`: for the threads that read the next
@@ -202,7 +202,7 @@ class _Job:
                 )
         except BaseException as err:
             with uninterrupted():
-                problem = _cancel(self.name, process, grace_s)
+                problem = self._cancel(process, grace_s)
                 self._forward(final=True)
             if problem is None:
                 log.info(f"cancelled the Slurm job {self.name} ({type(err).__name__})")
@@ -234,6 +234,56 @@ class _Job:
             except FileNotFoundError as err:
                 what = "sbatch does not exist on this machine"
                 raise LaunchError(what, where="launcher: slurm", fix=WITHOUT_SLURM) from err
+
+    def _cancel(self, process: subprocess.Popen[bytes], grace_s: float) -> str | None:
+        """Cancel the job, and wait until it has ended.
+
+        Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its own `KillWait`.
+        `sbatch --wait` may notice the end of a job half a minute late, so it is not waited for.
+
+        Args:
+            process: `sbatch --wait`. It may end while Slurm still waits for the job's processes.
+            grace_s: Time of a stopped training for its checkpoint.
+
+        Returns:
+            Why the job may still be running, or None.
+        """
+        end_s = time.monotonic() + max(grace_s, KILL_WAIT_S)
+        is_cancelled, refusal = False, None
+        while True:
+            # Slurm's controller may be busy or restart. A job that it has not accepted yet starts later, even
+            # if scancel succeeds.
+            if not is_cancelled:
+                is_known = self._is_known(process)
+                refusal, _ = _answer("scancel", f"--name={self.name}")
+                is_cancelled = is_known and refusal is None
+                refusal = refusal if is_known else refusal or "sbatch has not answered yet"
+            problem = self._why_running(process, refusal)
+            if problem is None or time.monotonic() > end_s:
+                break
+            time.sleep(POLL_S)
+
+        process.kill()
+        process.wait()
+        return problem
+
+    def _is_known(self, process: subprocess.Popen[bytes]) -> bool:
+        """Return whether Slurm has accepted the job, or `sbatch` has ended."""
+        return process.poll() is not None or job_id_in(self.submission.lines()) is not None
+
+    def _why_running(self, process: subprocess.Popen[bytes], refusal: str | None) -> str | None:
+        """Return why the job, which was to be cancelled, may still be running, or None.
+
+        Args:
+            process: `sbatch --wait`.
+            refusal: Why `scancel` had no effect, or None.
+        """
+        failure, listed = _answer("squeue", "--noheader", f"--name={self.name}")
+        if listed:
+            return refusal or "squeue still lists it"
+        status = process.poll()
+        has_ended = status is not None and status >= 0
+        return None if has_ended else refusal or failure
 
     def last_output(self) -> list[str]:
         """Return the last lines of `sbatch` and of each task."""
@@ -279,49 +329,11 @@ class _QueueLog:
         self._next_request_s = time.monotonic() + QUEUE_S
 
     def _fix(self, reason: str) -> str:
+        if reason == HELD_BY_ADMINISTRATOR:
+            return "; ask an administrator of the cluster to release it"
         job_id = job_id_in(self._job.submission.lines())
-        return f"; release it: scontrol release {job_id}" if reason in HOLDS and job_id is not None else ""
-
-
-def _cancel(name: str, process: subprocess.Popen[bytes], grace_s: float) -> str | None:
-    """Cancel a job, and wait until it has ended.
-
-    Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its own `KillWait`.
-    `sbatch --wait` may notice the end of a job half a minute late, so it is not waited for.
-
-    Returns:
-        Why the job may still be running, or None.
-    """
-    end_s = time.monotonic() + max(grace_s, KILL_WAIT_S)
-    refusal: str | None = ""
-    while True:
-        # Slurm's controller may be busy or restart.
-        if refusal is not None:
-            refusal, _ = _answer("scancel", f"--name={name}")
-        problem = _why_running(name, process, refusal)
-        if problem is None or time.monotonic() > end_s:
-            break
-        time.sleep(POLL_S)
-
-    process.kill()
-    process.wait()
-    return problem
-
-
-def _why_running(name: str, process: subprocess.Popen[bytes], refusal: str | None) -> str | None:
-    """Return why a job that was to be cancelled may still be running, or None.
-
-    Args:
-        name: Name of the job.
-        process: `sbatch --wait`. It may end while Slurm still waits for the job's processes.
-        refusal: Why `scancel` failed, or None.
-    """
-    failure, listed = _answer("squeue", "--noheader", f"--name={name}")
-    if listed:
-        return refusal or "squeue still lists it"
-    status = process.poll()
-    has_ended = status is not None and status >= 0
-    return None if has_ended else refusal or failure
+        is_held = reason == HELD_BY_USER and job_id is not None
+        return f"; release it: scontrol release {job_id}" if is_held else ""
 
 
 def _answer(*command: str) -> tuple[str | None, str]:

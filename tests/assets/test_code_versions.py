@@ -104,3 +104,34 @@ def test_L04_each_algorithm_decides_the_code_versions_of_its_assets(
     later = runpy.run_path(str(code_versions.__file__))["code_version"]
     different = {asset for asset in SPECS if later(recipe, asset) != code_version(recipe, asset)}
     assert different == VERSIONS[version]
+
+
+@pytest.fixture
+def editing(recipe: Recipe) -> Recipe:
+    """A recipe with references, which a text encoder may see next to the captions."""
+    values = recipe.model_dump(mode="json", include={"output_dir", "model"})
+    dataset = {"name": "photos", "path": "/data/after", "references": [{"path": "/data/before"}]}
+    return recipe_from_mapping("flowers", {**values, "datasets": [dataset]})
+
+
+def test_L04_the_preparation_of_references_decides_the_text_embeddings(
+    editing: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latents = editing.latents.model_copy(update={"background": (1, 2, 3)})
+    other = editing.model_copy(update={"latents": latents})
+    changed = {asset for asset in SPECS if code_version(other, asset) != code_version(editing, asset)}
+    assert changed == {"vae_latents", TEXT}
+
+    monkeypatch.setattr("pipeline.versions.PREPROCESSING_VERSION", "another version")
+    later = runpy.run_path(str(code_versions.__file__))["code_version"]
+    changed = {asset for asset in SPECS if later(editing, asset) != code_version(editing, asset)}
+    assert changed == VERSIONS["PREPROCESSING_VERSION"] | {TEXT}
+
+
+def test_the_code_version_of_text_embeddings_without_references_is_that_of_earlier_versions() -> None:
+    values = {
+        "datasets": [{"name": "photos", "path": "/data/photos"}],
+        "output_dir": "/data/out",
+        "model": {"base": "stabilityai/stable-diffusion-xl-base-1.0"},
+    }
+    assert code_version(recipe_from_mapping("flowers", values), TEXT) == "4e4bd8108bb3"

@@ -1,13 +1,15 @@
 """The summary of `dagster job execute` for a small job in files of its own, with each kind of executor."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from dagster import DagsterInstance, DagsterRunStatus
+from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
+from resources.run_worker import MACHINE_TAG
 from tests.e2e.problems import last_problem
 
 DEFINITIONS = """
@@ -30,11 +32,11 @@ VALUES = {"datasets": [{"name": "photos", "path": FOLDER / "data"}], "cache_dir"
           "output_dir": FOLDER / "out", "model": {"base": "models/none"}}
 RECIPES = [recipe_from_mapping("small", VALUES)]
 
-@asset(key=["small", "raw_images"], required_resource_keys={"tables"})
+@asset(key=["small", "raw_images"], required_resource_keys=RESOURCES)
 def scan() -> None:
     write_report(FOLDER / "out", "raw_images", {"in": NUM_IMAGES, "kept": 3, "rejected": 0})
 
-@asset(key=["small", "validated_dataset"], deps=[scan], required_resource_keys={"tables"})
+@asset(key=["small", "validated_dataset"], deps=[scan], required_resource_keys=RESOURCES)
 def validate() -> None: ...
 
 class Failing(logging.Handler):
@@ -61,9 +63,14 @@ EXECUTORS = ("in_process_executor", "multiprocess_executor")
 
 
 def execute(
-    folder: Path, executor: str, *arguments: str, num_images: object = 3, failing_event: str = ""
+    folder: Path,
+    executor: str,
+    *arguments: str,
+    num_images: object = 3,
+    failing_event: str = "",
+    resources: tuple[str, ...] = ("tables",),
 ) -> subprocess.CompletedProcess[str]:
-    """Execute the job with `num_images` in its first report.
+    """Execute the job with `num_images` in its first report, and steps that use the `resources`.
 
     The logger `failing`, if it is in use, raises at the event with `failing_event` in its text.
     """
@@ -71,6 +78,7 @@ def execute(
     (folder / "home").mkdir()
     file = folder / "definitions.py"
     text = DEFINITIONS.replace("EXECUTOR", executor).replace("NUM_IMAGES", repr(num_images))
+    text = text.replace("RESOURCES", repr(set(resources)))
     file.write_text(text.replace("FAILING_EVENT", repr(failing_event)), encoding="utf-8")
     return subprocess.run(
         [sys.executable, "-m", "dagster", "job", "execute", "-f", str(file), "-j", "small_cache", *arguments],
@@ -82,11 +90,15 @@ def execute(
     )
 
 
-def status(folder: Path) -> DagsterRunStatus:
-    """Return the status of the only run."""
+def only_run(folder: Path) -> DagsterRun:
     with DagsterInstance.from_config(str(folder / "home")) as instance:
         (run,) = instance.get_runs()
-    return run.status
+    return run
+
+
+def status(folder: Path) -> DagsterRunStatus:
+    """Return the status of the only run."""
+    return only_run(folder).status
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -127,3 +139,13 @@ def test_an_error_outside_of_the_steps_is_not_printed_as_a_stop(
     )
     assert "Stopped: " not in completed.stderr
     assert status(tmp_path) == DagsterRunStatus.FAILURE
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_O08_a_run_names_its_machine_before_a_step_creates_its_resources(
+    tmp_path: Path, executor: str
+) -> None:
+    """A step that waits for a pool has created none."""
+    completed = execute(tmp_path, executor, resources=())
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert only_run(tmp_path).tags[MACHINE_TAG] == platform.node()

@@ -13,8 +13,12 @@ from dagster import DagsterEventType, DagsterInstance, DagsterRun, DagsterRunSta
 
 from assets.names import GPU_POOL
 from tests.e2e.daemon import make_home, running, runs_of, until
+from tests.e2e.served import CodeServer
 
 ENDLESS = {"steps": 100_000, "batch_size": 2, "checkpoint_every": 100_000, "sample_every": 0}
+
+
+STOPPED = {DagsterRunStatus.CANCELED, DagsterRunStatus.FAILURE}
 
 
 def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[DagsterEventType, float]:
@@ -30,6 +34,17 @@ def holders(instance: DagsterInstance) -> set[str]:
     """Return the ids of the runs that hold the GPU pool."""
     info = instance.event_log_storage.get_concurrency_info(GPU_POOL)
     return {slot.run_id for slot in info.claimed_slots}
+
+
+def is_blocked(instance: DagsterInstance, run_id: str) -> bool:
+    """Return whether a step of the run waits for a pool."""
+    entries = instance.all_logs(run_id, of_type=DagsterEventType.ENGINE_EVENT)
+    return any("Step blocked by limit for pool" in entry.user_message for entry in entries)
+
+
+def waiting(instance: DagsterInstance) -> set[str]:
+    """Return the ids of the runs that wait for the GPU pool, and of those that hold it."""
+    return {step.run_id for step in instance.event_log_storage.get_concurrency_info(GPU_POOL).pending_steps}
 
 
 # Dagster captures logs with `tail` processes, which it ends without waiting for them.
@@ -59,6 +74,36 @@ def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, 
         assert results == [True]
         assert step in _ended(instance)
         assert holders(instance) == set()
+
+
+@pytest.mark.parametrize(
+    ("executor", "way"),
+    [
+        ("in_process", "Terminate"),
+        ("in_process", "death of the code server"),
+        ("multiprocess", "death of the code server"),
+    ],
+)
+def test_a_run_that_waits_for_the_gpu_is_stopped(cached, tmp_path: Path, executor: str, way: str) -> None:
+    deployment = tmp_path / "site.yaml"
+    deployment.write_text(f"executor: {executor}\n", encoding="utf-8")
+    environment = {**cached.environment(), "LATENTLINE_DEPLOYMENT": str(deployment)}
+    with CodeServer(tmp_path / "home", environment) as server:
+        storage, log = server.instance.event_log_storage, tmp_path / "home" / "server.log"
+        storage.set_concurrency_slots(GPU_POOL, 1)
+        storage.claim_concurrency_slot(GPU_POOL, "another", "its_trained_lora")
+        run_id = server.launch("small_cache")
+        until(lambda: is_blocked(server.instance, run_id), "a blocked step", seconds=90, log=log)
+        if way == "Terminate":
+            server.terminate(run_id)
+        else:
+            server.kill()
+        (run,) = runs_of(server.instance)
+        until(lambda: status(server.instance, run) in STOPPED, "the end of the run", seconds=30, log=log)
+        expected = DagsterRunStatus.CANCELED if way == "Terminate" else DagsterRunStatus.FAILURE
+        assert status(server.instance, run) == expected
+        assert holders(server.instance) == {"another"}
+        assert waiting(server.instance) == {"another"}
 
 
 def _started(instance: DagsterInstance) -> set[str]:

@@ -160,8 +160,8 @@ def test_fixes_can_be_copied_and_name_what_exists(tmp_path: Path) -> None:
     (run / "run.json").write_text("{}")
     for arguments, fix in {
         ("export", "flowers", "--run", "abc"): "choose one of 0123456789abcdef",
-        ("new", "my roses", "--images", "x", "--base", "a/b"): (
-            "latentline new my_roses --images x --base a/b"
+        ("new", "my roses", "--images", "My Pics", "--base", "a/b"): (
+            "latentline new my_roses --images 'My Pics' --base a/b"
         ),
         ("convert-checkpoint", "none", "out"): "pass the path of a model in one .safetensors file",
     }.items():

@@ -293,7 +293,13 @@ def test_gc_deletes_no_run_while_a_recipe_has_mistakes(cli: Any, job: Job, tmp_p
 
 @pytest.mark.parametrize(
     "options",
-    [["--keep-runs", "1", "--cache-dir", "x"], ["sample", "--cache-dir", "x"], ["--keep-runs", "-1"]],
+    [
+        ["--keep-runs", "1", "--cache-dir", "x"],
+        ["--keep-runs", "1", "--forget", "x"],
+        ["--keep-runs", "1", "--grace-hours", "24"],
+        ["sample", "--cache-dir", "x"],
+        ["--keep-runs", "-1"],
+    ],
     ids=" ".join,
 )
 def test_gc_refuses_options_that_exclude_each_other(cli: Any, options: list[str]) -> None:

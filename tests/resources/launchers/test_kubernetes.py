@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from dagster import DagsterExecutionInterruptedError
 
 from pipeline.errors import LaunchError
 from pipeline.vae_latents.stage import cache_latents
@@ -15,7 +16,7 @@ from tests.pipeline.cache_case import cache, entry_bytes
 pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
 
 from resources.launchers.kubernetes import KubernetesLauncher
-from tests.kubernetes_api import Server, api
+from tests.kubernetes_api import Server, api, stop_during_creation
 
 __all__ = ["api", "cache", "entry_bytes"]  # fixtures
 
@@ -54,6 +55,14 @@ def test_a_job_whose_creation_was_not_answered_is_followed_and_deleted(cache: An
     assert "0/1" in str(error)
     (name,) = api.jobs
     assert f"created the Kubernetes job default/{name}" in messages
+    assert api.deleted == [f"jobs/{name}"]
+
+
+def test_R12_a_stop_while_the_job_is_created_deletes_it(cache: Any, api: Server) -> None:
+    api.pending, api.after = {0}, stop_during_creation
+    _, error = in_step(KubernetesLauncher(image="x"), lambda launch: encode(cache, launch))
+    assert isinstance(error, DagsterExecutionInterruptedError)
+    (name,) = api.jobs
     assert api.deleted == [f"jobs/{name}"]
 
 

@@ -27,7 +27,7 @@ from kubernetes import client
 from resources.launchers.kubernetes import KubernetesLauncher
 from resources.launchers.kubernetes_client import KubernetesClient
 from resources.launchers.kubernetes_training import pod_error
-from tests.kubernetes_api import Server, api
+from tests.kubernetes_api import Server, api, stop_during_creation
 from tests.launcher_steps import in_step
 
 __all__ = ["api"]  # fixture
@@ -305,6 +305,23 @@ def test_a_stopped_step_waits_for_the_checkpoints_of_its_pods(
     assert sorted(file.name for file in order.parent.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
     assert api.pods() == []
     assert api.deleted == [f"jobs/{name}", f"services/{name}"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_R12_a_stop_while_the_job_is_created_deletes_it_but_not_that_of_an_earlier_attempt(
+    order: Path, tmp_path: Path, api: Server, exists: bool
+) -> None:
+    launcher = launcher_of(tmp_path)
+    api.pending = {0, 1}
+    job = launcher.pods_of_training(order).job()
+    if exists:
+        KubernetesClient("default").create_job(job)
+    api.after = stop_during_creation
+    with pytest.raises(DagsterExecutionInterruptedError):
+        messages_of(launcher, order)
+    (name,) = api.jobs
+    assert name == job["metadata"]["name"]
+    assert api.deleted == ([] if exists else [f"jobs/{name}"])
 
 
 def test_a_step_that_is_stopped_without_the_event_log_deletes_its_pods(

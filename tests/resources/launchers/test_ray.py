@@ -178,6 +178,28 @@ def test_an_encoding_succeeds_although_some_answers_of_the_cluster_are_lost(
 
 
 @pytest.mark.slow
+def test_R12_a_stop_while_the_job_is_submitted_stops_it(
+    cache: Any, running_cluster: RayCluster, launcher: Callable[..., RayLauncher]
+) -> None:
+    proxy = CountingProxy("127.0.0.1", running_cluster.address)
+
+    def interrupt(request: Request) -> None:
+        if request.method == "POST" and request.name == "jobs/":
+            os.kill(os.getpid(), signal.SIGINT)
+            # The cluster receives the request after the step has been interrupted.
+            time.sleep(1)
+
+    proxy.before = interrupt
+    try:
+        messages, error = in_step(launcher(address=proxy.url), lambda launch: encode(cache, launch))
+    finally:
+        proxy.close()
+    assert type(error).__name__ == "DagsterExecutionInterruptedError"
+    assert any(message.startswith("stopped the Ray job latentline-") for message in messages)
+    assert processes_of(cache.recipe.cache_dir, "encode") == []
+
+
+@pytest.mark.slow
 def test_a_request_that_no_node_can_meet_is_an_error_with_what_the_nodes_have(
     cache: Any, launcher: Callable[..., RayLauncher]
 ) -> None:
