@@ -6,7 +6,7 @@ SIGINT and SIGTERM, and raises them only inside of a step. Without this, the run
 
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -52,6 +52,14 @@ def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> Execu
     )
 
 
+_STEP_STARTS = {DagsterEventType.STEP_START, DagsterEventType.STEP_RESTARTED}
+_STEP_ENDS = {
+    DagsterEventType.STEP_SUCCESS,
+    DagsterEventType.STEP_FAILURE,
+    DagsterEventType.STEP_UP_FOR_RETRY,
+}
+
+
 class _SummarizedExecutor(Executor):
     """Delegates to another executor."""
 
@@ -95,44 +103,72 @@ class _SummarizedExecutor(Executor):
 def _with_waits_that_end(events: Iterator[DagsterEvent]) -> Iterator[DagsterEvent]:
     """Yield the events of an in-process executor; SIGINT and SIGTERM end a wait for a pool.
 
+    After a pool has blocked a step, a signal counts whenever no step runs. Dagster ends running steps itself.
+
     Raises:
-        DagsterExecutionInterruptedError: A signal arrived during such a wait.
+        DagsterExecutionInterruptedError: A signal arrived during such a wait, or before it.
     """
-    event = next(events, None)
-    while event is not None:
-        yield event
-        if _is_blocked_by_pool(event):
-            with _raised_signals():
+    is_blocked = is_running = False
+    signals = _Signals()
+    try:
+        while True:
+            with signals.raised(when=is_blocked and not is_running):
                 event = next(events, None)
-        else:
-            event = next(events, None)
+            if event is None:
+                return
+            yield event
+            is_blocked = is_blocked or _is_blocked_by_pool(event)
+            if event.event_type in _STEP_STARTS | _STEP_ENDS:
+                is_running = event.event_type in _STEP_STARTS
+    finally:
+        signals.restore()
 
 
 def _is_blocked_by_pool(event: DagsterEvent) -> bool:
     return event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata
 
 
-@contextmanager
-def _raised_signals() -> Generator[None]:
-    """Raise DagsterExecutionInterruptedError at SIGINT and SIGTERM; only the main thread receives them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class _Signals:
+    """Remembers SIGINT and SIGTERM, and passes them on to the former handlers unless they end a wait."""
 
-    def restore() -> None:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    def __init__(self) -> None:
+        self._former: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._received = False
+        self._raises = False
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        # A second signal must not interrupt the clean-up after the first one.
-        restore()
-        raise DagsterExecutionInterruptedError
+    @contextmanager
+    def raised(self, *, when: bool) -> Generator[None]:
+        """If `when` is true, raise DagsterExecutionInterruptedError at a signal, or for an earlier one."""
+        # Dagster may have restored its own handlers at the end of a step.
+        self._handle_all()
+        if when and self._received:
+            raise DagsterExecutionInterruptedError
+        self._raises = when
+        try:
+            yield
+        finally:
+            self._raises = False
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    former = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in numbers:
-            signal.signal(number, interrupt)
-        yield
-    finally:
-        restore()
+    def restore(self) -> None:
+        """Restore the former handlers."""
+        for number, handler in self._former.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+
+    def _handle_all(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread receives signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            # Other handlers ignore the signal, or end the process at once.
+            if callable(handler) and handler != self._handle:
+                self._former[number] = handler
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        if self._raises:
+            # A second signal must not interrupt the clean-up after the first one.
+            self._raises = False
+            raise DagsterExecutionInterruptedError
+        self._former[number](number, frame)

@@ -78,30 +78,35 @@ def _read_json_lines(settings: DatasetSettings, file: io.BufferedReader | io.Byt
     table = pl.read_ndjson(io.BytesIO(file.read()) if start else file, infer_schema_length=None)
 
     # If some rows have a text and others a list, Polars returns the lists as JSON text.
-    mixed = [
+    suspected = [
         name
         for name in settings.captions.columns
         if table.schema.get(name) == pl.String and table[name].str.contains(r"^[\[{]").any()
     ]
-    if not mixed:
+    if not suspected:
         return table
     file.seek(start)
-    return table.with_columns(_text_lists(settings, file, mixed))
+    return table.with_columns(_mixed_columns(settings, file, suspected))
 
 
-def _text_lists(settings: DatasetSettings, lines: Iterable[bytes], columns: Sequence[str]) -> list[pl.Series]:
-    """Return columns of JSON lines in which each cell is a list of texts, as written; or null.
+def _mixed_columns(
+    settings: DatasetSettings, lines: Iterable[bytes], columns: Sequence[str]
+) -> list[pl.Series]:
+    """Return those columns of JSON lines that hold lists. Each cell is a list of texts, as written.
 
     Raises:
         DatasetError: A cell holds an object or nested lists.
     """
-    texts: dict[str, list[list[str | None] | None]] = {name: [] for name in columns}
+    texts: dict[str, list[list[str | None]]] = {name: [] for name in columns}
+    mixed = set[str]()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         row = json.loads(line)
         for name in columns:
             cell = row.get(name)
+            if isinstance(cell, list):
+                mixed.add(name)
             items = cell if isinstance(cell, list) else [cell]
             if any(isinstance(item, dict | list) for item in items):
                 what = f"the column {name!r} must hold texts or lists of texts, but line {number} has another"
@@ -109,7 +114,7 @@ def _text_lists(settings: DatasetSettings, lines: Iterable[bytes], columns: Sequ
                 raise DatasetError(what, where=str(settings.path), fix=fix)
             shown = [item if item is None or isinstance(item, str) else json.dumps(item) for item in items]
             texts[name].append(shown)
-    return [pl.Series(name, cells, pl.List(pl.String)) for name, cells in texts.items()]
+    return [pl.Series(name, cells, pl.List(pl.String)) for name, cells in texts.items() if name in mixed]
 
 
 def _opened(path: Address, max_bytes: int) -> io.BufferedReader | io.BytesIO:

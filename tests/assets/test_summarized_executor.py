@@ -76,18 +76,30 @@ def execute(
     """
     (folder / "data").mkdir()
     (folder / "home").mkdir()
-    file = folder / "definitions.py"
     text = DEFINITIONS.replace("EXECUTOR", executor).replace("NUM_IMAGES", repr(num_images))
     text = text.replace("RESOURCES", repr(set(resources)))
-    file.write_text(text.replace("FAILING_EVENT", repr(failing_event)), encoding="utf-8")
+    return execute_text(folder, text.replace("FAILING_EVENT", repr(failing_event)), "small_cache", *arguments)
+
+
+def execute_text(folder: Path, text: str, job: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Execute a job in definitions with this text."""
+    file = folder / "definitions.py"
+    file.write_text(text, encoding="utf-8")
     return subprocess.run(
-        [sys.executable, "-m", "dagster", "job", "execute", "-f", str(file), "-j", "small_cache", *arguments],
+        [sys.executable, "-m", "dagster", "job", "execute", "-f", str(file), "-j", job, *arguments],
         cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "DAGSTER_HOME": str(folder / "home")},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def with_logger(folder: Path, name: str) -> tuple[str, str]:
+    """Return the arguments for a run that uses a logger."""
+    config = folder / "run.yaml"
+    config.write_text(f"loggers: {{{name}: {{}}}}\n", encoding="utf-8")
+    return "-c", str(config)
 
 
 def only_run(folder: Path) -> DagsterRun:
@@ -130,15 +142,72 @@ def test_a_summary_that_fails_leaves_a_good_run_good(tmp_path: Path, executor: s
 def test_an_error_outside_of_the_steps_is_not_printed_as_a_stop(
     tmp_path: Path, executor: str, failing_event: str
 ) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("loggers: {failing: {}}\n", encoding="utf-8")
-    completed = execute(tmp_path, executor, "-c", str(config), failing_event=failing_event)
+    completed = execute(tmp_path, executor, *with_logger(tmp_path, "failing"), failing_event=failing_event)
     assert completed.returncode == 1
     assert last_problem(completed.stderr).what.startswith(
         "Dagster's database cannot be used: (builtins.Exception) the server is away"
     )
     assert "Stopped: " not in completed.stderr
     assert status(tmp_path) == DagsterRunStatus.FAILURE
+
+
+WAITING = """
+import logging, os, signal, threading
+
+from dagster import Definitions, InitLoggerContext, asset, define_asset_job, in_process_executor, logger
+
+from assets.run_summary import print_summary_at_exit
+from assets.summarized_executor import summarized
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+class Interrupting(logging.Handler):
+    def emit(self, record):
+        if "blocked by limit for pool" in record.getMessage():
+            interrupt()
+
+@logger
+def interrupting(context: InitLoggerContext) -> logging.Logger:
+    created = logging.Logger("interrupting")
+    if MOMENT == "as it begins":
+        created.addHandler(Interrupting())
+    return created
+
+@asset(pool="gpu")
+def a_first() -> None: ...
+
+@asset
+def b_second() -> None:
+    if MOMENT == "after another step":
+        threading.Timer(2.0, interrupt).start()
+
+defs = Definitions(
+    [a_first, b_second],
+    jobs=[define_asset_job("waiting", executor_def=summarized(in_process_executor, []))],
+    loggers={"interrupting": interrupting},
+)
+print_summary_at_exit()
+"""
+
+
+@pytest.mark.parametrize("moment", ["as it begins", "after another step"])
+def test_a_signal_ends_a_wait_for_a_pool(tmp_path: Path, moment: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    with DagsterInstance.from_config(str(home)) as instance:
+        storage = instance.event_log_storage
+        storage.set_concurrency_slots("gpu", 1)
+        storage.claim_concurrency_slot("gpu", "another", "its_step")
+        completed = execute_text(
+            tmp_path,
+            WAITING.replace("MOMENT", repr(moment)),
+            "waiting",
+            *with_logger(tmp_path, "interrupting"),
+        )
+        assert "Stopped: the run was stopped" in completed.stderr, completed.stderr[-3000:]
+        assert status(tmp_path) == DagsterRunStatus.FAILURE
+        assert [step.run_id for step in storage.get_concurrency_info("gpu").pending_steps] == ["another"]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -189,6 +189,13 @@ def test_rows_of_json_lines_may_have_a_text_or_a_list_of_texts(folder: Path) -> 
     }
 
 
+def test_texts_in_brackets_are_texts_for_a_filter_too(folder: Path) -> None:
+    rows = [{"path": "a.png", "caption": "[OC] a cat"}, {"path": "sub/b.png", "caption": "{x} a dog"}]
+    manifest = write(folder, "jsonl", rows)
+    kept, _ = run(recipe(manifest, filters={"where": "caption LIKE '%cat'"}))
+    assert all_captions(kept) == {"a.png": ["[OC] a cat"]}
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_an_image_in_several_rows_has_the_captions_of_all_rows_that_pass_the_filter(
     folder: Path, kind: str
