@@ -102,6 +102,20 @@ def test_only_missing_results_are_computed_after_the_resume(
     assert second.is_file()
 
 
+def test_R09_results_that_end_the_process_again_are_skipped(
+    make_project: Callable[..., Project], kill: Callable[..., None]
+) -> None:
+    """Otherwise a run whose previews use up the memory could not get past their step."""
+    job = make_project(**EVERY).job()
+    for _ in range(2):
+        kill(job, "_draw", 2)
+    assert run_until(job)[0]
+    assert validated(job) == [0, 2, 4]
+    assert sorted(drawn(job)) == sorted(
+        preview_file(RunLayout(job.folder).samples, step, number).name for step in (0, 4) for number in (0, 1)
+    )
+
+
 def test_a_resume_from_a_step_at_which_nothing_is_due_computes_no_results(
     make_project: Callable[..., Project],
 ) -> None:
