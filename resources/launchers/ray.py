@@ -46,6 +46,9 @@ LOG_END_S = 10.0
 ACCEPTANCE_S = 10.0
 """Longest wait for a job whose submission was interrupted to be known to the cluster."""
 
+_NOT_READY = "try again later"
+"""Part of Ray's answer while no agent of the cluster has started yet."""
+
 LOST_AFTER_S = 60.0
 """Time without an answer from the cluster after which a job counts as lost."""
 
@@ -192,9 +195,7 @@ class _Job:
             raise self._unreachable(err) from err
         self._may_exist = True
         try:
-            self._client.submit_job(
-                entrypoint=self.command, submission_id=self.name, runtime_env=dict(self.runtime_env)
-            )
+            self._send()
         except OSError as err:
             # The cluster may have accepted the job before the connection was lost.
             if not self._repeated(self._is_known):
@@ -208,6 +209,21 @@ class _Job:
                 fix="correct the cause that Ray names, often a key of launcher.runtime_env in the deployment "
                 "file, a missing RAY_AUTH_TOKEN, or a cluster with another version of Ray",
             ) from err
+
+    def _send(self) -> None:
+        """Submit the job, again and again while a cluster that has just started accepts none."""
+        end_s = time.monotonic() + LOST_AFTER_S
+        while True:
+            try:
+                self._client.submit_job(
+                    entrypoint=self.command, submission_id=self.name, runtime_env=dict(self.runtime_env)
+                )
+            except RuntimeError as err:
+                if _NOT_READY not in str(err) or time.monotonic() > end_s:
+                    raise
+                time.sleep(POLL_S)
+            else:
+                return
 
     def _repeated(self, request: Callable[[], Any]) -> Any:
         """Return the answer to a request, which is repeated: the cluster's head may be busy or restart.

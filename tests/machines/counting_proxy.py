@@ -26,20 +26,28 @@ class Request(NamedTuple):
         return "LIST" if self.is_listing else self.method
 
 
+class Answer(NamedTuple):
+    """An answer in place of the server's."""
+
+    status: int
+    text: str
+
+
 class CountingProxy:
     """A proxy for one S3 server.
 
     Attributes:
         url: Address of the proxy.
         requests: All requests so far, in order.
-        before: Called with each request before it is forwarded; an exception breaks the connection.
+        before: Called with each request before it is forwarded; an exception breaks the connection. An answer
+            is returned instead of forwarding the request.
         after: Called before the answer is returned; an exception breaks the connection.
     """
 
     def __init__(self, host: str, server_url: str) -> None:
         """Listen on a free port of the address `host`."""
         self.requests: list[Request] = []
-        self.before: Callable[[Request], None] = lambda request: None
+        self.before: Callable[[Request], Answer | None] = lambda request: None
         self.after: Callable[[Request], None] = lambda request: None
         upstream = urlsplit(server_url).netloc
         proxy = self
@@ -80,7 +88,12 @@ class CountingProxy:
         request = Request(handler.command, name, is_listing)
         self.requests.append(request)
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        self.before(request)
+        if (own := self.before(request)) is not None:
+            handler.send_response_only(own.status)
+            handler.send_header("Content-Length", str(len(own.text)))
+            handler.end_headers()
+            handler.wfile.write(own.text.encode())
+            return
 
         # The client signed the Host header, so it is forwarded unchanged.
         connection = http.client.HTTPConnection(upstream, timeout=60)

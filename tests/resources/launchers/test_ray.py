@@ -19,7 +19,7 @@ from pipeline.recipe import AccelerateSettings
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from tests.free_ports import free_ports
 from tests.launcher_steps import encode, encode_without_model, in_step
-from tests.machines.counting_proxy import CountingProxy, Request
+from tests.machines.counting_proxy import Answer, CountingProxy, Request
 from tests.pipeline.cache_case import cache, entry_bytes
 from tests.ray_cluster import NODES, RayCluster, ray_cluster
 
@@ -175,6 +175,32 @@ def test_an_encoding_succeeds_although_some_answers_of_the_cluster_are_lost(
     assert (len(lost), lost[0]) == (3, "jobs/")
     submissions = [request for request in proxy.requests if request.method == "POST"]
     assert len(submissions) == 1
+
+
+@pytest.mark.slow
+def test_a_job_is_submitted_again_to_a_cluster_that_is_not_ready(
+    cache: Any, running_cluster: RayCluster, launcher: Callable[..., RayLauncher]
+) -> None:
+    proxy = CountingProxy("127.0.0.1", running_cluster.address)
+    refused: list[Request] = []
+
+    def refuse(request: Request) -> Answer | None:
+        if (request.method, request.name) != ("POST", "jobs/") or len(refused) == 2:
+            return None
+        refused.append(request)
+        return Answer(500, "No available agent to submit job, please try again later.")
+
+    proxy.before = refuse
+    reports: list[Any] = []
+    try:
+        _, error = in_step(
+            launcher(address=proxy.url), lambda launch: reports.append(encode(cache, launch).report)
+        )
+    finally:
+        proxy.close()
+    assert error is None
+    assert reports[0]["encoded"] == 5
+    assert len(refused) == 2
 
 
 @pytest.mark.slow
