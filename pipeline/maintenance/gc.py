@@ -124,8 +124,7 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
     """Delete the survey's orphans, leftovers and old orders, except entries that a user has requested since.
 
     Single entries that packs hold are deleted too, packs that no user needs, and registrations of runs that
-    need nothing any more. `log` receives warnings
-    about damaged packs.
+    need nothing any more. `log` receives warnings about damaged packs.
 
     Returns:
         Number of deleted files, and their total size in bytes.

@@ -1,15 +1,11 @@
-"""Remote folders: file systems opened by fsspec, and atomic writes.
-
-fsspec is imported when a file system is opened, so jobs without remote addresses never load it.
-"""
+"""Remote folders: files at an address, with atomic writes and repeated requests."""
 
 from __future__ import annotations
 
 import inspect
 import mimetypes
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -17,7 +13,7 @@ from pipeline.errors import StoreError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.http_client import HTTP_PROTOCOLS, bounded_client
+from pipeline.storage.file_systems import join_path, missing_package, open_url, protocols_of, request_lock
 from pipeline.storage.remote_walk import walk_files
 from pipeline.storage.retry import is_failed_precondition, is_transient, retry
 
@@ -41,70 +37,9 @@ _ANSWERING_PROTOCOLS = frozenset(["s3", "s3a"])
 MAX_SINGLE_PUT_BYTES = 2**26
 """Maximum size of a file that is uploaded by one request."""
 
-_CONCURRENT_PROTOCOLS = frozenset(["memory", "zip", "file", "local", "dir"])
-"""Synchronous protocols that several threads may use at once."""
-
-_PACKAGES = {
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "sftp": "paramiko",
-    "ssh": "paramiko",
-    "smb": "smbprotocol",
-    "github": "requests",
-    "libarchive": "libarchive-c",
-    "git": "pygit2",
-}
-"""Packages required by protocols that fsspec implements itself."""
-
 
 class UnreachableError(OSError):
     """A remote file that could not be read, although it may exist."""
-
-
-def open_url(url: Url) -> tuple[Any, str]:
-    """Return a new `fsspec.AbstractFileSystem` for an address, and the address's path within it.
-
-    fsspec's instance cache is skipped, because a cached instance may hold an outdated listing. Web servers
-    are read without following redirects to other servers.
-
-    Raises:
-        ImportError: A package is missing; see `missing_package`.
-        Exception: Any error of the file system, for an address that cannot be opened.
-    """
-    from fsspec.core import url_to_fs
-
-    # fsspec takes the options of each link of a chain under the name of the link's protocol.
-    protocols = {link.partition("://")[0] for link in url.links}
-    options = {name: {"get_client": bounded_client} for name in HTTP_PROTOCOLS if name in protocols}
-    opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True, **options)
-    return opened
-
-
-def missing_package(url: Url) -> str:
-    """Return the name of the package to install for the first link that cannot be imported."""
-    from fsspec.registry import get_filesystem_class, known_implementations
-
-    for link in url.links:
-        protocol = link.partition("://")[0]
-        try:
-            get_filesystem_class(protocol)
-        except ImportError:
-            package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
-            return _PACKAGES.get(protocol, package)
-        except ValueError:
-            continue
-    return "the package named in the message"
-
-
-def request_lock(files: Any) -> AbstractContextManager[Any]:
-    """Return a lock to hold during each request; a null context if threads may send requests at once."""
-    is_concurrent = files.async_impl or _protocols(files) & _CONCURRENT_PROTOCOLS
-    return nullcontext() if is_concurrent else threading.Lock()
-
-
-def join_path(base: str, path: str) -> str:
-    """Return `path` below `base`, either of which may be empty."""
-    return f"{base}/{path}" if base and path else base or path
 
 
 class FileChangedError(OSError):
@@ -151,8 +86,8 @@ class RemoteFolder:
             raise StoreError(what, where=str(url), fix=f"correct {key}; {ACCESS_FIX}") from err
         self.base = base.rstrip("/")
 
-        self._writes_atomically = bool(_protocols(self.files) & OBJECT_STORES)
-        self._answers_versions = bool(_protocols(self.files) & _ANSWERING_PROTOCOLS)
+        self._writes_atomically = bool(protocols_of(self.files) & OBJECT_STORES)
+        self._answers_versions = bool(protocols_of(self.files) & _ANSWERING_PROTOCOLS)
         pipe_file: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
         self._can_create_exclusively = "mode" in inspect.signature(pipe_file).parameters
         cat_file: Any = getattr(self.files, "_cat_file", self.files.cat_file)
@@ -408,8 +343,3 @@ def _stated_version(answer: object) -> str:
     """Return the version that an S3 service states in an answer; empty without one."""
     fields: Mapping[str, object] = answer if isinstance(answer, Mapping) else {}
     return str(fields.get("ETag") or "")
-
-
-def _protocols(files: Any) -> set[str]:
-    protocol: str | tuple[str, ...] = files.protocol
-    return {protocol} if isinstance(protocol, str) else set(protocol)

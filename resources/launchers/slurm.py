@@ -47,6 +47,7 @@ QUEUE_S = 30.0
 
 HELD_BY_USER = "JobHeldUser"
 HELD_BY_ADMINISTRATOR = "JobHeldAdmin"
+"""Slurm's reasons for a job that waits until its user, or only an administrator, releases it."""
 
 LOADER_CPUS = 2
 """CPUs of each training process in addition to `accelerate.cpu_threads`: for the threads that read the next

@@ -84,8 +84,7 @@ class Engine:
         `begin` receives each phase of `startup` when it begins.
 
         Raises:
-            TrainingError: A setting needs a missing GPU or package, does not fit the model, or does not match
-                the LoRA to start from.
+            TrainingError: A setting does not fit the model or `start_from`, or a GPU or package is missing.
             LaunchError: No GPU is left for this process.
         """
         allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one

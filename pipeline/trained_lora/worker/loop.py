@@ -317,8 +317,7 @@ class _TrainingRun:
     def _validate_and_draw(self, steps_done: int, missing: MissingResults = ALL_MISSING) -> None:
         """Measure the validation loss and draw previews, each if it is due and missing."""
         settings = self.job.recipe.training
-        validates = missing.validation and self._due(settings.validate_every, steps_done)
-        if self.validation is not None and validates:
+        if self.validation and missing.validation and self._due(settings.validate_every, steps_done):
             self._begin_after(steps_done, startup.VALIDATION, "measuring the validation loss")
             with self.engine.result_weights():
                 loss = self.validation.loss(self.engine)

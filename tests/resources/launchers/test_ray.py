@@ -147,6 +147,19 @@ def test_workers_of_ray_write_the_bytes_of_a_local_run(
     assert "latentline-result" not in output
 
 
+def num_encoded_through(proxy: CountingProxy, cache: Any, launcher: Callable[..., RayLauncher]) -> int:
+    """Encode with requests that pass the proxy, close it, and return the number of encoded entries."""
+    reports: list[Any] = []
+    try:
+        _, error = in_step(
+            launcher(address=proxy.url), lambda launch: reports.append(encode(cache, launch).report)
+        )
+    finally:
+        proxy.close()
+    assert error is None
+    return int(reports[0]["encoded"])
+
+
 @pytest.mark.slow
 def test_an_encoding_succeeds_although_some_answers_of_the_cluster_are_lost(
     cache: Any, running_cluster: RayCluster, launcher: Callable[..., RayLauncher]
@@ -163,15 +176,7 @@ def test_an_encoding_succeeds_although_some_answers_of_the_cluster_are_lost(
             raise ConnectionError
 
     proxy.after = lose
-    reports: list[Any] = []
-    try:
-        _, error = in_step(
-            launcher(address=proxy.url), lambda launch: reports.append(encode(cache, launch).report)
-        )
-    finally:
-        proxy.close()
-    assert error is None
-    assert reports[0]["encoded"] == 5
+    assert num_encoded_through(proxy, cache, launcher) == 5
     assert (len(lost), lost[0]) == (3, "jobs/")
     submissions = [request for request in proxy.requests if request.method == "POST"]
     assert len(submissions) == 1
@@ -191,15 +196,7 @@ def test_a_job_is_submitted_again_to_a_cluster_that_is_not_ready(
         return Answer(500, "No available agent to submit job, please try again later.")
 
     proxy.before = refuse
-    reports: list[Any] = []
-    try:
-        _, error = in_step(
-            launcher(address=proxy.url), lambda launch: reports.append(encode(cache, launch).report)
-        )
-    finally:
-        proxy.close()
-    assert error is None
-    assert reports[0]["encoded"] == 5
+    assert num_encoded_through(proxy, cache, launcher) == 5
     assert len(refused) == 2
 
 
