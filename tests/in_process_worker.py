@@ -16,7 +16,7 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
     """
     import torch
 
-    worker = import_module(f"{WORKERS[read_order(order_file).kind]}.run")
+    worker = import_module(f"{WORKERS[read_order(order_file).kind]}.__main__")
     threads = torch.get_num_threads()
     try:
         worker.run(order_file, report, rank=rank, num_ranks=num_ranks)

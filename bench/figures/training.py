@@ -10,7 +10,7 @@ from bench.figures.instead import LEARNING_RATE, RANK, square_project
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import photographs
 from demo.tiny_models import make_tiny
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs

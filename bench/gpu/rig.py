@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.gpu.models import BaseModel
 from bench.workload import Project, photographs
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import TrainingSettings, recipe_from_mapping
 from pipeline.text_embeddings.stage import cache_text

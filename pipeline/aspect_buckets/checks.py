@@ -39,7 +39,7 @@ def run(context: CheckContext) -> list[Finding]:
         TableError: The table of validated_dataset or aspect_buckets does not exist.
         ModelError: The base model does not exist, or its family is not supported.
     """
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
 
     has_holdout = any(dataset.validation_fraction for dataset in context.recipe.datasets)
     table = context.tables.read(STAGE, (*_COLUMNS, "duplicate_group") if has_holdout else _COLUMNS)

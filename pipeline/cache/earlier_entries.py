@@ -16,7 +16,7 @@ import polars as pl
 from pipeline.cache.users import register_user, unregister_kinds
 
 if TYPE_CHECKING:
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
 
 
 def register_earlier(

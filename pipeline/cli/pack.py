@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.sealing import seal
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, bytes_text, echo, log_to_stderr
 from pipeline.errors import counted

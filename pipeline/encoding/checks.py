@@ -13,17 +13,17 @@ is known, sizes need no statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import polars as pl
 
-from pipeline.cache.requests import is_unchanged
+from pipeline.cache.recipe_entries import is_unchanged
 from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Kind, Store
 from pipeline.checks.findings import Outcome
-from pipeline.encoding.checking import check_entries
 from pipeline.errors import RUN_RECIPE, counted
-from pipeline.reporting.progress import phase
+from pipeline.reporting.progress import phase, progress
 from pipeline.reporting.reports import Log
 
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
@@ -32,6 +32,44 @@ REPAIR = f"run the cache job, which encodes missing and damaged entries: {RUN_RE
 
 AT_ONCE = 5_000
 """Number of rows whose keys and stats are in memory at a time."""
+
+ROWS_AT_A_TIME = 1024
+"""Number of rows whose specifications and states are in memory at a time."""
+
+CheckedEntry = tuple[dict[str, Any], EntrySpec, EntryState]
+"""A row, its entry, and the state of the entry."""
+
+
+def check_entries(
+    store: Store, rows: pl.DataFrame, spec_of: Callable[[dict[str, Any]], EntrySpec], *, log: Log
+) -> Iterator[list[CheckedEntry]]:
+    """Yield all rows in slices, in order, with the states of their entries.
+
+    Args:
+        store: Store of the entries.
+        rows: One row per entry, with the columns that `spec_of` needs.
+        spec_of: Returns the specification of a row's entry.
+        log: Receives the progress.
+
+    Raises:
+        StoreError: An entry cannot be read.
+    """
+    num_checked = 0
+
+    def check(spec: EntrySpec) -> EntryState:
+        nonlocal num_checked
+        state = store.check(spec)
+        num_checked += 1  # only shown, so that a lost update between threads does no harm
+        return state
+
+    with (
+        progress(lambda: num_checked, len(rows), "cache entries checked", log=log),
+        ThreadPoolExecutor(store.threads, thread_name_prefix="latentline-check") as pool,
+    ):
+        for part in rows.iter_slices(ROWS_AT_A_TIME):
+            part_rows = part.to_dicts()
+            specs = list(map(spec_of, part_rows))
+            yield list(zip(part_rows, specs, pool.map(check, specs), strict=True))
 
 
 class Problems:

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
-from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
+from pipeline.cache.recipe_entries import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
 from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
 from pipeline.cache.users import record_speed, register_user
-from pipeline.encoding.checking import ROWS_AT_A_TIME, check_entries
+from pipeline.encoding.checks import ROWS_AT_A_TIME, check_entries
 from pipeline.encoding.jobs import (
     Failure,
     Job,

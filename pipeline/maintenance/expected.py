@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.requests import RecipeEntries, is_unchanged, with_recorded
+from pipeline.cache.recipe_entries import RecipeEntries, is_unchanged, with_recorded
 from pipeline.cache.users import recorded_speed
-from pipeline.encoding.checking import check_entries
+from pipeline.encoding.checks import check_entries
 from pipeline.reporting.progress import phase
 
 if TYPE_CHECKING:

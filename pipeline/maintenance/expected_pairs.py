@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_spec
-from pipeline.cache.reference_requests import IMAGES, KEYS, of_references, reference_rows
-from pipeline.cache.requests import STATS, TARGET, RecipeEntries
+from pipeline.cache.mask_entries import mask_keys, mask_sources, mask_spec
+from pipeline.cache.recipe_entries import STATS, TARGET, RecipeEntries
+from pipeline.cache.reference_entries import IMAGES, KEYS, of_references, reference_rows
 from pipeline.maintenance.expected import (
     DAMAGED,
     GEOMETRY,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.mask_requests import mask_sources, mask_spec
-from pipeline.cache.reference_requests import of_references, reference_rows
-from pipeline.cache.requests import SEEN, RecipeEntries
+from pipeline.cache.mask_entries import mask_sources, mask_spec
+from pipeline.cache.recipe_entries import SEEN, RecipeEntries
+from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_requests import EMPTY_CAPTION, text_rows
+from pipeline.cache.text_entries import EMPTY_CAPTION, text_rows
 from pipeline.errors import LatentlineError, TableError, counted
 from pipeline.reporting.reports import Log, discard
 from pipeline.storage.tables import ASSETS, empty

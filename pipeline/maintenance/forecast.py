@@ -16,10 +16,10 @@ import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.reference_requests import IMAGES
-from pipeline.cache.requests import SEEN, TARGET, RecipeEntries
+from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries
+from pipeline.cache.reference_entries import IMAGES
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_requests import text_rows
+from pipeline.cache.text_entries import text_rows
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import PathIsolationError
 from pipeline.maintenance.expected import (

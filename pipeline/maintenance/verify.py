@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.cache.mask_requests import has_mask, mask_spec
-from pipeline.cache.reference_requests import of_references, reference_rows
-from pipeline.cache.requests import SEEN, RecipeEntries
+from pipeline.cache.mask_entries import has_mask, mask_spec
+from pipeline.cache.recipe_entries import SEEN, RecipeEntries
+from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec, EntryState
-from pipeline.cache.text_requests import with_seen_images
+from pipeline.cache.text_entries import with_seen_images
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
 from pipeline.reporting.reports import Log, discard

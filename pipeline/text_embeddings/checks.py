@@ -13,9 +13,9 @@ from typing import Any
 import polars as pl
 
 from pipeline.cache.entry_format import TEXT
-from pipeline.cache.reference_requests import IMAGES
-from pipeline.cache.requests import SEEN, STAT_COLUMNS, RecipeEntries, with_recorded
-from pipeline.cache.text_requests import CAPTION_COLUMNS, EMPTY_CAPTION, text_rows, with_seen_images
+from pipeline.cache.recipe_entries import SEEN, STAT_COLUMNS, RecipeEntries, with_recorded
+from pipeline.cache.reference_entries import IMAGES
+from pipeline.cache.text_entries import CAPTION_COLUMNS, EMPTY_CAPTION, text_rows, with_seen_images
 from pipeline.checks.findings import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.encoding.checks import AT_ONCE, Problems
 from pipeline.errors import counted, verb

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.cache.text_requests import EMPTY_CAPTION
+from pipeline.cache.text_entries import EMPTY_CAPTION
 from pipeline.reporting.pictures import chart, png
 from pipeline.storage.atomic import write_bytes, write_text
 

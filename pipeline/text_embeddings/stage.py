@@ -16,9 +16,9 @@ import polars as pl
 
 from pipeline.cache.earlier_entries import register_earlier, unregister_earlier
 from pipeline.cache.entry_format import TEXT
-from pipeline.cache.requests import SEEN, STAT_COLUMNS, STATS, RecipeEntries
+from pipeline.cache.recipe_entries import SEEN, STAT_COLUMNS, STATS, RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryState
-from pipeline.cache.text_requests import CAPTION_COLUMNS, FILES, file_images, text_rows
+from pipeline.cache.text_entries import CAPTION_COLUMNS, FILES, file_images, text_rows
 from pipeline.encoding.fill import EntryRequests, fill
 from pipeline.encoding.jobs import Failure, Job
 from pipeline.errors import DatasetError

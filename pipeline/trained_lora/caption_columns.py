@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.requests import SEEN
-from pipeline.cache.text_requests import EMPTY_CAPTION, with_seen_images
+from pipeline.cache.recipe_entries import SEEN
+from pipeline.cache.text_entries import EMPTY_CAPTION, with_seen_images
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
 from pipeline.trained_lora.tensors_json import tensors_json
 
 if TYPE_CHECKING:
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
 
 EMPTY_COLUMNS: dict[str, Any] = {"empty_text": pl.String, "empty_tensors": pl.String}
 """Further columns of recipes whose text encoder sees references: key and tensors of the empty caption.

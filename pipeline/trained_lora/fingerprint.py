@@ -16,7 +16,7 @@ from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
 
 if TYPE_CHECKING:
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.models.families import Family
     from pipeline.recipe import LoraSettings, Recipe, TrainingSettings
     from pipeline.trained_lora.samples import TrainingInputs

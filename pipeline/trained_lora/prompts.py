@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales
-from pipeline.cache.reference_requests import IMAGES
+from pipeline.cache.reference_entries import IMAGES
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_requests import file_images
+from pipeline.cache.text_entries import file_images
 from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
 from pipeline.trained_lora.previews import number_text, preview_heading
 from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
 
 if TYPE_CHECKING:
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import PreviewPrompt, Recipe
     from pipeline.trained_lora.samples import TrainingInputs
 

@@ -24,7 +24,7 @@ from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 from pipeline.trained_lora.fingerprint import file_sha256
 
 if TYPE_CHECKING:
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import Recipe
     from pipeline.trained_lora.fingerprint import Facts
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, overload
 import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
-from pipeline.cache.mask_requests import mask_keys, mask_sources, mask_tensors
-from pipeline.cache.reference_requests import of_references, reference_rows
-from pipeline.cache.requests import TARGET
+from pipeline.cache.mask_entries import mask_keys, mask_sources, mask_tensors
+from pipeline.cache.recipe_entries import TARGET
+from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
@@ -33,7 +33,7 @@ from pipeline.validated_dataset.holdout import held_out
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import Recipe
 
 

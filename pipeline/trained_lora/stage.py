@@ -17,8 +17,8 @@ import numpy as np
 import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
-from pipeline.cache.reference_requests import reference_hashes
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.cache.reference_entries import reference_hashes
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
 from pipeline.models.families import detect

@@ -8,11 +8,28 @@ to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries
+from pipeline.cache.mask_entries import has_mask, mask_keys, mask_sources, mask_spec
+from pipeline.cache.recipe_entries import (
+    LATENT_SHAPE,
+    STAT_COLUMNS,
+    STATS,
+    TARGET,
+    RecipeEntries,
+    with_recorded,
+)
+from pipeline.cache.reference_entries import (
+    IMAGES,
+    KEYS,
+    STATS_TEXT,
+    has_references,
+    of_references,
+    reference_keys,
+    reference_rows,
+)
 from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
 from pipeline.checks.rejections import (
     REJECTED_COLUMNS,
@@ -24,17 +41,11 @@ from pipeline.encoding.checks import AT_ONCE, REPAIR, Problem, Problems
 from pipeline.errors import counted, verb
 from pipeline.images.geometry import Placement, placement_of
 from pipeline.storage.tables.schemas import has_defect
-from pipeline.vae_latents.mask_checks import (
-    MASK_TABLE_COLUMNS,
-    cropped_masks,
-    mask_entry_problems,
-    missing_masks,
-)
-from pipeline.vae_latents.reference_checks import (
-    REFERENCE_TABLE_COLUMNS,
-    missing_references,
-    reference_entry_problems,
-)
+from pipeline.vae_latents.masks import kept_fraction
+from pipeline.vae_latents.references import recorded_references
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
 
 STAGE = "vae_latents"
 
@@ -50,9 +61,18 @@ _PAIRED = ("mask_hash", "reference_images")
 _BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, *_PAIRED)
 """Columns of aspect_buckets that identify a latent and decide the keys of it, its mask and its references."""
 
+_MASK_TABLE_COLUMNS = ("mask_mean", "mask_key", "mask_ppm", *(f"mask_{name}" for name in STAT_COLUMNS))
+"""Columns of vae_latents that the checks on masks use, in addition to `mask_hash`."""
+
+MIN_KEPT = 0.5
+"""Fraction of a mask's weight inside the crop below which a warning names the mask."""
+
+_REFERENCE_TABLE_COLUMNS = (KEYS, STATS_TEXT)
+"""Columns of vae_latents that the checks on references use, in addition to `IMAGES`."""
+
 _COLUMNS = (
     *(*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key"),
-    *(*STAT_COLUMNS, *MASK_TABLE_COLUMNS, *REFERENCE_TABLE_COLUMNS),
+    *(*STAT_COLUMNS, *_MASK_TABLE_COLUMNS, *_REFERENCE_TABLE_COLUMNS),
 )
 """Columns of vae_latents that the checks use."""
 
@@ -75,7 +95,7 @@ def run(context: CheckContext) -> list[Finding]:
     entry_rows = own.join(sizes, on=TARGET, how="left", maintain_order="left")
     problems = Problems(entries.store, "latents", entry_rows, entries.latent_spec, log=entries.log)
 
-    paired_problems = (mask_entry_problems(entries, table), reference_entry_problems(entries, table))
+    paired_problems = (_mask_entry_problems(entries, table), _reference_entry_problems(entries, table))
 
     buckets = context.tables.read("aspect_buckets", _BUCKET_COLUMNS)
     rejected = context.tables.read_rejected(STAGE)
@@ -89,8 +109,8 @@ def run(context: CheckContext) -> list[Finding]:
             f"each of {num_samples} has its entry or was rejected",
             more=[
                 *_table_differences(entries, table, expected_keys, expected),
-                *missing_masks(entries, table, expected),
-                *missing_references(entries, table, expected),
+                *_missing_masks(entries, table, expected),
+                *_missing_references(entries, table, expected),
                 *_rows(paired_problems, "completeness"),
             ],
         ),
@@ -120,6 +140,93 @@ def run(context: CheckContext) -> list[Finding]:
 def _rows(paired_problems: Iterable[Problems], check: Problem) -> list[dict[str, Any]]:
     """Return the problems with the entries of masks and references that a check reports."""
     return [row for problems in paired_problems for row in problems.rows(check)]
+
+
+def _missing_masks(
+    entries: RecipeEntries, table: pl.DataFrame, expected: pl.DataFrame
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of a dataset with masks whose mask is missing or is not the one of aspect_buckets."""
+    masked = list(mask_sources(entries.recipe))
+    if not masked:
+        return
+    required = expected.filter(pl.col("dataset").is_in(masked))
+    keys = required.select(*_NAMES).with_columns(expected=mask_keys(entries, required))
+    stored = table.select(*_NAMES, stored=table["mask_key"] if "mask_key" in table.columns else pl.lit(None))
+    both = keys.join(stored, on=_NAMES, how="inner", maintain_order="left")
+    wrong = both.filter(pl.col("expected").is_null() | pl.col("expected").ne_missing(pl.col("stored")))
+    for sample_id in wrong["sample_id"].unique(maintain_order=True):
+        yield {"sample_id": sample_id, "problem": "its mask is missing or outdated"}
+
+
+def _mask_entry_problems(entries: RecipeEntries, table: pl.DataFrame) -> Problems:
+    """Check the cache entry of each mask.
+
+    Raises:
+        StoreError: An entry cannot be read.
+    """
+    used = table.filter(has_mask(entries.recipe, table))
+    if "mask_key" not in used.columns:
+        used = used.clear().with_columns(pl.lit(None).alias(name) for name in _MASK_TABLE_COLUMNS)
+    used = used.filter(used["mask_key"] == mask_keys(entries, used))
+    recorded = {f"mask_{name}": name for name in STATS}
+    used = used.drop("key", *STAT_COLUMNS).rename({"mask_key": "key", **recorded})
+    used = used.unique("key", keep="first", maintain_order=True)
+    num_bytes = [mask_spec(entries, row).file_bytes for row in used.iter_rows(named=True)]
+    used = used.with_columns(pl.Series("num_bytes", num_bytes, dtype=pl.Int64))
+    return Problems(entries.store, "masks", used, lambda row: mask_spec(entries, row), log=entries.log)
+
+
+def cropped_masks(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    """Return the masks of which the crop keeps less than `MIN_KEPT`."""
+    used = table.filter(has_mask(recipe, table))
+    if used.is_empty() or "mask_ppm" not in used.columns:
+        return Outcome(True, "no sample has a mask")
+    lost = used.filter(~pl.col("flipped")).select("sample_id", "bucket", kept=kept_fraction().round(3))
+    lost = lost.filter(pl.col("kept") < MIN_KEPT).sort("kept", "sample_id")
+    numbers = {"cropped": len(lost)}
+    if lost.is_empty():
+        return Outcome(True, f"the crops keep at least {MIN_KEPT:.0%} of each mask", numbers=numbers)
+    masks = counted(len(lost), "mask loses", "masks lose")
+    first, _, kept = lost.row(0)
+    summary = f"{masks} more than half of its weight to the crop, first {first}, which keeps {kept:.1%}"
+    fix = "use buckets.crop: focus with datasets[].focus_columns, or more bucket sizes"
+    return Outcome(False, summary, fix, lost.rows(named=True), numbers)
+
+
+def _missing_references(
+    entries: RecipeEntries, table: pl.DataFrame, expected: pl.DataFrame
+) -> Iterator[dict[str, Any]]:
+    """Yield samples whose references are missing, or are not those of aspect_buckets in this order."""
+    datasets = [dataset.name for dataset in entries.recipe.datasets if dataset.references]
+    if not datasets:
+        return
+    required = expected.filter(pl.col("dataset").is_in(datasets))
+    keys = required.select(*_NAMES).with_columns(expected=reference_keys(entries, required))
+    stored = table.select(*_NAMES, stored=table[KEYS] if KEYS in table.columns else pl.lit(None))
+    both = keys.join(stored, on=_NAMES, how="inner", maintain_order="left")
+    wrong = both.filter(pl.col("expected").is_null() | pl.col("expected").ne_missing(pl.col("stored")))
+    for sample_id in wrong["sample_id"].unique(maintain_order=True):
+        problem = "its references are missing or outdated: they or their settings have changed since"
+        yield {"sample_id": sample_id, "problem": problem}
+
+
+def _reference_entry_problems(entries: RecipeEntries, table: pl.DataFrame) -> Problems:
+    """Check the cache entry of each reference that vae_latents recorded.
+
+    Raises:
+        StoreError: An entry cannot be read.
+    """
+    used = table.filter(has_references(entries.recipe, table))
+    if KEYS in used.columns:
+        used = used.filter(used[KEYS] == reference_keys(entries, used))
+    else:
+        used = used.clear().with_columns(pl.lit(None, pl.String).alias(IMAGES))
+    of_mean = of_references(entries)
+    rows = reference_rows(entries, used).unique("key", keep="first", maintain_order=True)
+    sizes = of_mean.latent_shapes(rows).select(*TARGET, "num_bytes")
+    rows = rows.join(sizes, on=TARGET, how="left", maintain_order="left")
+    recorded = with_recorded(rows, recorded_references(used))
+    return Problems(entries.store, "latents", recorded, of_mean.latent_spec, log=entries.log)
 
 
 def _table_differences(

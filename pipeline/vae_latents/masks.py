@@ -11,9 +11,9 @@ import polars as pl
 
 from pipeline.cache.earlier_entries import register_earlier
 from pipeline.cache.entry_format import MASK
-from pipeline.cache.mask_requests import has_mask, mask_inputs, mask_keys, mask_sources, mask_spec
+from pipeline.cache.mask_entries import has_mask, mask_inputs, mask_keys, mask_sources, mask_spec
+from pipeline.cache.recipe_entries import STATS, RecipeEntries, with_recorded
 from pipeline.cache.remote_store import store_at
-from pipeline.cache.requests import STATS, RecipeEntries, with_recorded
 from pipeline.cache.users import register_user
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Encoded, Failure, Job, Outcome, ResultsWriter, read_order

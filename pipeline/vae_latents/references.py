@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.reference_requests import (
+from pipeline.cache.recipe_entries import STAT_COLUMNS, STATS, TARGET, RecipeEntries
+from pipeline.cache.reference_entries import (
     KEYS,
     STATS_TEXT,
     of_references,
     reference_rows,
     refused_references,
 )
-from pipeline.cache.requests import STAT_COLUMNS, STATS, TARGET, RecipeEntries
 from pipeline.storage.tables import REFERENCE_COLUMNS, REJECTED
 
 if TYPE_CHECKING:

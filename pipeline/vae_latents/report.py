@@ -27,7 +27,7 @@ from pipeline.storage.atomic import write_bytes, write_text
 if TYPE_CHECKING:
     import polars as pl
 
-    from pipeline.cache.requests import RecipeEntries
+    from pipeline.cache.recipe_entries import RecipeEntries
 
 NUM_DECODED = 8
 """Number of latents that are decoded."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.cache.earlier_entries import register_earlier, unregister_earlier
-from pipeline.cache.reference_requests import KEYS, STATS_TEXT, of_references
-from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
+from pipeline.cache.recipe_entries import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
+from pipeline.cache.reference_entries import KEYS, STATS_TEXT, of_references
 from pipeline.cache.store import EntrySpec
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Failure, Job, PictureJobs

@@ -30,8 +30,7 @@ from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset.captions import FALLBACK
 from pipeline.validated_dataset.holdout import held_out
-from pipeline.validated_dataset.mask_checks import mask_outcomes
-from pipeline.validated_dataset.reference_checks import reference_outcomes
+from pipeline.validated_dataset.pair_checks import mask_outcomes, reference_outcomes
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe

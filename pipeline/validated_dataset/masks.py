@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import polars as pl
 
-from pipeline.cache.mask_requests import mask_sources
+from pipeline.cache.mask_entries import mask_sources
 from pipeline.images.decode import DecodeLimits
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size

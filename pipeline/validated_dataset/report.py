@@ -15,27 +15,29 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.cache.mask_requests import mask_sources
+from pipeline.cache.mask_entries import mask_sources
+from pipeline.images.formats import ImageError
 from pipeline.images.mask import show_mask
+from pipeline.raw_images.manifest import captions_by_path, manifests_with_columns
 from pipeline.raw_images.sources import mask_sources_of, reference_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
-from pipeline.validated_dataset.replacements import replacement_preview
+from pipeline.validated_dataset.captions import caption_of, replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from pipeline.recipe import Recipe
+    from pipeline.recipe import DatasetSettings, Recipe
 
 FOLDER = "validated_dataset"
 KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
@@ -56,6 +58,9 @@ NUM_REFERENCE_ROWS = 8
 
 _REPORT_FORMAT = "3: tags"
 """Part of the digest, so that reports of earlier versions are drawn again."""
+
+PREVIEW_COLUMNS = ("sample_id", "before", "after")
+"""Columns of the preview; `before` is the caption as its source holds it."""
 
 UNSAFE_REASONS = {
     *("too_large", "file_too_large", "special_file", "out_of_memory", "too_much_memory", "too_many_scans"),
@@ -114,6 +119,42 @@ def tag_counts(table: pl.DataFrame) -> pl.DataFrame:
     tags = tags.with_columns(pl.col("tag").str.strip_chars()).filter(pl.col("tag") != "").unique()
     counts = tags.group_by("tag").agg(samples=pl.len()).filter(pl.col("samples") > 1)
     return counts.sort("samples", "tag", descending=[True, False])
+
+
+def replacement_preview(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
+    """Return the captions of validated_dataset that `captions.replace` changes, with `PREVIEW_COLUMNS`.
+
+    Prefix, postfix and trigger word are not applied; of several captions, the changed ones are shown.
+    """
+    datasets = [each for each in recipe.datasets if each.captions.replace]
+    with_columns = manifests_with_columns(datasets, max_bytes=recipe.checks.max_file_bytes)
+    texts = {
+        settings.name: captions_by_path(settings, manifest)
+        for settings, manifest in with_columns
+        if settings.captions.from_ == "column"
+    }
+    sources = sources_of(recipe)
+    rows = [
+        (sample_id, before, after)
+        for settings in datasets
+        for sample_id, path in table.filter(dataset=settings.name).select("sample_id", "path").iter_rows()
+        for before, after in _changes(settings, sources, path, texts.get(settings.name, {}).get(path))
+    ]
+    return pl.DataFrame(rows, schema=dict.fromkeys(PREVIEW_COLUMNS, pl.String), orient="row")
+
+
+def _changes(
+    settings: DatasetSettings, sources: Mapping[str, Source], path: str, texts: tuple[str, ...] | None
+) -> Iterator[tuple[str, str]]:
+    as_written = settings.captions.model_copy(update={"replace": ()})
+    try:
+        before = caption_of(as_written, sources[settings.name], path, texts).texts
+    except ImageError:  # the file changed after the captions were read
+        return
+    for text in before:
+        after = replaced(settings.captions, text)
+        if after != text:
+            yield text, after
 
 
 def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:

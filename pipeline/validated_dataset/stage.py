@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.reference_requests import reference_hashes
+from pipeline.cache.reference_entries import reference_hashes
 from pipeline.errors import DatasetError, counted
 from pipeline.images.decode import DECODER, File, open_content
 from pipeline.images.formats import ImageError
@@ -42,7 +42,6 @@ from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
-from pipeline.validated_dataset.funnel import funnel_rows, funnel_text
 from pipeline.validated_dataset.masks import with_masks
 from pipeline.validated_dataset.references import with_references
 from pipeline.validated_dataset.variants import variants
@@ -381,3 +380,32 @@ def _funnel(recipe: Recipe, tables: Tables, num_kept: int, rejected: pl.DataFram
     scan_rejected = tables.read_rejected("raw_images")
     reasons = count_by_reason(pl.concat([scan_rejected["reason"], rejected["reason"]]))
     return funnel_rows(num_kept, passed_over=scan_report.get("passed_over", {}), rejected=reasons)
+
+
+def funnel_rows(
+    kept: int, *, passed_over: Mapping[str, int], rejected: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return rows of `what`, `kind` (empty for totals) and `number`, largest kinds first.
+
+    `found` is the number of files that may be images: the `kept` samples and those that the scan and the
+    validation `rejected`, which are given by reason. Other files are ignored: `passed_over`, by kind.
+    """
+    rows = [{"what": "found", "kind": "", "number": kept + sum(rejected.values())}]
+    for what, counts in (("ignored", passed_over), ("rejected", rejected)):
+        rows.append({"what": what, "kind": "", "number": sum(counts.values())})
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        rows += [{"what": what, "kind": kind, "number": number} for kind, number in ordered]
+    return [*rows, {"what": "kept", "kind": "", "number": kept}]
+
+
+def funnel_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows on one line: "9 found, 3 ignored (3 hidden), 1 rejected (1 truncated), 8 kept"."""
+    totals = [row for row in rows if not row["kind"]]
+    return ", ".join(f"{row['number']:,} {row['what']}{_kinds_text(rows, row['what'])}" for row in totals)
+
+
+def _kinds_text(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+    """Return the numbers of each kind in parentheses; an empty text without kinds."""
+    kinds = [row for row in rows if row["what"] == what and row["kind"]]
+    text = ", ".join(f"{row['number']:,} {row['kind'].replace('_', ' ')}" for row in kinds)
+    return f" ({text})" if text else ""

@@ -21,8 +21,8 @@ from PIL import Image
 from bench.growth.once import peak_bytes
 from bench.workload import Project, tiny_files
 from pipeline.cache.entry_format import serialise
+from pipeline.cache.recipe_entries import STATS, RecipeEntries
 from pipeline.cache.remote_store import FsspecStore
-from pipeline.cache.requests import STATS, RecipeEntries
 from pipeline.storage.addresses import Url
 from pipeline.storage.tables import columns_in
 from tests.machines.filling import fill

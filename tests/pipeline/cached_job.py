@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping

@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from pipeline.encoding.progress import Report
 from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import rank, reporter
 
@@ -21,10 +22,23 @@ def main(order_file: Path) -> None:
 
         keep_quiet()
         from pipeline.processes.worker.devices import used_memory_text
-        from pipeline.text_embeddings.worker.run import run
 
         report.lines.memory = used_memory_text
         run(order_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
+    """See `pipeline.encoding.worker.run.run`."""
+    from pipeline.encoding.worker import run as encoding
+    from pipeline.text_embeddings.worker.encoder import TextEncoder
+
+    encoding.run(
+        order_file,
+        report,
+        rank=rank,
+        num_ranks=num_ranks,
+        open_encoder=TextEncoder,
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import DrawingError, counted
 from pipeline.models.preview_prompts import reference_mistakes, require_preview_prompts
 from pipeline.recipe import PreviewPrompt

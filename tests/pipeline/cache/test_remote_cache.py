@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 import torch
 
-from pipeline.cache.requests import STAT_COLUMNS, RecipeEntries
+from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries
 from pipeline.cache.users import read_users, unregister_user
 from pipeline.errors import StoreError
 from pipeline.maintenance.explain import explain

@@ -1,12 +1,13 @@
 """The checks of both cache stages, on tables and entries written by the real stages.
 
-The last test damages every entry of a small cache in every way.
+One test damages every entry of a small cache in every way. The last ones check entries in threads.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ import polars as pl
 import pytest
 
 from pipeline.cache.entry_format import DATA_START, serialise
-from pipeline.cache.requests import RecipeEntries
-from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Store, TensorSpec
 from pipeline.checks.findings import CheckContext
+from pipeline.encoding import checks
+from pipeline.encoding.checks import check_entries
+from pipeline.reporting.reports import discard
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.vae_latents import checks as vae_latents
 from tests.pipeline.cached_job import ASSETS, Job
+from tests.pipeline.packs_case import spec_of, write_entries
 
 
 @pytest.mark.parametrize("asset", ASSETS)
@@ -374,3 +379,45 @@ def test_L02_L06_L07_damage_to_any_entry_is_reported_and_repaired(
 def contents(job: Any) -> dict[str, bytes]:
     root = job.recipe.cache_dir
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.safetensors")}
+
+
+class StoreOfFourThreads(Store):
+    """A store whose checks end when four of them run at the same time."""
+
+    threads = 4
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.barrier = threading.Barrier(4, timeout=10)
+
+    def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
+        self.barrier.wait()
+        return super().check(spec, trusted)
+
+
+def test_entries_are_checked_at_the_same_time_and_yielded_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "ROWS_AT_A_TIME", 8)
+    store = StoreOfFourThreads(tmp_path)
+    write_entries(Store(tmp_path), 10)
+    rows = pl.DataFrame({"number": range(12)})
+    parts = list(check_entries(store, rows, lambda row: spec_of(row["number"]), log=discard))
+    assert [len(part) for part in parts] == [8, 4]
+    checked = [each for part in parts for each in part]
+    assert [row["number"] for row, _, _ in checked] == list(range(12))
+    assert [spec for _, spec, _ in checked] == [spec_of(number) for number in range(12)]
+    assert [state.status for _, _, state in checked] == 10 * ["valid"] + 2 * ["missing"]
+
+
+def test_the_progress_of_checks_is_reported(tmp_path: Path, progress_lines: list[str]) -> None:
+    store = Store(tmp_path)
+    write_entries(store, 3)
+    rows = pl.DataFrame({"number": range(3)})
+    list(check_entries(store, rows, lambda row: spec_of(row["number"]), log=progress_lines.append))
+    assert progress_lines[-1].startswith("cache entries checked: 3 of 3, ")
+
+
+def test_no_rows_need_no_checks(tmp_path: Path) -> None:
+    rows = pl.DataFrame(schema={"number": pl.Int64})
+    assert list(check_entries(Store(tmp_path), rows, lambda row: spec_of(row["number"]), log=discard)) == []

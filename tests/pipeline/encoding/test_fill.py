@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Kind
 from pipeline.encoding.worker.run import WRITES_BEHIND
 from pipeline.errors import LaunchError

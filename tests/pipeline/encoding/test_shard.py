@@ -23,7 +23,7 @@ from PIL import Image
 
 from pipeline.cache import sealing
 from pipeline.cache.folder import cache_folder
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli import encode as encode_command
 from pipeline.encoding.collecting import encode_on_workers
 from pipeline.encoding.jobs import read_order, share

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cache.folder import CacheFile, LocalCacheFolder, cache_folder
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.users import register_user, unregister_user
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pipeline.cache.requests import stat_columns
+from pipeline.cache.recipe_entries import stat_columns
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntryStat, Store
 from pipeline.checks.findings import CheckContext

@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 
 from demo.tiny_models import make_tiny
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import Order, read_order, write_order
 from pipeline.errors import ModelError

@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 
 from demo.tiny_models import make_tiny_bria_fibo2
-from pipeline.cache.requests import SEEN, RecipeEntries
-from pipeline.cache.text_requests import EMPTY_CAPTION, file_images, text_rows
+from pipeline.cache.recipe_entries import SEEN, RecipeEntries
+from pipeline.cache.text_entries import EMPTY_CAPTION, file_images, text_rows
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import DatasetError, RecipeError
 from pipeline.images.geometry import Size

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from demo.tiny_models import TINY
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.family import load_family

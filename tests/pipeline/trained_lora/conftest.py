@@ -16,9 +16,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 from demo.tiny_models import make_tiny, make_tiny_flux2_klein
-from pipeline.cache.mask_requests import mask_spec
-from pipeline.cache.reference_requests import of_references, reference_rows
-from pipeline.cache.requests import RecipeEntries, stat_columns
+from pipeline.cache.mask_entries import mask_spec
+from pipeline.cache.recipe_entries import RecipeEntries, stat_columns
+from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping

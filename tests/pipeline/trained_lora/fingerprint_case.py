@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import RecipeEntries
-from pipeline.cache.text_requests import caption_variants
+from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.cache.text_entries import caption_variants
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import SCHEMAS, frame
 from pipeline.trained_lora.fingerprint import (

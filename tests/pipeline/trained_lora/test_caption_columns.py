@@ -20,8 +20,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_p
 from PIL import Image
 
 from demo.tiny_models import make_tiny_qwen_image_edit
-from pipeline.cache.requests import SEEN, RecipeEntries
-from pipeline.cache.text_requests import text_rows
+from pipeline.cache.recipe_entries import SEEN, RecipeEntries
+from pipeline.cache.text_entries import text_rows
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family

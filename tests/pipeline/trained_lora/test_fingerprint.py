@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from demo.tiny_models import make_tiny_chroma
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import TrainingError
 from pipeline.models.families import FAMILIES
 from pipeline.processes.machines import Machines

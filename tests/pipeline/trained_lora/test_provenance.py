@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli.main import latentline
 from pipeline.errors import TrainingError
 from pipeline.recipe import ReferenceSettings

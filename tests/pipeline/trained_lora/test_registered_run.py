@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.users import CacheUser, read_users, register_user
 from pipeline.errors import LaunchError, StoreError
 from pipeline.maintenance.old_runs import delete_run

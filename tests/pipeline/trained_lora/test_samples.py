@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family

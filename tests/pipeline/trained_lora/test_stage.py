@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.cache.pack_copies import PackCopies
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import GateClosedError, LaunchError, TrainingError

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.trained_lora.fingerprint import (
     run_facts,
 )

@@ -1,12 +1,14 @@
-"""The checks of vae_latents: rejections of all stages, another geometry, and the order of rows."""
+"""The checks of vae_latents: rejections of all stages, another geometry, and masks that a crop cuts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import polars as pl
+import pytest
 
-from tests.pipeline.cached_job import Job
+from pipeline.vae_latents.checks import cropped_masks
+from tests.pipeline.cached_job import Job, recipe_of
 
 SAMPLES = [f"photos/{name}.png" for name in ("astronaut", "camera", "cat", "coffee", "rocket")]
 """Samples of the project, in the order of its tables."""
@@ -80,3 +82,18 @@ def test_a_bucket_with_latents_of_two_shapes_is_listed_and_others_are_not(job: J
     job.tables.write("vae_latents", table.with_columns(bucket=merged))
     rows = job.failing("vae_latents")["shape_uniformity"].rows
     assert rows == [{"sample_id": f"bucket {names[1]}", "problem": "it has latents of 2 shapes"}]
+
+
+@pytest.mark.parametrize(("mask_ppm", "named"), [(500_000, []), (499_000, [0.499])])
+def test_a_mask_is_named_only_if_the_crop_keeps_less_than_half_of_it(
+    tmp_path: Path, tiny_sd: Path, mask_ppm: int, named: list[float]
+) -> None:
+    mask = {"path": str(tmp_path / "masks")}
+    dataset = {"name": "photos", "path": str(tmp_path / "photos"), "mask": mask}
+    size = {f"{kind}_{edge}": 64 for kind in ("resized", "target") for edge in ("height", "width")}
+    sample = {"sample_id": "photos/cat.png", "dataset": "photos", "bucket": "64x64", "flipped": False}
+    row = {**sample, **size, "mask_hash": "ab", "mask_mean": 1.0, "mask_ppm": mask_ppm}
+
+    outcome = cropped_masks(recipe_of(tmp_path, tiny_sd, datasets=[dataset]), pl.DataFrame([row]))
+    assert [each["kept"] for each in outcome.rows] == named, f"a crop that keeps {mask_ppm / 1e6:.1%}"
+    assert outcome.passed == (named == []), outcome.summary

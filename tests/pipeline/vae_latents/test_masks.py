@@ -10,8 +10,8 @@ from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.entry_format import EntrySpec, TensorSpec, serialise
-from pipeline.cache.mask_requests import mask_inputs, mask_spec
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.mask_entries import mask_inputs, mask_spec
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.users import read_users
 from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import Geometry

@@ -14,8 +14,8 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.reference_requests import of_references, reference_geometry, reference_rows
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.cache.reference_entries import of_references, reference_geometry, reference_rows
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import BucketError, RecipeError
 from pipeline.images.geometry import Crop, Geometry, Size

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from skimage.metrics import peak_signal_noise_ratio
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import read_order
 from pipeline.encoding.progress import Progress

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import read_order
 from pipeline.errors import ModelError, StoreError

@@ -17,6 +17,7 @@ from pipeline.errors import DatasetError
 from pipeline.images import formats as image_formats
 from pipeline.images.decode import decode, load_pixels
 from pipeline.images.geometry import Geometry
+from pipeline.validated_dataset.stage import funnel_rows, funnel_text
 
 PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
@@ -325,3 +326,19 @@ def test_I02_randomly_damaged_images_do_not_stop_the_stage(folder: Any) -> None:
     result = folder.ingest()
     raw = folder.tables.read_rejected("raw_images")
     assert len(result.table) + len(result.rejected) + len(raw) == 60
+
+
+def test_the_text_of_the_funnel_is_one_line_and_adds_up() -> None:
+    rows = funnel_rows(
+        1195, passed_over={"hidden": 3, "special": 10}, rejected={"truncated": 4, "caption_missing": 1}
+    )
+    assert funnel_text(rows) == (
+        "1,200 found, 13 ignored (10 special, 3 hidden), "
+        "5 rejected (4 truncated, 1 caption missing), 1,195 kept"
+    )
+
+
+def test_numbers_of_the_funnel_without_kinds_have_no_parentheses() -> None:
+    assert funnel_text(funnel_rows(24, passed_over={}, rejected={})) == (
+        "24 found, 0 ignored, 0 rejected, 24 kept"
+    )

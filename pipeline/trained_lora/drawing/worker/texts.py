@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.remote_store import store_at
-from pipeline.cache.requests import RecipeEntries
-from pipeline.cache.text_requests import file_images
+from pipeline.cache.text_entries import file_images
 from pipeline.cache.worker.tensors import from_stored
 from pipeline.encoding.jobs import Encoded, Failure, Job, Order
 from pipeline.encoding.progress import Progress

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.cache.reference_requests import reference_geometry
+from pipeline.cache.reference_entries import reference_geometry
 from pipeline.images.geometry import Size
 from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Kind
 from pipeline.encoding.jobs import JOBS_FILE, Job, Order, read_results, write_order
 from pipeline.processes.launch import Meanwhile, launch_environment

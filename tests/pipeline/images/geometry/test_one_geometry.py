@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import Placed, Placement, ladder

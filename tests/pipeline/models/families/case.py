@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.models.worker.text import SeenImage
 from pipeline.trained_lora.worker.micro_input import MicroInput

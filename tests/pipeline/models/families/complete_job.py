@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry, Size

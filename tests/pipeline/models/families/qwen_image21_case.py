@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import AutoTokenizer, BatchFeature, ProcessorMixin, Qwen2VLImageProcessorPil
 
 from demo.tiny_models import make_tiny_qwen_image21
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_requests import file_images
+from pipeline.cache.text_entries import file_images
 from pipeline.images.geometry import Size
 from pipeline.models.families.parts import references as declared
 from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES

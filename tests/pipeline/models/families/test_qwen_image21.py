@@ -17,9 +17,9 @@ from PIL import Image
 
 from demo.tiny_models import make_tiny_qwen_image21
 from pipeline.cache.entry_format import TEXT
-from pipeline.cache.reference_requests import IMAGES, reference_geometry, reference_keys
-from pipeline.cache.requests import RecipeEntries
-from pipeline.cache.text_requests import file_images
+from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.cache.reference_entries import IMAGES, reference_geometry, reference_keys
+from pipeline.cache.text_entries import file_images
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Encoded, Job, Order
 from pipeline.encoding.progress import Progress

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import polars as pl
 import pytest
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.random_streams import hash_bits, stream
 from pipeline.trained_lora.samples import training_inputs

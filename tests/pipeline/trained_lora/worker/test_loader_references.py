@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.models.worker.family import load_family

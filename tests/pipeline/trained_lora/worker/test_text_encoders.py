@@ -14,7 +14,7 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline, StableDiffusionXLP
 from peft import LoraConfig
 
 from demo.tiny_models import TINY
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Encoded, Failure, Job, Order, write_order
 from pipeline.encoding.progress import Progress

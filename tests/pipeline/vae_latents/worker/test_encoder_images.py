@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Encoded, Failure, Job, Order
 from pipeline.encoding.progress import Progress

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings, recipe_from_mapping

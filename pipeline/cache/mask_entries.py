@@ -9,7 +9,7 @@ import polars as pl
 
 from pipeline.cache.entry_format import MASK
 from pipeline.cache.keys import KeyTemplate, MaskInputs, mask_key
-from pipeline.cache.requests import TARGET, RecipeEntries
+from pipeline.cache.recipe_entries import TARGET, RecipeEntries
 from pipeline.cache.store import EntrySpec, TensorSpec
 from pipeline.images.geometry import Geometry, Size
 from pipeline.versions import PREPROCESSING_VERSION

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.reference_requests import IMAGES, has_references
-from pipeline.cache.requests import SEEN, RecipeEntries
+from pipeline.cache.recipe_entries import SEEN, RecipeEntries
+from pipeline.cache.reference_entries import IMAGES, has_references
 from pipeline.errors import BucketError
 from pipeline.images.decode import hash_bytes, read_bytes, read_header
 from pipeline.images.geometry import Size

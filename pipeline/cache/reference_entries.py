@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.requests import TARGET, RecipeEntries
+from pipeline.cache.recipe_entries import TARGET, RecipeEntries
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Crop, Geometry, Size
 from pipeline.models.reference_support import require_references

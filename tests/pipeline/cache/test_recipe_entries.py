@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from demo.tiny_models import make_tiny_flux, make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.keys import KeyTemplate
-from pipeline.cache.requests import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, RecipeEntries
+from pipeline.cache.recipe_entries import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, RecipeEntries
 from pipeline.models.fingerprints import canonical_hash
 from pipeline.recipe import recipe_from_mapping
 from pipeline.versions import PREPROCESSING_VERSION
@@ -148,7 +148,7 @@ def test_the_keys_of_auto_are_equal_with_and_without_a_visible_gpu(tmp_path: Pat
     recipe.write_text(entries(tmp_path / "flux", tmp_path).recipe.model_dump_json())
     code = (
         "import pathlib, sys\n"
-        "from pipeline.cache.requests import RecipeEntries\n"
+        "from pipeline.cache.recipe_entries import RecipeEntries\n"
         "from pipeline.recipe import Recipe\n"
         "entries = RecipeEntries(Recipe.model_validate_json(pathlib.Path(sys.argv[1]).read_text()))\n"
         "assert 'torch' not in sys.modules\n"

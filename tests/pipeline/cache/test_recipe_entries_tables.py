@@ -12,7 +12,7 @@ import pytest
 
 from demo.tiny_models import make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START
-from pipeline.cache.requests import (
+from pipeline.cache.recipe_entries import (
     SEEN,
     STAT_COLUMNS,
     RecipeEntries,
