@@ -28,8 +28,7 @@ from pipeline.cache.packed_entries import PackedEntries
 from pipeline.cache.store import DISPLACED_SUFFIX, Store
 from pipeline.escaping import without_secrets
 from pipeline.recipe import project_root
-from pipeline.recipe.deployment import load_deployment
-from pipeline.recipe.scratch import scratch_folder
+from pipeline.recipe.deployment import load_deployment, scratch_folder
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder

@@ -20,8 +20,8 @@ import polars as pl
 from pipeline.cache.users import CacheUser, Registrations, known_user_id, unregister_run
 from pipeline.errors import TableError, TrainingError
 from pipeline.recipe import project_root
+from pipeline.recipe.load import working_copy
 from pipeline.recipe.outputs import MERGED_REJECTIONS
-from pipeline.recipe.scratch import working_copy
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.tables import Tables, read_rows

@@ -16,7 +16,7 @@ from pipeline.images.formats import SUFFIXES
 from pipeline.raw_images.parquet_process import read_parquet
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.regular_files import MAX_FILE_BYTES, RefusedFileError, open_regular, require_size
-from pipeline.storage.sources import source_at
+from pipeline.storage.remote_source import source_at
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.storage.local_source import LocalSource
-from pipeline.storage.remote_source import RemoteSource
-from pipeline.storage.sources import source_at
+from pipeline.storage.remote_source import RemoteSource, source_at
+from pipeline.storage.source import LocalSource
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe

@@ -30,9 +30,8 @@ from pipeline.raw_images.sources import source_of
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log
 from pipeline.storage.addresses import Url
-from pipeline.storage.local_source import LocalSource
 from pipeline.storage.regular_files import MAX_FILE_BYTES
-from pipeline.storage.source import Source
+from pipeline.storage.source import LocalSource, Source
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings

@@ -368,6 +368,16 @@ def deployment_values(deployment: Deployment) -> dict[str, Any]:
     return values
 
 
+def scratch_folder(root: Path) -> Path:
+    """Return the folder of all working copies: `scratch` of the deployment file, or the default below `root`.
+
+    Raises:
+        DeploymentError: The deployment file is invalid.
+    """
+    deployment = load_deployment()
+    return root / DEFAULT_SCRATCH if deployment.source is None else deployment.scratch
+
+
 def deployment_error(deployment: Deployment, key: str, what: str, fix: str) -> DeploymentError:
     """Return an error about a top-level key of a loaded deployment."""
     place, line = DEPLOYMENT_VARIABLE, None

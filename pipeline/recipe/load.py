@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError
+from pipeline.recipe.deployment import scratch_folder
 from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.file_kind import RECIPE
 from pipeline.recipe.project import path_in_recipe, project_root
 from pipeline.recipe.schema import NAME_PATTERN, Recipe
-from pipeline.recipe.scratch import address_hash, working_copy
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.recipe.yaml_file import read_yaml_file
-from pipeline.storage.addresses import Url, absolute, address
+from pipeline.storage.addresses import Address, Url, absolute, address, address_hash
 
 CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable with the folder of recipes; the default is configs/."""
@@ -197,6 +197,24 @@ def _shared_outputs(recipes: list[Recipe]) -> dict[Path, list[PlacedMistake]]:
             fix = f"use a separate folder, such as outputs/{recipe.name}"
             mistakes[recipe.source] = [placed(recipe, Mistake(("output_dir",), what, fix))]
     return mistakes
+
+
+def working_copy(name: str, output: Address, root: Path) -> Path:
+    """Return the local folder that jobs write to: `output` itself, or its working copy if it is an address.
+
+    Two recipes, and two addresses, never share a working copy. A scratch folder may be deleted between jobs.
+
+    Args:
+        name: Name of the recipe.
+        output: The recipe's output_dir, a path or an address.
+        root: Project root.
+
+    Raises:
+        DeploymentError: The deployment file is invalid.
+    """
+    if not isinstance(output, Url):
+        return output
+    return scratch_folder(root) / f"{name}-{address_hash(output)[:8]}"
 
 
 def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:

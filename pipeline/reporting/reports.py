@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pipeline import log
 from pipeline.storage.atomic import write_text
 
 if TYPE_CHECKING:
     import polars as pl
 
-Log: TypeAlias = Callable[[str], None]
-"""Function that accepts one line of progress or a warning, without a trailing newline."""
-
-
-def discard(_: str) -> None:
-    """Discard a line; the `Log` of callers that report nothing."""
-
+# Many modules still import both from here.
+Log: TypeAlias = log.Log
+discard = log.discard
 
 Report: TypeAlias = dict[str, Any]
 """JSON-serialisable report; counters are top-level keys, including `samples`, `seconds` and

@@ -6,6 +6,7 @@ each following link is the container of the one before. This module opens nothin
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
@@ -109,3 +110,9 @@ def url_parts(url: Url) -> tuple[str, ...]:
     if names:
         names[0] = names[0].rpartition("@")[2].lower()
     return tuple(names)
+
+
+def address_hash(url: Url) -> str:
+    """Return a hash of an address in hex; a slash at its end does not matter."""
+    identity = "/".join([url.protocol.lower(), *url_parts(url)]) if len(url.links) == 1 else url
+    return hashlib.sha256(identity.encode("utf-8")).hexdigest()

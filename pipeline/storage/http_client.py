@@ -6,12 +6,16 @@ read an address that only this machine can reach, such as the metadata service o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from pipeline.storage.regular_files import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
 
-    from aiohttp import ClientSession, TraceRequestRedirectParams
+    from aiohttp import ClientResponse, ClientSession, StreamReader, TraceRequestRedirectParams
+    from aiohttp.connector import Connection
     from yarl import URL
 
 HTTP_PROTOCOLS = ("http", "https")
@@ -29,6 +33,10 @@ class RedirectRefusedError(OSError):
     """A redirect to another server, which was not followed."""
 
 
+class OversizedAnswerError(OSError):
+    """An answer that was larger than any file of a dataset may be."""
+
+
 async def bounded_client(**options: Any) -> ClientSession:
     """Return an aiohttp session with bounded answers, which stays on one server.
 
@@ -39,10 +47,8 @@ async def bounded_client(**options: Any) -> ClientSession:
     """
     import aiohttp
 
-    from pipeline.storage.http_answer import BoundedAnswer
-
     options.setdefault("timeout", aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=30, sock_read=SILENCE_S))
-    options.setdefault("response_class", BoundedAnswer)
+    options.setdefault("response_class", _bounded_response())
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_other_server)
     traces = [*options.pop("trace_configs", []), trace]
@@ -71,3 +77,45 @@ def _same_server(url: URL, target: URL) -> bool:
         return False
     upgraded = (url.scheme, url.port, target.scheme, target.port) == ("http", 80, "https", 443)
     return upgraded or (url.scheme, url.port) == (target.scheme, target.port)
+
+
+# A class with a base of aiohttp cannot be defined before aiohttp is imported, which only HTTP addresses need.
+@cache
+def _bounded_response() -> type[ClientResponse]:
+    """Return a response class whose content is read into memory only up to `MAX_FILE_BYTES`."""
+    from aiohttp import ClientResponse
+
+    class BoundedResponse(ClientResponse):
+        async def start(self, connection: Connection) -> ClientResponse:
+            await super().start(connection)
+            self.content: Any = _BoundedContent(self.content, MAX_FILE_BYTES)
+            return self
+
+    return BoundedResponse
+
+
+class _BoundedContent:
+    """Content of an answer with aiohttp's methods, of which only reading everything at once has a limit."""
+
+    def __init__(self, content: StreamReader, max_bytes: int) -> None:
+        self._content = content
+        self._max_bytes = max_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def read(self, num_bytes: int = -1) -> bytes:
+        """Return at most `num_bytes` bytes, or everything.
+
+        Raises:
+            OversizedAnswerError: Everything is more than the limit.
+        """
+        if num_bytes >= 0:
+            return await self._content.read(num_bytes)
+
+        data = bytearray()
+        while part := await self._content.readany():
+            data += part
+            if len(data) > self._max_bytes:
+                raise OversizedAnswerError(f"the server sent more than {self._max_bytes:,} bytes")
+        return bytes(data)

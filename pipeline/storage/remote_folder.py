@@ -14,7 +14,6 @@ from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.file_systems import join_path, missing_package, open_url, protocols_of, request_lock
-from pipeline.storage.remote_walk import walk_files
 from pipeline.storage.retry import is_failed_precondition, is_transient, retry
 
 Answer = TypeVar("Answer")
@@ -242,7 +241,7 @@ class RemoteFolder:
         def find() -> dict[str, dict[str, Any]]:
             self.files.invalidate_cache()
             if not self.lists_prefixes:
-                return walk_files(self.files, self._full(folder))
+                return _walk_files(self.files, self._full(folder))
             limits = {"prefix": prefix} if prefix else {}
             found: dict[str, dict[str, Any]] = self.files.find(self._full(folder), detail=True, **limits)
             return found
@@ -343,3 +342,35 @@ def _stated_version(answer: object) -> str:
     """Return the version that an S3 service states in an answer; empty without one."""
     fields: Mapping[str, object] = answer if isinstance(answer, Mapping) else {}
     return str(fields.get("ETag") or "")
+
+
+def _walk_files(files: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Return the information about every file below a folder, by path.
+
+    `find` of most file systems omits folders that cannot be listed; its option `on_error` works on the first
+    level only.
+
+    Args:
+        files: An `fsspec.AbstractFileSystem`.
+        folder: Path of the folder.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        OSError: A folder cannot be listed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    pending = [folder]
+    while pending:
+        path = pending.pop()
+        try:
+            infos: list[dict[str, Any]] = files.ls(path, detail=True)
+        except FileNotFoundError:
+            if path == folder:
+                raise
+            continue  # deleted since its parent was listed
+        for info in infos:
+            if info["type"] != "directory":
+                found[info["name"]] = info
+            elif info["name"].strip("/") != path.strip("/"):
+                pending.append(info["name"])
+    return found

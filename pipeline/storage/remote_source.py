@@ -29,7 +29,15 @@ from pipeline.storage.regular_files import (
 from pipeline.storage.remote_folder import ACCESS_FIX, UnreachableError
 from pipeline.storage.remote_stat import stat_from_info, text_number
 from pipeline.storage.retry import is_transient, retry
-from pipeline.storage.source import MAX_BUFFERED_BYTES, NO_FILE, Opened, Source, Stat, stat_array
+from pipeline.storage.source import (
+    MAX_BUFFERED_BYTES,
+    NO_FILE,
+    LocalSource,
+    Opened,
+    Source,
+    Stat,
+    stat_array,
+)
 
 REMOTE_THREADS = 16
 """Number of concurrent requests to a remote source; each mostly waits for the server."""
@@ -256,6 +264,21 @@ class RemoteSource(Source):
 
     def _full(self, path: str) -> str:
         return join_path(self._base, path)
+
+
+def source_at(
+    address: Address, *, max_file_bytes: int = MAX_FILE_BYTES, follow_links: bool = False
+) -> LocalSource | RemoteSource:
+    """Return the source of the files below a path or URL; a local path need not exist.
+
+    With `follow_links`, the caption files of a local source may be links to files outside it.
+
+    Raises:
+        DatasetError: The URL cannot be opened.
+    """
+    if isinstance(address, Url):
+        return RemoteSource(address, max_file_bytes=max_file_bytes)
+    return LocalSource(address, max_file_bytes=max_file_bytes, follow_links=follow_links)
 
 
 def _unreadable_error(address: Address | str, err: Exception) -> DatasetError:

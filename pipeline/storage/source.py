@@ -1,4 +1,4 @@
-"""What all sources have in common: the folders that datasets are read from, local or remote.
+"""Sources: the folders that datasets are read from. `remote_source` has those at an address.
 
 Files are named by paths relative to the source's address, with slashes. A file's stat is four numbers, at
 least one of which changes whenever the file does.
@@ -7,8 +7,11 @@ least one of which changes whenever the file does.
 from __future__ import annotations
 
 import io
+import os
+import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,9 +19,7 @@ import numpy.typing as npt
 
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address
-from pipeline.storage.regular_files import (
-    MAX_FILE_BYTES,
-)
+from pipeline.storage.regular_files import MAX_FILE_BYTES, InsideCheck, open_regular, read_all
 
 Stat = tuple[int, int, int, int]
 """Size in bytes, modification time and change time in nanoseconds, and inode. A remote file has 0 for an
@@ -137,6 +138,51 @@ class Source(ABC):
         return SourceFile(self, path)
 
 
+class LocalSource(Source):
+    """A folder on this machine."""
+
+    def __init__(
+        self, address: Path, *, max_file_bytes: int = MAX_FILE_BYTES, follow_links: bool = False
+    ) -> None:
+        """Store the address without opening it; with `follow_links`, texts may be outside the folder."""
+        super().__init__(address, max_file_bytes=max_file_bytes)
+        self._inside = None if follow_links else InsideCheck(address)
+
+    def open(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
+        """See `Source.open`."""
+        del num_bytes
+        return open_regular(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
+
+    def open_text(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
+        """See `Source.open_text`."""
+        if self._inside is None:
+            return self.open(path, num_bytes)
+        return self._inside.open(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
+
+    def read(self, path: str) -> bytes:
+        """See `Source.read`."""
+        with self.open(path) as file:
+            return read_all(file)
+
+    def stat_open(self, file: Opened, listed: Stat) -> Stat:
+        """See `Source.stat_open`."""
+        del listed
+        stat = os.fstat(file.fileno())
+        return (stat.st_size, to_int64(stat.st_mtime_ns), to_int64(stat.st_ctime_ns), to_int64(stat.st_ino))
+
+    def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+        """See `Source.stats`. Links are followed."""
+        root = str(self.address)
+        return stat_array([_stat_or_none(f"{root}/{path}") for path in paths])
+
+    def sibling_names(self, path: str) -> list[str]:
+        """See `Source.sibling_names`."""
+        try:
+            return [entry.name for entry in Path(self.address, posixpath.dirname(path)).iterdir()]
+        except OSError:
+            return []
+
+
 def threads_for(sources: Iterable[Source]) -> int | None:
     """Return the number of threads that may read from several sources; None for one per core."""
     return max((source.threads for source in sources if source.threads), default=None)
@@ -156,3 +202,11 @@ def stat_array(stats: Sequence[Stat]) -> npt.NDArray[np.int64]:
         return np.array(stats, dtype=np.int64).reshape(-1, 4)
     except OverflowError:
         return np.array([list(map(to_int64, stat)) for stat in stats], dtype=np.int64)
+
+
+def _stat_or_none(path: str) -> Stat:
+    try:
+        stat = os.stat(path)  # noqa: PTH116 - runs for each image of a dataset; a Path would double its time
+    except OSError:
+        return NO_FILE
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

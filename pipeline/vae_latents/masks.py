@@ -24,7 +24,7 @@ from pipeline.images.mask import load_mask, mask_error, mask_weights
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.sources import mask_root
 from pipeline.storage.addresses import address
-from pipeline.storage.sources import source_at
+from pipeline.storage.remote_source import source_at
 from pipeline.storage.tables import MASK_COLUMNS
 
 if TYPE_CHECKING:

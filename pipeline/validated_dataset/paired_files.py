@@ -25,9 +25,8 @@ from pipeline.raw_images.manifest import paired_by_path, path_normalizer, walk_m
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import STAT
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
-from pipeline.storage.local_source import LocalSource
 from pipeline.storage.remote_source import RemoteSource
-from pipeline.storage.source import Source, threads_for
+from pipeline.storage.source import LocalSource, Source, threads_for
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, MaskSettings, ReferenceSettings

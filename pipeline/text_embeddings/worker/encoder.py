@@ -23,7 +23,7 @@ from pipeline.models.worker.text import EncodedCaption, SeenImage
 from pipeline.models.worker.text_layers import LayerOffload
 from pipeline.processes.worker.devices import free_bytes, out_of_memory_as
 from pipeline.storage.addresses import address
-from pipeline.storage.sources import source_at
+from pipeline.storage.remote_source import source_at
 
 if TYPE_CHECKING:
     from pipeline.storage.source import Source

@@ -29,8 +29,8 @@ from pipeline.models.worker.vae import Posterior
 from pipeline.raw_images.parallel import num_threads
 from pipeline.storage.addresses import address
 from pipeline.storage.regular_files import MAX_FILE_BYTES
+from pipeline.storage.remote_source import source_at
 from pipeline.storage.source import Source
-from pipeline.storage.sources import source_at
 from pipeline.vae_latents.worker.vae_batches import EncodedImage, PendingBatch, Pixels, VaeBatches
 
 TIMEOUT_S = 300.0

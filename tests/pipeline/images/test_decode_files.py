@@ -24,8 +24,7 @@ from pipeline.images.decode import (
     read_header,
 )
 from pipeline.images.formats import ImageError
-from pipeline.storage.local_source import LocalSource
-from pipeline.storage.source import SourceFile
+from pipeline.storage.source import LocalSource, SourceFile
 from tests.hostile_images import jpeg_with_scans, png_chunk
 from tests.pipeline.pixels import WHITE, pattern, saved
 

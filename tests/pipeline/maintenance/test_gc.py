@@ -19,7 +19,7 @@ from pipeline.errors import StoreError, TableError
 from pipeline.maintenance.gc import Survey, delete, survey
 from pipeline.maintenance.gc_packs import Packs
 from pipeline.recipe import project_root
-from pipeline.recipe.scratch import working_copy
+from pipeline.recipe.load import working_copy
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.mirror import Mirror

@@ -16,7 +16,7 @@ from pipeline.raw_images.manifest import walk_manifest
 from pipeline.raw_images.manifest_file import read_manifest
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.storage.sources import source_at
+from pipeline.storage.remote_source import source_at
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.conftest import picture

@@ -19,8 +19,8 @@ from pipeline.raw_images import scan_index
 from pipeline.raw_images.scan_index import CAPTIONS_VERSION, caption_rule
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
 from pipeline.storage.addresses import Url
-from pipeline.storage.local_source import LocalSource
 from pipeline.storage.remote_source import RemoteSource
+from pipeline.storage.source import LocalSource
 from pipeline.validated_dataset import stage
 from tests.pipeline.conftest import Folder
 

@@ -23,8 +23,8 @@ from pipeline.raw_images.scan_index import (
 )
 from pipeline.reporting.reports import discard
 from pipeline.storage.addresses import Url
-from pipeline.storage.local_source import LocalSource
 from pipeline.storage.remote_source import RemoteSource
+from pipeline.storage.source import LocalSource
 from pipeline.storage.tables import Tables
 
 STAT = dict.fromkeys(("file_bytes", "mtime_ns", "ctime_ns", "inode"), pl.Int64)

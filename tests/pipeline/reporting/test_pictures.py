@@ -23,8 +23,7 @@ from pipeline.reporting.pictures import (
     png,
     thumbnail,
 )
-from pipeline.storage.local_source import LocalSource
-from pipeline.storage.source import SourceFile
+from pipeline.storage.source import LocalSource, SourceFile
 
 SMALL_PX = THUMBNAIL_PX - 6
 """Edge of a thumbnail inside its square."""

@@ -141,7 +141,7 @@ def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
             page.wfile.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
             sent.append(0x10000)
 
-    monkeypatch.setattr("pipeline.storage.http_answer.MAX_FILE_BYTES", 1_000_000)
+    monkeypatch.setattr("pipeline.storage.http_client.MAX_FILE_BYTES", 1_000_000)
     with misbehaving(endless) as url, pytest.raises(OSError, match="sent more than 1,000,000 bytes"):
         RemoteSource(Url(f"{url}/photos")).read("a.png")
     assert sum(sent) < 50_000_000

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.images.formats import ImageError
 from pipeline.recipe import CaptionSettings
-from pipeline.storage.local_source import LocalSource
+from pipeline.storage.source import LocalSource
 from pipeline.validated_dataset.captions import Caption, caption_of
 from pipeline.validated_dataset.variants import variants
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import sidecar_path
 from pipeline.recipe import CaptionSettings
-from pipeline.storage.local_source import LocalSource
+from pipeline.storage.source import LocalSource
 from pipeline.validated_dataset.captions import Caption, canonical, caption_of, differing_files
 
 

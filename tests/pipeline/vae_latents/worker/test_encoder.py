@@ -21,7 +21,7 @@ from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.vae import Posterior
-from pipeline.storage.local_source import LocalSource
+from pipeline.storage.source import LocalSource
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
 from pipeline.vae_latents.worker.vae_batches import VaeBatches

@@ -1,0 +1,13 @@
+"""Functions that receive lines of progress and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+Log: TypeAlias = Callable[[str], None]
+"""Function that accepts one line of progress or a warning, without a trailing newline."""
+
+
+def discard(_line: str) -> None:
+    """Ignore a line; the `Log` of callers that report nothing."""
