@@ -18,16 +18,16 @@ from dagster import (
     MetadataValue,
 )
 
+from assets.metadata import report_metadata, table_metadata
 from assets.names import asset_key
-from assets.publishing import report_metadata, table_metadata
 from assets.run_log import run_log
 from pipeline.errors import PathIsolationError
 from pipeline.escaping import inactive_markdown, printable_lines
 from pipeline.recipe import Recipe
-from pipeline.recipe.gates import PATH_ISOLATION, specs_of
+from pipeline.recipe.check_specs import PATH_ISOLATION, specs_of
 
 if TYPE_CHECKING:
-    from pipeline.checks.findings import Finding
+    from pipeline.reporting.findings import Finding
 
 
 def check_specs(recipe: Recipe, asset: str) -> list[AssetCheckSpec]:
@@ -58,7 +58,7 @@ def check_results(context: AssetExecutionContext, recipe: Recipe, asset: str) ->
     Raises:
         GateClosedError: At least one gate closed. It is raised after all results, and names all closed gates.
     """
-    from pipeline.checks.findings import CheckContext, closed_gates_error, write_findings
+    from pipeline.reporting.findings import CheckContext, closed_gates_error, write_findings
     from pipeline.storage.tables import Tables
 
     selected = _selected_checks(context) - {PATH_ISOLATION.name}

@@ -7,8 +7,8 @@ from typing import Any
 
 from dagster import AssetExecutionContext, AssetObservation, MetadataValue
 
+from assets.metadata import report_metadata
 from assets.names import asset_key
-from assets.publishing import report_metadata
 from pipeline.recipe import Recipe
 from resources.step_log import StepLog
 

@@ -8,7 +8,7 @@ from typing import Any
 from dagster import DagsterEvent, DagsterExecutionInterruptedError
 
 from pipeline.errors import LatentlineError
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
 

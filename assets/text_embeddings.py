@@ -6,9 +6,9 @@ from typing import Any
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
 from assets.checks import check_results, check_specs, path_isolation_results
+from assets.metadata import picture_metadata, publish
 from assets.mirroring import mirrored_outputs
 from assets.names import step_name
-from assets.publishing import picture_metadata, publish
 from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe

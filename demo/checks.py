@@ -25,7 +25,7 @@ from dagster import (
     in_process_executor,
 )
 
-from assets.publishing import picture_metadata
+from assets.metadata import picture_metadata
 from demo.learned import SHEET_FILE, Learned, load_pipeline, measure
 from pipeline.recipe import Recipe, in_project, load_recipe
 from pipeline.recipe.load import recipes_dir

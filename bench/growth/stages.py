@@ -18,7 +18,7 @@ from bench.workload import Project, tiny_files
 from demo.tiny_models import make_tiny
 from pipeline.cache.entry_format import EntrySpec
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.checks.findings import CheckContext
+from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import StageResult, write_report
 from pipeline.text_embeddings.stage import needed_captions
 from pipeline.trained_lora.job import TrainingJob

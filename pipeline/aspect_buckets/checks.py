@@ -2,7 +2,7 @@
 
 To add a check, such as a gate on the number of buckets: write a function here that returns an `Outcome`,
 and add it to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the
-same name in `pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+same name in `pipeline/recipe/check_specs.py`, then generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
-from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
-from pipeline.checks.outliers import outliers
-from pipeline.checks.rejections import check_conservation, no_samples_left
 from pipeline.errors import counted, verb
 from pipeline.images.geometry import Size, not_multiples
+from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
+from pipeline.reporting.outliers import outliers
+from pipeline.reporting.rejections import check_conservation, no_samples_left
 from pipeline.validated_dataset.holdout import times_drawn
 
 if TYPE_CHECKING:

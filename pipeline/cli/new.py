@@ -40,7 +40,7 @@ def command(recipe: str, images: Path, base: str) -> None:
     ai-toolkit, SimpleTuner or diffusion-pipe), or a folder in sd-scripts' layout, such as 10_rose. The
     command prints which settings it took over and which it could not.
     """
-    from pipeline.maintenance.new_recipe import (
+    from pipeline.new_recipe.recipe_text import (
         accepted_references,
         draft_recipe,
         model_resolution,

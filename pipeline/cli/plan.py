@@ -16,7 +16,7 @@ from pipeline.maintenance.forecast import Forecast, forecast
 from pipeline.maintenance.memory.forecast import forecast_memory
 from pipeline.maintenance.memory.job import MemoryForecast
 from pipeline.recipe import Recipe
-from pipeline.recipe.gates import PATH_ISOLATION
+from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.storage.tables import Tables
 
 MAX_NAMED = 3

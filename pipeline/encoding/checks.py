@@ -21,8 +21,8 @@ import polars as pl
 
 from pipeline.cache.recipe_entries import is_unchanged
 from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Kind, Store
-from pipeline.checks.findings import Outcome
 from pipeline.errors import RUN_RECIPE, counted
+from pipeline.reporting.findings import Outcome
 from pipeline.reporting.progress import phase, progress
 from pipeline.reporting.reports import Log
 

@@ -20,7 +20,6 @@ from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries
 from pipeline.cache.reference_entries import IMAGES
 from pipeline.cache.store import EntrySpec
 from pipeline.cache.text_entries import text_rows
-from pipeline.checks.findings import CheckContext
 from pipeline.errors import PathIsolationError
 from pipeline.maintenance.expected import (
     DAMAGED,
@@ -37,8 +36,9 @@ from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.models.reference_support import require_references
 from pipeline.raw_images import checks as raw_images
 from pipeline.raw_images.stage import scan
-from pipeline.recipe.gates import PATH_ISOLATION
+from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
+from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import Log
 from pipeline.storage.tables import Tables, selected
 from pipeline.text_embeddings.stage import needed_texts

@@ -2,7 +2,7 @@
 
 To add a check, such as a gate on file formats: write a function here that returns an `Outcome`, and add it
 to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name in
-`pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+`pipeline/recipe/check_specs.py`, then generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
-from pipeline.checks.outliers import outliers
-from pipeline.checks.rejections import most_frequent_first, most_frequent_fixes
 from pipeline.errors import counted
 from pipeline.escaping import without_secrets
+from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
+from pipeline.reporting.outliers import outliers
+from pipeline.reporting.rejections import most_frequent_first, most_frequent_fixes
 from pipeline.reporting.reports import Report
 
 if TYPE_CHECKING:

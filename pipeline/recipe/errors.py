@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.errors import LatentlineError, RecipeError
-from pipeline.recipe.descriptions import InvalidValue, describe
+from pipeline.recipe.error_descriptions import InvalidValue, describe
 from pipeline.recipe.file_kind import RECIPE, FileKind
 from pipeline.recipe.keys import KIND, child, without_kinds
 from pipeline.recipe.settings import VIOLATION, Violation

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from pipeline.storage import isolation
 from pipeline.storage.addresses import Url
 from pipeline.storage.isolation import NamedPath, PathConflict

@@ -15,9 +15,9 @@ from pydantic.fields import FieldInfo
 
 from pipeline.recipe.address_types import FolderAddress, OutputFolder
 from pipeline.recipe.buckets import BucketSettings
+from pipeline.recipe.check_specs import GATES
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
-from pipeline.recipe.gates import GATES
 from pipeline.recipe.keys import all_keys_of, field_below
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.sharding import shard_violations

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import cast
 
 from pipeline.escaping import has_credentials
-from pipeline.recipe.gates import GATES, NEVER_OPEN, PATH_ISOLATION
+from pipeline.recipe.check_specs import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.recipe.settings import MAX_COUNT, one_of, reject
 from pipeline.storage.addresses import Url, is_url
 

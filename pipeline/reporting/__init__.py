@@ -1,1 +1,1 @@
-"""Reports for people and programs: stage reports, progress, pictures and the run summary."""
+"""Reports for people and programs: results of checks, stage reports, progress, pictures, the run summary."""

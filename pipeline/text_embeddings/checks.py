@@ -2,7 +2,7 @@
 
 To add a check, such as a gate on token counts: write a function here that returns an `Outcome`, and add it
 to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name in
-`pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+`pipeline/recipe/check_specs.py`, then generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pipeline.cache.entry_format import TEXT
 from pipeline.cache.recipe_entries import SEEN, STAT_COLUMNS, RecipeEntries, with_recorded
 from pipeline.cache.reference_entries import IMAGES
 from pipeline.cache.text_entries import CAPTION_COLUMNS, EMPTY_CAPTION, text_rows, with_seen_images
-from pipeline.checks.findings import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.encoding.checks import AT_ONCE, Problems
 from pipeline.errors import counted, verb
+from pipeline.reporting.findings import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.text_embeddings.stage import needed_texts
 
 STAGE = "text_embeddings"

@@ -3,7 +3,7 @@
 The checks read the files in `lora/` and the records of their run, without torch.
 
 To add a check, such as a gate on the final loss: write a function here that returns an `Outcome`, and add
-it to `outcomes` in `run`. Declare the check under the same name in `pipeline/recipe/gates.py`, then
+it to `outcomes` in `run`. Declare the check under the same name in `pipeline/recipe/check_specs.py`, then
 generate the pages that list all checks (CONTRIBUTING.md).
 """
 
@@ -18,10 +18,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
 from pipeline.errors import TrainingError, counted, verb
 from pipeline.recipe import LoraSettings, with_overrides
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
+from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
 from pipeline.trained_lora.export.lora_files import (
     LAYOUTS,
     PROVENANCE_FILE,

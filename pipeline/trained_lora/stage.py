@@ -19,7 +19,6 @@ import polars as pl
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.reference_entries import reference_hashes
-from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
 from pipeline.models.families import detect
 from pipeline.models.preview_prompts import require_preview_prompts
@@ -28,6 +27,7 @@ from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
+from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.tables import Tables, columns_in, empty, validated

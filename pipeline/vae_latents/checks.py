@@ -2,7 +2,7 @@
 
 To add a check, such as a gate on latent means: write a function here that returns an `Outcome`, and add it
 to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name in
-`pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+`pipeline/recipe/check_specs.py`, then generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from pipeline.cache.reference_entries import (
     reference_keys,
     reference_rows,
 )
-from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
-from pipeline.checks.rejections import (
+from pipeline.encoding.checks import AT_ONCE, REPAIR, Problem, Problems
+from pipeline.errors import counted, verb
+from pipeline.images.geometry import Placement, placement_of
+from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
+from pipeline.reporting.rejections import (
     REJECTED_COLUMNS,
     most_frequent_first,
     most_frequent_fixes,
     no_samples_left,
 )
-from pipeline.encoding.checks import AT_ONCE, REPAIR, Problem, Problems
-from pipeline.errors import counted, verb
-from pipeline.images.geometry import Placement, placement_of
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.vae_latents.masks import kept_fraction
 from pipeline.vae_latents.references import recorded_references

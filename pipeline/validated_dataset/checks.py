@@ -2,8 +2,8 @@
 
 To add a check, such as a gate on caption length: write a function here that returns an `Outcome`, and add
 it to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name
-in `pipeline/recipe/gates.py`, and a threshold in the `checks` section of `pipeline/recipe/schema.py`. Then
-generate the pages that list all checks (CONTRIBUTING.md).
+in `pipeline/recipe/check_specs.py`, and a threshold in the `checks` section of `pipeline/recipe/schema.py`.
+Then generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
-from pipeline.checks.rejections import (
+from pipeline.errors import counted, verb
+from pipeline.images.decode import File, open_content
+from pipeline.images.formats import ImageError
+from pipeline.raw_images.scan_index import SIDECAR, STAT
+from pipeline.raw_images.sources import sources_of
+from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
+from pipeline.reporting.rejections import (
     REJECTED_COLUMNS,
     check_conservation,
     most_frequent_first,
     most_frequent_fixes,
     no_samples_left,
 )
-from pipeline.errors import counted, verb
-from pipeline.images.decode import File, open_content
-from pipeline.images.formats import ImageError
-from pipeline.raw_images.scan_index import SIDECAR, STAT
-from pipeline.raw_images.sources import sources_of
 from pipeline.storage.source import Source
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.checks.findings import CheckContext, Outcome
-from pipeline.checks.rejections import REJECTED_COLUMNS, most_frequent_first, most_frequent_fixes
 from pipeline.errors import counted
+from pipeline.reporting.findings import CheckContext, Outcome
+from pipeline.reporting.rejections import REJECTED_COLUMNS, most_frequent_first, most_frequent_fixes
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe

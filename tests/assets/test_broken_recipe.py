@@ -8,7 +8,7 @@ import pytest
 from dagster import AssetKey, DagsterInstance, RepositoryDefinition, build_sensor_context
 
 from assets.definitions import build_definitions, load_project_recipes
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 
 GOOD = """\
 datasets: [{{name: photos, path: {folder}/data}}]

@@ -20,7 +20,7 @@ from assets.definitions import build_definitions
 from assets.names import GPU_POOL
 from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.recipe.gates import SPECS, specs_of
+from pipeline.recipe.check_specs import SPECS, specs_of
 
 
 def recipe(

@@ -11,7 +11,7 @@ from assets import code_versions
 from assets.code_versions import code_version
 from assets.definitions import build_definitions
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 
 
 @pytest.fixture

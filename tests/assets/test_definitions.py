@@ -13,7 +13,7 @@ from dagster import AssetKey
 from assets.definitions import build_definitions
 from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.recipe.gates import PATH_ISOLATION, SPECS
+from pipeline.recipe.check_specs import PATH_ISOLATION, SPECS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ import pytest
 
 from demo.experiments import copy_demo
 from pipeline.recipe import load_recipe
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from pipeline.reporting import tensorboard
 from tests.e2e.daemon import ROOT, make_home, running, until
 from tools.docs.browser import (

@@ -12,7 +12,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from assets.publishing import content_version
+from assets.metadata import content_version
 from pipeline.recipe import project_root
 from tests.e2e.daemon import make_home
 from tests.e2e.problems import last_problem

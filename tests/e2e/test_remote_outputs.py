@@ -18,9 +18,9 @@ import psutil
 import pytest
 from dagster import AssetKey, AssetSelection
 
-from assets.publishing import content_version
+from assets.metadata import content_version
 from pipeline.recipe import Recipe
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from pipeline.storage.addresses import Url
 from pipeline.storage.lease import Lease
 from pipeline.storage.remote_folder import RemoteFolder

@@ -15,7 +15,7 @@ import pytest
 from dagster import AssetKey, DagsterInstance, DagsterRunStatus
 
 from assets.names import GPU_POOL
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from resources.run_worker import MACHINE_TAG
 from tests.e2e.daemon import make_home
 from tests.e2e.problems import problem_of

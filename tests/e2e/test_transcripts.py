@@ -14,7 +14,7 @@ import pytest
 
 from demo.experiments import copy_demo
 from pipeline.recipe import load_recipe
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from tests.e2e.daemon import make_home
 from tests.e2e.pseudo_terminal import run_on_terminal
 

@@ -9,8 +9,8 @@ import polars as pl
 from safetensors.torch import load_file
 from torch import Tensor
 
-from assets.publishing import VOLATILE_COLUMNS
-from pipeline.recipe.gates import SPECS
+from assets.metadata import VOLATILE_COLUMNS
+from pipeline.recipe.check_specs import SPECS
 
 TABLES = (*SPECS, "rejected")
 

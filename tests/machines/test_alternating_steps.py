@@ -10,7 +10,7 @@ import pytest
 from dagster import DagsterRunStatus
 from polars.testing import assert_frame_equal
 
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from tests.machines.outputs import TABLES, downloaded, lora, names_at, table
 from tests.tensor_differences import differing_tensors
 

@@ -10,9 +10,9 @@ import polars as pl
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.reporting.reports import StageResult
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings import checks as text_embeddings
@@ -20,7 +20,7 @@ from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
-from tests.pipeline.checks.row_columns import require_columns
+from tests.pipeline.reporting.row_columns import require_columns
 
 ASSETS = ["vae_latents", "text_embeddings"]
 

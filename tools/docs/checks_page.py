@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.recipe import project_root
-from pipeline.recipe.gates import SPECS, CheckSpec, specs_of
+from pipeline.recipe.check_specs import SPECS, CheckSpec, specs_of
 from pipeline.storage.atomic import write_text
 
 _TOP = """\

@@ -11,11 +11,11 @@ import pytest
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images.stage import scan
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.validated_dataset.holdout import held_out
 from pipeline.validated_dataset.stage import validate
-from tests.pipeline.checks.row_columns import require_columns
+from tests.pipeline.reporting.row_columns import require_columns
 
 
 def findings_of(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str, Finding]:

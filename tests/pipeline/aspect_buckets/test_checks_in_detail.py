@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from pipeline.aspect_buckets import checks
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.recipe import Recipe
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.storage.tables import SCHEMAS
 from pipeline.validated_dataset.holdout import held_out
 from tests.pipeline.conftest import Folder

@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 
 from pipeline.aspect_buckets import checks as aspect_buckets
-from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import placement_of
 from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
+from pipeline.reporting.findings import CheckContext
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.loop import train

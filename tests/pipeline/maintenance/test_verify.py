@@ -12,10 +12,10 @@ import pytest
 from pipeline.cache.recipe_entries import stat_columns
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntryStat, Store
-from pipeline.checks.findings import CheckContext
 from pipeline.maintenance import verify as verification
 from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.verify import BadEntry, needed_entries, verify
+from pipeline.reporting.findings import CheckContext
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.vae_latents.stage import cache_latents
 from tests.pipeline.cached_job import ASSETS, Job

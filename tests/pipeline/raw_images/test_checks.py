@@ -9,9 +9,9 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images import checks
 from pipeline.recipe import recipe_from_mapping
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, frame
 
 Row = dict[str, Any]

@@ -11,9 +11,9 @@ from urllib.parse import quote
 import polars as pl
 import pytest
 
-from pipeline.checks.findings import CheckContext
 from pipeline.errors import DatasetError
 from pipeline.raw_images import checks as raw_images
+from pipeline.reporting.findings import CheckContext
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.report import write_dataset_report
 from tests.pipeline.conftest import Folder

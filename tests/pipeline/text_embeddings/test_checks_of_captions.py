@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.checks.findings import CheckContext
+from pipeline.reporting.findings import CheckContext
 from pipeline.text_embeddings import checks
 from tests.pipeline.cached_job import Job
 

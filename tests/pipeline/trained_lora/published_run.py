@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.recipe import recipe_from_mapping
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import ADAPTER_METADATA_KEY, LAYOUTS, LoraModule, layout_file

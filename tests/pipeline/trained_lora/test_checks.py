@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from pipeline.trained_lora.export.lora_files import ADAPTER_METADATA_KEY, LAYOUTS
 from tests.pipeline.trained_lora.published_run import MODULES, PublishedRun
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.recipe.gates import SPECS
+from pipeline.recipe.check_specs import SPECS
 from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule
 from tests.pipeline.trained_lora.published_run import MODULES, PublishedRun
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from pipeline.cache.pack_copies import PackCopies
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
-from pipeline.checks.findings import CheckContext
 from pipeline.errors import GateClosedError, LaunchError, TrainingError
+from pipeline.reporting.findings import CheckContext
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables, frame, validated
@@ -208,7 +208,7 @@ from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora.stage import train_lora
 from pipeline.cli.main import latentline
-from pipeline.checks.findings import CheckContext
+from pipeline.reporting.findings import CheckContext
 from pipeline.trained_lora import checks
 recipe = Recipe.model_validate_json(Path({str(recipe)!r}).read_text())
 tables = Tables(recipe.output_dir)

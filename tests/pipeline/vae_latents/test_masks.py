@@ -13,7 +13,6 @@ from pipeline.cache.entry_format import EntrySpec, TensorSpec, serialise
 from pipeline.cache.mask_entries import mask_inputs, mask_spec
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.users import read_users
-from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import Geometry
 from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
@@ -21,6 +20,7 @@ from pipeline.maintenance.gc import survey
 from pipeline.maintenance.verify import needed_entries, repair, verify
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe
+from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import write_report
 from pipeline.vae_latents import checks
 from pipeline.vae_latents.stage import cache_latents

@@ -16,7 +16,6 @@ from PIL import Image
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.reference_entries import of_references, reference_geometry, reference_rows
-from pipeline.checks.findings import CheckContext
 from pipeline.errors import BucketError, RecipeError
 from pipeline.images.geometry import Crop, Geometry, Size
 from pipeline.maintenance.explain import explain
@@ -25,6 +24,7 @@ from pipeline.maintenance.gc import survey
 from pipeline.maintenance.verify import needed_entries, verify
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe
+from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import empty
 from pipeline.vae_latents import checks
 from pipeline.vae_latents.stage import cache_latents

@@ -16,11 +16,11 @@ from PIL import Image
 from skimage import data
 
 from pipeline.aspect_buckets import checks as aspect_buckets
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images import checks as raw_images
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset import checks as validated_dataset
-from tests.pipeline.checks.row_columns import require_columns
+from tests.pipeline.reporting.row_columns import require_columns
 
 
 def checked(module: Any, folder: Any) -> dict[str, Finding]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.recipe import recipe_from_mapping
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.reporting.reports import report_path
 from pipeline.validated_dataset import checks
 from tests.pipeline.conftest import Folder

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from pipeline.aspect_buckets import report as bucket_report
-from pipeline.checks.findings import CheckContext
 from pipeline.errors import DatasetError
 from pipeline.images.decode import load_pixels
 from pipeline.images.decode_memory import DECODE_MEMORY, MAX_DECODE_BYTES
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry
 from pipeline.raw_images.sources import sources_of
+from pipeline.reporting.findings import CheckContext
 from pipeline.validated_dataset import checks
 from pipeline.validated_dataset.dataset_page import write_dataset_page
 from tests.hostile_images import float_tiff, jpeg_with_scans, png

@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.errors import DatasetError
 from pipeline.images.mask import MaskContent, read_mask
 from pipeline.raw_images.manifest import paired_by_path
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.reporting.reports import StageResult
 from pipeline.validated_dataset.checks import run
 from pipeline.validated_dataset.report import write_dataset_report

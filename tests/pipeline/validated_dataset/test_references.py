@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.checks.findings import CheckContext, Finding
 from pipeline.errors import DatasetError
 from pipeline.images.decode import decoded
+from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.reporting.reports import StageResult
 from pipeline.validated_dataset.checks import run
 from pipeline.validated_dataset.report import write_dataset_report

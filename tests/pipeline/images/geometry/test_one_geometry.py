@@ -12,11 +12,11 @@ import torch
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import Placed, Placement, ladder
 from pipeline.models.worker.family import load_family
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.job import TrainingJob

@@ -12,9 +12,9 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from pipeline.checks.findings import CheckContext
 from pipeline.cli.main import latentline
 from pipeline.errors import LaunchError, TrainingError
+from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.earlier_step import exportable_run, exported_step, forget_exported_step

@@ -15,11 +15,11 @@ from peft import LoraConfig
 
 from demo.tiny_models import TINY
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.checks.findings import CheckContext
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import LoraSettings
+from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file

@@ -15,11 +15,11 @@ from peft.tuners.lokr.layer import factorization
 from safetensors.torch import load_file
 
 from demo.tiny_models import TINY
-from pipeline.checks.findings import CheckContext
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.lora import lokr_shapes
+from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import LoraModule, layout_file, read_lora_file

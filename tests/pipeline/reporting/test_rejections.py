@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipeline.checks.rejections import (
+from pipeline.reporting.rejections import (
     check_conservation,
     most_frequent_first,
     most_frequent_fixes,

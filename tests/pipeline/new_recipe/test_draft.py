@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.maintenance.recipe_draft import dataset_names
+from pipeline.new_recipe.draft import dataset_names
 
 
 @pytest.mark.parametrize(

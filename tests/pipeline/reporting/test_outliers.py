@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from pipeline.checks.outliers import (
+from pipeline.reporting.outliers import (
     OUTLIER_MIN_SPREAD,
     OUTLIER_MIN_VALUES,
     OUTLIER_THRESHOLD,

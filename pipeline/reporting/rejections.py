@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import polars as pl
 
-from pipeline.checks.findings import Outcome
 from pipeline.errors import counted
+from pipeline.reporting.findings import Outcome
 
 MAX_FIXES = 3
 """Maximum number of reasons that a fix covers."""

@@ -21,7 +21,7 @@ from dagster import (
 from PIL import Image
 
 from assets.definitions import build_definitions
-from assets.publishing import (
+from assets.metadata import (
     MAX_PICTURES_BYTES,
     captioned_pictures,
     content_version,

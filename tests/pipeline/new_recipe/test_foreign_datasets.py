@@ -11,12 +11,12 @@ from click.testing import CliRunner
 
 from pipeline.cli.new import command as new
 from pipeline.errors import DatasetError
-from pipeline.maintenance.foreign_configs import FORMS
-from pipeline.maintenance.foreign_datasets import rules
-from pipeline.maintenance.foreign_values import CONVERSIONS
+from pipeline.new_recipe.foreign_configs import FORMS
+from pipeline.new_recipe.foreign_datasets import rules
+from pipeline.new_recipe.foreign_values import CONVERSIONS
 from pipeline.recipe.other_trainers import terms_by_trainer
 from pipeline.recipe.schema import all_keys
-from tests.pipeline.maintenance.foreign_projects import as_dict, images, taken_over
+from tests.pipeline.new_recipe.foreign_projects import as_dict, images, taken_over
 
 
 def test_sd_scripts_dataset_toml(configs: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.checks.findings import (
+from pipeline.recipe.check_specs import SPECS
+from pipeline.reporting.findings import (
     CheckContext,
     Finding,
     Outcome,
@@ -15,7 +16,6 @@ from pipeline.checks.findings import (
     findings,
     write_findings,
 )
-from pipeline.recipe.gates import SPECS
 from pipeline.reporting.reports import discard
 
 

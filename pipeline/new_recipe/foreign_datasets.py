@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DatasetError, counted
-from pipeline.maintenance.foreign_configs import Entry, candidate_paths, read_config
-from pipeline.maintenance.foreign_values import CONVERSIONS
-from pipeline.maintenance.image_folders import SUBFOLDERS, scan_folder, several_lines_remark
-from pipeline.maintenance.recipe_draft import DatasetDraft, RecipeDraft
+from pipeline.new_recipe.draft import DatasetDraft, RecipeDraft
+from pipeline.new_recipe.foreign_configs import Entry, candidate_paths, read_config
+from pipeline.new_recipe.foreign_values import CONVERSIONS
+from pipeline.new_recipe.image_folders import SUBFOLDERS, scan_folder, several_lines_remark
 from pipeline.recipe import path_in_recipe
 from pipeline.recipe.other_trainers import terms_by_trainer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeline.checks.findings import Finding
+from pipeline.reporting.findings import Finding
 
 _REJECTED = {"sample_id", "reason", "detail", "fix"}
 _ENTRY = {"sample_id", "problem", "bytes", "expected_bytes", "path"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.aspect_buckets import checks as aspect_buckets
-from pipeline.checks.findings import CheckContext
 from pipeline.raw_images import checks as raw_images
+from pipeline.reporting.findings import CheckContext
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.validated_dataset import checks as validated_dataset

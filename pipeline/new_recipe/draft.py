@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DatasetError, counted
-from pipeline.maintenance.image_folders import ImageFolder, find_repeats_folders, scan_folder
+from pipeline.new_recipe.image_folders import ImageFolder, find_repeats_folders, scan_folder
 from pipeline.recipe import CaptionSettings
 from pipeline.validated_dataset.variants import variants
 

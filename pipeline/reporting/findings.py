@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import GateClosedError
-from pipeline.recipe.gates import SPECS, CheckSpec
+from pipeline.recipe.check_specs import SPECS, CheckSpec
 from pipeline.reporting.reports import Log, Report, discard, read_report, report_path
 from pipeline.storage.atomic import write_text
 
@@ -110,7 +110,7 @@ def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome])
     """
     specs = SPECS[asset]
     undeclared = set(outcomes) ^ {spec.name for spec in specs}
-    assert not undeclared, f"only in {asset}/checks.py or only in recipe/gates.py: {sorted(undeclared)}"
+    assert not undeclared, f"only in {asset}/checks.py or only in recipe/check_specs.py: {sorted(undeclared)}"
     allowed = context.recipe.checks.allow
     results = [_finding(spec, outcomes[spec.name], allowed=spec.name in allowed) for spec in specs]
     return [replace(each, fix=each.fix.replace("<recipe>", context.recipe.name)) for each in results]

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from pipeline.errors import RUN_RECIPE, DatasetError, LatentlineError, counted
-from pipeline.maintenance.foreign_configs import FORMS
-from pipeline.maintenance.foreign_datasets import draft_from_config
-from pipeline.maintenance.recipe_draft import (
+from pipeline.models.diffusers_folder import read_json
+from pipeline.models.families import detect
+from pipeline.new_recipe.draft import (
     DEFAULT_CAPTION,
     DatasetDraft,
     RecipeDraft,
     dataset_names,
     draft_from_folder,
 )
-from pipeline.models.diffusers_folder import read_json
-from pipeline.models.families import detect
+from pipeline.new_recipe.foreign_configs import FORMS
+from pipeline.new_recipe.foreign_datasets import draft_from_config
 from pipeline.recipe import in_project, path_in_recipe
 
 BATCH = 4

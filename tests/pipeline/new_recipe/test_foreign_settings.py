@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from demo.tiny_models import make_tiny_flux2_klein, make_tiny_flux_kontext
-from tests.pipeline.maintenance.foreign_projects import as_dict, directories, images, taken_over
+from tests.pipeline.new_recipe.foreign_projects import as_dict, directories, images, taken_over
 from tests.trainer_projects import PROJECTS
 
 

@@ -1,1 +1,0 @@
-"""Results of checks, errors of closed gates, and helpers that the checks of several stages share."""

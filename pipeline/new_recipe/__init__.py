@@ -1,0 +1,1 @@
+"""The first recipe that `latentline new` writes, from images or from the configuration of another trainer."""
