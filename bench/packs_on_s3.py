@@ -26,10 +26,11 @@ import fsspec
 import numpy as np
 
 from pipeline.cache.entry_format import EntrySpec, TensorSpec, serialise
-from pipeline.cache.pack_format import build_pack, index_path, pack_path
-from pipeline.cache.pack_index import announce_change
-from pipeline.cache.remote_store import FsspecStore
+from pipeline.cache.folder import entry_name
+from pipeline.cache.pack_copies import CopySettings
+from pipeline.cache.packs import build_pack
 from pipeline.cache.sealing import MAX_ENTRIES
+from pipeline.cache.store import Store
 from pipeline.storage.addresses import Url
 from tests.machines.ceph import Gateway
 
@@ -57,8 +58,6 @@ def main() -> None:
 
 def measure(folder: Path, num_entries: int, edge: int) -> None:
     """Write both caches, and read them."""
-    deployment = folder / "deployment.yaml"
-    os.environ["LATENTLINE_DEPLOYMENT"] = str(deployment)
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bench")
     tensors = {"latent": TensorSpec("float16", (4, edge, edge))}
     specs = [
@@ -69,24 +68,27 @@ def measure(folder: Path, num_entries: int, edge: int) -> None:
 
     packed = Url("s3://bench/packed")
     with measured("write packs", num_entries):
-        write_packs(FsspecStore(packed), specs)
+        write_packs(Store(packed), specs)
+    index = Store(packed).packs["latents"]
+    with measured("list packs and read their headers", num_entries):
+        index.refresh()
+    with measured("list packs again", num_entries):
+        index.refresh()
     single = Url("s3://bench/single")
     with measured("write single objects", num_entries):
-        write_single(FsspecStore(single), specs)
+        write_single(Store(single), specs)
 
     order = specs.copy()
     random.Random(0).shuffle(order)
-    deployment.write_text(f"{{scratch: {folder}/scratch, pack_copies_gb: 0}}\n", encoding="utf-8")
-    epoch("packs without copies", packed, order[: num_entries // 10])
-    deployment.write_text(f"{{scratch: {folder}/scratch, pack_copies_gb: 20}}\n", encoding="utf-8")
-    epoch("packs, first epoch", packed, order)
-    epoch("packs, copies complete", packed, order)
-    epoch("single objects", single, order)
+    copies = CopySettings(folder / "copies", 20 * 10**9)
+    epoch("packs without copies", Store(packed), order[: num_entries // 10])
+    epoch("packs, first epoch", Store(packed, copies=copies), order)
+    epoch("packs, copies complete", Store(packed, copies=copies), order)
+    epoch("single objects", Store(single), order)
 
 
-def epoch(name: str, address: Url, order: list[EntrySpec]) -> None:
+def epoch(name: str, store: Store, order: list[EntrySpec]) -> None:
     """Read the entries once with a new store."""
-    store = FsspecStore(address)
     start_s, start_cpu_s, num_read = time.perf_counter(), time.process_time(), 0
     with ThreadPoolExecutor(store.readers) as pool:
         for part in batches(order, PART):
@@ -101,20 +103,16 @@ def epoch(name: str, address: Url, order: list[EntrySpec]) -> None:
             )
 
 
-def write_packs(store: FsspecStore, specs: list[EntrySpec]) -> None:
+def write_packs(store: Store, specs: list[EntrySpec]) -> None:
     """Write the entries in packs only."""
-    folder = store.packed.folder
     for part in batches(specs, MAX_ENTRIES):
-        pack, content, index = build_pack({spec.key: entry(spec) for spec in part})
-        folder.replace(pack_path("latents", pack), content)
-        folder.replace(index_path("latents", pack), index)
-    announce_change(folder, "latents")
+        store.folder.replace(*build_pack("latents", {spec.key: entry(spec) for spec in part}))
 
 
-def write_single(store: FsspecStore, specs: list[EntrySpec]) -> None:
+def write_single(store: Store, specs: list[EntrySpec]) -> None:
     """Write the entries as single objects only."""
     with ThreadPoolExecutor(store.threads) as pool:
-        list(pool.map(lambda spec: store.folder.put(store.path(spec).as_posix(), entry(spec)), specs))
+        list(pool.map(lambda spec: store.folder.replace(entry_name(spec.kind, spec.key), entry(spec)), specs))
 
 
 def entry(spec: EntrySpec) -> bytes:

@@ -25,7 +25,8 @@ class _Pile:
     """The same latents in a store and as bare files, in separate folders."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.store = Store(folder / "store")
+        self._root = folder / "store"
+        self.store = Store(self._root)
         self.bare = folder / "bare"
         self.bare.mkdir(parents=True)
         random = np.random.default_rng(0)
@@ -52,7 +53,7 @@ class _Pile:
             temp.rename(self._bare_path(spec))
 
     def empty(self) -> None:
-        shutil.rmtree(self.store.root, ignore_errors=True)
+        shutil.rmtree(self._root, ignore_errors=True)
         shutil.rmtree(self.bare)
         self.bare.mkdir()
 

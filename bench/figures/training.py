@@ -93,13 +93,13 @@ def _steps(place: Workplace) -> Generator[Sides]:
 def _loader(place: Workplace) -> Generator[Sides]:
     from safetensors.torch import load_file
 
-    from pipeline.cache.remote_store import store_at
+    from pipeline.cache.store import Store
     from pipeline.models.worker.family import load_family
     from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
     from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
     job = prepared_job(place.folder, steps=2000 if place.full else 400)
-    plan, family, store = job.plan(), load_family(job.base), store_at(job.recipe.cache_dir)
+    plan, family, store = job.plan(), load_family(job.base), Store(job.recipe.cache_dir)
     scheduler = make_noise_scheduler(family, job.recipe.training)
     maker = MicroBatchMaker(job, family, scheduler)
     entries = {item.variant_id: (item.views[0].entry, item.variants[0].entry) for item in job.inputs}

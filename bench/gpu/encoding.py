@@ -47,12 +47,13 @@ class Encoder:
         from pipeline.encoding.jobs import ResultsWriter
         from pipeline.encoding.worker.run import write_outcomes
 
-        store = Store(self._bench.fresh_folder("store"))
+        folder = self._bench.fresh_folder("store")
+        store = Store(folder)
         results = ResultsWriter(self._folder / "order.json", 0)
         with results, watch.work(without_bytes=without_bytes):
             outcomes = self._encoder.encoded(self._jobs, store)
             write_outcomes(outcomes, store, results=results, progress=self._progress)
-        num_written = sum(1 for _ in store.root.rglob("*.safetensors"))
+        num_written = sum(1 for _ in folder.rglob("*.safetensors"))
         assert num_written == len(self._jobs), f"{num_written} latents of {len(self._jobs)} images"
         return {}
 

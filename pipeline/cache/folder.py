@@ -1,33 +1,41 @@
-"""Files of a cache, local or remote, by name: what registrations and `latentline gc` list, read and delete.
+"""Files of a cache by name: the interface that each backend implements.
 
-Entries themselves are read and written by the store.
+    <kind>/<first two digits of key>/<key>.safetensors      file of one entry, see `entry_format`
+    packs/<kind>/<sha256>.pack                              packs of entries, see `packs`
+
+`local_folder` implements it for a disk and `fsspec_folder` for an address. `backends` chooses between them.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import ClassVar, TypeAlias
 
-from pipeline.cache.entry_format import KINDS
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.cache.entry_format import Kind
 from pipeline.escaping import without_secrets
-from pipeline.storage.addresses import Address, Url
-from pipeline.storage.atomic import sync_folder, write_bytes
-from pipeline.storage.remote_folder import RemoteFolder
-from pipeline.storage.remote_stat import stat_from_info
+from pipeline.storage.addresses import Address
 
-_LISTED_AT_ONCE = 50_000
-"""Estimated number of entries of a kind up to which they are listed together, which takes about 1 kB each.
+SUFFIX = ".safetensors"
+"""Suffix of an entry's file."""
 
-More entries are listed in their 256 folders, one after the other."""
+DISPLACED_SUFFIX = ".displaced"
+"""Suffix of a folder that was found at an entry's path; it is renamed, never deleted."""
 
 FileStat: TypeAlias = tuple[int, int, int, int]
 """Size, modification time, change time, and inode or number of a version; the fields of `EntryStat`."""
+
+NO_STAT: FileStat = (0, 0, 0, 0)
+"""Stat of a file that does not exist."""
+
+
+class NotAFileError(OSError):
+    """The name belongs to a folder or a special file."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,30 @@ class CacheFile:
     modified_s: float | None
 
 
+def entry_name(kind: Kind, key: str) -> str:
+    """Return the name of an entry's file."""
+    # A format string takes a fifth of the time of joining paths.
+    return f"{kind}/{key[:2]}/{key}{SUFFIX}"
+
+
 class CacheFolder(ABC):
     """Files below a cache's address, by names relative to it.
 
     Methods raise `OSError` if the file system refuses, and `FileNotFoundError` if a file does not exist.
+
+    Attributes:
+        address: Address of the cache.
+        threads: Number of entries to check or write at the same time.
+        readers: Number of threads that keep up with training.
+        fix: Suggested fix if a file cannot be read or written.
+        reads_packs_first: Whether an entry in a pack is read before its single file is tried. A request for a
+            missing file costs as much as one for an existing file.
     """
+
+    threads: ClassVar[int]
+    readers: ClassVar[int]
+    fix: ClassVar[str]
+    reads_packs_first: ClassVar[bool]
 
     def __init__(self, address: Address) -> None:
         """Use the cache at `address`."""
@@ -60,16 +87,54 @@ class CacheFolder(ABC):
         return f"{without_secrets(str(self.address)).rstrip('/')}/{name}"
 
     @abstractmethod
+    def stat(self, name: str) -> FileStat:
+        """Return the stat of a file.
+
+        Raises:
+            NotAFileError: The name belongs to something else.
+        """
+
+    @abstractmethod
+    def entry_stats(self, kind: Kind, keys: Collection[str]) -> npt.NDArray[np.int64]:
+        """Return the stats of many entries' files as int64 (N, 4), in the order of `keys`.
+
+        A row is `NO_STAT` if there is no regular file. Files are not opened.
+        """
+
+    @abstractmethod
     def read(self, name: str) -> bytes:
-        """Read a file."""
+        """Read a file; may raise as `stat`."""
+
+    @abstractmethod
+    def read_with_stat(self, name: str) -> tuple[bytes, FileStat]:
+        """Read a file, and return its stat from before; raises as `stat`."""
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Read the bytes of a file from `start` to `end`, exclusive; fewer if the file ends before."""
 
     @abstractmethod
+    def create(self, name: str, data: bytes, is_valid: Callable[[bytes], bool]) -> bool:
+        """Write a file unless a valid one exists: the first valid file wins.
+
+        A folder at its path is renamed, and any other file is replaced.
+
+        Args:
+            name: Name of the file.
+            data: Content.
+            is_valid: Returns whether the content of an existing file is valid.
+
+        Returns:
+            True if this call's file is in place, False if a valid one existed.
+        """
+
+    @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
         """Replace a file atomically."""
+
+    @abstractmethod
+    def download(self, name: str, path: Path) -> None:
+        """Write the content of a file to a local path, which is not replaced atomically."""
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
@@ -90,167 +155,3 @@ class CacheFolder(ABC):
     @abstractmethod
     def tidy(self, folders: Iterable[str]) -> None:
         """Delete the empty ones among these folders."""
-
-
-def cache_folder(address: Address) -> CacheFolder:
-    """Return the files at a recipe's `cache_dir`.
-
-    Raises:
-        StoreError: A package is missing, or the address cannot be opened.
-    """
-    return RemoteCacheFolder(address) if isinstance(address, Url) else LocalCacheFolder(address)
-
-
-class LocalCacheFolder(CacheFolder):
-    """Files of a cache on a local disk."""
-
-    def __init__(self, root: Path) -> None:
-        """Use the cache at `root`, which may not exist yet."""
-        super().__init__(root)
-        self._root = root
-
-    def read(self, name: str) -> bytes:
-        """See `CacheFolder.read`."""
-        return (self._root / name).read_bytes()
-
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """See `CacheFolder.read_range`."""
-        descriptor = os.open(self._root / name, os.O_RDONLY)
-        try:
-            data = os.pread(descriptor, end - start, start)
-            while len(data) < end - start and (
-                more := os.pread(descriptor, end - start - len(data), start + len(data))
-            ):
-                data += more  # one call returns at most 2 GiB, and less after a signal
-            return data
-        finally:
-            os.close(descriptor)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """See `CacheFolder.replace`."""
-        path = self._root / name
-        write_bytes(path, data)
-        sync_folder(path.parent)
-
-    def names(self, folder: str) -> list[str]:
-        """See `CacheFolder.names`."""
-        path = self._root / folder
-        return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
-
-    def stats(self, folder: str) -> dict[str, FileStat]:
-        """See `CacheFolder.stats`."""
-        found: dict[str, FileStat] = {}
-        with suppress(FileNotFoundError), os.scandir(self._root / folder) as files:
-            for file in files:
-                with suppress(FileNotFoundError):
-                    if file.is_file():
-                        stat = file.stat()
-                        found[file.name] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-        return found
-
-    def files(self) -> Iterator[CacheFile]:
-        """See `CacheFolder.files`; a file that is deleted meanwhile is omitted."""
-        for folder, subfolders, names in os.walk(self._root):
-            subfolders.sort()
-            for name in sorted(names):
-                path = Path(folder, name)
-                with suppress(FileNotFoundError):
-                    stat = path.stat()
-                    if path.is_file():
-                        relative = path.relative_to(self._root).as_posix()
-                        yield CacheFile(relative, stat.st_size, stat.st_mtime)
-
-    def delete(self, name: str) -> None:
-        """See `CacheFolder.delete`."""
-        (self._root / name).unlink()
-
-    def tidy(self, folders: Iterable[str]) -> None:
-        """See `CacheFolder.tidy`."""
-        for folder in folders:
-            with suppress(OSError):  # usually because it is not empty
-                (self._root / folder).rmdir()
-
-
-class RemoteCacheFolder(CacheFolder):
-    """Files of a cache at an fsspec address."""
-
-    def __init__(self, url: Url, folder: RemoteFolder | None = None) -> None:
-        """Open the file system, or use `folder`, the same address opened before.
-
-        Raises:
-            StoreError: A package is missing, or the address cannot be opened.
-        """
-        super().__init__(url)
-        self._folder = RemoteFolder(url) if folder is None else folder
-
-    def read(self, name: str) -> bytes:
-        """See `CacheFolder.read`."""
-        return self._folder.read(name)
-
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """See `CacheFolder.read_range`."""
-        return self._folder.read(name, end - start, start=start)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """See `CacheFolder.replace`."""
-        self._folder.put(name, data)
-
-    def names(self, folder: str) -> list[str]:
-        """See `CacheFolder.names`."""
-        names = (name.removeprefix(f"{folder}/") for name in self._folder.list_files(folder))
-        return sorted(name for name in names if "/" not in name)
-
-    def stats(self, folder: str) -> dict[str, FileStat]:
-        """See `CacheFolder.stats`."""
-        infos = self._folder.list_files(folder).items()
-        named = ((name.removeprefix(f"{folder}/"), info) for name, info in infos)
-        return {name: remote_file_stat(info) for name, info in named if "/" not in name}
-
-    def files(self) -> Iterator[CacheFile]:
-        """See `CacheFolder.files`; only one listing is in memory if the service can list parts of a cache."""
-        if self._folder.lists_prefixes:
-            yield from self._files_by_folder("")
-        else:
-            yield from _sorted_files(self._folder.list_files())
-
-    def _files_by_folder(self, folder: str) -> Iterator[CacheFile]:
-        for name, info in self._folder.list_level(folder):
-            if info["type"] == "file":
-                yield _cache_file(name, info)
-            elif name in KINDS and self._has_many_entries(name):
-                yield from self._files_by_folder(name)
-            elif info["type"] == "directory":
-                yield from _sorted_files(self._folder.list_files(name))
-
-    def _has_many_entries(self, kind: str) -> bool:
-        """Estimate from one of 256 folders whether a kind has too many entries for one listing."""
-        sample = self._folder.list_files(kind, prefix="00/")
-        return 256 * len(sample) > _LISTED_AT_ONCE
-
-    def delete(self, name: str) -> None:
-        """See `CacheFolder.delete`."""
-        self._folder.remove(name)
-
-    def tidy(self, folders: Iterable[str]) -> None:
-        """Do nothing: object stores cannot hold empty folders, and on other systems they are harmless."""
-
-
-def _sorted_files(infos: Mapping[str, Mapping[str, Any]]) -> Iterator[CacheFile]:
-    for name in sorted(infos):
-        yield _cache_file(name, infos[name])
-
-
-def _cache_file(name: str, info: Mapping[str, Any]) -> CacheFile:
-    num_bytes, time_ns, _, _ = stat_from_info(info)
-    return CacheFile(name, num_bytes, time_ns / 1e9 if time_ns else None)
-
-
-def remote_file_stat(info: Mapping[str, Any]) -> FileStat:
-    """Convert fsspec's info; if it states a version, omit the time, which differs between listings."""
-    num_bytes, time_ns, _, version = stat_from_info(info)
-    if version:
-        return num_bytes, 0, 0, version
-
-    # Without version and time, make the stat unequal to any recorded one, so that the file is read.
-    unique = 0 if time_ns else time.monotonic_ns()
-    return num_bytes, time_ns, unique, 0

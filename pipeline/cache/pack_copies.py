@@ -2,7 +2,7 @@
 
 A pack is copied in the background after one of its entries has been read. Until then, entries are read from
 the remote pack, so that training never waits for a copy. All processes of a machine share the folder, and
-one of them copies at a time. A copy has the name of its pack, whose content never changes, so it is never
+one of them copies at a time. A copy has the name of its pack, and packs never change, so it is never
 outdated. Readers verify each entry, and discard a copy that differs from the remote pack.
 """
 
@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import Queue
 
-from pipeline.cache.pack_format import PACK_SUFFIX
+from pipeline.cache.packs import PACK_SUFFIX
 from pipeline.errors import StoreError
 from pipeline.storage.atomic import is_temp_name, sync_file, temp_path_for
 
@@ -36,19 +37,26 @@ Download = Callable[[str, Path], object]
 """Writes the pack of a path relative to the cache to a local file."""
 
 
+@dataclass(frozen=True)
+class CopySettings:
+    """Where packs are copied to.
+
+    Attributes:
+        folder: Folder of the copies, which is created with the first copy.
+        max_bytes: Maximum size of all copies; 0 disables copying.
+    """
+
+    folder: Path
+    max_bytes: int
+
+
 class PackCopies:
     """Copies of packs in one folder; it can be used from several threads and processes."""
 
-    def __init__(self, folder: Path, max_bytes: int, download: Download) -> None:
-        """Use a folder, which is created with the first copy.
-
-        Args:
-            folder: Folder of the copies.
-            max_bytes: Maximum size of all copies; 0 disables copying.
-            download: Writes a pack to a local file.
-        """
-        self._folder = folder
-        self._max_bytes = max_bytes
+    def __init__(self, settings: CopySettings, download: Download) -> None:
+        """Use the folder in `settings`; `download` writes a pack to a local file."""
+        self._folder = settings.folder
+        self._max_bytes = settings.max_bytes
         self._download = download
         self._queue: Queue[tuple[str, int]] = Queue()
         self._wanted: set[str] = set()

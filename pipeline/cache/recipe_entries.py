@@ -18,7 +18,6 @@ import polars as pl
 
 from pipeline.cache.entry_format import LATENT, MOMENTS, TEXT
 from pipeline.cache.keys import KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
-from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
 from pipeline.images.geometry import Geometry, Size
 from pipeline.models.components import resolve_components
@@ -79,7 +78,7 @@ class RecipeEntries:
         """Open the recipe's store without reading from it."""
         self.recipe = recipe
         self.log = log
-        self.store = store_at(recipe.cache_dir)
+        self.store = Store(recipe.cache_dir)
         self._fingerprints: dict[Use, str] = {}
 
     @property

@@ -1,8 +1,7 @@
 """Seal entries in packs: copy valid single entries into packs, and leave their files in place.
 
-A pack is written before its index, each atomically. So a process that is killed leaves single entries as they
-are, and at most a pack without an index, which readers ignore and `latentline gc` deletes. Sealing the same
-entries again writes the same pack. Packs are announced at the end; before, readers use the single entries.
+A pack is written atomically. So a process that is killed leaves single entries as they are, and only complete
+packs. Sealing the same entries again writes the same pack.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from pipeline.cache.entry_format import KINDS, EntrySpec, Kind, WrongEntryError
-from pipeline.cache.pack_format import build_pack, index_path, pack_folder, pack_path
-from pipeline.cache.pack_index import announce_change
+from pipeline.cache.packs import build_pack
 from pipeline.cache.store import Store
 from pipeline.errors import StoreError, counted
 from pipeline.reporting.progress import progress
@@ -80,27 +78,12 @@ def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
     total = sum(map(len, by_kind.values()))
     with progress(num_done, total, "cache entries sealed in packs", log=log):
         for kind, own_specs in by_kind.items():
-            try:
-                packed = store.packed.among(kind, own_specs)
-            except OSError as err:
-                raise _pack_error(store, kind, err, "listed") from err
+            packed = store.packed(kind, own_specs)
             result.num_packed_before += len(packed)
-            _seal_kind(store, kind, [own_specs[key] for key in sorted(own_specs.keys() - packed)], result)
+            unpacked = [own_specs[key] for key in sorted(own_specs.keys() - packed)]
+            for entries in _divided(_valid_entries(store, unpacked, result)):
+                _write_pack(store, kind, entries, result)
     return result
-
-
-def _seal_kind(store: Store, kind: Kind, specs: Sequence[EntrySpec], result: Sealed) -> None:
-    """Seal entries of one kind; the packs are announced once, because each reader then lists all packs."""
-    num_packs_before = result.num_packs
-    try:
-        for entries in _divided(_valid_entries(store, specs, result)):
-            _write_pack(store, kind, entries, result)
-    finally:
-        if result.num_packs > num_packs_before:
-            try:
-                announce_change(store.packed.folder, kind)
-            except OSError as err:
-                raise _pack_error(store, kind, err, "announced") from err
 
 
 def seal_new(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> None:
@@ -124,7 +107,7 @@ def seal_new(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> None:
 def _valid_entries(
     store: Store, specs: Sequence[EntrySpec], result: Sealed
 ) -> Iterator[tuple[EntrySpec, bytes]]:
-    """Yield the bytes of the valid entries; the problems of the others are added to the result."""
+    """Yield the bytes of the valid entries; the problems of other entries are added to the result."""
 
     def read(spec: EntrySpec) -> bytes | str:
         try:
@@ -157,29 +140,19 @@ def _divided(entries: Iterable[tuple[EntrySpec, bytes]]) -> Iterator[dict[str, b
 
 
 def _write_pack(store: Store, kind: Kind, entries: dict[str, bytes], result: Sealed) -> None:
-    pack, content, index = build_pack(entries)
-    folder = store.packed.folder
+    name, content = build_pack(kind, entries)
     try:
-        folder.replace(pack_path(kind, pack), content)
-        folder.replace(index_path(kind, pack), index)
+        store.folder.replace(name, content)
     except OSError as err:
         if is_disk_full(err):
             raise StoreError(
                 f"the disk is full: a pack of {len(content):,} bytes cannot be written",
-                where=folder.where(pack_path(kind, pack)),
+                where=store.folder.where(name),
                 fix=f"free some space, {_PACK_LATER}: packs take as much space as the single files, which "
                 "latentline gc --delete deletes; existing entries stay valid",
             ) from err
-        raise _pack_error(store, kind, err, "written") from err
+        raise store.packs_error(kind, err, "written") from err
 
     result.num_packs += 1
     result.num_entries += len(entries)
     result.num_bytes += len(content)
-
-
-def _pack_error(store: Store, kind: Kind, err: OSError, action: str) -> StoreError:
-    return StoreError(
-        f"packs of the cache cannot be {action}: {err.strerror or err}",
-        where=store.packed.folder.where(pack_folder(kind)),
-        fix=store.fix,
-    )

@@ -1,28 +1,23 @@
-"""Content-addressed store on a local disk: one immutable safetensors file per key.
+"""Content-addressed store of cache entries: one immutable safetensors file per key, or a member of a pack.
 
-    <root>/<kind>/<first two digits of key>/<key>.safetensors
-    <root>/packs/<kind>/                                        packs of entries, see `pack_format`
-
-An entry is written under a temporary name, synced, and linked to its final name, which only one of several
-writers can do. So a reader sees the complete entry or none, an entry never changes, and no lock is needed.
-`entry_format` defines the bytes of an entry. An entry without a file of its own may be in a pack.
+A reader sees the complete entry or none, and an entry never changes, so no lock is needed. `entry_format`
+defines the bytes of an entry, `folder` the files of a cache, and `packs` the files that hold many entries.
+The single file of an entry precedes its copies in packs.
 """
 
 from __future__ import annotations
 
-import os
-import stat as stat_module
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.cache.entry_files import link, read_file, regular_stat
+from pipeline.cache.backends import cache_folder
 from pipeline.cache.entry_format import (
     DATA_START,
     KINDS,
@@ -38,128 +33,218 @@ from pipeline.cache.entry_format import (
     stated_metadata,
     stated_tensors,
 )
-from pipeline.cache.entry_state import NO_STAT, EntryStat, EntryState
-from pipeline.cache.folder import LocalCacheFolder
-from pipeline.cache.pack_format import pack_folder
-from pipeline.cache.pack_index import NO_DIGEST, digests_of
-from pipeline.cache.packed_entries import PackedEntries
+from pipeline.cache.folder import NO_STAT, SUFFIX, NotAFileError, entry_name
+from pipeline.cache.pack_copies import CopySettings, PackCopies
+from pipeline.cache.packs import LIST_AGE_S, PackedEntry, PackIndex, digests_of, pack_folder
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address
-from pipeline.storage.atomic import temp_path_for
 from pipeline.storage.os_errors import entry_disk_full_error, is_disk_full
 
-__all__ = ["KINDS", "NO_STAT", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
+__all__ = [
+    "KINDS",
+    "NO_STAT",
+    "SUFFIX",
+    "EntrySpec",
+    "EntryStat",
+    "EntryState",
+    "Kind",
+    "Store",
+    "TensorSpec",
+]
 
-SUFFIX = ".safetensors"
-"""Suffix of an entry's file."""
 
-DISPLACED_SUFFIX = ".displaced"
-"""Suffix of a folder that was found at an entry's path; it is renamed, never deleted."""
+@dataclass(frozen=True)
+class EntryStat:
+    """Stat of an entry's file; while it is unchanged, the content is taken to be unchanged too.
+
+    The stat of an entry in a pack is the stat of the pack's file, with the size of the entry.
+    """
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class EntryState:
+    """Result of `Store.check`.
+
+    Attributes:
+        status: "valid", "missing" or "wrong".
+        reason: Defect of a wrong entry, without its path; empty otherwise.
+        stat: Stat of the file; None if there is no regular file.
+        metadata: Metadata of a valid entry that was read; None if its stat was trusted.
+        shapes: Shapes of the tensors of such an entry, by name.
+        place_in_pack: Location of an entry in a pack, for messages; empty for a single file.
+    """
+
+    status: Literal["valid", "missing", "wrong"]
+    reason: str = ""
+    stat: EntryStat | None = None
+    metadata: dict[str, Any] | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    place_in_pack: str = ""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the entry can be used."""
+        return self.status == "valid"
 
 
 class Store:
-    """Entries below one folder, shared by any number of recipes, projects and processes.
+    """Entries of one cache, shared by any number of recipes, projects and processes.
 
     Attributes:
-        address: Address of the folder.
-        root: Path of the folder, to which the paths of entries belong.
+        address: Address of the cache.
+        folder: Files of the cache.
+        packs: Lookup of packed entries by kind.
         threads: Number of entries to check or write at the same time.
-        readers: Number of threads that keep up with training. One on a local disk, because several threads
-            wait for the interpreter more than for the disk.
-        fix: Suggested fix if an entry cannot be read or written.
+        readers: Number of threads that keep up with training.
+        copies: Local copies of packs that are read instead of remote ones; None without `CopySettings`.
     """
 
-    threads: ClassVar[int] = os.cpu_count() or 1
-    readers: ClassVar[int] = 1
-    fix: ClassVar[str] = (
-        "make sure that cache_dir is on a working disk and that this user may read and write it"
-    )
+    def __init__(self, address: Address, *, copies: CopySettings | None = None) -> None:
+        """Use the cache at `address`; nothing is read or created yet.
 
-    def __init__(self, root: Path) -> None:
-        """Use the store at `root`; the folder is created by the first write."""
-        self.root = root
-        self.address: Address = root
+        Args:
+            address: A recipe's `cache_dir`.
+            copies: Where to copy packs of a remote cache; None to read them remotely.
 
-    @cached_property
-    def packed(self) -> PackedEntries:
-        """Entries in packs."""
-        return PackedEntries(LocalCacheFolder(self.root))
+        Raises:
+            StoreError: A package is missing, or the address cannot be opened.
+        """
+        self.address = address
+        self.folder = cache_folder(address)
+        self.packs: dict[Kind, PackIndex] = {kind: PackIndex(self.folder, kind) for kind in KINDS}
+        self.threads, self.readers = self.folder.threads, self.folder.readers
+        is_used = copies is not None and self.folder.reads_packs_first
+        self.copies = PackCopies(copies, self.folder.download) if copies and is_used else None
 
     def path(self, spec: EntrySpec) -> Path:
-        """Return the path of the entry's own file, whether or not it exists."""
-        # A format string takes a fifth of the time of joining paths.
-        return Path(f"{self.root}/{spec.kind}/{spec.key[:2]}/{spec.key}{SUFFIX}")
+        """Return the path of the entry's file in a cache on a disk, whether or not it exists."""
+        return Path(str(self.address), entry_name(spec.kind, spec.key))
 
     def where(self, spec: EntrySpec) -> str:
-        """Return the location of the entry's own file for messages."""
-        return self._shown(self.path(spec))
+        """Return the location of the entry's file for messages."""
+        return self.folder.where(entry_name(spec.kind, spec.key))
 
     def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
         """Check whether the entry exists and satisfies its specification.
 
-        A file whose stat equals `trusted` is not read. Any other file is read and verified: size, header,
-        key, shapes, dtypes, checksum, and finite values. An entry in a pack counts only if it has no file of
-        its own.
+        A file with the stat `trusted` is not read. Any other file is read and verified: size, header, key,
+        shapes, dtypes, checksum, and finite values. A packed entry counts only if it has no single file.
 
         Raises:
             StoreError: The file or its folder cannot be read.
         """
-        path = self.path(spec)
+        name = entry_name(spec.kind, spec.key)
+        stat: EntryStat | None = None
         try:
-            stat = self._stat(path)
-            if trusted is not None and stat == trusted and spec.may_have(stat.num_bytes):
-                return EntryState("valid", stat=stat)
+            if trusted is not None:
+                stat = EntryStat(*self.folder.stat(name))
+                if stat == trusted and spec.may_have(stat.num_bytes):
+                    return EntryState("valid", stat=stat)
 
-            raw, stat = self._read_with_stat(path)
-            arrays, metadata = parse(spec, raw, verify=True)
+            raw, file_stat = self.folder.read_with_stat(name)
+            stat = EntryStat(*file_stat)
+            return _verified(spec, raw, stat)
         except FileNotFoundError:
-            return self._check_packed(spec, trusted)
+            return self._check_packed(spec, trusted) or EntryState("missing")
+        except NotAFileError as err:
+            return self._check_packed(spec, trusted) or EntryState("wrong", str(err))
         except WrongEntryError as err:
-            return EntryState("wrong", str(err), self._stat_or_none(path))
+            return EntryState("wrong", str(err), stat)
         except OSError as err:
-            raise self._access_error(path, err, "read") from err
+            raise self._access_error(name, err, "read") from err
 
-        shapes = {name: array.shape for name, array in arrays.items()}
-        return EntryState("valid", stat=stat, metadata=metadata, shapes=shapes)
+    def _check_packed(self, spec: EntrySpec, trusted: EntryStat | None) -> EntryState | None:
+        def check(packed: PackedEntry) -> EntryState:
+            stat = EntryStat(*packed.stat)
+            if stat == trusted and spec.may_have(packed.length):
+                return EntryState("valid", stat=stat, place_in_pack=self._place(packed))
+            return _verified(spec, self._read_member(packed), stat, self._place(packed))
 
-    def stats(self, kind: Kind, keys: Iterable[str]) -> npt.NDArray[np.int64]:
+        index = self.packs[spec.kind]
+        with self._packs_readable(spec.kind):
+            index.refresh(max_age_s=LIST_AGE_S)
+            try:
+                return index.first(spec.key, check)
+            except WrongEntryError as err:
+                packed = index.places(spec.key)[0]
+                return EntryState(
+                    "wrong", str(err), EntryStat(*packed.stat), place_in_pack=self._place(packed)
+                )
+
+    def stats(self, kind: Kind, keys: Collection[str]) -> npt.NDArray[np.int64]:
         """Return the `EntryStat` of many entries as int64 (N, 4), in the order of `keys`.
 
         A row is `NO_STAT` if the key has no regular file and is in no pack. Files are not opened.
 
         Raises:
+            StoreError: The cache cannot be listed.
+        """
+        try:
+            stats = self.folder.entry_stats(kind, keys)
+        except OSError as err:
+            raise self._access_error(kind, err, "listed") from err
+
+        is_missing = (stats == NO_STAT).all(axis=1)
+        if is_missing.any():
+            with self._packs_readable(kind):
+                self.packs[kind].refresh()
+            stats[is_missing] = self.packs[kind].stats(digests_of(compress(keys, is_missing)))
+        return stats
+
+    def packed(self, kind: Kind, keys: Iterable[str]) -> set[str]:
+        """Return the keys that are in packs.
+
+        Raises:
             StoreError: The packs cannot be read.
         """
-        root = f"{self.root}/{kind}/"
-        values = array("q")
-        unfound = bytearray()
-        for key in keys:
-            try:
-                stat = os.stat(f"{root}{key[:2]}/{key}{SUFFIX}")  # noqa: PTH116 - a Path costs more than the call
-            except OSError:
-                values.extend(NO_STAT)
-                unfound += digests_of((key,))
-                continue
-            regular = stat_module.S_ISREG(stat.st_mode)
-            row = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-            values.extend(row if regular else NO_STAT)
-            if not regular:
-                unfound += NO_DIGEST
-        return self._with_packed(kind, np.frombuffer(values, dtype=np.int64).reshape(-1, 4), unfound)
+        index = self.packs[kind]
+        with self._packs_readable(kind):
+            index.refresh()
+        return {key for key in keys if index.places(key)}
+
+    def damaged_packs(self) -> dict[str, str]:
+        """Return the defects of damaged packs by location; all entries of these packs count as missing.
+
+        Raises:
+            StoreError: The packs cannot be read.
+        """
+        problems: dict[str, str] = {}
+        for kind, index in self.packs.items():
+            with self._packs_readable(kind):
+                index.refresh()
+            problems |= {self.folder.where(name): text for name, text in index.problems.items()}
+        return problems
 
     def read_tensor_specs(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
         """Return the shapes and dtypes in an entry's header, unverified; None without a readable header."""
         try:
-            return stated_tensors(self._header(spec))
+            return stated_tensors(self._header(spec.kind, spec.key))
         except (OSError, WrongEntryError):
             return None
 
     def read_metadata(self, kind: Kind, key: str) -> dict[str, Any] | None:
         """Return the metadata in an entry's header, unverified; None without a readable header."""
         try:
-            return stated_metadata(self._header(EntrySpec(kind, key, {})))
+            return stated_metadata(self._header(kind, key))
         except (OSError, WrongEntryError):
             return None
+
+    def _header(self, kind: Kind, key: str) -> dict[str, Any]:
+        name = entry_name(kind, key)
+        try:
+            return read_header(self.folder.read_range(name, 0, DATA_START))
+        except FileNotFoundError:
+            header = self.packs[kind].first(
+                key, lambda packed: read_header(self._read_member(packed, DATA_START))
+            )
+            if header is None:
+                raise
+            return header
 
     def read(self, spec: EntrySpec) -> dict[str, Array]:
         """Read an entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
@@ -170,42 +255,84 @@ class Store:
         Raises:
             StoreError: The entry is missing or does not match `spec`.
         """
-        path = self.path(spec)
-        try:
-            raw = self._read(path)
-        except FileNotFoundError as err:
-            return self._read_packed(spec, err)
-        except WrongEntryError as err:
-            raise damaged_error(self._shown(path), err) from err
-        except OSError as err:
-            raise self._access_error(path, err, "read") from err
+        if self.folder.reads_packs_first and (arrays := self._read_listed(spec)) is not None:
+            return arrays
 
+        name = entry_name(spec.kind, spec.key)
         try:
-            return parse(spec, raw, verify=False)[0]
+            return parse(spec, self.folder.read(name), verify=False)[0]
         except WrongEntryError as err:
-            raise damaged_error(self._shown(path), err) from err
+            raise damaged_error(self.where(spec), err) from err
+        except (FileNotFoundError, NotAFileError) as err:
+            arrays = self._read_packed(spec)
+            if arrays is not None:
+                return arrays
+            if isinstance(err, NotAFileError):
+                raise damaged_error(self.where(spec), WrongEntryError(str(err))) from err
+            raise self._access_error(name, err, "read") from err
+        except OSError as err:
+            raise self._access_error(name, err, "read") from err
+
+    def _read_packed(self, spec: EntrySpec) -> dict[str, Array] | None:
+        """Return the verified arrays of an entry in a pack; None if it is in no pack."""
+        index = self.packs[spec.kind]
+        with self._packs_readable(spec.kind):
+            try:
+                return index.first(
+                    spec.key, lambda packed: parse(spec, self._read_member(packed), verify=True)[0]
+                )
+            except WrongEntryError as err:
+                raise damaged_error(self._place(index.places(spec.key)[0]), err) from err
+
+    def _read_listed(self, spec: EntrySpec) -> dict[str, Array] | None:
+        """Return the verified arrays of an entry in a pack that was listed; None if it is not valid there.
+
+        The pack is read from its local copy, or remotely until it is copied. A copy is discarded if the
+        remote entry is valid and the copied one is not.
+        """
+        for packed in self.packs[spec.kind].places(spec.key):
+            copied = self.copies and self.copies.read(
+                packed.pack, packed.offset, packed.offset + packed.length
+            )
+            if copied is not None:
+                with suppress(WrongEntryError):
+                    return parse(spec, copied, verify=True)[0]
+
+            try:
+                with self._packs_readable(spec.kind):
+                    arrays = parse(spec, self._read_member(packed), verify=True)[0]
+            except (FileNotFoundError, WrongEntryError):
+                continue
+            if self.copies:
+                if copied is not None:
+                    self.copies.discard(packed.pack)
+                self.copies.want(packed.pack, packed.pack_bytes)
+            return arrays
+        return None
 
     def read_verified(self, spec: EntrySpec) -> bytes:
-        """Return the bytes of an entry's own file after verifying them completely.
+        """Return the bytes of an entry's file after verifying them completely.
 
         Raises:
             WrongEntryError: The file is missing or wrong.
             StoreError: The file cannot be read.
         """
-        path = self.path(spec)
+        name = entry_name(spec.kind, spec.key)
         try:
-            raw = self._read(path)
+            raw = self.folder.read(name)
         except FileNotFoundError as err:
             raise WrongEntryError("the entry is missing") from err
+        except NotAFileError as err:
+            raise WrongEntryError(str(err)) from err
         except OSError as err:
-            raise self._access_error(path, err, "read") from err
+            raise self._access_error(name, err, "read") from err
         parse(spec, raw, verify=True)
         return raw
 
     def write(self, spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bool:
-        """Write an entry unless a valid one exists: the first valid entry wins.
+        """Write an entry's file unless a valid one exists: the first valid file wins.
 
-        A wrong entry is replaced. A folder at the entry's path is renamed.
+        A wrong file is replaced. A folder at the entry's path is renamed.
 
         Args:
             spec: Specification of the entry.
@@ -219,176 +346,80 @@ class Store:
             StoreError: The disk is full, or the path cannot be written.
             ValueError: The tensors do not match `spec`, or the header is too long.
         """
-        raw = serialise(spec, tensors, metadata)
-        path = self.path(spec)
+        return self._create(spec, serialise(spec, tensors, metadata))
+
+    def discard(self, spec: EntrySpec) -> None:
+        """Delete a damaged entry, so that the next cache job encodes it unless it is valid in a pack.
+
+        Raises:
+            StoreError: A file cannot be read, deleted or written.
+        """
+        name = entry_name(spec.kind, spec.key)
         try:
-            return self._place(spec, path, raw)
+            with suppress(FileNotFoundError, NotAFileError):
+                self.folder.stat(name)
+                self.folder.delete(name)
+        except OSError as err:
+            raise self._access_error(name, err, "deleted") from err
+
+        # A pack never changes, and bit rot leaves its stat as recorded. An empty file precedes the pack, has
+        # another stat and is wrong.
+        state = self.check(spec)
+        if state.place_in_pack and not state.valid:
+            self._create(spec, b"")
+
+    def _create(self, spec: EntrySpec, raw: bytes) -> bool:
+        def is_valid(existing: bytes) -> bool:
+            try:
+                parse(spec, existing, verify=True)
+            except WrongEntryError:
+                return False
+            return True
+
+        name = entry_name(spec.kind, spec.key)
+        try:
+            return self.folder.create(name, raw, is_valid)
         except OSError as err:
             if is_disk_full(err):
-                raise entry_disk_full_error(len(raw), self._shown(path)) from err
-            raise self._access_error(path, err, "written") from err
+                raise entry_disk_full_error(len(raw), self.where(spec)) from err
+            raise self._access_error(name, err, "written") from err
 
-    def remove(self, spec: EntrySpec) -> None:
-        """Delete an entry's own file if it exists; a folder stays, and so does the entry in packs.
+    def _read_member(self, packed: PackedEntry, max_bytes: int | None = None) -> bytes:
+        length = packed.length if max_bytes is None else min(packed.length, max_bytes)
+        return self.folder.read_range(packed.pack, packed.offset, packed.offset + length)
 
-        Raises:
-            StoreError: The file cannot be deleted.
-        """
-        path = self.path(spec)
-        try:
-            with suppress(FileNotFoundError, WrongEntryError):
-                self._stat(path)
-                self._delete(path)
-        except OSError as err:
-            raise self._access_error(path, err, "deleted") from err
+    def _place(self, packed: PackedEntry) -> str:
+        return f"{self.folder.where(packed.pack)} from byte {packed.offset:,}"
 
-    def remove_packed(self, specs: Sequence[EntrySpec]) -> None:
-        """Remove entries from the indexes of all packs.
-
-        Raises:
-            StoreError: An index cannot be read or replaced.
-        """
-        try:
-            self.packed.remove(specs)
-        except OSError as err:
-            raise self._packs_error(specs[0].kind, err, "changed") from err
-
-    def _access_error(self, path: Path, err: OSError, action: str) -> StoreError:
+    def _access_error(self, name: str, err: OSError, action: str) -> StoreError:
         missing = isinstance(err, FileNotFoundError) and action == "read"
         return StoreError(
             f"a cache entry cannot be {action}: {err.strerror or err}",
-            where=self._shown(path),
-            fix="start the cache job again: it encodes missing entries" if missing else self.fix,
+            where=self.folder.where(name),
+            fix="start the cache job again: it encodes missing entries" if missing else self.folder.fix,
         )
 
-    def _header(self, spec: EntrySpec) -> dict[str, Any]:
-        path = self.path(spec)
+    @contextmanager
+    def _packs_readable(self, kind: Kind) -> Generator[None]:
+        """Raise errors of the file system as a `StoreError`; a missing file is handled by the body."""
         try:
-            self._stat(path)
-            return read_header(self._read_start(path))
+            yield
         except FileNotFoundError:
-            header = self.packed.header(spec)
-            if header is None:
-                raise
-            return header
-
-    def _check_packed(self, spec: EntrySpec, trusted: EntryStat | None) -> EntryState:
-        try:
-            return self.packed.check(spec, trusted)
+            raise
         except OSError as err:
-            raise self._packs_error(spec.kind, err) from err
+            raise self.packs_error(kind, err, "read") from err
 
-    def _read_packed(self, spec: EntrySpec, missing: FileNotFoundError) -> dict[str, Array]:
-        """Read an entry without a file of its own, as `read`; `missing` is the error of reading the file."""
-        try:
-            arrays = self.packed.read(spec)
-        except WrongEntryError as err:
-            raise damaged_error(self.packed.where(spec), err) from err
-        except OSError as err:
-            raise self._packs_error(spec.kind, err) from err
-        if arrays is None:
-            raise self._access_error(self.path(spec), missing, "read") from missing
-        return arrays
-
-    def _with_packed(
-        self, kind: Kind, stats: npt.NDArray[np.int64], unfound: bytearray
-    ) -> npt.NDArray[np.int64]:
-        """Return stats with the rows of packed entries; `unfound` has a digest for each row `NO_STAT`."""
-        if not unfound:
-            return stats
-        try:
-            packed = self.packed.stats(kind, unfound)
-        except OSError as err:
-            raise self._packs_error(kind, err) from err
-        if packed.any():
-            stats = stats.copy()
-            stats[(stats == NO_STAT).all(axis=1)] = packed
-        return stats
-
-    def _packs_error(self, kind: Kind, err: OSError, action: str = "read") -> StoreError:
+    def packs_error(self, kind: Kind, err: OSError, action: str) -> StoreError:
+        """Return the error for packs that cannot be read or written."""
         return StoreError(
             f"the packs of the cache cannot be {action}: {err.strerror or err}",
-            where=self.packed.folder.where(pack_folder(kind)),
-            fix=self.fix,
+            where=self.folder.where(pack_folder(kind)),
+            fix=self.folder.fix,
         )
 
-    def _stat_or_none(self, path: Path) -> EntryStat | None:
-        try:
-            return self._stat(path)
-        except (OSError, WrongEntryError):
-            return None
 
-    # Only the methods below access files; `pipeline.cache.remote_store` overrides them.
-
-    def _shown(self, path: Path) -> str:
-        """Return a path for messages."""
-        return str(path)
-
-    def _stat(self, path: Path) -> EntryStat:
-        """Return the stat of a regular file.
-
-        Raises:
-            FileNotFoundError: The path does not exist.
-            WrongEntryError: The path is not a regular file.
-        """
-        return regular_stat(path.stat())
-
-    def _read_with_stat(self, path: Path) -> tuple[bytes, EntryStat]:
-        """Read a file, and return its stat from before; raises as `_stat`."""
-        return read_file(path)
-
-    def _read(self, path: Path) -> bytes:
-        """Read a file; raises as `_stat`."""
-        return read_file(path)[0]
-
-    def _delete(self, path: Path) -> None:
-        """Delete a file."""
-        path.unlink()
-
-    def _read_start(self, path: Path) -> bytes:
-        """Read a file's first `DATA_START` bytes, or all if it has fewer."""
-        with path.open("rb") as file:
-            return file.read(DATA_START)
-
-    def _place(self, spec: EntrySpec, path: Path, raw: bytes) -> bool:
-        """Write the bytes of an entry, as `write`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temp = temp_path_for(path)
-        try:
-            with temp.open("xb") as file:
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
-
-            while not link(temp, path):
-                if self.check(spec).valid:
-                    return False
-                self._clear_path(spec, path)
-            return True
-        finally:
-            with suppress(FileNotFoundError):
-                temp.unlink()
-
-    def _clear_path(self, spec: EntrySpec, path: Path) -> None:
-        """Remove a wrong entry from its path.
-
-        Another process may replace it with a valid entry between the check and the rename. So the renamed
-        file is verified once more, and restored if it is valid.
-        """
-        aside = temp_path_for(path)
-        try:
-            path.rename(aside)
-        except FileNotFoundError:
-            return
-        if aside.is_dir() and not aside.is_symlink():
-            aside.rename(aside.with_name(f"{path.stem}{aside.stem}{DISPLACED_SUFFIX}"))
-            return
-
-        try:
-            parse(spec, read_file(aside)[0], verify=True)
-        except (WrongEntryError, OSError):
-            aside.unlink()
-            return
-        link(aside, path)
-        with suppress(FileNotFoundError):
-            aside.unlink()
+def _verified(spec: EntrySpec, raw: bytes, stat: EntryStat, place_in_pack: str = "") -> EntryState:
+    """Return the state of a valid entry; raises as `parse`."""
+    arrays, metadata = parse(spec, raw, verify=True)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    return EntryState("valid", stat=stat, metadata=metadata, shapes=shapes, place_in_pack=place_in_pack)

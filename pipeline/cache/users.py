@@ -26,7 +26,8 @@ from pathlib import Path
 
 import polars as pl
 
-from pipeline.cache.folder import CacheFolder, FileStat, cache_folder
+from pipeline.cache.backends import cache_folder
+from pipeline.cache.folder import CacheFolder, FileStat
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address, Url, address
 from pipeline.storage.atomic import write_bytes

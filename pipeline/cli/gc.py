@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from pipeline.cache.folder import cache_folder
+from pipeline.cache.backends import cache_folder
 from pipeline.cache.users import access_fix, unregister_user
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
 from pipeline.errors import RecipeError, StoreError, counted
@@ -274,12 +274,10 @@ def _show_packs(cache_dir: Address, packs: Packs, grace_hours: float) -> None:
         echo(f"  {len(packs.young):>9,} packs not needed but younger than {grace_hours:g} h: kept")
     if packs.old:
         echo(f"  {len(packs.old):>9,} packs not needed, {_pack_bytes(packs.old)}")
-    for index in packs.damaged[:MAX_SHOWN]:
-        where = cache_folder(cache_dir).where(index)
+    for name in packs.damaged[:MAX_SHOWN]:
         echo(
-            f"  the index of a pack is damaged, so its entries count as missing: {where}. Start the cache "
-            "jobs of the recipes again, which encode what is missing. Then delete this file: latentline gc "
-            f"deletes the pack when it is older than {grace_hours:g} h."
+            f"  the header of a pack is damaged: {cache_folder(cache_dir).where(name)}. Its entries count as "
+            "missing. Start the cache jobs of the recipes again, which encode them. Then delete this file."
         )
 
 

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
 from pipeline.errors import counted
 from pipeline.maintenance.verify import BadEntry, needed_entries, repair, verify
@@ -37,6 +38,8 @@ def command(recipe: Recipe, do_repair: bool) -> None:
     size = f"{counted(len(needed), 'entry', 'entries')}, {counted(num_bytes, 'byte')}"
     echo(f"{recipe.name}: {size}, {len(bad):,} missing or damaged")
     _show(bad)
+    for where, problem in RecipeEntries(recipe).store.damaged_packs().items():
+        echo(f"warning: the entries of a damaged pack count as missing: {where}: {problem}", err=True)
     if not bad:
         return
     if not do_repair:

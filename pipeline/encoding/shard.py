@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import cast
 
-from pipeline.cache.remote_store import store_at
 from pipeline.cache.sealing import seal_new
+from pipeline.cache.store import Store
 from pipeline.encoding.collecting import Collector
 from pipeline.encoding.fill import WORKERS
 from pipeline.encoding.jobs import Job, Jobs, Order, ResultsWriter, read_order, share, write_order
@@ -72,7 +72,7 @@ def encode_shard(order: SharedOrder, shard: Shard, *, log: Log, launch: Launch |
                 for file in pictures.glob("*"):
                     order.put(f"{PICTURES}/{file.name}", file.read_bytes())
                 if settings.get("seal_packs", False):
-                    seal_new(store_at(own.store_root), [job.spec for job in own.jobs], log=log)
+                    seal_new(Store(own.store_root), [job.spec for job in own.jobs], log=log)
         log(f"shard {shard} of {order.order_id} is complete: {counted(len(own.jobs), 'job')}")
 
 

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from pipeline.cache.folder import CacheFile, CacheFolder, cache_folder
-from pipeline.cache.pack_format import CHANGED, PACKS, is_pack_file
+from pipeline.cache.backends import cache_folder
+from pipeline.cache.folder import CacheFile, CacheFolder
+from pipeline.cache.packs import PACKS
 from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.users import FOLDER, CacheUser, access_fix
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError
 from pipeline.maintenance.deletion import delete_files
-from pipeline.maintenance.gc_packs import Packs, delete_incomplete, delete_old, delete_single
+from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
 from pipeline.maintenance.needed_keys import NeededKeys, StaleRun, delete_stale
 from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Address
@@ -90,7 +91,7 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
     result.stale_runs = needed_keys.stale_runs
     oldest_kept_s = time.time() - grace_s
 
-    # An order is old only if all of its files are, so these are classified together. So are packs.
+    # An order is old only if all of its files are, so these are classified together.
     orders: defaultdict[str, list[CacheFile]] = defaultdict(list)
     old_pack_files = set[str]()
     for file in _list_files(cache_dir):
@@ -107,9 +108,9 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
                 result.young += 1
         elif path.parts[0] == ORDERS and len(path.parts) > 2:
             orders[path.parts[1]].append(file)
-        elif result.packs.is_complete(file.name):
+        elif file.name in result.packs:
             old_pack_files |= {file.name} if is_old else set()
-        elif _is_leftover(path) or is_pack_file(path):
+        elif _is_leftover(path):
             if is_old:
                 result.leftovers[file.name] = file.num_bytes
         elif not _is_bookkeeping(path):
@@ -136,14 +137,12 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
     cache, needed_keys = cache_folder(cache_dir), NeededKeys(cache_dir)
     unregistered = [stale.num_bytes for stale in surveyed.stale_runs if delete_stale(cache_dir, stale)]
     leftovers = {**surveyed.leftovers, **surveyed.old_orders}
-    incomplete = {name: leftovers.pop(name) for name in surveyed.packs.incomplete if name in leftovers}
     try:
         deleted = delete_single(cache, surveyed.packs, log=log)
         deleted |= delete_old(cache, surveyed.packs, needed_keys.read)
-        deleted |= delete_incomplete(cache, surveyed.packs, incomplete)
     except OSError as err:
         raise StoreError(
-            f"a pack or an index of packs cannot be read or written: {err.strerror or err}",
+            f"a pack cannot be read: {err.strerror or err}",
             where=cache.where(PACKS),
             fix=access_fix(cache_dir, err),
         ) from err
@@ -204,9 +203,7 @@ def _is_leftover(path: PurePosixPath) -> bool:
 
 
 def _is_bookkeeping(path: PurePosixPath) -> bool:
-    """Return whether the path is a user's registration, state of this machine, or the state of the packs."""
+    """Return whether the path is a user's registration or state of this machine."""
     if len(path.parts) == 1:
         return path.suffix == ".json"
-    if path.parts[0] == PACKS:
-        return len(path.parts) == 3 and path.parts[1] in KINDS and path.name == CHANGED
     return len(path.parts) == 2 and path.parts[0] == FOLDER and path.suffix in {".json", ".keys"}

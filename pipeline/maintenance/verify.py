@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.cache.mask_entries import has_mask, mask_spec
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.reference_entries import of_references, reference_rows
-from pipeline.cache.store import EntrySpec, EntryState
+from pipeline.cache.store import EntrySpec
 from pipeline.cache.text_entries import with_seen_images
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
@@ -118,8 +118,8 @@ def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[B
 def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log) -> None:
     """Encode bad entries again with the cache stages, which also update the rows of their samples.
 
-    Damaged files are deleted first, and damaged entries are removed from the indexes of packs. A file with
-    bit rot has the stat of a valid one and would be trusted. An entry that is valid in a pack is not encoded.
+    Damaged entries are discarded first: a file with bit rot has the stat of a valid one and would be trusted.
+    An entry that is valid in a pack is not encoded.
 
     Raises:
         StoreError: A file cannot be deleted, or the cache cannot be written.
@@ -127,14 +127,7 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     """
     store = RecipeEntries(recipe).store
     specs = [each.needed.spec for each in bad]
-
-    def check_packed(spec: EntrySpec) -> EntryState:
-        store.remove(spec)
-        return store.check(spec)
-
-    checked = in_threads(check_packed, specs, log=log, doing="damaged entries removed", threads=store.threads)
-    states = zip(specs, checked, strict=True)
-    store.remove_packed([spec for spec, state in states if state.place_in_pack and not state.valid])
+    in_threads(store.discard, specs, log=log, doing="damaged entries removed", threads=store.threads)
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}

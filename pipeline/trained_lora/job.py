@@ -18,7 +18,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.pack_copies import CopySettings
 from pipeline.cache.store import EntrySpec, Store
 from pipeline.errors import TrainingError, counted
 from pipeline.escaping import without_secrets
@@ -61,6 +61,7 @@ class TrainingJob:
         provenance: JSON-serializable record that goes into each exported file.
         component_folders: Folders of model components that replace those in `base`, by role.
         training_adapter: File of the training adapter; None without one.
+        copies: Where this process copies packs of a remote cache; None to read them remotely.
     """
 
     recipe: Recipe
@@ -72,14 +73,15 @@ class TrainingJob:
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
     component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
     training_adapter: Path | None = None
+    copies: CopySettings | None = None
 
     @cached_property
     def store(self) -> Store:
         """Store of the recipe's cache, shared by all readers of this process.
 
-        A store reads the indexes of all packs when it first misses a single entry.
+        A store reads the headers of all packs when it first misses a single entry.
         """
-        return store_at(self.recipe.cache_dir)
+        return Store(self.recipe.cache_dir, copies=self.copies)
 
     @property
     def folder(self) -> Path:
@@ -133,10 +135,14 @@ class TrainingJob:
         write_atomically(self.folder / DROPPED_FILE, table.write_parquet)
 
 
-def read_job(path: Path) -> TrainingJob:
+def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
     """Read the job that `TrainingJob.write` wrote to `path` and its folder.
 
     The folder may be a copy on another machine, where the recipe's `output_dir` does not exist.
+
+    Args:
+        path: Path of `JOB_FILE`.
+        copies: See `TrainingJob`.
     """
     job = json.loads(path.read_text(encoding="utf-8"))
     recipe = recipe_from_json(job["recipe"])
@@ -153,6 +159,7 @@ def read_job(path: Path) -> TrainingJob:
         inputs=read_inputs(path.with_name(INPUTS_FILE)),
         empty_text=entry_from_json(job["empty_text"]),
         prompts=prompts_from_json(job["prompts"]),
+        copies=copies,
     )
 
 

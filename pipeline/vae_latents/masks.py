@@ -13,7 +13,7 @@ from pipeline.cache.earlier_entries import register_earlier
 from pipeline.cache.entry_format import MASK
 from pipeline.cache.mask_entries import has_mask, mask_inputs, mask_keys, mask_sources, mask_spec
 from pipeline.cache.recipe_entries import STATS, RecipeEntries, with_recorded
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.store import Store
 from pipeline.cache.users import register_user
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Encoded, Failure, Job, Outcome, ResultsWriter, read_order
@@ -160,7 +160,7 @@ def _encode_here(recipe: Recipe, log: Log) -> Launch:
         if meanwhile is not None:
             meanwhile()
         masks = read_order(order)
-        store = store_at(masks.store_root)
+        store = Store(masks.store_root)
         limit = recipe.checks.max_file_bytes
         roots = {job.work["root"] for job in masks.jobs}
         sources = {root: source_at(address(root), max_file_bytes=limit) for root in roots}

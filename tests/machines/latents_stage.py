@@ -22,7 +22,7 @@ from bench.growth.once import peak_bytes
 from bench.workload import Project, tiny_files
 from pipeline.cache.entry_format import serialise
 from pipeline.cache.recipe_entries import STATS, RecipeEntries
-from pipeline.cache.remote_store import FsspecStore
+from pipeline.cache.store import Store
 from pipeline.storage.addresses import Url
 from pipeline.storage.tables import columns_in
 from tests.machines.filling import fill
@@ -81,7 +81,7 @@ class LatentsStage:
             )
 
         fill(gateway_url, self.cache.removeprefix("s3://"), list(specs), content)
-        stats = FsspecStore(Url(self.cache)).stats("latents", requests["key"])
+        stats = Store(Url(self.cache)).stats("latents", requests["key"])
         table = requests.hstack(pl.DataFrame(stats, schema=STATS, orient="row"))
         table = table.with_columns(tile_px=pl.lit(None, pl.Int32))
         project.tables.write("vae_latents", table.select(*columns_in("vae_latents", table)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.cache.entry_format import EntrySpec, TensorSpec
-from pipeline.cache.remote_store import FsspecStore
+from pipeline.cache.store import Store
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import FileChangedError, RemoteFolder
 from tests.machines.ceph import Gateway
@@ -84,7 +84,7 @@ def test_a_valid_entry_that_exists_costs_no_second_put(
     s3: str, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-    store = FsspecStore(Url(f"{s3}/cache"))
+    store = Store(Url(f"{s3}/cache"))
     spec = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
     values = {"latent": np.zeros((4, 8, 6), "<f2")}
     assert store.write(spec, values, {})
@@ -97,7 +97,7 @@ def test_H02_entries_of_a_large_cache_are_looked_up_without_listing_it(
 ) -> None:
     """300 entries in one group of 65,536 groups of keys count as a cache of 20 million entries."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-    store = FsspecStore(Url(f"{s3}/cache"))
+    store = Store(Url(f"{s3}/cache"))
     own = [f"{start}{number:060x}" for start in ("abcd", "0123", "4567") for number in range(16)]
     for key in own:
         store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")

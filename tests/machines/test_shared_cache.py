@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.cache.remote_store import FsspecStore
+from pipeline.cache.store import Store
 from pipeline.cache.store import EntrySpec, TensorSpec
 from pipeline.cache.users import register_user
 from pipeline.storage.addresses import Url
@@ -32,7 +32,7 @@ output_dir.mkdir()
 register_user(Url(cache), output_dir, recipe="small", kind="latents", keys=keys)
 for key in keys:
     spec = EntrySpec("latents", key, {"latent": TensorSpec("float16", (4, 8, 6))})
-    FsspecStore(Url(cache)).write(spec, {"latent": np.zeros((4, 8, 6), "<f2")}, {})
+    Store(Url(cache)).write(spec, {"latent": np.zeros((4, 8, 6), "<f2")}, {})
 """
 """What a cache job does to a cache, without a model: register the keys of ./out and write their entries."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pipeline.cache import sealing
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.store import Store
 from pipeline.maintenance.gc import delete, survey
 from pipeline.reporting.reports import discard
 from pipeline.storage.addresses import address
@@ -59,7 +59,7 @@ def act(action: str, cache: str) -> None:
     if action == "seal":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sealing, "MAX_ENTRIES", ENTRIES_PER_PACK)
-            sealing.seal(store_at(where), map(spec_of, range(NUM_ENTRIES)), log=discard)
+            sealing.seal(Store(where), map(spec_of, range(NUM_ENTRIES)), log=discard)
     else:
         delete(where, survey(where, grace_s=0.0 if action == "gc of all ages" else 3600.0))
 

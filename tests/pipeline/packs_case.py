@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.cache.entry_format import EntrySpec, Kind, TensorSpec
 from pipeline.cache.folder import CacheFolder
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.packs import read_members
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import Store
 from pipeline.reporting.reports import discard
@@ -40,7 +40,7 @@ def write_entries(store: Store, count: int, *, start: int = 0) -> list[EntrySpec
 
 def reopened(store: Store) -> Store:
     """Return a store of the same entries that has read nothing yet."""
-    return store_at(store.address)
+    return Store(store.address)
 
 
 def seal_and_remove(store: Store, specs: list[EntrySpec]) -> None:
@@ -53,27 +53,33 @@ def seal_and_remove(store: Store, specs: list[EntrySpec]) -> None:
 
 def pack_everything(cache_dir: Address) -> None:
     """Seal all entries of a cache, and delete their files."""
-    store = store_at(cache_dir)
+    store = Store(cache_dir)
     paths = [PurePosixPath(name) for name in single_files(store)]
     named = [EntrySpec(cast("Kind", path.parts[0]), path.stem, {}) for path in paths]
     specs = [spec.holding(store.read_tensor_specs(spec) or {}) for spec in named]
     assert seal(store, specs, log=discard).num_entries == len(paths) > 0
     for path in paths:
-        store.packed.folder.delete(path.as_posix())
+        store.folder.delete(path.as_posix())
 
 
 def delete(store: Store, spec: EntrySpec) -> None:
-    store.packed.folder.delete(f"latents/{spec.key[:2]}/{spec.key}.safetensors")
+    store.folder.delete(f"latents/{spec.key[:2]}/{spec.key}.safetensors")
 
 
 def single_files(store: Store) -> dict[str, bytes]:
-    folder = store.packed.folder
+    folder = store.folder
     names = [file.name for file in folder.files() if file.name.endswith(".safetensors")]
     return {name: folder.read(name) for name in names}
 
 
-def pack_names(folder: CacheFolder, suffix: str) -> list[str]:
-    return [f"packs/latents/{name}" for name in folder.names("packs/latents") if name.endswith(suffix)]
+def pack_names(folder: CacheFolder) -> list[str]:
+    return [f"packs/latents/{name}" for name in folder.names("packs/latents")]
+
+
+def offset_of(folder: CacheFolder, pack: str, spec: EntrySpec) -> int:
+    """Return the first byte of an entry in a pack."""
+    members = read_members(folder, pack, len(folder.read(pack)))
+    return int(members.offsets[members.keys.index(spec.key)])
 
 
 def flip_bit(folder: CacheFolder, name: str, at: int) -> None:
@@ -82,25 +88,13 @@ def flip_bit(folder: CacheFolder, name: str, at: int) -> None:
     folder.replace(name, bytes(raw))
 
 
-@pytest.fixture
-def own_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the copies of packs below `tmp_path`; equal packs of other tests have the same names."""
-    deployment = tmp_path / "deployment.yaml"
-    deployment.write_text(f"scratch: {tmp_path}/scratch\n", encoding="utf-8")
-    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(deployment))
-
-
-@pytest.fixture(params=["folder", "memory", "s3"])
-def any_store(request: pytest.FixtureRequest, tmp_path: Path, own_copies: None) -> Iterator[Store]:
-    name = uuid.uuid4().hex
+@pytest.fixture(params=["folder", "memory"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "folder":
         yield Store(tmp_path / "cache")
-    elif request.param == "s3":
-        request.getfixturevalue("s3")
-        fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
-        yield store_at(Url(f"s3://{name}/cache"))
-    else:
-        yield store_at(Url(f"memory://{name}"))
-        memory = fsspec.filesystem("memory")
-        if memory.exists(f"/{name}"):
-            memory.rm(f"/{name}", recursive=True)
+        return
+    name = uuid.uuid4().hex
+    yield Store(Url(f"memory://{name}"))
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)

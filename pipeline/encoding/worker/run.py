@@ -10,7 +10,6 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import (
     DESCRIPTIONS,
@@ -88,7 +87,7 @@ def run(
     """
     torch.set_num_threads(cpu_threads())
     order = read_order(order_file)
-    store = store_at(order.store_root)
+    store = Store(order.store_root)
 
     picture_keys = set[str]() if order.pictures is None else order.pictures.keys
     all_jobs = _RecordKeys(order.jobs, picture_keys)

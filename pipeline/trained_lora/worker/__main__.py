@@ -12,12 +12,18 @@ from pipeline.processes.pipes import reporter
 def main(order_path: Path) -> None:
     """Train; exit with status 143 after a stop request, once a checkpoint is saved."""
     with reporter() as report:
+        from pipeline.cache.pack_copies import CopySettings
+        from pipeline.cache.packs import PACKS
         from pipeline.processes.launch import cpu_threads
+        from pipeline.recipe import project_root
+        from pipeline.recipe.deployment import load_deployment, scratch_folder
         from pipeline.trained_lora.job import read_job
         from pipeline.trained_lora.run_folder import RunLayout
         from pipeline.trained_lora.worker import startup
 
-        job = read_job(order_path)
+        max_copied_bytes = round(load_deployment().pack_copies_gb * 1e9)
+        copies = CopySettings(scratch_folder(project_root()) / PACKS, max_copied_bytes)
+        job = read_job(order_path, copies=copies)
         startup.Startup(job, report.phase).begin(startup.IMPORTS)
 
         # Imported here, so that a failure to import torch reaches the reporter.

@@ -310,7 +310,7 @@ def micro_inputs(
 
 
 def prefetch(
-    tasks: Iterable[tuple[StepPlan, Callable[[], T]]], *, readers: int = Store.readers
+    tasks: Iterable[tuple[StepPlan, Callable[[], T]]], *, readers: int = 1
 ) -> Generator[tuple[StepPlan, T]]:
     """Run the tasks in `readers` threads and yield their results in order.
 

@@ -11,14 +11,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from pipeline.cache.folder import (
-    CacheFile,
-    CacheFolder,
-    LocalCacheFolder,
-    RemoteCacheFolder,
-    cache_folder,
-    remote_file_stat,
-)
+from pipeline.cache.backends import cache_folder
+from pipeline.cache.folder import CacheFile, CacheFolder, FileStat
+from pipeline.cache.fsspec_folder import FsspecFolder
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import RemoteFolder
 from tests.pipeline.disk_calls import DiskCalls
@@ -64,11 +60,11 @@ def test_files_are_listed_by_folder_and_name_with_their_sizes(filled: CacheFolde
 def test_files_of_a_local_cache_are_sorted_by_folder(tmp_path: Path) -> None:
     for number in (5, 3, 9, 1, 7, 2):
         for name in ("b", "a", "c"):
-            LocalCacheFolder(tmp_path).replace(f"{number}/{name}", b"")
+            LocalFolder(tmp_path).replace(f"{number}/{name}", b"")
     (tmp_path / "9" / "pipe").mkdir()
     (tmp_path / "9" / "dangling").symlink_to("nowhere")
     os.mkfifo(tmp_path / "9" / "fifo")
-    names = [file.name for file in LocalCacheFolder(tmp_path).files()]
+    names = [file.name for file in LocalFolder(tmp_path).files()]
     assert names == [f"{number}/{name}" for number in (1, 2, 3, 5, 7, 9) for name in "abc"]
 
 
@@ -78,11 +74,11 @@ def test_only_the_files_directly_in_a_folder_have_names_and_stats(filled: CacheF
 
 
 def test_the_stat_of_a_local_file_is_its_size_times_and_inode(tmp_path: Path) -> None:
-    LocalCacheFolder(tmp_path).replace("outputs/a.json", b"1234")
+    LocalFolder(tmp_path).replace("outputs/a.json", b"1234")
     (tmp_path / "outputs" / "dangling").symlink_to("nowhere")
     stat = (tmp_path / "outputs" / "a.json").stat()
     expected = {"a.json": (4, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)}
-    assert LocalCacheFolder(tmp_path).stats("outputs") == expected
+    assert LocalFolder(tmp_path).stats("outputs") == expected
 
 
 def test_a_replaced_file_has_another_stat(filled: CacheFolder) -> None:
@@ -106,18 +102,18 @@ def test_a_range_of_a_file_is_read(folder: CacheFolder, start: int, end: int, da
 def test_a_range_is_complete_if_the_system_returns_a_few_bytes_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    LocalCacheFolder(tmp_path).replace("x", bytes(range(100)))
+    LocalFolder(tmp_path).replace("x", bytes(range(100)))
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, number, start: pread(file, min(number, 7), start))
-    assert LocalCacheFolder(tmp_path).read_range("x", 20, 60) == bytes(range(20, 60))
-    assert LocalCacheFolder(tmp_path).read_range("x", 90, 120) == bytes(range(90, 100))
+    assert LocalFolder(tmp_path).read_range("x", 20, 60) == bytes(range(20, 60))
+    assert LocalFolder(tmp_path).read_range("x", 90, 120) == bytes(range(90, 100))
 
 
 def test_reading_ranges_leaves_no_file_open(tmp_path: Path) -> None:
-    LocalCacheFolder(tmp_path).replace("x", b"0123")
+    LocalFolder(tmp_path).replace("x", b"0123")
     before = len([*Path("/proc/self/fd").iterdir()])
     for _ in range(10):
-        LocalCacheFolder(tmp_path).read_range("x", 0, 4)
+        LocalFolder(tmp_path).read_range("x", 0, 4)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
@@ -129,13 +125,13 @@ def test_a_deleted_file_is_missing(filled: CacheFolder) -> None:
 
 
 def test_a_replaced_file_and_its_name_are_on_the_disk(tmp_path: Path, disk_calls: DiskCalls) -> None:
-    LocalCacheFolder(tmp_path).replace("outputs/a.json", b"1")
+    LocalFolder(tmp_path).replace("outputs/a.json", b"1")
     assert disk_calls.is_synced(tmp_path / "outputs" / "a.json")
     assert disk_calls.is_synced(tmp_path / "outputs")
 
 
 def test_tidying_a_local_cache_deletes_empty_folders_only(tmp_path: Path) -> None:
-    folder = LocalCacheFolder(tmp_path)
+    folder = LocalFolder(tmp_path)
     folder.replace("full/file", b"")
     (tmp_path / "empty" / "nested").mkdir(parents=True)
     folder.tidy(["missing", "full", "empty/nested", "empty"])
@@ -148,20 +144,33 @@ def test_a_location_is_the_address_and_the_name_without_secrets(tmp_path: Path) 
     assert cache_folder(Url("memory://cache/")).where("a/b") == "memory://cache/a/b"
 
 
+class StatedFolder(RemoteFolder):
+    """A remote folder that states the same about each file."""
+
+    def __init__(self, **stated: Any) -> None:
+        super().__init__(Url("memory://stated"))
+        self.stated = {"type": "file", "size": 5, **stated}
+
+    def info(self, name: str) -> dict[str, Any]:
+        del name
+        return self.stated
+
+
+def stat_of(**stated: Any) -> FileStat:
+    return FsspecFolder(Url("memory://stated"), StatedFolder(**stated)).stat("file")
+
+
 def test_the_stat_of_a_remote_file_is_its_version_or_its_time_or_never_equal() -> None:
     """The entry's file counts as unchanged only while its stat stays equal."""
-    by_time = {"size": 5, "mtime": 1_700_000_000.5}
-    num_bytes, time_ns, *rest = remote_file_stat(by_time)
-    assert (num_bytes, time_ns, rest) == (5, 1_700_000_000_500_000_000, [0, 0])
+    assert stat_of(mtime=1_700_000_000.5) == (5, 1_700_000_000_500_000_000, 0, 0)
 
-    by_version = {"size": 5, "ETag": '"abc"', "mtime": 1_700_000_000.5}
-    num_bytes, time_ns, unique, version = remote_file_stat(by_version)
+    num_bytes, time_ns, unique, version = stat_of(ETag='"abc"', mtime=1_700_000_000.5)
     assert (num_bytes, time_ns, unique) == (5, 0, 0)
     assert version != 0
-    assert remote_file_stat({**by_version, "mtime": 1.0}) == remote_file_stat(by_version)
+    assert stat_of(ETag='"abc"', mtime=1.0) == (5, 0, 0, version)
 
-    assert remote_file_stat({"size": 5})[:2] == (5, 0)
-    assert remote_file_stat({"size": 5}) != remote_file_stat({"size": 5})
+    assert stat_of()[:2] == (5, 0)
+    assert stat_of() != stat_of()
 
 
 class ListedFolder(RemoteFolder):
@@ -174,7 +183,7 @@ class ListedFolder(RemoteFolder):
 
 def test_the_age_of_a_remote_file_is_unknown_if_the_service_does_not_state_it() -> None:
     url = Url("memory://listed")
-    files = list(RemoteCacheFolder(url, ListedFolder(url)).files())
+    files = list(FsspecFolder(url, ListedFolder(url)).files())
     assert files == [CacheFile("a", 1, 1_700_000_000.5), CacheFile("b", 2, None)]
 
 
@@ -199,8 +208,8 @@ def s3_folder(s3: str) -> RemoteFolder:
 def test_files_of_a_large_remote_cache_are_those_of_one_listing_in_its_order(
     s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch, listed_at_once: int
 ) -> None:
-    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", listed_at_once, raising=False)
-    files = list(RemoteCacheFolder(s3_folder.url, s3_folder).files())
+    monkeypatch.setattr("pipeline.cache.fsspec_folder._LISTED_AT_ONCE", listed_at_once)
+    files = list(FsspecFolder(s3_folder.url, s3_folder).files())
     complete = s3_folder.list_files()
     assert len(complete) == 34
     assert [file.name for file in files] == sorted(complete)
@@ -227,9 +236,9 @@ def test_entries_of_a_large_remote_cache_are_listed_folder_by_folder_when_they_a
     s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The listing of 10 million entries would take 10 GB of memory."""
-    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", 3 * 256 - 1, raising=False)
+    monkeypatch.setattr("pipeline.cache.fsspec_folder._LISTED_AT_ONCE", 3 * 256 - 1)
     counted = CountedFolder(s3_folder.url)
-    files = RemoteCacheFolder(counted.url, counted).files()
+    files = FsspecFolder(counted.url, counted).files()
     assert next(file for file in files if file.name.endswith(".safetensors")).name.startswith("latents/00/")
     num_listings = len(counted.num_listed)
     assert sum(1 for _ in files) > 20
@@ -240,9 +249,9 @@ def test_entries_of_a_large_remote_cache_are_listed_folder_by_folder_when_they_a
 def test_entries_of_a_small_remote_cache_are_listed_together(
     s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", 3 * 256, raising=False)
+    monkeypatch.setattr("pipeline.cache.fsspec_folder._LISTED_AT_ONCE", 3 * 256)
     counted = CountedFolder(s3_folder.url)
-    assert len(list(RemoteCacheFolder(counted.url, counted).files())) == 34
+    assert len(list(FsspecFolder(counted.url, counted).files())) == 34
     # latents, outputs, packs, text, z; a folder of latents and one of text are listed before for an estimate.
     assert counted.num_listed == [3, 15, 1, 2, 3, 12, 1]
 
@@ -252,9 +261,9 @@ def test_empty_objects_in_place_of_folders_do_not_hide_files(
     s3_folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch, listed_at_once: int
 ) -> None:
     """Web consoles create an object with a slash at the end of its name for a new folder."""
-    monkeypatch.setattr("pipeline.cache.folder._LISTED_AT_ONCE", listed_at_once, raising=False)
-    before = [file.name for file in RemoteCacheFolder(s3_folder.url, s3_folder).files()]
+    monkeypatch.setattr("pipeline.cache.fsspec_folder._LISTED_AT_ONCE", listed_at_once)
+    before = [file.name for file in FsspecFolder(s3_folder.url, s3_folder).files()]
     for name in ("", "latents/", "latents/00/", "empty/"):
         s3_folder.files.call_s3("put_object", Bucket=s3_folder.base.split("/")[0], Key=f"of/mine/{name}")
-    after = [file.name for file in RemoteCacheFolder(s3_folder.url, s3_folder).files()]
+    after = [file.name for file in FsspecFolder(s3_folder.url, s3_folder).files()]
     assert [name for name in after if name in before] == before

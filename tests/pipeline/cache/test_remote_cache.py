@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import torch
 
+from pipeline.cache.folder import entry_name
 from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries
 from pipeline.cache.users import read_users, unregister_user
 from pipeline.errors import StoreError
@@ -48,13 +49,18 @@ def job(address: str, tiny_sd: Path, photos: Path, in_process_launch: Any) -> Jo
 
 
 def files(job: Job) -> Any:
-    return RecipeEntries(job.recipe).store.folder  # pyright: ignore[reportAttributeAccessIssue]
+    return RecipeEntries(job.recipe).store.folder.remote  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def spec_of(job: Job, asset: str, sample: str = "photos/cat.png") -> Any:
     entries = RecipeEntries(job.recipe)
     row = job.tables.read(asset).row(by_predicate=pl.col("sample_id") == sample, named=True)
     return entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
+
+
+def name_of(job: Job, asset: str) -> str:
+    spec = spec_of(job, asset)
+    return entry_name(spec.kind, spec.key)
 
 
 def test_a_remote_cache_gets_the_entries_and_tables_of_a_local_one_and_a_warm_run_encodes_nothing(
@@ -85,7 +91,7 @@ def test_L06_L07_damaged_entries_are_reported_with_their_addresses_and_the_next_
     job: Job, address: str
 ) -> None:
     store = RecipeEntries(job.recipe).store
-    names = {asset: store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
+    names = {asset: name_of(job, asset) for asset in ASSETS}
     undamaged = {asset: files(job).read(name) for asset, name in names.items()}
 
     def flip(data: bytes) -> bytes:
@@ -103,7 +109,7 @@ def test_L06_L07_damaged_entries_are_reported_with_their_addresses_and_the_next_
         assert {asset: files(job).read(name) for asset, name in names.items()} == undamaged
 
     for asset, name in names.items():
-        store.remove(spec_of(job, asset))
+        store.discard(spec_of(job, asset))
         with pytest.raises(StoreError, match="cannot be read") as excinfo:
             store.read(spec_of(job, asset))
         assert excinfo.value.where == f"{address}/{name}"
@@ -112,7 +118,7 @@ def test_L06_L07_damaged_entries_are_reported_with_their_addresses_and_the_next_
 
 
 def test_L13_garbage_collection_deletes_orphans_and_nothing_else(job: Job) -> None:
-    orphan_paths = {RecipeEntries(job.recipe).store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
+    orphan_paths = {name_of(job, asset) for asset in ASSETS}
     for suffix in (".png", ".txt"):
         (Path(job.recipe.datasets[0].path) / f"cat{suffix}").unlink()
     job.run()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from pipeline.cache import sealing
-from pipeline.cache.folder import LocalCacheFolder
-from pipeline.cache.packed_entries import PackedEntries
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.sealing import MIN_NEW, seal, seal_new
 from pipeline.cache.store import Store
 from pipeline.errors import StoreError
@@ -19,7 +17,6 @@ from pipeline.reporting.reports import discard
 from tests.pipeline.disk_calls import DiskCalls
 from tests.pipeline.packs_case import (
     any_store,
-    own_copies,
     pack_names,
     reopened,
     single_files,
@@ -27,7 +24,7 @@ from tests.pipeline.packs_case import (
     write_entries,
 )
 
-__all__ = ["any_store", "own_copies"]
+__all__ = ["any_store"]
 
 
 def test_entries_are_divided_into_packs_and_their_files_stay(
@@ -38,9 +35,10 @@ def test_entries_are_divided_into_packs_and_their_files_stay(
     before = single_files(any_store)
     sealed = seal(any_store, specs, log=discard)
     assert (sealed.num_packs, sealed.num_entries, sealed.num_packed_before) == (3, 10, 0)
-    assert sealed.num_bytes == sum(spec.file_bytes for spec in specs)
+    names = pack_names(any_store.folder)
+    assert sealed.num_bytes == sum(len(any_store.folder.read(name)) for name in names)
     assert single_files(any_store) == before
-    assert len(pack_names(any_store.packed.folder, ".pack")) == 3
+    assert len(names) == 3
 
 
 def test_a_pack_is_at_most_as_large_as_allowed_unless_one_entry_is_larger(
@@ -75,14 +73,12 @@ def test_missing_and_damaged_entries_are_omitted_and_reported(tmp_path: Path) ->
     assert "checksum" in sealed.unusable[specs[0].key]
 
 
-def test_L06_pack_and_index_are_synced_before_they_get_their_names(
-    tmp_path: Path, disk_calls: DiskCalls
-) -> None:
+def test_L06_a_pack_is_synced_before_it_gets_its_name(tmp_path: Path, disk_calls: DiskCalls) -> None:
     store = Store(tmp_path / "cache")
     specs = write_entries(store, 2)
     disk_calls.names.clear()
     seal(store, specs, log=discard)
-    assert [Path(name).suffix for name in disk_calls.names] == [".pack", ".parquet", ""]
+    assert [Path(name).suffix for name in disk_calls.names] == [".pack"]
     assert disk_calls.unsynced == [], "the pack would be empty after a power failure"
     assert disk_calls.is_synced(tmp_path / "cache" / "packs" / "latents")
 
@@ -93,7 +89,7 @@ def test_the_same_entries_give_the_same_pack_in_any_cache(tmp_path: Path) -> Non
         store = Store(tmp_path / root)
         specs = write_entries(store, 5)
         seal(store, specs if root == "a" else reversed(specs), log=discard)
-        names.add(tuple(pack_names(store.packed.folder, ".pack")))
+        names.add(tuple(pack_names(store.folder)))
     assert len(names) == 1
 
 
@@ -102,37 +98,24 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_fix(tmp_path: Path) 
     store = Store(tmp_path / "cache")
     specs = write_entries(store, 2)
     (tmp_path / "cache" / "packs").mkdir(mode=0o500)
-    with pytest.raises(StoreError, match="packs of the cache cannot be written: Permission denied"):
+    with pytest.raises(StoreError, match="the packs of the cache cannot be written: Permission denied"):
         seal(store, specs, log=discard)
 
 
-class FullDisk(LocalCacheFolder):
-    """A folder on a disk with space for a few packs.
-
-    Attributes:
-        replaced: Suffixes of the files that were written.
-    """
-
-    def __init__(self, root: Path, room: int) -> None:
-        super().__init__(root)
-        self.room = room
-        self.replaced: list[str] = []
+class FullDisk(LocalFolder):
+    """A folder on a disk without space for a pack."""
 
     def replace(self, name: str, data: bytes) -> None:
-        suffix = Path(name).suffix
-        if suffix == ".pack" and self.replaced.count(suffix) == self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.replaced.append(suffix)
-        super().replace(name, data)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_full_disk_is_an_error_that_names_the_pack_and_the_space_that_packs_take(tmp_path: Path) -> None:
     store = Store(tmp_path / "cache")
     specs = write_entries(store, 2)
-    store.packed = PackedEntries(FullDisk(tmp_path / "cache", room=0))
+    store.folder = FullDisk(tmp_path / "cache")
     with pytest.raises(StoreError) as failure:
         seal(store, specs, log=discard)
-    assert failure.value.what == "the disk is full: a pack of 4,192 bytes cannot be written"
+    assert failure.value.what.startswith("the disk is full: a pack of 4,")
     assert failure.value.where.startswith(f"{tmp_path}/cache/packs/latents/")
     assert failure.value.where.endswith(".pack")
     assert "free some space" in failure.value.fix
@@ -147,7 +130,7 @@ def test_new_entries_that_cannot_be_packed_stay_single_files_with_a_warning(tmp_
     log: list[str] = []
     seal_new(store, specs, log=log.append)
     (line,) = log
-    assert line.startswith("warning: new entries stay single files: packs of the cache cannot be listed: ")
+    assert line.startswith("warning: new entries stay single files: the packs of the cache cannot be read: ")
     assert f"{tmp_path}/cache/packs/latents" in line
     assert "then run latentline pack <recipe>" in line
 
@@ -159,19 +142,3 @@ def test_entries_that_workers_have_packed_are_not_reported_again(tmp_path: Path)
     for _ in range(2):
         seal_new(store, specs, log=log.append)
     assert log == [f"{MIN_NEW} new entries sealed in 1 pack"]
-
-
-@pytest.mark.parametrize("room", [3, 2])
-def test_packs_are_announced_once_also_after_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
-    monkeypatch.setattr(sealing, "MAX_ENTRIES", 2)
-    store = Store(tmp_path / "cache")
-    specs = write_entries(store, 6)
-    folder = FullDisk(tmp_path / "cache", room)
-    store.packed = PackedEntries(folder)
-    with nullcontext() if room == 3 else pytest.raises(StoreError, match="the disk is full"):
-        seal(store, specs, log=discard)
-    assert folder.replaced == [*(room * [".pack", ".parquet"]), ""]
-    other = reopened(store)
-    assert len(other.packed.among("latents", [spec.key for spec in specs])) == 2 * room

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.cache.entry_format import serialise
-from pipeline.cache.store import DATA_START, NO_STAT, EntrySpec, Store, TensorSpec
+from pipeline.cache.entry_format import DATA_START, serialise
+from pipeline.cache.store import NO_STAT, EntrySpec, Store, TensorSpec
 from pipeline.errors import StoreError
 from tests.pipeline.disk_calls import DiskCalls
 
@@ -314,11 +314,11 @@ def test_L06_a_writer_killed_during_a_write_leaves_no_partial_entry(store: Store
         "store.write(SPEC, VALUES, FACTS)"
     )
     process = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(store.root)], check=False
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(store.address)], check=False
     )
     assert process.returncode == -9
     assert store.check(SPEC).status == "missing"
-    assert list(store.root.rglob("*.safetensors")) == []
+    assert list(store.address.rglob("*.safetensors")) == []
     assert store.write(SPEC, VALUES, FACTS)
 
 
@@ -338,12 +338,12 @@ def test_L02_L05_tensors_that_violate_the_spec_or_are_not_finite_are_never_writt
 ) -> None:
     with pytest.raises(ValueError, match=message):
         store.write(SPEC, tensors, FACTS)
-    assert not store.root.exists()
+    assert not store.address.exists()
 
 
 def test_L15_entries_stay_valid_when_the_store_moves(store: Store, tmp_path: Path) -> None:
     write_entry(store)
-    store.root.rename(tmp_path / "moved")
+    store.address.rename(tmp_path / "moved")
     assert Store(tmp_path / "moved").check(SPEC).valid
 
 

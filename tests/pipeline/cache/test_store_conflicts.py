@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.cache.entry_format import WrongEntryError, serialise
-from pipeline.cache.entry_state import EntryStat, EntryState
-from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
+from pipeline.cache.entry_format import DATA_START, WrongEntryError, serialise
+from pipeline.cache.local_folder import LocalFolder
+from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.errors import StoreError
 
 SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
@@ -31,40 +31,36 @@ def put(store: Store, raw: bytes) -> Path:
     return path
 
 
-class ChangedAfterCheck(Store):
-    """A store whose entry another process changes after the first check that finds it wrong."""
+def replace_while_another_process_changes(path: Path, change: Callable[[Path], object]) -> bool:
+    """Create the entry over a wrong file, which changes once after it was found to be wrong."""
+    changes = [change]
 
-    change: Callable[[Path], object] | None = None
+    def is_valid(raw: bytes) -> bool:
+        if raw != SOUND and changes:
+            changes.pop()(path)
+        return raw == SOUND
 
-    def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
-        state = super().check(spec, trusted)
-        if self.change is not None and not state.valid:
-            self.change(self.path(spec))
-            self.change = None
-        return state
+    path.write_bytes(SOUND[:-1])
+    return LocalFolder(path.parent).create(path.name, SOUND, is_valid)
 
 
 def test_a_valid_entry_that_another_process_writes_between_check_and_repair_is_kept(tmp_path: Path) -> None:
-    store = ChangedAfterCheck(tmp_path)
-    path = put(store, SOUND[:-1])
+    path = tmp_path / "entry"
 
     def repair(path: Path) -> None:
         path.unlink()
         path.write_bytes(SOUND)
         os.utime(path, ns=(1, 1))
 
-    store.change = repair
-    assert not store.write(SPEC, VALUES, {})
+    assert not replace_while_another_process_changes(path, repair)
     assert path.read_bytes() == SOUND
     assert path.stat().st_mtime_ns == 1, "the other process's file"
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_an_entry_that_another_process_deletes_between_check_and_repair_is_written(tmp_path: Path) -> None:
-    store = ChangedAfterCheck(tmp_path)
-    path = put(store, SOUND[:-1])
-    store.change = Path.unlink
-    assert store.write(SPEC, VALUES, {})
+    path = tmp_path / "entry"
+    assert replace_while_another_process_changes(path, Path.unlink)
     assert path.read_bytes() == SOUND
     assert list(path.parent.iterdir()) == [path]
 
@@ -96,20 +92,20 @@ def test_a_verified_read_returns_the_bytes_of_a_sound_entry_only(store: Store) -
 
 def test_a_cache_that_cannot_be_accessed_is_not_a_missing_entry(store: Store) -> None:
     """A file in place of the folder of an entry makes the system refuse all access to the entry."""
-    store.root.mkdir()
-    (store.root / "latents").write_text("not a folder")
+    Path(str(store.address)).mkdir()
+    (Path(str(store.address)) / "latents").write_text("not a folder")
     actions: dict[str, Callable[[], object]] = {
         "read": lambda: store.read(SPEC),
         "read completely": lambda: store.read_verified(SPEC),
         "check": lambda: store.check(SPEC),
-        "delete": lambda: store.remove(SPEC),
+        "delete": lambda: store.discard(SPEC),
         "write": lambda: store.write(SPEC, VALUES, {}),
     }
     for name, action in actions.items():
         with pytest.raises(StoreError, match="a cache entry cannot be") as excinfo:
             action()
         assert excinfo.value.where == str(store.path(SPEC)), name
-        assert excinfo.value.fix == store.fix, name
+        assert excinfo.value.fix == store.folder.fix, name
     assert store.read_metadata("latents", SPEC.key) is None
     assert store.read_tensor_specs(SPEC) is None
 

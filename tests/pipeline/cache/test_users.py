@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from pipeline.cache.folder import LocalCacheFolder
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.users import (
     CacheUser,
     Registrations,
@@ -194,13 +194,13 @@ def test_speed_is_recorded_per_kind_and_a_damaged_record_is_ignored(tmp_path: Pa
 def test_registrations_are_read_again_only_where_they_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, names_read = LocalCacheFolder.read, list[str]()
+    read, names_read = LocalFolder.read, list[str]()
 
-    def record(folder: LocalCacheFolder, name: str) -> bytes:
+    def record(folder: LocalFolder, name: str) -> bytes:
         names_read.append(name)
         return read(folder, name)
 
-    monkeypatch.setattr(LocalCacheFolder, "read", record)
+    monkeypatch.setattr(LocalFolder, "read", record)
 
     def keys_files_read() -> set[str]:
         kinds = {
@@ -232,7 +232,7 @@ def test_registrations_are_read_again_only_where_they_have_changed(
     assert users(registrations) == {"text": frozenset(KEYS[3:])}
 
 
-class BusyFolder(LocalCacheFolder):
+class BusyFolder(LocalFolder):
     """A cache in which another process acts between the listing and the first reading of keys."""
 
     actions: ClassVar[list[Callable[[], object]]] = []

@@ -384,10 +384,9 @@ def contents(job: Any) -> dict[str, bytes]:
 class StoreOfFourThreads(Store):
     """A store whose checks end when four of them run at the same time."""
 
-    threads = 4
-
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        self.threads = 4
         self.barrier = threading.Barrier(4, timeout=10)
 
     def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:

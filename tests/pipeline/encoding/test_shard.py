@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from pipeline.cache import sealing
-from pipeline.cache.folder import cache_folder
+from pipeline.cache.backends import cache_folder
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli import encode as encode_command
 from pipeline.encoding.collecting import encode_on_workers
@@ -146,7 +146,7 @@ def test_new_entries_are_packed_if_the_deployment_file_demands_it(
     before = set(latents(shared, launch).table["key"])
     store = RecipeEntries(shared.recipe).store
     assert store.packed.among("latents", entries) == before == set(entries)
-    num_packs = sum(name.endswith(".pack") for name in store.packed.folder.names("packs/latents"))
+    num_packs = sum(name.endswith(".pack") for name in store.folder.names("packs/latents"))
     assert num_packs == (NUM_SHARDS if on_workers else 1)
     assert len(entries_at(shared.recipe)) == len(before), "the single files stay"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pipeline.cache.folder import LocalCacheFolder, cache_folder
+from pipeline.cache.backends import cache_folder
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.errors import StoreError
 from pipeline.maintenance.deletion import delete_files
 from pipeline.storage.addresses import Address, Url
@@ -45,7 +46,7 @@ def test_files_that_no_longer_exist_are_not_counted(tmp_path: Path) -> None:
 def test_slow_requests_are_sent_at_the_same_time(tmp_path: Path) -> None:
     both_sent = threading.Barrier(2, timeout=20)
 
-    class SlowFolder(LocalCacheFolder):
+    class SlowFolder(LocalFolder):
         def delete(self, name: str) -> None:
             if name in ("0", "32"):  # of different threads
                 both_sent.wait()  # BrokenBarrierError if the files are deleted one after another

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.folder import CacheFile, LocalCacheFolder, cache_folder
+from pipeline.cache.backends import cache_folder
+from pipeline.cache.folder import CacheFile
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.users import register_user, unregister_user
 from pipeline.encoding.shared_order import ORDERS
@@ -227,7 +229,7 @@ def test_a_missing_cache_has_no_entries(tmp_path: Path) -> None:
 def test_L13_files_of_unknown_age_are_never_deleted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some object stores do not state when a file was written."""
 
-    class AgelessFolder(LocalCacheFolder):
+    class AgelessFolder(LocalFolder):
         def files(self) -> Iterator[CacheFile]:
             yield from (replace(file, modified_s=None) for file in super().files())
 

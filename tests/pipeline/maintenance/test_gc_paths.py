@@ -113,6 +113,6 @@ def test_a_cache_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: 
     def refuse(*_: object) -> object:
         raise OSError("refused")
 
-    monkeypatch.setattr("pipeline.cache.folder.LocalCacheFolder.files", refuse)
+    monkeypatch.setattr("pipeline.cache.local_folder.LocalFolder.files", refuse)
     with pytest.raises(StoreError, match="the cache cannot be listed: refused"):
         survey(tmp_path)

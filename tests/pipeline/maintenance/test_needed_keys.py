@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from pipeline.cache.entry_format import EntrySpec
-from pipeline.cache.folder import LocalCacheFolder
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.store import Store
 from pipeline.cache.users import read_users, register_run, register_user
 from pipeline.maintenance.gc import delete, survey
@@ -159,7 +159,7 @@ def test_L13_a_run_at_an_address_stays_registered_until_it_is_finished_or_delete
 def test_only_changed_registrations_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files_read: list[str] = []
 
-    class RecordingFolder(LocalCacheFolder):
+    class RecordingFolder(LocalFolder):
         def read(self, name: str) -> bytes:
             files_read.append(name.rpartition(".")[2])
             return super().read(name)

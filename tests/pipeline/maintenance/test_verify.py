@@ -116,7 +116,7 @@ def test_a_repair_encodes_an_entry_that_is_damaged_in_its_file_and_in_a_pack(
     path = job.entry("vae_latents")
     sound = path.read_bytes()
     rot(job, path)
-    folder = Store(job.recipe.cache_dir).packed.folder
+    folder = Store(job.recipe.cache_dir).folder
     (pack,) = pack_names(folder, ".pack")
     flip_bit(folder, pack, folder.read(pack).index(sound) + len(sound) - 3)
     monkeypatch.setattr(verification, "LocalLaunch", lambda _: job.launch)

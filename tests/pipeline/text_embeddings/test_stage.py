@@ -65,7 +65,7 @@ def test_captions_encoded_together_as_on_a_gpu_equal_those_encoded_alone(
     specs = [entries.text_spec(caption) for caption in ["", *cache.captions()["caption"]]]
     expected = [read_torch(entries.store, spec)["text_embedding"] for spec in specs]
 
-    shutil.rmtree(entries.store.root / "text")
+    shutil.rmtree(cache.recipe.cache_dir / "text")
     passes: list[int] = []
     encode = TextConditioner.encode_captions
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from pipeline.cache.pack_copies import CopySettings
 from pipeline.cache.store import Store
 from pipeline.errors import LaunchError
 from pipeline.trained_lora.job import TrainingJob, read_job
@@ -40,12 +41,13 @@ class InProcessLaunch:
     def __init__(self) -> None:
         self.launched: list[Path] = []
         self.stop_after: int | None = None
+        self.copies: CopySettings | None = None
 
     def __call__(self, module: str, job_file: Path) -> None:
         assert module == "pipeline.trained_lora.worker"
         self.launched.append(job_file)
         self._stop = StopRequest()
-        if not train(read_job(job_file), self, self._stop):
+        if not train(read_job(job_file, copies=self.copies), self, self._stop):
             raise LaunchError("stopped", where=module, fix="start again")
 
     def info(self, text: str) -> None: ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.store import Store
 from pipeline.cache.text_entries import file_images
 from pipeline.cache.worker.tensors import from_stored
 from pipeline.encoding.jobs import Encoded, Failure, Job, Order
@@ -40,7 +40,7 @@ def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path)
         ModelError: An encoder's values are not finite.
         LaunchError: The text encoders do not fit into memory.
     """
-    store = store_at(job.recipe.cache_dir)
+    store = Store(job.recipe.cache_dir)
     jobs = {each.spec.key: each for each in _jobs(job)}
     missing = {key: each for key, each in jobs.items() if not store.check(each.spec).valid}
     texts: dict[str, Mapping[str, Tensor]] = {
@@ -82,7 +82,7 @@ def _encoded(
     progress.phase("loading the text encoders")
     encoder = TextEncoder(order, device, progress)
     texts: dict[str, Mapping[str, Tensor]] = {}
-    for each, outcome in encoder.encoded(order.jobs, store_at(job.recipe.cache_dir)):
+    for each, outcome in encoder.encoded(order.jobs, Store(job.recipe.cache_dir)):
         if isinstance(outcome, Failure):
             raise DrawingError(outcome.detail, where=each.name, fix=outcome.fix)
         assert isinstance(outcome, Encoded), f"{each.name} appeared in the cache"

@@ -271,7 +271,7 @@ def test_an_entry_with_a_posterior_gives_a_sample_per_epoch_and_repeat_and_its_m
     moments = spec.holding({"mean": tensor, "std": tensor})
     store, draw = job.store, np.random.default_rng(1)
     mean, std = (draw.random(tensor.shape).astype(np.float16) for _ in range(2))
-    store.remove(spec)
+    store.discard(spec)
     store.write(moments, {"mean": mean, "std": std}, {})
     table = job.inputs.table.with_columns(latent_tensors=pl.lit(tensors_json(moments.tensors)))
     job = replace(job, inputs=TrainingInputs(table))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.cache.folder import LocalCacheFolder
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
 from pipeline.models.worker.drawing import PictureSettings
@@ -51,7 +51,7 @@ def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(
     assert not np.array_equal(pixels[0], np.asarray(Image.open(adapted[0])))
 
 
-def test_previews_and_training_read_the_indexes_of_packs_once(
+def test_previews_and_training_read_the_headers_of_packs_once(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project(sample_every=2)
@@ -59,18 +59,18 @@ def test_previews_and_training_read_the_indexes_of_packs_once(
     job = project.job()
     family = load_family(job.base)
     engine = Engine(job, family)
-    read, indexes = LocalCacheFolder.read, list[str]()
+    read, headers = LocalFolder.read_range, list[str]()
 
-    def record(folder: LocalCacheFolder, name: str) -> bytes:
-        indexes.extend([name] if name.endswith(".parquet") else [])
-        return read(folder, name)
+    def record(folder: LocalFolder, name: str, start: int, end: int) -> bytes:
+        headers.extend([name] if start == 0 else [])
+        return read(folder, name, start, end)
 
-    monkeypatch.setattr(LocalCacheFolder, "read", record)
+    monkeypatch.setattr(LocalFolder, "read_range", record)
     MicroBatchMaker(job, family, engine.scheduler).make(0, job.plan()[0].slots()[:1])
     for step in (2, 4):
         assert len(draw_previews(job, family, engine, step=step, warn=print)) == 2
-    assert sorted(indexes) == sorted(set(indexes))
-    assert {name.split("/")[1] for name in indexes} == {"latents", "text"}
+    assert len(headers) == len(set(headers))
+    assert {name.split("/")[1] for name in headers} == {"latents", "text"}
 
 
 def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Project]) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from demo.tiny_models import make_tiny_flux, make_tiny_krea2, make_tiny_z_image
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.store import Store
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import pipeline_class
@@ -191,7 +191,7 @@ def drawn_by_diffusers(job: TrainingJob, lora: Path) -> np.ndarray[Any, Any]:
     pipe = StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
     pipe.load_lora_weights(lora)
-    store, prompt = store_at(job.recipe.cache_dir), job.prompts[0]
+    store, prompt = Store(job.recipe.cache_dir), job.prompts[0]
     text, empty = (
         read_entry(store, entry, "a test")["text_embedding"][None].float()
         for entry in (prompt.text, job.empty_text)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.store import Store
 from pipeline.errors import DrawingError
 from pipeline.trained_lora.previews import preview_file
 from pipeline.trained_lora.run_folder import RunLayout
@@ -164,7 +164,7 @@ def test_pictures_equal_those_of_diffusers_with_the_exported_file(
 
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
-    store = store_at(project.recipe.cache_dir)
+    store = Store(project.recipe.cache_dir)
     negative = read_entry(store, job.empty_text, "the empty caption")["text_embedding"]
     for cell in sorted(job.cells(), key=lambda cell: cell.strength != 0):
         if cell.strength and not pipeline.get_active_adapters():
@@ -205,7 +205,7 @@ def test_pictures_with_references_equal_the_previews_and_those_of_diffusers(
     pipeline: Any = diffusers.Flux2KleinPipeline.from_pretrained(job.base)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.load_lora_weights(str(project.recipe.output_dir / "lora"))
-    store = store_at(project.recipe.cache_dir)
+    store = Store(project.recipe.cache_dir)
     for cell, references in zip(job.cells(), (files, files[::-1], []), strict=True):
         pictures = pipeline(
             image=[Image.open(file) for file in references] or None,

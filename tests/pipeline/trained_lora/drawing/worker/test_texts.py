@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pipeline.cache.remote_store import store_at
+from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Job, Order, write_order
 from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 from pipeline.trained_lora.drawing.worker.texts import prompt_texts
@@ -33,7 +33,7 @@ def test_a_prompt_outside_of_the_cache_gets_the_values_that_the_cache_would_stor
     recipe = project.recipe.model_copy(update={"text": text})
 
     job = prepare_drawing(recipe, Request(file=file, prompts=("a new prompt",)))
-    prompt, store = job.prompts[0], store_at(recipe.cache_dir)
+    prompt, store = job.prompts[0], Store(recipe.cache_dir)
     texts = prompt_texts(job, "cpu", InProcessDrawing(), scratch=tmp_path)
     assert not store.check(prompt.text).valid, "nothing is stored"
 

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
-from pipeline.cache import remote_store
+from pipeline.cache import fsspec_folder
 from pipeline.cache.entry_format import DATA_START, serialise
-from pipeline.cache.remote_store import FsspecStore, store_at
+from pipeline.cache.folder import entry_name
+from pipeline.cache.fsspec_folder import FsspecFolder
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Url, absolute
@@ -57,18 +59,22 @@ class RecordedRequests:
         self.listed, self.sizes, self.num_infos = [], [], 0
 
 
+def remote_of(store: Store) -> RemoteFolder:
+    assert isinstance(store.folder, FsspecFolder)
+    return store.folder.remote
+
+
 class Backend:
     """A store with direct access to its file system, to inspect and damage stored files."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        is_remote = isinstance(store, FsspecStore)
-        self.files: Any = store.folder.files if is_remote else fsspec.filesystem("file")
-        self.base = store.folder.base if is_remote else store.root.as_posix()
+        self.is_remote = isinstance(store.folder, FsspecFolder)
+        self.files: Any = remote_of(store).files if self.is_remote else fsspec.filesystem("file")
+        self.base = remote_of(store).base if self.is_remote else str(store.address)
 
     def name_of(self, spec: EntrySpec = SPEC) -> str:
-        path = self.store.path(spec).as_posix()
-        return f"{self.base}/{path}" if isinstance(self.store, FsspecStore) else path
+        return f"{self.base}/{entry_name(spec.kind, spec.key)}"
 
     def bytes_of(self, spec: EntrySpec = SPEC) -> bytes:
         return self.files.cat_file(self.name_of(spec))
@@ -90,14 +96,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
     if request.param == "folder":
         yield Backend(Store(tmp_path / "cache"))
     elif request.param == "local via fsspec":
-        yield Backend(FsspecStore(Url((tmp_path / "cache").as_uri())))
+        yield Backend(Store(Url((tmp_path / "cache").as_uri())))
     elif request.param == "s3":
         request.getfixturevalue("s3")
         fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
-        yield Backend(store_at(Url(f"s3://{name}/cache")))
+        yield Backend(Store(Url(f"s3://{name}/cache")))
     else:
         address = f"memory://{name}" if request.param == "memory" else f"dir://cache::memory://{name}"
-        yield Backend(store_at(Url(address)))
+        yield Backend(Store(Url(address)))
         memory = fsspec.filesystem("memory")
         if memory.exists(f"/{name}"):
             memory.rm(f"/{name}", recursive=True)
@@ -206,7 +212,7 @@ def test_L06_a_failed_write_leaves_neither_an_entry_nor_a_temporary_file(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if isinstance(backend.store, FsspecStore):
+    if backend.is_remote:
         moved = "mv" if "file" in backend.files.protocol or "dir" in backend.files.protocol else "pipe_file"
         monkeypatch.setattr(backend.files, moved, full)
     else:
@@ -234,8 +240,8 @@ def test_stats_are_equal_whether_entries_are_listed_or_asked_for(
     listed_together: int,
     entries_per_request: int,
 ) -> None:
-    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", listed_together)
-    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", entries_per_request)
+    monkeypatch.setattr(fsspec_folder, "_LISTED_TOGETHER", listed_together)
+    monkeypatch.setattr(fsspec_folder, "_ENTRIES_PER_REQUEST", entries_per_request)
     backend.write_entry()
     keys = [SPEC.key, *("ab" + f"{number:062x}" for number in range(50)), *(f"{n:064x}" for n in range(50))]
     state = backend.store.check(SPEC)
@@ -249,16 +255,17 @@ def test_H02_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_sin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cache with four entries in each folder is asked for 64 keys, and then for all of them."""
-    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 4)
-    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 2)
+    monkeypatch.setattr(fsspec_folder, "_LISTED_TOGETHER", 4)
+    monkeypatch.setattr(fsspec_folder, "_ENTRIES_PER_REQUEST", 2)
     address = f"memory://{uuid.uuid4().hex}"
-    store = FsspecStore(Url(address))
+    store = Store(Url(address))
+    files: Any = remote_of(store).files
     keys = [f"{folder:02x}{number:062x}" for folder in range(256) for number in range(4)]
     for key in keys:
-        store.folder.files.store[f"{store.folder.base}/latents/{key[:2]}/{key}.safetensors"] = MemoryFile(
-            store.folder.files, key, b"entry"
+        files.store[f"{remote_of(store).base}/{entry_name('latents', key)}"] = MemoryFile(
+            files, key, b"entry"
         )
-    requests = RecordedRequests(store.folder, monkeypatch)
+    requests = RecordedRequests(remote_of(store), monkeypatch)
 
     assert store.stats("latents", keys[::16])[:, 0].tolist() == [5] * 64
     assert (len(requests.listed), requests.num_infos) == (1, 64)
@@ -266,7 +273,7 @@ def test_H02_a_small_part_of_a_large_cache_takes_one_listing_of_a_folder_and_sin
     assert store.stats("latents", keys)[:, 0].tolist() == [5] * len(keys)
     assert sorted(set(requests.listed)) == [f"latents/{folder:02x}" for folder in range(256)]
     assert requests.num_infos == 0
-    store.folder.files.rm(store.folder.base, recursive=True)
+    files.rm(remote_of(store).base, recursive=True)
 
 
 def test_H02_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
@@ -274,19 +281,19 @@ def test_H02_the_size_of_a_bucket_is_estimated_from_few_listed_entries(
 ) -> None:
     """A cache with 32 entries in each of four groups of keys counts as one of 32 x 16^4 entries."""
     del s3
-    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 100)
-    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 0.5)
+    monkeypatch.setattr(fsspec_folder, "_LISTED_TOGETHER", 100)
+    monkeypatch.setattr(fsspec_folder, "_ENTRIES_PER_REQUEST", 0.5)
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("estimated")
-    store = FsspecStore(Url("s3://estimated/cache"))
+    store = Store(Url("s3://estimated/cache"))
     keys = [f"{start}{number:060x}" for start in ("abcd", "abc0", "ab00", "0000") for number in range(32)]
     for key in keys:
-        store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
-    requests = RecordedRequests(store.folder, monkeypatch)
+        remote_of(store).put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
+    requests = RecordedRequests(remote_of(store), monkeypatch)
 
     assert store.stats("latents", keys)[:, 0].tolist() == [5] * len(keys)
     assert (requests.listed, requests.sizes) == (["latents/ab"], [32]), "only keys that begin with abcd"
     assert requests.num_infos == len(keys)
-    listed = store.folder.list_files("latents/ab", prefix="abc")
+    listed = remote_of(store).list_files("latents/ab", prefix="abc")
     assert sorted(listed) == sorted(f"latents/ab/{key}.safetensors" for key in keys[:64])
 
 
@@ -300,18 +307,18 @@ def test_H02_the_prefix_of_the_estimate_is_shortened_until_it_selects_enough_ent
 ) -> None:
     """20 entries count as 20 x 16^digits, so that 20 of them begin with the same digits, which are listed."""
     del s3
-    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 100)
-    monkeypatch.setattr(remote_store, "_ENTRIES_PER_REQUEST", 1)
-    monkeypatch.setattr(remote_store, "_MAX_SINGLE_REQUESTS", 10)
+    monkeypatch.setattr(fsspec_folder, "_LISTED_TOGETHER", 100)
+    monkeypatch.setattr(fsspec_folder, "_ENTRIES_PER_REQUEST", 1)
+    monkeypatch.setattr(fsspec_folder, "_MAX_SINGLE_REQUESTS", 10)
     bucket = f"estimated-{start}"
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
-    store = FsspecStore(Url(f"s3://{bucket}/cache"))
+    store = Store(Url(f"s3://{bucket}/cache"))
 
     # Each digit behind `start` occurs once or twice.
     keys = [f"{start}{number % 16:x}{number:x}".ljust(64, "0") for number in range(20)]
     for key in keys:
-        store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
-    requests = RecordedRequests(store.folder, monkeypatch)
+        remote_of(store).put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
+    requests = RecordedRequests(remote_of(store), monkeypatch)
 
     assert store.stats("latents", keys)[:, 0].tolist() == [5] * 20
     assert requests.sizes == num_listed
@@ -323,14 +330,14 @@ def test_H02_a_large_cache_is_listed_in_parts_so_that_memory_does_not_grow_with_
 ) -> None:
     """Two entries in each folder; a listing shall return at most 40 entries."""
     del s3
-    monkeypatch.setattr(remote_store, "_LISTED_TOGETHER", 40)
-    monkeypatch.setattr(remote_store, "_MIN_SAMPLED", 2)
+    monkeypatch.setattr(fsspec_folder, "_LISTED_TOGETHER", 40)
+    monkeypatch.setattr(fsspec_folder, "_MIN_SAMPLED", 2)
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("in-parts")
-    store = FsspecStore(Url("s3://in-parts/cache"))
+    store = Store(Url("s3://in-parts/cache"))
     keys = [f"{folder:02x}{number:062x}" for folder in range(256) for number in (0, 8 * 16**61)]
     for key in keys:
-        store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
-    requests = RecordedRequests(store.folder, monkeypatch)
+        remote_of(store).put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
+    requests = RecordedRequests(remote_of(store), monkeypatch)
 
     assert store.stats("latents", keys)[:, 0].tolist() == [5] * len(keys)
     estimated = requests.sizes[:-16]
@@ -343,7 +350,7 @@ def test_reading_an_entry_of_a_bucket_takes_one_request(s3: str, monkeypatch: py
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("one-request")
     proxy = CountingProxy("127.0.0.1", s3)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-    store = FsspecStore(Url("s3://one-request/cache"))
+    store = Store(Url("s3://one-request/cache"))
     store.write(SPEC, VALUES, FACTS)
     proxy.requests.clear()
     assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
@@ -351,14 +358,14 @@ def test_reading_an_entry_of_a_bucket_takes_one_request(s3: str, monkeypatch: py
     assert [request.method for request in proxy.requests] == ["GET"]
 
 
-def test_remove_deletes_an_entry_but_not_a_folder_at_its_path(backend: Backend) -> None:
-    backend.store.remove(SPEC)
+def test_an_entry_is_discarded_but_not_a_folder_at_its_path(backend: Backend) -> None:
+    backend.store.discard(SPEC)
     backend.write_entry()
-    backend.store.remove(SPEC)
+    backend.store.discard(SPEC)
     assert backend.store.check(SPEC).status == "missing"
     backend.files.makedirs(backend.name_of())
     backend.files.pipe_file(f"{backend.name_of()}/kept.txt", b"x")
-    backend.store.remove(SPEC)
+    backend.store.discard(SPEC)
     assert backend.names() == ["kept.txt"]
 
 
@@ -370,19 +377,19 @@ def test_the_first_of_two_writers_to_an_object_store_wins(s3: str) -> None:
     assert folder.read("a/b") == b"first"
 
 
-def test_paths_and_file_urls_give_a_local_store_and_other_urls_a_remote_one(tmp_path: Path) -> None:
+def test_paths_and_file_urls_give_a_local_folder_and_other_urls_a_remote_one(tmp_path: Path) -> None:
     for text in (tmp_path.as_uri(), str(tmp_path)):
-        store = store_at(absolute(text, Path("/project")))
-        assert type(store) is Store
-        assert store.root == tmp_path
-    assert type(store_at(Url("memory://cache"))) is FsspecStore
+        store = Store(absolute(text, Path("/project")))
+        assert type(store.folder) is LocalFolder
+        assert store.address == tmp_path
+    assert type(Store(Url("memory://cache")).folder) is FsspecFolder
 
 
 def test_a_missing_package_and_a_missing_bucket_raise_errors_with_a_fix(s3: str) -> None:
     with pytest.raises(StoreError, match="needs a package that is not installed") as excinfo:
-        store_at(Url("gs://bucket/cache"))
+        Store(Url("gs://bucket/cache"))
     assert excinfo.value.fix == "pip install gcsfs"
-    store = store_at(Url("s3://no-such-bucket/cache"))
+    store = Store(Url("s3://no-such-bucket/cache"))
     assert store.check(SPEC).status == "missing"
     with pytest.raises(StoreError, match="cannot be written") as excinfo:
         store.write(SPEC, VALUES, FACTS)
