@@ -144,12 +144,10 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
 
 
 def watched_addresses(recipe: Recipe) -> list[Address]:
-    """Return every folder and manifest that shows changes of the datasets, masks and references."""
+    """Return every folder and manifest that shows changes of the datasets and their side inputs."""
     addresses = [path for dataset in recipe.datasets for path in (dataset.root, dataset.path)]
-    masks = [dataset.mask.path for dataset in recipe.datasets if dataset.mask is not None]
-    references = [each.path for dataset in recipe.datasets for each in dataset.references]
-    paired = [path for path in (*masks, *references) if path is not None]
-    return list(dict.fromkeys([*addresses, *paired]))
+    side_inputs = [each.settings.path for dataset in recipe.datasets for each in dataset.side_inputs]
+    return list(dict.fromkeys([*addresses, *(path for path in side_inputs if path is not None)]))
 
 
 def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:

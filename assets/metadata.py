@@ -20,9 +20,9 @@ from pipeline.escaping import markdown_text, printable_lines
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report, StageResult, write_report
 
-VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns", "reference_stats")
-"""Columns with file stats of sources and, after `entry_` and `mask_entry_`, of cache entries. They may change
-while the content stays equal."""
+VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
+"""Columns with file stats of sources and, after `entry_`, of cache entries. They may change while the content
+stays equal, as may columns that end in `_stats`."""
 
 MAX_PICTURES_BYTES = 200_000
 """Maximum total size of an asset's pictures. Dagster's event log stores them with each materialization."""
@@ -37,9 +37,6 @@ MAX_PREVIEW_ROWS = 5
 _PREVIEW_CHARACTERS = 48
 _NOT_IN_PREVIEW = {"dataset", "path", "key", "more_captions", "duplicate_group", *VOLATILE_COLUMNS}
 """Columns that repeat parts of the sample id, or that only the program compares."""
-
-_HIDDEN_PREFIXES = ("entry_", "mask_", "reference_")
-"""Prefixes of further columns that are not in the preview."""
 
 _MAX_TEXT_CHARACTERS = 60
 """Maximum length of a text that the UI shows without truncation; longer ones become Markdown."""
@@ -95,7 +92,7 @@ def content_version(table: Any, *, run: str = "") -> str:
     columns = [
         name
         for name in table.columns
-        if name.removeprefix("mask_").removeprefix("entry_") not in VOLATILE_COLUMNS
+        if name.rpartition("entry_")[2] not in VOLATILE_COLUMNS and not name.endswith("_stats")
     ]
     return content_digest(table.select(columns), more=run)[:16]
 
@@ -182,10 +179,14 @@ def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
 
 def _preview(table: Any) -> list[dict[str, Any]]:
     """Return the first rows with the columns that matter to a person, and long texts truncated."""
+    from pipeline.storage.tables import SIDE_INPUT_COLUMNS
+
+    of_side_inputs = (names for tables in SIDE_INPUT_COLUMNS.values() for names in tables.values())
+    hidden = _NOT_IN_PREVIEW.union(*of_side_inputs)
     names = [
         name
         for name in table.columns
-        if name not in _NOT_IN_PREVIEW and not name.endswith("hash") and not name.startswith(_HIDDEN_PREFIXES)
+        if name not in hidden and not name.endswith("hash") and not name.startswith("entry_")
     ]
     rows: list[dict[str, Any]] = table.select(names).head(MAX_PREVIEW_ROWS).to_dicts()
     return [{name: _truncated(value) for name, value in row.items()} for row in rows]

@@ -33,7 +33,7 @@ WEIGHTS = Weights(upscaled=0.025, partial=0.041)
 """Default weights.
 
 Chosen on 20 populations of 500 images. With them, fitted lists of at most 12, 20 and 48 sizes have less crop
-loss and more full batches than ladders of about as many sizes; test_fit.py states the figures of both.
+loss and more full batches than ladders of about as many sizes; test_fit.py has the figures.
 """
 
 AREA_RANGE = (0.94, 1.03)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STAGE = "aspect_buckets"
 
 _CHUNK_ROWS = 10_000
-"""Number of samples per call of the geometry, whose temporary arrays take half a kilobyte per sample."""
+"""Number of samples per call of the geometry. Its temporary arrays take half a kilobyte per sample."""
 
 MAX_LOGGED_BUCKETS = 8
 """Maximum number of buckets in the log. The report and its chart have all of them."""

@@ -110,11 +110,6 @@ def latent_key(inputs: LatentInputs) -> str:
     return canonical_hash({"latents": vars(inputs)})
 
 
-def mask_key(inputs: MaskInputs) -> str:
-    """Return the key of a mask's entry: 64 hex digits."""
-    return canonical_hash({"masks": vars(inputs)})
-
-
 def text_key(inputs: TextInputs) -> str:
     """Return the key of a caption's text embeddings: 64 hex digits."""
     return canonical_hash({"text": inputs.values()})

@@ -258,7 +258,7 @@ class RecipeEntries:
         Args:
             caption: The caption.
             length: Length of its `text_embedding` if the family stores captions at their own length. None
-                gives a ragged specification: the header states the length.
+                gives a ragged specification: the header has the length.
             images: As for `text_inputs`.
         """
         return EntrySpec("text", text_key(self.text_inputs(caption, images)), self.text_tensors(length))

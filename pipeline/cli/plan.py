@@ -99,22 +99,18 @@ def _show(recipe: Recipe, result: Forecast) -> None:
         _show_gates(result)
         echo("If you fix or allow this, the job will do the following for the samples kept now:")
     _show_expected("vae_latents", result.latents)
-    if result.masks is not None:
-        _show_expected("masks", result.masks)
-    if result.references is not None:
-        _show_expected("references", result.references)
+    for name, expected in result.side_inputs.items():
+        _show_expected(name, expected)
     _show_expected("text_embeddings", result.text)
 
 
 def _as_json(result: Forecast) -> dict[str, object]:
     values = asdict(result)
-    for name, expected in (("masks", result.masks), ("references", result.references)):
-        if expected is None:
-            del values[name]
-        else:
-            values[f"{name}_to_make"] = expected.to_make
+    side_inputs = values.pop("side_inputs")
     return {
         **values,
+        **side_inputs,
+        **{f"{name}_to_make": expected.to_make for name, expected in result.side_inputs.items()},
         "closed": [gate._asdict() for gate in result.closed],
         "latents_to_make": result.latents.to_make,
         "text_to_make": result.text.to_make,

@@ -4,7 +4,7 @@ Each entry is checked once and has at most one problem, which belongs to one che
 
     completeness        the entry is missing, or its path is not a file
     file_size_outliers  its size differs from the size that follows from shape and dtype
-    shape_uniformity    its header states other shapes or dtypes
+    shape_uniformity    its header has other shapes or dtypes
     finite_values       its content is wrong: checksum, another entry's key, or values that are not finite
 
 An entry whose stat is as recorded when it was verified is not read again. Since the exact size of each entry
@@ -148,7 +148,7 @@ def _check_of(store: Store, spec: EntrySpec, stat: EntryStat | None) -> Problem:
         return "completeness"
     if not spec.may_have(stat.num_bytes):
         return "file_size_outliers"
-    stated = store.read_tensor_specs(spec)
-    if stated is None or not spec.admits(stated):
+    stored = store.read_tensor_specs(spec)
+    if stored is None or not spec.admits(stored):
         return "shape_uniformity"
-    return "finite_values" if spec.holding(stated).file_bytes == stat.num_bytes else "file_size_outliers"
+    return "finite_values" if spec.holding(stored).file_bytes == stat.num_bytes else "file_size_outliers"

@@ -163,8 +163,8 @@ class _Fill:
         self._result = FillResult(pl.DataFrame(schema=schema))
 
     def run(self) -> FillResult:
-        # Starting processes takes seconds. If an entry is certainly missing, they start before the others
-        # are checked.
+        # Starting processes takes seconds. If an entry is certainly missing, they start before all
+        # entries are checked.
         if self._new_entry_is_missing():
             missing, results = self._encode(self._find_missing)
         else:
@@ -189,7 +189,7 @@ class _Fill:
         return any(tuple(stat) == NO_STAT for stat in stats)
 
     def _find_missing(self) -> pl.DataFrame:
-        """Return the rows whose entry is missing or wrong; the others are added to the result.
+        """Return the rows whose entry is missing or wrong; valid entries are added to the result.
 
         Raises:
             StoreError: The missing entries do not fit on the disk.

@@ -1,4 +1,4 @@
-"""Masks: grey images, or the opacity of an image, whose values weight the loss by place.
+"""Masks: grey images, or the opacity of an image. Their values weight the loss by place.
 
 A mask is resized, cropped and mirrored by the same filter and numbers as its image. Its values are then
 averaged over the pixels of each latent value.
@@ -72,12 +72,6 @@ def read_mask(content: BinaryIO, source: MaskSource, *, limits: DecodeLimits) ->
     return MaskContent(size, float(values.mean(dtype=np.float64)) / _WHITE)
 
 
-def mask_error(err: ImageError, mask: object) -> ImageError:
-    """Return the error of a mask's file as one of its image, with the mask's name and a reason `mask_*`."""
-    reason = err.reason if err.reason.startswith("mask_") else f"mask_{err.reason}"
-    return ImageError(reason, f"the mask {mask}: {err.detail}", fix=err.fix)
-
-
 def load_mask(
     file: File, geometry: Geometry, source: MaskSource, *, flipped: bool, content_hash: str
 ) -> npt.NDArray[np.uint8]:
@@ -105,7 +99,7 @@ def load_mask(
 def fit_mask(mask: Image.Image, geometry: Geometry, *, flipped: bool) -> npt.NDArray[np.uint8]:
     """Return a mask of the original size (mode L) as uint8 (H, W) of the target size.
 
-    The filter is that of the image, so that a grey image and an equal mask stay equal.
+    The image is resized by the same filter, so that a grey image and an equal mask stay equal.
     """
     target = geometry.target_size
     size_wh = (target.width, target.height)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -12,14 +13,19 @@ from pipeline.cache.recipe_entries import RecipeEntries, is_unchanged, with_reco
 from pipeline.cache.users import recorded_speed
 from pipeline.encoding.checks import check_entries
 from pipeline.reporting.progress import phase
+from pipeline.side_inputs.side_input import VIEW
 
 if TYPE_CHECKING:
     from pipeline.cache.store import EntrySpec, Kind
+    from pipeline.side_inputs import SideInput
 
 GEOMETRY = "geometry changed"
 DAMAGED, MISSING, MODEL_UNKNOWN = "entry damaged", "entry missing", "model or settings changed"
 
 _INPUT_NAMES = {"vae": "VAE", "encoders": "text encoders", "preprocessing_version": "preprocessing"}
+
+_FILE = (*VIEW, "number")
+"""Columns that identify a file of a row of vae_latents."""
 
 Row = Mapping[str, Any]
 
@@ -31,7 +37,7 @@ class Expected:
     Attributes:
         kind: Kind of the entries.
         there: Number of entries that would be reused.
-        reasons: Reason to the names of the samples whose entries would be encoded for it.
+        reasons: Reason to the names of the samples with entries that would be encoded for it.
         num_bytes: Size of the entries to encode. An estimate if an entry's size depends on its caption.
         seconds: Time to encode them, without process start and model loading. None if no speed was measured
             on this machine yet.
@@ -62,7 +68,7 @@ def unusable_entries(
     *,
     spec_of: Callable[[dict[str, Any]], EntrySpec],
 ) -> Iterator[tuple[dict[str, Any], EntrySpec, str]]:
-    """Yield (row, entry, status) for missing and damaged entries, and count the others in `expected`."""
+    """Yield (row, entry, status) for missing and damaged entries, and count valid ones in `expected`."""
     with phase("comparing cache entries with the last run", log=entries.log):
         unchanged = is_unchanged(entries.store, expected.kind, with_recorded(requests, known))
     expected.there = int(unchanged.sum())
@@ -99,3 +105,52 @@ def estimate_seconds(entries: RecipeEntries, expected: Expected, *, cost: int) -
         return
     speed = recorded_speed(entries.machine_state_dir, expected.kind)
     expected.seconds = None if speed is None else speed * cost
+
+
+def expect_side_input(
+    entries: RecipeEntries, side_input: SideInput, requests: pl.DataFrame, known: pl.DataFrame | None
+) -> Expected:
+    """Return the work on the entries of a side input, as for latents.
+
+    An entry that is also a latent of a sample is not counted again.
+
+    Args:
+        entries: Entries of the recipe.
+        side_input: The kind of files.
+        requests: Rows of vae_latents as the job would request them.
+        known: Table vae_latents of the last run.
+    """
+    recorded = side_input.recorded(known)
+    earlier = {tuple(row[name] for name in _FILE): row for row in recorded.iter_rows(named=True)}
+    rows = side_input.entry_rows(entries, requests).join(
+        requests, on="key", how="anti", maintain_order="left"
+    )
+    rows = side_input.with_num_bytes(entries, rows.unique("key", keep="first", maintain_order=True))
+
+    expected, num_pixels = Expected(side_input.kind), 0
+    for row, spec, status in unusable_entries(
+        entries, expected, rows, recorded, spec_of=partial(side_input.spec, entries)
+    ):
+        before = earlier.get(tuple(row[name] for name in _FILE))
+        reason = DAMAGED if status == "wrong" else _side_input_reason(entries, side_input, row, spec, before)
+        name = f"{row['sample_id']}, {side_input.label(row)}" if side_input.several else row["sample_id"]
+        expected.add(reason, name, spec.file_bytes)
+        num_pixels += row["target_height"] * row["target_width"]
+
+    # The VAE's time depends on the number of pixels. Masks are encoded without it, in about equal time each.
+    estimate_seconds(entries, expected, cost=num_pixels if expected.kind == "latents" else expected.to_make)
+    return expected
+
+
+def _side_input_reason(
+    entries: RecipeEntries, side_input: SideInput, row: Row, spec: EntrySpec, earlier: Row | None
+) -> str:
+    if earlier is None:
+        return f"new {side_input.name}"
+    if earlier["content_hash"] != row["content_hash"]:
+        return f"{side_input.name} changed"
+    if earlier["key"] == spec.key:
+        return MISSING
+    if side_input.only_geometry:
+        return GEOMETRY
+    return changed_inputs(entries, spec, earlier["key"], side_input.inputs(entries, row))

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.mask_entries import mask_sources, mask_spec
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
-from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_entries import EMPTY_CAPTION, text_rows
 from pipeline.errors import LatentlineError, TableError, counted
 from pipeline.reporting.reports import Log, discard
+from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.tables import ASSETS, empty
+from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION, text_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -128,16 +127,18 @@ def _entry_specs(
     """Yield name and specification of each entry: per bucket, mirrored ones, and per caption variant."""
     buckets = sample_rows["aspect_buckets"]
     requests = entries.latent_requests(buckets)
-    references = reference_rows(entries, requests).partition_by("row", as_dict=True)
+    side_inputs = [
+        (side_input, side_input.entry_rows(entries, requests).partition_by("row", as_dict=True))
+        for side_input in SIDE_INPUTS
+    ]
     for index, row in enumerate(requests.iter_rows(named=True)):
         name = f"latents entry of {row['bucket']}" if len(buckets) > 1 else "latents entry"
         mirrored = ", mirrored" if row["flipped"] else ""
         yield name + mirrored, entries.latent_spec(row)
-        if row.get("mask_hash") is not None and row["dataset"] in mask_sources(entries.recipe):
-            yield name.replace("latents", "mask") + mirrored, mask_spec(entries, row)
-        for reference in references.get((index,), requests.clear()).iter_rows(named=True):
-            named = name.replace("latents", f"reference {reference['number']}")
-            yield named + mirrored, of_references(entries).latent_spec(reference)
+        for side_input, rows in side_inputs:
+            for entry_row in rows.get((index,), requests.clear()).iter_rows(named=True):
+                named = name.replace("latents", side_input.label(entry_row))
+                yield named + mirrored, side_input.spec(entries, entry_row)
     for row in text_rows(entries, sample_rows["validated_dataset"]).iter_rows(named=True):
         name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
         name = "text entry, empty caption" if row["variant"] == EMPTY_CAPTION else name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
@@ -17,9 +17,7 @@ import polars as pl
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries
-from pipeline.cache.reference_entries import IMAGES
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_entries import text_rows
 from pipeline.errors import PathIsolationError
 from pipeline.maintenance.expected import (
     DAMAGED,
@@ -29,9 +27,9 @@ from pipeline.maintenance.expected import (
     Row,
     changed_inputs,
     estimate_seconds,
+    expect_side_input,
     unusable_entries,
 )
-from pipeline.maintenance.expected_pairs import REFERENCE_CHANGED, expect_masks, expect_references
 from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.models.reference_support import require_references
 from pipeline.raw_images import checks as raw_images
@@ -40,10 +38,13 @@ from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
 from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import Log
+from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
+from pipeline.side_inputs.references import IMAGES
 from pipeline.storage.tables import Tables, selected
+from pipeline.text_embeddings.caption_rows import text_rows
 from pipeline.text_embeddings.stage import needed_texts
 from pipeline.trained_lora.start_file import require_start_file
-from pipeline.vae_latents.references import without_refused
+from pipeline.vae_latents.side_inputs import without_refused
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.stage import validate
 
@@ -94,8 +95,7 @@ class Forecast:
             nothing else was examined.
         latents: Work on latents.
         text: Work on text embeddings.
-        masks: Work on masks; None for a recipe without masks.
-        references: Work on reference images; None for a recipe without references.
+        side_inputs: Work on each side input that the recipe uses, such as "masks".
     """
 
     samples: int
@@ -104,8 +104,7 @@ class Forecast:
     closed: Sequence[ClosedGate]
     latents: Expected
     text: Expected
-    masks: Expected | None = None
-    references: Expected | None = None
+    side_inputs: Mapping[str, Expected] = field(default_factory=dict[str, Expected])
 
 
 def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
@@ -147,8 +146,11 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         closed=closed_gates(recipe, results),
         latents=_expect_latents(entries, requests, known_latents),
         text=_expect_text(entries, valid.table, known_text),
-        masks=expect_masks(entries, requests, known_latents),
-        references=expect_references(entries, requests, known_latents),
+        side_inputs={
+            side_input.plural: expect_side_input(entries, side_input, requests, known_latents)
+            for side_input in SIDE_INPUTS
+            if side_input.numbers(recipe)
+        },
     )
 
 
@@ -264,7 +266,7 @@ def _text_reason(entries: RecipeEntries, row: Row, spec: EntrySpec, earlier: Row
     if earlier["key"] == spec.key:
         return MISSING
     if _reference_hashes(earlier) != _reference_hashes(row):
-        return REFERENCE_CHANGED
+        return f"{REFERENCES.name} changed"
     inputs = entries.text_inputs(caption, row.get(SEEN)).values()
     return changed_inputs(entries, spec, earlier["key"], inputs)
 

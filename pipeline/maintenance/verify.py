@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.cache.mask_entries import has_mask, mask_spec
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
-from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_entries import with_seen_images
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
 from pipeline.reporting.reports import Log, discard
+from pipeline.side_inputs import SIDE_INPUTS
+from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import cache_text, needed_texts
 from pipeline.vae_latents.stage import cache_latents
 
@@ -63,14 +62,10 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
     for row in latents.iter_rows(named=True):
         spec = entries.latent_spec(row)
         needed.setdefault(spec.key, NeededEntry(row["sample_id"], spec))
-    for row in latents.filter(has_mask(recipe, latents)).iter_rows(named=True):
-        spec = mask_spec(entries, row)
-        needed.setdefault(spec.key, NeededEntry(f"the mask of {row['sample_id']}", spec))
-    of_mean = of_references(entries)
-    for row in reference_rows(entries, latents).iter_rows(named=True):
-        spec = of_mean.latent_spec(row)
-        name = f"the reference {row['path']} of {row['sample_id']}"
-        needed.setdefault(spec.key, NeededEntry(name, spec))
+    for side_input in SIDE_INPUTS:
+        for row in side_input.entry_rows(entries, latents).iter_rows(named=True):
+            spec = side_input.spec(entries, row)
+            needed.setdefault(spec.key, NeededEntry(side_input.entry_name(row), spec))
 
     text = with_seen_images(entries, tables.read("text_embeddings"))
     images = [SEEN] if SEEN in text.columns else []
@@ -131,7 +126,7 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
-    if kinds & {"latents", "masks"}:
+    if kinds - {"text"}:
         result = cache_latents(recipe, tables.read("aspect_buckets"), tables, launch=launch, log=log)
         tables.write("vae_latents", result.table)
         tables.write_rejected("vae_latents", result.rejected)

@@ -14,6 +14,7 @@ import polars as pl
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES
 from pipeline.raw_images.parquet_process import read_parquet
+from pipeline.recipe.datasets import SIDE_INPUT_KEYS
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.regular_files import MAX_FILE_BYTES, RefusedFileError, open_regular, require_size
 from pipeline.storage.remote_source import source_at
@@ -65,8 +66,8 @@ def _read_table(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO)
     columns = pl.read_csv(file, infer_schema_length=0, n_rows=0).columns
     file.seek(0)
     text_columns = {settings.path_column, *settings.captions.columns} & set(columns)
-    paired = (settings.mask, *settings.references)
-    text_columns |= {each.column for each in paired if each is not None and each.column in columns}
+    side_inputs = (each.settings for each in settings.side_inputs)
+    text_columns |= {each.column for each in side_inputs if each.column in columns}
     overrides = dict.fromkeys(text_columns, pl.String)
     return pl.read_csv(file, infer_schema_length=None, schema_overrides=overrides)
 
@@ -138,11 +139,9 @@ def _require_columns(settings: DatasetSettings, table: pl.DataFrame) -> None:
         required["captions.columns"] = settings.captions.columns
     if settings.focus_columns is not None:
         required["focus_columns"] = settings.focus_columns
-    if settings.mask is not None and settings.mask.column is not None:
-        required["mask.column"] = (settings.mask.column,)
-    for index, reference in enumerate(settings.references):
-        if reference.column is not None:
-            required[f"references[{index}].column"] = (reference.column,)
+    for _, key, side_input in settings.side_inputs:
+        if side_input.column is not None:
+            required[f"{key}.column"] = (side_input.column,)
 
     for key, columns in required.items():
         missing = [column for column in columns if column not in table.columns]
@@ -168,9 +167,10 @@ def _missing_column_fix(settings: DatasetSettings, table: pl.DataFrame, key: str
             return "write the column names in the first line, such as path,caption"
 
     contents = {"path_column": "paths", "captions.columns": "captions", "focus_columns": "focus points"}
-    contents["mask.column"] = "paths of the masks"
-    content = contents.get(key, "paths of the references")
-    fix = f"set datasets[].{key} to the column with the {content}"
+    contents |= {
+        f"{each.key}.column": f"paths of the {SIDE_INPUT_KEYS[each.kind]}" for each in settings.side_inputs
+    }
+    fix = f"set datasets[].{key} to the column with the {contents[key]}"
     if key == "path_column" and settings.captions.from_ == "column":
         fix += ", and datasets[].captions.columns to the column with the captions"
     return fix

@@ -1,4 +1,4 @@
-"""Remember what earlier runs learned: decode results, captions, masks, references and rejected files.
+"""Remember what earlier runs learned: decode results, captions, side inputs and rejected files.
 
 The indexes are Parquet files below `output_dir/tables/known`, replaced atomically. A missing, damaged or
 older one counts as empty: then every file is read again. A file is trusted while its stat is unchanged.
@@ -64,18 +64,14 @@ REJECTED_FILES: dict[str, Any] = {
 """Columns of refused.parquet, one row per file that the scan rejected: the rejection, the file's stat, the
 time of reading, the decoder and its pixel limit. All but the rejection may be null."""
 
-MASKS: dict[str, Any] = {
+SIDE_INPUT: dict[str, Any] = {
     **dict.fromkeys(("root", "source", "path"), pl.String),
     **dict.fromkeys((*STAT, "read_ns"), pl.Int64),
     "hash": pl.String,
     **dict.fromkeys(("height", "width"), pl.Int32),
-    "mean": pl.Float64,
 }
-"""Columns of masks.parquet, one row per usable mask: its folder, `images.mask.MaskSource` and path, the
-file's stat when it was listed, the time of reading, the hash of its bytes, its size and its mean weight."""
-
-REFERENCES: dict[str, Any] = {name: kind for name, kind in MASKS.items() if name != "mean"}
-"""Columns of references.parquet, one row per usable reference image: as `MASKS`; its source is "file"."""
+"""Columns of <side inputs>.parquet, one row per usable file: its folder, how it is read, its path, its stat
+when it was listed, the time of reading, the hash of its bytes, and its size. A side input may add columns."""
 
 SIDECAR = "sidecar:"
 """Prefix of `caption_from` for a sidecar file; its path follows."""
@@ -92,8 +88,6 @@ class ScanIndex:
     Attributes:
         decoded: Table with the columns `DECODED`.
         captions: Table with the columns `CAPTIONS`.
-        masks: Table with the columns `MASKS`.
-        references: Table with the columns `REFERENCES`.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -101,21 +95,25 @@ class ScanIndex:
         self._folder = _index_folder(tables)
         self.decoded = _read(self._folder / "pixels.parquet", DECODED)
         self.captions = _read(self._folder / "captions.parquet", CAPTIONS)
-        self.masks = _read(self._folder / "masks.parquet", MASKS)
-        self.references = _read(self._folder / "references.parquet", REFERENCES)
+        self._side_inputs: dict[str, pl.DataFrame] = {}
+
+    def side_input(self, name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
+        """Return what earlier runs learned of the files of a side input, such as "masks"."""
+        if name not in self._side_inputs:
+            self._side_inputs[name] = _read(self._folder / f"{name}.parquet", columns)
+        return self._side_inputs[name]
 
     def write(
-        self, decoded: pl.DataFrame, captions: pl.DataFrame, masks: pl.DataFrame, references: pl.DataFrame
+        self, decoded: pl.DataFrame, captions: pl.DataFrame, side_inputs: Mapping[str, pl.DataFrame]
     ) -> None:
         """Replace the indexes that have changed."""
         if not decoded.equals(self.decoded):
             write_atomically(self._folder / "pixels.parquet", partial(write_rows, decoded))
         if not captions.equals(self.captions):
             write_atomically(self._folder / "captions.parquet", partial(write_rows, captions))
-        if not masks.equals(self.masks):
-            write_atomically(self._folder / "masks.parquet", partial(write_rows, masks))
-        if not references.equals(self.references):
-            write_atomically(self._folder / "references.parquet", partial(write_rows, references))
+        for name, files in side_inputs.items():
+            if not files.equals(self.side_input(name, files.schema)):
+                write_atomically(self._folder / f"{name}.parquet", partial(write_rows, files))
 
 
 def read_rejected_files(tables: Tables) -> pl.DataFrame:
@@ -134,12 +132,12 @@ def _index_folder(tables: Tables) -> Path:
     return tables.folder / "known"
 
 
-def _read(path: Path, schema: dict[str, Any]) -> pl.DataFrame:
+def _read(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
     try:
         rows = read_rows(path)
     except (OSError, pl.exceptions.PolarsError):
         return pl.DataFrame(schema=schema)
-    return rows if dict(rows.schema) == schema else pl.DataFrame(schema=schema)
+    return rows if dict(rows.schema) == dict(schema) else pl.DataFrame(schema=schema)
 
 
 def caption_rule(settings: DatasetSettings) -> str | None:

@@ -1,4 +1,4 @@
-"""Open the sources of a recipe's datasets, masks and references with the limits of the recipe."""
+"""Open the sources of a recipe's datasets and side inputs with the limits of the recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pipeline.storage.source import LocalSource
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
-    from pipeline.storage.addresses import Address
 
 
 def source_of(settings: DatasetSettings, *, max_file_bytes: int) -> LocalSource | RemoteSource:
@@ -31,35 +30,18 @@ def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
     return {settings.name: source_of(settings, max_file_bytes=limit) for settings in recipe.datasets}
 
 
-def mask_root(settings: DatasetSettings) -> Address:
-    """Return the folder that the paths of a dataset's masks are relative to."""
-    assert settings.mask is not None
-    return settings.root if settings.mask.path is None else settings.mask.path
+def side_input_sources_of(recipe: Recipe, kind: str) -> dict[str, list[LocalSource | RemoteSource]]:
+    """Return the sources of one kind of side inputs, in order, of each dataset that has some, by its name.
 
-
-def mask_sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
-    """Return the source of the masks of each dataset that has masks, by the dataset's name.
+    Args:
+        recipe: The recipe.
+        kind: Key in `SIDE_INPUT_KEYS`.
 
     Raises:
         DatasetError: A URL cannot be opened.
     """
     limit = recipe.checks.max_file_bytes
+    roots = {settings.name: settings.side_input_roots(kind) for settings in recipe.datasets}
     return {
-        settings.name: source_at(mask_root(settings), max_file_bytes=limit)
-        for settings in recipe.datasets
-        if settings.mask is not None
-    }
-
-
-def reference_sources_of(recipe: Recipe) -> dict[str, list[LocalSource | RemoteSource]]:
-    """Return the source of each reference, in order, of each dataset that has references, by its name.
-
-    Raises:
-        DatasetError: A URL cannot be opened.
-    """
-    limit = recipe.checks.max_file_bytes
-    return {
-        settings.name: [source_at(root, max_file_bytes=limit) for root in settings.reference_roots]
-        for settings in recipe.datasets
-        if settings.references
+        name: [source_at(root, max_file_bytes=limit) for root in each] for name, each in roots.items() if each
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -21,6 +21,28 @@ from pipeline.recipe.validators import (
 from pipeline.storage.addresses import Address
 
 Pattern = Annotated[str, AfterValidator(check_exclude)]
+
+SIDE_INPUT_KEYS = {"mask": "masks", "references": "references"}
+"""Keys of a dataset's side inputs, which are files that belong to its images, and names of such files.
+
+A section has at least `path`, `column` and `suffix`; see `pipeline.side_inputs` for the stages.
+"""
+
+SideInputSettings = MaskSettings | ReferenceSettings
+
+
+class SideInputSection(NamedTuple):
+    """One side input that a dataset declares.
+
+    Attributes:
+        kind: Its key in `SIDE_INPUT_KEYS`.
+        key: Its key in the dataset's section, such as "references[0]".
+        settings: Its section.
+    """
+
+    kind: str
+    key: str
+    settings: SideInputSettings
 
 
 class FilterSettings(Settings):
@@ -194,9 +216,21 @@ class DatasetSettings(Settings):
         return self.path.parent if self.images is None else self.images
 
     @property
-    def reference_roots(self) -> list[Address]:
-        """Folders that the paths of the references are relative to, in order."""
-        return [self.root if each.path is None else each.path for each in self.references]
+    def side_inputs(self) -> list[SideInputSection]:
+        """All side inputs, those of one kind in the recipe's order."""
+        declared: list[SideInputSection] = []
+        for kind in SIDE_INPUT_KEYS:
+            value: SideInputSettings | tuple[SideInputSettings, ...] | None = getattr(self, kind)
+            if isinstance(value, tuple):
+                declared += [SideInputSection(kind, f"{kind}[{n}]", each) for n, each in enumerate(value)]
+            elif value is not None:
+                declared.append(SideInputSection(kind, kind, value))
+        return declared
+
+    def side_input_roots(self, kind: str) -> list[Address]:
+        """Return the folders that the paths of one kind of side inputs are relative to, in order."""
+        used = [each.settings.path for each in self.side_inputs if each.kind == kind]
+        return [self.root if path is None else path for path in used]
 
     @property
     def root_key(self) -> str:
@@ -205,33 +239,32 @@ class DatasetSettings(Settings):
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """Patterns of files and folders that are not images: `exclude`, masks and references."""
+        """Patterns of files and folders that are not images: `exclude` and all side inputs."""
         if self.is_manifest:
             return self.exclude
-        patterns = (self._pattern_of(each) for each in (self.mask, *self.references) if each is not None)
+        patterns = (self._pattern_of(each.settings) for each in self.side_inputs)
         return (*self.exclude, *(pattern for pattern in patterns if pattern is not None))
 
-    def _pattern_of(self, paired: MaskSettings | ReferenceSettings) -> str | None:
-        """Return the pattern of masks or references inside the dataset's folder; None if they are not."""
-        if paired.path is None:
+    def _pattern_of(self, settings: SideInputSettings) -> str | None:
+        """Return the pattern of a side input's files in the dataset's folder; None if they are not in it."""
+        if settings.path is None:
             return None
-        if paired.path == self.path:
-            return f"*{paired.suffix}.*"
-        root, folder = (PurePosixPath(str(each)) for each in (self.path, paired.path))
+        if settings.path == self.path:
+            return f"*{settings.suffix}.*"
+        root, folder = (PurePosixPath(str(each)) for each in (self.path, settings.path))
         return f"/{folder.relative_to(root)}" if folder.is_relative_to(root) else None
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
-        if self.mask is not None and self.mask.path == self.path and not self.mask.suffix:
-            what = f"mask.path must not be the dataset's folder without mask.suffix, got {self.mask.path}"
-            fix = "set mask.suffix to the end of the masks' names, or move the masks to another folder"
-            yield Violation("mask", what, fix, involves=("path", "mask"))
-
-        for index, reference in enumerate(self.references):
-            if reference.path == self.path and not reference.suffix:
-                what = f"path must not be the dataset's folder without suffix, got {reference.path}"
-                fix = "set suffix to the end of the references' names, or move them to another folder"
-                yield Violation(f"references[{index}].path", what, fix, involves=("path", "references"))
+        for kind, key, settings in self.side_inputs:
+            # Without a suffix, nothing tells these files from the images.
+            if settings.path == self.path and not settings.suffix:
+                what = (
+                    f"{key}.path must not be the dataset's folder without {key}.suffix, got {settings.path}"
+                )
+                files = SIDE_INPUT_KEYS[kind]
+                fix = f"set {key}.suffix to the end of the {files}' names, or move them to another folder"
+                yield Violation(f"{key}.path", what, fix, involves=("path", kind))
         yield from reference_violations(self.references)
         yield from self._prior_violations()
 
@@ -248,11 +281,7 @@ class DatasetSettings(Settings):
             "path_column": self.path_column != DatasetSettings.model_fields["path_column"].default,
             "focus_columns": self.focus_columns is not None,
             "images": self.images is not None,
-            "mask.column": self.mask is not None and self.mask.column is not None,
-            **{
-                f"references[{index}].column": each.column is not None
-                for index, each in enumerate(self.references)
-            },
+            **{f"{each.key}.column": each.settings.column is not None for each in self.side_inputs},
         }
         for key, is_used in used.items():
             if is_used:
@@ -272,3 +301,13 @@ class DatasetSettings(Settings):
         if self.role != "prior" and captions.class_words is not None:
             what = f"captions.class_words require role: prior, got role: {self.role}"
             yield Violation("captions.class_words", what, "set role: prior, or remove class_words", involves)
+
+
+def side_input_sections(dataset: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
+    """Yield key path and values of each side input of a dataset as in a recipe's file or its JSON."""
+    for kind in SIDE_INPUT_KEYS:
+        value = dataset.get(kind)
+        if isinstance(value, list):
+            yield from (((kind, number), section) for number, section in enumerate(value))
+        elif value is not None:
+            yield (kind,), value

@@ -1,4 +1,4 @@
-"""Path isolation of a recipe: its datasets, masks and references, `start_from`, cache_dir and output_dir."""
+"""Path isolation of a recipe: its datasets, side inputs, `start_from`, cache_dir and output_dir."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.recipe.check_specs import SPECS
+from pipeline.recipe.datasets import SIDE_INPUT_KEYS
 from pipeline.storage import isolation
 from pipeline.storage.addresses import Url
 from pipeline.storage.isolation import NamedPath, PathConflict
@@ -67,21 +68,14 @@ def _inputs(recipe: Recipe) -> list[NamedPath]:
         for index, dataset in enumerate(recipe.datasets)
     ]
 
-    # Masks and references without a path are in columns of a manifest or, for masks, in the alpha channel.
-    masks = [
-        NamedPath(f"masks of {dataset.name}", f"datasets[{index}].mask.path", dataset.mask.path)
-        for index, dataset in enumerate(recipe.datasets)
-        if dataset.mask is not None and dataset.mask.path is not None
-    ]
-    references = [
+    # Side inputs without a path are named in a column of a manifest, or are the images themselves.
+    side_inputs = [
         NamedPath(
-            f"references of {dataset.name}",
-            f"datasets[{index}].references[{number}].path",
-            reference.path,
+            f"{SIDE_INPUT_KEYS[kind]} of {dataset.name}", f"datasets[{index}].{key}.path", settings.path
         )
         for index, dataset in enumerate(recipe.datasets)
-        for number, reference in enumerate(dataset.references)
-        if reference.path is not None
+        for kind, key, settings in dataset.side_inputs
+        if settings.path is not None
     ]
 
     previews = [
@@ -89,7 +83,7 @@ def _inputs(recipe: Recipe) -> list[NamedPath]:
         for index, prompt in enumerate(recipe.training.sample_prompts)
         for number, path in enumerate(prompt.references)
     ]
-    return datasets + masks + references + previews
+    return datasets + side_inputs + previews
 
 
 def _outputs(recipe: Recipe) -> list[NamedPath]:

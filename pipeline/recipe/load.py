@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError
+from pipeline.recipe.datasets import side_input_sections
 from pipeline.recipe.deployment import scratch_folder
 from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.file_kind import RECIPE
@@ -225,9 +226,8 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
 
     path_keys = [(values, "cache_dir"), (values, "output_dir"), (lora, "start_from")]
     path_keys += [(dataset, key) for dataset in values["datasets"] for key in ("path", "images")]
-    path_keys += [(dataset.get("mask") or {}, "path") for dataset in values["datasets"]]
     path_keys += [
-        (reference, "path") for dataset in values["datasets"] for reference in dataset.get("references", [])
+        (section, "path") for dataset in values["datasets"] for _, section in side_input_sections(dataset)
     ]
     for holder, key in path_keys:
         if holder.get(key) is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pipeline.recipe.datasets import side_input_sections
 from pipeline.recipe.errors import Mistake
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
@@ -66,9 +67,8 @@ def _places(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     for index, dataset in enumerate(data["datasets"]):
         for key in ("path", "images"):
             yield ("datasets", index, key), dataset.get(key) or "."
-        yield ("datasets", index, "mask", "path"), _section(dataset, "mask").get("path") or "."
-        for number, reference in enumerate(dataset.get("references", [])):
-            yield ("datasets", index, "references", number, "path"), reference.get("path") or "."
+        for key, section in side_input_sections(dataset):
+            yield ("datasets", index, *key, "path"), section.get("path") or "."
     for key in ("cache_dir", "output_dir"):
         yield (key,), data.get(key) or "."
     for index, prompt in enumerate(_section(data, "training").get("sample_prompts") or []):

@@ -1,9 +1,13 @@
-"""Columns that a stage needs of its input tables; the others are not loaded.
+"""Columns that a stage needs of its input tables; no other columns are loaded.
 
 Plain names without Polars types, because definitions load without Polars.
 """
 
 from __future__ import annotations
+
+SIDE_INPUT_HASHES = ("mask_hash", "reference_images")
+"""Columns that identify the side inputs of a sample. Only tables of recipes with masks have the first, only
+tables of recipes with references the second."""
 
 NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
     "validated_dataset": {
@@ -16,7 +20,7 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         "vae_latents": (
             *("sample_id", "dataset", "path", "content_hash", "height", "width", "duplicate_group"),
             *("bucket", "resized_height", "resized_width", "crop_top", "crop_left"),
-            *("target_height", "target_width", "flipped", "mask_hash", "reference_images"),
+            *("target_height", "target_width", "flipped", *SIDE_INPUT_HASHES),
         ),
         "text_embeddings": (
             *("sample_id", "dataset", "variant", "caption", "text_length"),
@@ -24,8 +28,7 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""Needed columns by stage and input table; a stage needs all columns of a table that is not listed. Only the
-tables of recipes with masks have `mask_hash`, and those of recipes with references `reference_images`."""
+"""Needed columns by stage and input table; a stage needs all columns of a table that is not listed."""
 
 
 def needed_columns(stage: str, table: str) -> tuple[str, ...] | None:

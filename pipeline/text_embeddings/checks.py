@@ -14,11 +14,11 @@ import polars as pl
 
 from pipeline.cache.entry_format import TEXT
 from pipeline.cache.recipe_entries import SEEN, STAT_COLUMNS, RecipeEntries, with_recorded
-from pipeline.cache.reference_entries import IMAGES
-from pipeline.cache.text_entries import CAPTION_COLUMNS, EMPTY_CAPTION, text_rows, with_seen_images
 from pipeline.encoding.checks import AT_ONCE, Problems
 from pipeline.errors import counted, verb
 from pipeline.reporting.findings import MAX_ROWS, CheckContext, Finding, Outcome, findings
+from pipeline.side_inputs.references import IMAGES
+from pipeline.text_embeddings.caption_rows import CAPTION_COLUMNS, EMPTY_CAPTION, text_rows, with_seen_images
 from pipeline.text_embeddings.stage import needed_texts
 
 STAGE = "text_embeddings"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.cache.text_entries import EMPTY_CAPTION
 from pipeline.reporting.pictures import chart, png
 from pipeline.storage.atomic import write_bytes, write_text
+from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe

@@ -18,7 +18,6 @@ from pipeline.cache.earlier_entries import register_earlier, unregister_earlier
 from pipeline.cache.entry_format import TEXT
 from pipeline.cache.recipe_entries import SEEN, STAT_COLUMNS, STATS, RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryState
-from pipeline.cache.text_entries import CAPTION_COLUMNS, FILES, file_images, text_rows
 from pipeline.encoding.fill import EntryRequests, fill
 from pipeline.encoding.jobs import Failure, Job
 from pipeline.errors import DatasetError
@@ -26,6 +25,7 @@ from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
 from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, selected, validated
+from pipeline.text_embeddings.caption_rows import CAPTION_COLUMNS, FILES, file_images, text_rows
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 ASSET = "text_embeddings"
 
 _TOKEN_COUNTS = ("num_tokens", "num_cut")
-"""Columns that an entry's metadata states."""
+"""Columns with values from an entry's metadata."""
 
 
 def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
-    """Return the sorted distinct captions: these, those of the previews, and the empty one.
+    """Return the sorted distinct captions: these, the prompts of the previews, and the empty one.
 
     Dropout and guidance use the empty caption.
     """
@@ -47,7 +47,7 @@ def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
 
 
 def needed_texts(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the distinct captions in `rows`, those of the previews, and the empty one, sorted.
+    """Return the distinct captions in `rows`, the prompts of the previews, and the empty caption, sorted.
 
     If the text encoder sees references, equal captions with different images are distinct.
 
@@ -85,7 +85,7 @@ def cache_text(
     Nothing is launched if nothing is missing.
 
     Args:
-        recipe: Recipe whose `text` settings and base model decide the keys.
+        recipe: The recipe. Its `text` settings and base model decide the keys.
         validated_table: Table validated_dataset.
         tables: Tables of earlier runs; entries whose stat is as recorded there are trusted.
         launch: Starts the encoding processes.
@@ -199,7 +199,7 @@ def _text_length(state: EntryState) -> int | None:
 
 def _job(entries: RecipeEntries, row: Mapping[str, Any]) -> Job:
     caption, images = row["caption"], row.get(SEEN)
-    # A caption may be longer than an entry's header, so the header states its hash.
+    # A caption may be longer than an entry's header, so the header has its hash.
     inputs = entries.text_inputs(caption, images).values()
     inputs["caption"] = hashlib.sha256(caption.encode("utf-8")).hexdigest()
     name = f"the caption {caption[:60]!r}" if caption else "the empty caption"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.cache.recipe_entries import SEEN
-from pipeline.cache.text_entries import EMPTY_CAPTION, with_seen_images
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
+from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION, with_seen_images
 from pipeline.trained_lora.tensors_json import tensors_json
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import TrainingError
 from pipeline.models.training_adapter import resolve_training_adapter
+from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
@@ -96,14 +97,15 @@ def _samples(inputs: TrainingInputs) -> Facts:
     }
 
     # Facts without a value are absent, so that runs from before such a column existed have the same id.
-    if "masks" in table.columns:
-        masks = table.select("variant_id", "masks").drop_nulls()
-        if not masks.is_empty():
-            facts["masks"] = _digest((variant_id, *keys) for variant_id, keys in masks.iter_rows())
-    if "references" in table.columns:
-        references = table.select("variant_id", "references").drop_nulls()
-        if not references.is_empty():
-            facts["references"] = _digest(references.iter_rows())
+    for side_input in SIDE_INPUTS:
+        if side_input.plural not in table.columns:
+            continue
+        used = table.select("variant_id", side_input.plural).drop_nulls()
+        if not used.is_empty():
+            rows = (
+                used.iter_rows() if side_input.several else ((name, *keys) for name, keys in used.iter_rows())
+            )
+            facts[side_input.plural] = _digest(rows)
     if "slider" in table.columns:
         facts["sliders"] = _digest(table.select("variant_id", "slider", "pair").iter_rows())
     return facts

@@ -23,6 +23,7 @@ from pipeline.cache.store import EntrySpec, Store
 from pipeline.errors import TrainingError, counted
 from pipeline.escaping import without_secrets
 from pipeline.recipe import Recipe
+from pipeline.recipe.datasets import side_input_sections
 from pipeline.storage.atomic import write_atomically, write_text
 from pipeline.trained_lora.plan.samples import PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
@@ -241,9 +242,7 @@ def _without_secrets(recipe: Recipe) -> dict[str, Any]:
     for dataset in values["datasets"]:
         addresses = {key: dataset[key] for key in ("path", "images") if dataset[key] is not None}
         dataset |= {key: without_secrets(address) for key, address in addresses.items()}
-        if (mask := dataset["mask"]) is not None and mask["path"] is not None:
-            mask["path"] = without_secrets(mask["path"])
-        for reference in dataset["references"]:
-            if reference["path"] is not None:
-                reference["path"] = without_secrets(reference["path"])
+        for _, section in side_input_sections(dataset):
+            if section["path"] is not None:
+                section["path"] = without_secrets(section["path"])
     return values

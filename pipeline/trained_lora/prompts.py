@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales
-from pipeline.cache.reference_entries import IMAGES
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_entries import file_images
 from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
+from pipeline.side_inputs.references import IMAGES
+from pipeline.text_embeddings.caption_rows import file_images
 from pipeline.trained_lora.previews import number_text, preview_heading
 from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
 
@@ -145,7 +145,7 @@ def _reference_files(
     """Return the files of the samples' references, without those of samples with references at addresses."""
     if IMAGES not in latents.columns:
         return {}
-    roots = {dataset.name: dataset.reference_roots for dataset in recipe.datasets}
+    roots = {dataset.name: dataset.side_input_roots("references") for dataset in recipe.datasets}
     rows = latents.filter(pl.col("sample_id").is_in(list(sample_ids))).drop_nulls(IMAGES)
     files: dict[str, tuple[Path, ...]] = {}
     for sample_id, dataset, images in rows.select("sample_id", "dataset", IMAGES).iter_rows():

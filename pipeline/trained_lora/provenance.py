@@ -18,6 +18,7 @@ from pipeline.errors import TrainingError, counted
 from pipeline.escaping import without_secrets
 from pipeline.models.families import Use
 from pipeline.recipe import project_root
+from pipeline.recipe.datasets import side_input_sections
 from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
 from pipeline.storage.tables import ASSETS, Tables, read_rows
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
@@ -81,11 +82,9 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
         dataset["path"] = _shareable_path(dataset["path"])
         if dataset["images"] is not None:
             dataset["images"] = _shareable_path(dataset["images"])
-        if (mask := dataset["mask"]) is not None and mask["path"] is not None:
-            mask["path"] = _shareable_path(mask["path"])
-        for reference in dataset["references"]:
-            if reference["path"] is not None:
-                reference["path"] = _shareable_path(reference["path"])
+        for _, section in side_input_sections(dataset):
+            if section["path"] is not None:
+                section["path"] = _shareable_path(section["path"])
     model = values["model"]
     model["base"] = _shareable_path(model["base"])
     if model["training_adapter"] is not None:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
-from pipeline.cache.mask_entries import mask_keys, mask_sources, mask_tensors
 from pipeline.cache.recipe_entries import TARGET
-from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
+from pipeline.side_inputs import MASKS, REFERENCES, SIDE_INPUTS, SideInput
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import read_rows, selected
 from pipeline.trained_lora.caption_columns import EMPTY_COLUMNS, captions_by_sample
@@ -47,15 +46,35 @@ class CaptionVariant:
 
 @dataclass(frozen=True, slots=True)
 class LatentView:
-    """One latent of a sample, its mask, its references, and its crop's (top, left) in the resized image.
+    """One latent of a sample, its side inputs, and its crop's (top, left) in the resized image.
 
-    Mask, references and crop are mirrored if the latent is. References are in the recipe's order.
+    Side inputs and crop are mirrored if the latent is.
+
+    Attributes:
+        entry: Entry of the latent.
+        crop_top_left: Position of the crop.
+        side_inputs: Entries of the files of each side input, such as "references", in the recipe's order.
     """
 
     entry: EntrySpec
     crop_top_left: tuple[int, int]
-    mask: EntrySpec | None = None
-    references: tuple[EntrySpec, ...] = ()
+    side_inputs: Mapping[str, tuple[EntrySpec, ...]] = field(default_factory=dict[str, tuple[EntrySpec, ...]])
+
+    @property
+    def mask(self) -> EntrySpec | None:
+        """Entry of the mask, if the sample has one."""
+        return next(iter(self.side_inputs.get(MASKS.plural, ())), None)
+
+    @property
+    def references(self) -> tuple[EntrySpec, ...]:
+        """Entries of the references, in the recipe's order."""
+        return self.side_inputs.get(REFERENCES.plural, ())
+
+    @property
+    def images(self) -> tuple[EntrySpec, ...]:
+        """Entries of all images that the denoiser sees next to the latent."""
+        files = (entry for entries in self.side_inputs.values() for entry in entries)
+        return tuple(entry for entry in files if entry.kind == "latents")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +138,17 @@ COLUMNS: dict[str, Any] = {
 `text_tensors` (one per caption) and `latent_tensors` (the same for all views) are written by `tensors_json`.
 """
 
-MASK_COLUMNS: dict[str, Any] = {"masks": pl.List(pl.String), "mask_tensors": pl.String}
-"""Further columns of recipes with masks: entry keys, one per view, and their tensors; null without masks."""
-
-REFERENCE_COLUMNS: dict[str, Any] = {
-    "references": pl.List(pl.List(pl.String)),
-    "reference_tensors": pl.List(pl.String),
+SIDE_INPUT_COLUMNS: dict[str, dict[str, Any]] = {
+    each.plural: {
+        each.plural: pl.List(pl.List(pl.String)) if each.several else pl.List(pl.String),
+        f"{each.name}_tensors": pl.List(pl.String) if each.several else pl.String,
+    }
+    for each in SIDE_INPUTS
 }
-"""Further columns of recipes with references: entry keys, one list per view, and the tensors of each.
+"""Further columns of recipes with side inputs: entry keys by view, and the tensors of the entries.
 
-Both are null for inputs without references.
+If an input may have several files, such as references, a view has a list of keys, and there are tensors for
+each file. Both columns are null for inputs without such files.
 """
 
 SLIDER_COLUMNS: dict[str, Any] = {"slider": pl.Int8, "pair": pl.String}
@@ -145,9 +165,9 @@ class TrainingInputs(Sequence[TrainingInput]):
     """The training inputs of a run, sorted by variant_id.
 
     Attributes:
-        table: One row per input, with the columns of `COLUMNS`. Recipes with masks add `MASK_COLUMNS`, those
-            with references `REFERENCE_COLUMNS`, those with sliders `SLIDER_COLUMNS`, and those whose text
-            encoder sees references `EMPTY_COLUMNS`.
+        table: One row per input, with the columns of `COLUMNS`. Recipes with side inputs add
+            `SIDE_INPUT_COLUMNS`, recipes with sliders `SLIDER_COLUMNS`, and recipes with a text encoder that
+            sees references `EMPTY_COLUMNS`.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
@@ -239,10 +259,12 @@ def training_inputs(
 
     views = _views_by_bucket(recipe, entries, latents)
     joined = views.join(captions, on="sample_id", how="left")
-    columns = {**COLUMNS, **MASK_COLUMNS} if mask_sources(recipe) else COLUMNS
-    if any(dataset.references for dataset in recipe.datasets):
-        joined = joined.join(_references(entries, latents), on=["sample_id", "bucket"], how="left")
-        columns = {**columns, **REFERENCE_COLUMNS}
+    columns = COLUMNS
+    for side_input in SIDE_INPUTS:
+        if side_input.numbers(recipe):
+            files = _side_input(side_input, entries, latents)
+            joined = joined.join(files, on=["sample_id", "bucket"], how="left")
+            columns = {**columns, **SIDE_INPUT_COLUMNS[side_input.plural]}
     if entries.text_images is not None:
         columns = {**columns, **EMPTY_COLUMNS}
     if scales := slider_scales(recipe):
@@ -279,7 +301,6 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
     rows = rows.with_columns(
         entries.latent_keys(rows).alias("latents"),
         held_out(rows, fractions).alias("held_out"),
-        mask_keys(entries, rows).alias("masks"),
         crops_top="crop_top",
         crops_left=pl.when("flipped").then(mirrored_left).otherwise("crop_left"),
         repeats=pl.col("dataset").replace_strict(repeats, return_dtype=pl.Int32),
@@ -289,10 +310,7 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
 
     of_all_views = ("dataset", "repeats", "latent_tensors", "height", "width", *TARGET, "held_out")
     inputs = rows.group_by("sample_id", "bucket").agg(
-        "latents", "crops_top", "crops_left", "masks", pl.col(*of_all_views, "mask_tensors").first()
-    )
-    inputs = inputs.with_columns(
-        pl.when(pl.col("masks").list.drop_nulls().list.len() > 0).then(pl.col(MASK_COLUMNS.keys()))
+        "latents", "crops_top", "crops_left", pl.col(*of_all_views).first()
     )
     with_bucket = pl.format("{} ({})", "sample_id", "bucket")
     has_several_buckets = pl.len().over("sample_id") > 1
@@ -301,31 +319,28 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
     )
 
 
-def _references(entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per training input with references: `REFERENCE_COLUMNS`, `sample_id` and `bucket`."""
+def _side_input(side_input: SideInput, entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per training input with such files: their columns, `sample_id` and `bucket`."""
+    plural, tensors_column = SIDE_INPUT_COLUMNS[side_input.plural]
     rows = selected("vae_latents", latents, NEEDED["trained_lora"]["vae_latents"])
-    each = reference_rows(entries, rows.sort("sample_id", "bucket", "flipped"))
-    of_mean = of_references(entries)
+    each = side_input.entry_rows(entries, rows.sort("sample_id", "bucket", "flipped"))
     sizes = each.select(TARGET).unique()
-    tensors = [tensors_json(of_mean.latent_tensors(Size(*size))) for size in sizes.iter_rows()]
-    sizes = sizes.with_columns(pl.Series("reference_tensors", tensors, dtype=pl.String))
+    tensors = [tensors_json(side_input.tensors(entries, Size(*size))) for size in sizes.iter_rows()]
+    sizes = sizes.with_columns(pl.Series(tensors_column, tensors, dtype=pl.String))
     each = each.join(sizes, on=TARGET, how="left", maintain_order="left")
 
     by_view = each.group_by("row", "sample_id", "bucket", maintain_order=True)
-    views = by_view.agg("reference_tensors", references="key")
+    files = pl.col("key").alias(plural), pl.col(tensors_column)
+    views = by_view.agg(files if side_input.several else [each.first() for each in files])
     by_input = views.group_by("sample_id", "bucket")
-    return by_input.agg("references", pl.col("reference_tensors").first())
+    return by_input.agg(plural, pl.col(tensors_column).first())
 
 
 def _latent_tensors(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per distinct target size with the `latent_tensors` and `mask_tensors` of its entries."""
+    """Return one row per distinct target size with the `latent_tensors` of its entries."""
     sizes = rows.select(TARGET).unique()
     latents = [tensors_json(entries.latent_tensors(Size(*size))) for size in sizes.iter_rows()]
-    masks = [tensors_json(mask_tensors(entries, Size(*size))) for size in sizes.iter_rows()]
-    return sizes.with_columns(
-        pl.Series("latent_tensors", latents, dtype=pl.String),
-        pl.Series("mask_tensors", masks, dtype=pl.String),
-    )
+    return sizes.with_columns(pl.Series("latent_tensors", latents, dtype=pl.String))
 
 
 def write_inputs(inputs: TrainingInputs, file: Any) -> None:
@@ -338,7 +353,7 @@ def read_inputs(path: Path) -> TrainingInputs:
     return TrainingInputs(read_rows(path).rename({stored: name for name, stored in _STORED_NAMES.items()}))
 
 
-_ENTRY_COLUMNS = ("latents", "texts", "masks", "references", "empty_text")
+_ENTRY_COLUMNS = ("latents", "texts", *SIDE_INPUT_COLUMNS, "empty_text")
 
 
 def entry_keys(table: pl.DataFrame) -> pl.Series:
@@ -362,6 +377,21 @@ def _empty_text(row: Mapping[str, Any]) -> EntrySpec | None:
     return None if key is None else EntrySpec("text", key, parsed_tensors(row["empty_tensors"]))
 
 
+def _side_inputs(row: Mapping[str, Any], num_views: int) -> list[dict[str, tuple[EntrySpec, ...]]]:
+    """Return `LatentView.side_inputs` of each view."""
+    views: list[dict[str, tuple[EntrySpec, ...]]] = [{} for _ in range(num_views)]
+    for side_input in SIDE_INPUTS:
+        keys_column, tensors_column = SIDE_INPUT_COLUMNS[side_input.plural]
+        if row.get(keys_column) is None:
+            continue
+        texts = row[tensors_column] if side_input.several else [row[tensors_column]]
+        tensors = [parsed_tensors(text) for text in texts]
+        for view, keys in zip(views, row[keys_column], strict=True):
+            files = zip(keys if side_input.several else [keys], tensors, strict=True)
+            view[side_input.plural] = tuple(EntrySpec(side_input.kind, *file) for file in files)
+    return views
+
+
 def _input(row: Mapping[str, Any]) -> TrainingInput:
     text_entries = [
         EntrySpec("text", key, parsed_tensors(tensors))
@@ -370,18 +400,6 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
     latent_tensors = parsed_tensors(row["latent_tensors"])
     latent_entries = [EntrySpec("latents", key, latent_tensors) for key in row["latents"]]
     crops = zip(row["crops_top"], row["crops_left"], strict=True)
-    masks: list[EntrySpec | None] = [None] * len(latent_entries)
-    if row.get("masks") is not None:
-        masks = [EntrySpec("masks", key, parsed_tensors(row["mask_tensors"])) for key in row["masks"]]
-
-    references: list[tuple[EntrySpec, ...]] = [()] * len(latent_entries)
-    if row.get("references") is not None:
-        tensors = [parsed_tensors(text) for text in row["reference_tensors"]]
-        references = [
-            tuple(EntrySpec("latents", *each) for each in zip(keys, tensors, strict=True))
-            for keys in row["references"]
-        ]
-
     return TrainingInput(
         variant_id=row["variant_id"],
         sample_id=row["sample_id"],
@@ -389,7 +407,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         bucket=row["bucket"],
         repeats=row["repeats"],
         variants=tuple(map(CaptionVariant, row["captions"], text_entries)),
-        views=tuple(map(LatentView, latent_entries, crops, masks, references)),
+        views=tuple(map(LatentView, latent_entries, crops, _side_inputs(row, len(latent_entries)))),
         original_size_hw=(row["height"], row["width"]),
         target_size_hw=(row["target_height"], row["target_width"]),
         held_out=row["held_out"],

@@ -18,7 +18,6 @@ import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.cache.reference_entries import reference_hashes
 from pipeline.errors import counted
 from pipeline.models.families import detect
 from pipeline.models.preview_prompts import require_preview_prompts
@@ -29,6 +28,7 @@ from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
+from pipeline.side_inputs import REFERENCES
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
@@ -253,7 +253,7 @@ def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
     keys = inputs.select("sample_id", reference_keys="references").drop_nulls()
     keys = keys.explode("reference_keys").explode("reference_keys")
     by_sample = keys.group_by("sample_id", maintain_order=True).agg(pl.col("reference_keys").str.join(" "))
-    hashes = latents.select("sample_id", reference_hashes=reference_hashes()).unique("sample_id")
+    hashes = latents.select("sample_id", reference_hashes=REFERENCES.hashes()).unique("sample_id")
     return by_sample.join(hashes, on="sample_id", how="left")
 
 

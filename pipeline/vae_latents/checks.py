@@ -8,27 +8,17 @@ to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.mask_entries import has_mask, mask_keys, mask_sources, mask_spec
 from pipeline.cache.recipe_entries import (
     LATENT_SHAPE,
     STAT_COLUMNS,
-    STATS,
     TARGET,
     RecipeEntries,
     with_recorded,
-)
-from pipeline.cache.reference_entries import (
-    IMAGES,
-    KEYS,
-    STATS_TEXT,
-    has_references,
-    of_references,
-    reference_keys,
-    reference_rows,
 )
 from pipeline.encoding.checks import AT_ONCE, REPAIR, Problem, Problems
 from pipeline.errors import counted, verb
@@ -40,9 +30,11 @@ from pipeline.reporting.rejections import (
     most_frequent_fixes,
     no_samples_left,
 )
-from pipeline.storage.tables.schemas import has_defect
+from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
+from pipeline.side_inputs.masks import MEAN
+from pipeline.storage.needed_columns import SIDE_INPUT_HASHES
+from pipeline.storage.tables import SIDE_INPUT_COLUMNS, has_defect
 from pipeline.vae_latents.masks import kept_fraction
-from pipeline.vae_latents.references import recorded_references
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -56,23 +48,19 @@ _GEOMETRY = (
     *("crop_top", "crop_left", "target_height", "target_width"),
 )
 
-_PAIRED = ("mask_hash", "reference_images")
-
-_BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, *_PAIRED)
-"""Columns of aspect_buckets that identify a latent and decide the keys of it, its mask and its references."""
-
-_MASK_TABLE_COLUMNS = ("mask_mean", "mask_key", "mask_ppm", *(f"mask_{name}" for name in STAT_COLUMNS))
-"""Columns of vae_latents that the checks on masks use, in addition to `mask_hash`."""
+_BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, *SIDE_INPUT_HASHES)
+"""Columns of aspect_buckets that identify a latent and decide its keys and the keys of its side inputs."""
 
 MIN_KEPT = 0.5
 """Fraction of a mask's weight inside the crop below which a warning names the mask."""
 
-_REFERENCE_TABLE_COLUMNS = (KEYS, STATS_TEXT)
-"""Columns of vae_latents that the checks on references use, in addition to `IMAGES`."""
-
-_COLUMNS = (
-    *(*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key"),
-    *(*STAT_COLUMNS, *_MASK_TABLE_COLUMNS, *_REFERENCE_TABLE_COLUMNS),
+_COLUMNS = tuple(
+    dict.fromkeys(
+        [
+            *(*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key", *STAT_COLUMNS),
+            *(name for columns in SIDE_INPUT_COLUMNS.values() for name in columns[STAGE]),
+        ]
+    )
 )
 """Columns of vae_latents that the checks use."""
 
@@ -95,7 +83,7 @@ def run(context: CheckContext) -> list[Finding]:
     entry_rows = own.join(sizes, on=TARGET, how="left", maintain_order="left")
     problems = Problems(entries.store, "latents", entry_rows, entries.latent_spec, log=entries.log)
 
-    paired_problems = (_mask_entry_problems(entries, table), _reference_entry_problems(entries, table))
+    side_input_problems = [_side_input_problems(side_input, entries, table) for side_input in SIDE_INPUTS]
 
     buckets = context.tables.read("aspect_buckets", _BUCKET_COLUMNS)
     rejected = context.tables.read_rejected(STAGE)
@@ -109,9 +97,8 @@ def run(context: CheckContext) -> list[Finding]:
             f"each of {num_samples} has its entry or was rejected",
             more=[
                 *_table_differences(entries, table, expected_keys, expected),
-                *_missing_masks(entries, table, expected),
-                *_missing_references(entries, table, expected),
-                *_rows(paired_problems, "completeness"),
+                *(row for each in SIDE_INPUTS for row in _missing(each, entries, table, expected)),
+                *_rows(side_input_problems, "completeness"),
             ],
         ),
         "shape_uniformity": problems.outcome(
@@ -120,16 +107,16 @@ def run(context: CheckContext) -> list[Finding]:
             more=[
                 *_wrong_shapes(context, entries, table),
                 *_mixed_buckets(table),
-                *_rows(paired_problems, "shape_uniformity"),
+                *_rows(side_input_problems, "shape_uniformity"),
             ],
         ),
         "file_size_outliers": problems.outcome(
             "file_size_outliers",
             f"{count} of exactly the expected size",
-            more=_rows(paired_problems, "file_size_outliers"),
+            more=_rows(side_input_problems, "file_size_outliers"),
         ),
         "finite_values": problems.outcome(
-            "finite_values", f"{count} with valid content", more=_rows(paired_problems, "finite_values")
+            "finite_values", f"{count} with valid content", more=_rows(side_input_problems, "finite_values")
         ),
         "rejected_fraction": _rejected_fraction(context, table["sample_id"]),
         "masks_cropped": cropped_masks(context.recipe, table),
@@ -137,49 +124,49 @@ def run(context: CheckContext) -> list[Finding]:
     return findings(context, STAGE, outcomes)
 
 
-def _rows(paired_problems: Iterable[Problems], check: Problem) -> list[dict[str, Any]]:
-    """Return the problems with the entries of masks and references that a check reports."""
-    return [row for problems in paired_problems for row in problems.rows(check)]
+def _rows(side_input_problems: Iterable[Problems], check: Problem) -> list[dict[str, Any]]:
+    """Return the problems with the entries of side inputs that a check reports."""
+    return [row for problems in side_input_problems for row in problems.rows(check)]
 
 
-def _missing_masks(
-    entries: RecipeEntries, table: pl.DataFrame, expected: pl.DataFrame
+def _missing(
+    side_input: SideInput, entries: RecipeEntries, table: pl.DataFrame, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows of a dataset with masks whose mask is missing or is not the one of aspect_buckets."""
-    masked = list(mask_sources(entries.recipe))
-    if not masked:
+    """Yield samples with side inputs that are missing, or differ from the files in aspect_buckets."""
+    datasets = list(side_input.numbers(entries.recipe))
+    if not datasets:
         return
-    required = expected.filter(pl.col("dataset").is_in(masked))
-    keys = required.select(*_NAMES).with_columns(expected=mask_keys(entries, required))
-    stored = table.select(*_NAMES, stored=table["mask_key"] if "mask_key" in table.columns else pl.lit(None))
+    required = expected.filter(pl.col("dataset").is_in(datasets))
+    keys = required.select(*_NAMES).with_columns(expected=side_input.keys(entries, required))
+    column = side_input.keys_column
+    stored = table.select(*_NAMES, stored=table[column] if column in table.columns else pl.lit(None))
     both = keys.join(stored, on=_NAMES, how="inner", maintain_order="left")
     wrong = both.filter(pl.col("expected").is_null() | pl.col("expected").ne_missing(pl.col("stored")))
     for sample_id in wrong["sample_id"].unique(maintain_order=True):
-        yield {"sample_id": sample_id, "problem": "its mask is missing or outdated"}
+        yield {"sample_id": sample_id, "problem": side_input.outdated}
 
 
-def _mask_entry_problems(entries: RecipeEntries, table: pl.DataFrame) -> Problems:
-    """Check the cache entry of each mask.
+def _side_input_problems(side_input: SideInput, entries: RecipeEntries, table: pl.DataFrame) -> Problems:
+    """Check each entry of a side input that vae_latents recorded.
 
     Raises:
         StoreError: An entry cannot be read.
     """
-    used = table.filter(has_mask(entries.recipe, table))
-    if "mask_key" not in used.columns:
-        used = used.clear().with_columns(pl.lit(None).alias(name) for name in _MASK_TABLE_COLUMNS)
-    used = used.filter(used["mask_key"] == mask_keys(entries, used))
-    recorded = {f"mask_{name}": name for name in STATS}
-    used = used.drop("key", *STAT_COLUMNS).rename({"mask_key": "key", **recorded})
-    used = used.unique("key", keep="first", maintain_order=True)
-    num_bytes = [mask_spec(entries, row).file_bytes for row in used.iter_rows(named=True)]
-    used = used.with_columns(pl.Series("num_bytes", num_bytes, dtype=pl.Int64))
-    return Problems(entries.store, "masks", used, lambda row: mask_spec(entries, row), log=entries.log)
+    used = table.filter(side_input.used(entries.recipe, table))
+    # Rows with other keys are reported by completeness.
+    if side_input.keys_column in used.columns:
+        used = used.filter(used[side_input.keys_column] == side_input.keys(entries, used))
+    else:
+        used = used.clear()
+    rows = side_input.entry_rows(entries, used).unique("key", keep="first", maintain_order=True)
+    rows = with_recorded(side_input.with_num_bytes(entries, rows), side_input.recorded(used))
+    return Problems(entries.store, side_input.kind, rows, partial(side_input.spec, entries), log=entries.log)
 
 
 def cropped_masks(recipe: Recipe, table: pl.DataFrame) -> Outcome:
-    """Return the masks of which the crop keeps less than `MIN_KEPT`."""
-    used = table.filter(has_mask(recipe, table))
-    if used.is_empty() or "mask_ppm" not in used.columns:
+    """Return the masks that lose more than `MIN_KEPT` of their weight to the crop."""
+    used = table.filter(MASKS.used(recipe, table))
+    if used.is_empty() or MEAN not in used.columns:
         return Outcome(True, "no sample has a mask")
     lost = used.filter(~pl.col("flipped")).select("sample_id", "bucket", kept=kept_fraction().round(3))
     lost = lost.filter(pl.col("kept") < MIN_KEPT).sort("kept", "sample_id")
@@ -193,47 +180,11 @@ def cropped_masks(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     return Outcome(False, summary, fix, lost.rows(named=True), numbers)
 
 
-def _missing_references(
-    entries: RecipeEntries, table: pl.DataFrame, expected: pl.DataFrame
-) -> Iterator[dict[str, Any]]:
-    """Yield samples whose references are missing, or are not those of aspect_buckets in this order."""
-    datasets = [dataset.name for dataset in entries.recipe.datasets if dataset.references]
-    if not datasets:
-        return
-    required = expected.filter(pl.col("dataset").is_in(datasets))
-    keys = required.select(*_NAMES).with_columns(expected=reference_keys(entries, required))
-    stored = table.select(*_NAMES, stored=table[KEYS] if KEYS in table.columns else pl.lit(None))
-    both = keys.join(stored, on=_NAMES, how="inner", maintain_order="left")
-    wrong = both.filter(pl.col("expected").is_null() | pl.col("expected").ne_missing(pl.col("stored")))
-    for sample_id in wrong["sample_id"].unique(maintain_order=True):
-        problem = "its references are missing or outdated: they or their settings have changed since"
-        yield {"sample_id": sample_id, "problem": problem}
-
-
-def _reference_entry_problems(entries: RecipeEntries, table: pl.DataFrame) -> Problems:
-    """Check the cache entry of each reference that vae_latents recorded.
-
-    Raises:
-        StoreError: An entry cannot be read.
-    """
-    used = table.filter(has_references(entries.recipe, table))
-    if KEYS in used.columns:
-        used = used.filter(used[KEYS] == reference_keys(entries, used))
-    else:
-        used = used.clear().with_columns(pl.lit(None, pl.String).alias(IMAGES))
-    of_mean = of_references(entries)
-    rows = reference_rows(entries, used).unique("key", keep="first", maintain_order=True)
-    sizes = of_mean.latent_shapes(rows).select(*TARGET, "num_bytes")
-    rows = rows.join(sizes, on=TARGET, how="left", maintain_order="left")
-    recorded = with_recorded(rows, recorded_references(used))
-    return Problems(entries.store, "latents", recorded, of_mean.latent_spec, log=entries.log)
-
-
 def _table_differences(
     entries: RecipeEntries, table: pl.DataFrame, expected_keys: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Yield samples that are missing, superfluous, or have the entry of something else."""
-    names = [name for name in expected.columns if name not in _PAIRED]
+    names = [name for name in expected.columns if name not in SIDE_INPUT_HASHES]
     if table.select(names).equals(expected.select(names)) and table["key"].equals(expected_keys):
         return
 
@@ -259,7 +210,7 @@ def _table_differences(
 def _wrong_shapes(
     context: CheckContext, entries: RecipeEntries, table: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows whose latent has none of the shapes that the geometry gives for the original size."""
+    """Yield rows with a latent of another shape than the geometry gives for the original size."""
     placement = placement_of(context.recipe.buckets)
     for rows in table.iter_slices(AT_ONCE):
         yield from _wrong_shapes_of(placement, entries, rows)
@@ -290,7 +241,7 @@ def _wrong_shapes_of(
 
 
 def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield buckets whose latents have several shapes."""
+    """Yield buckets with latents of several shapes."""
     shapes = table.group_by("bucket", *LATENT_SHAPE).len().group_by("bucket").agg(shapes=pl.len())
     for bucket, num_shapes in shapes.filter(pl.col("shapes") > 1).sort("bucket").iter_rows():
         yield {"sample_id": f"bucket {bucket}", "problem": f"it has latents of {num_shapes} shapes"}
@@ -305,7 +256,7 @@ def _rejected_fraction(context: CheckContext, kept: pl.Series) -> Outcome:
     # The recipe's bucket settings decide what aspect_buckets rejects, as its filters do.
     rejected = all_rejected.filter(has_defect() & (pl.col("stage") != "aspect_buckets"))
     rejected_here = rejected.filter(pl.col("stage") == STAGE)
-    # Each of the cache stages rejects a sample whose reference has changed, if it needs to encode it.
+    # Both cache stages reject a sample if its reference has changed and must be encoded.
     rejected = rejected.unique("sample_id", keep="first", maintain_order=True)
     num_kept = kept.filter(~kept.is_in(rejected["sample_id"].implode())).n_unique()
     total, limit = num_kept + len(rejected), context.recipe.checks.max_rejected_fraction

@@ -248,7 +248,7 @@ def _rounded(moments: npt.NDArray[np.float64]) -> dict[str, float]:
     """Return the statistics of all values in groups with the moments (N, 5), with four digits."""
     counts, means, variances, least, most = moments.T
     mean = np.average(means, weights=counts)
-    # The variance is that within the groups plus that of their means.
+    # The total variance is the variance within the groups plus the variance of their means.
     variance = np.average(variances + (means - mean) ** 2, weights=counts)
     numbers = {"mean": mean, "std": variance**0.5, "least": least.min(), "most": most.max()}
     return {name: float(f"{value:.4g}") for name, value in numbers.items()}

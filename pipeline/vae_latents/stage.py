@@ -14,7 +14,6 @@ import polars as pl
 
 from pipeline.cache.earlier_entries import register_earlier, unregister_earlier
 from pipeline.cache.recipe_entries import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
-from pipeline.cache.reference_entries import KEYS, STATS_TEXT, of_references
 from pipeline.cache.store import EntrySpec
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Failure, Job, PictureJobs
@@ -22,15 +21,25 @@ from pipeline.images.geometry import Geometry, Size
 from pipeline.models.reference_support import require_references
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
-from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, validated
+from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
+from pipeline.side_inputs.images import mean_entries
+from pipeline.side_inputs.side_input import VIEW
+from pipeline.storage.tables import (
+    REJECTED,
+    SIDE_INPUT_COLUMNS,
+    columns_in,
+    frame,
+    row_names,
+    validated,
+)
 from pipeline.vae_latents import report as pictures
 from pipeline.vae_latents.masks import cache_masks, mask_counters
-from pipeline.vae_latents.references import (
+from pipeline.vae_latents.side_inputs import (
+    VAE_SIDE_INPUTS,
     failures_by_row,
-    recorded_references,
-    reference_counters,
-    requested_references,
-    with_reference_columns,
+    recorded_images,
+    requested_images,
+    side_input_counters,
     without_refused,
 )
 
@@ -48,6 +57,12 @@ _WORK = (
 )
 """Columns of a row that the encoder receives."""
 
+_RECORDED_COLUMNS = (
+    *("key", *STAT_COLUMNS, *VIEW),
+    *(name for columns in SIDE_INPUT_COLUMNS.values() for name in columns[ASSET]),
+)
+"""Columns of the last table that record its entries."""
+
 
 def cache_latents(
     recipe: Recipe, buckets: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
@@ -58,7 +73,7 @@ def cache_latents(
     encoded. Nothing is launched if nothing is missing.
 
     Args:
-        recipe: Recipe whose `latents` settings and base model decide the keys.
+        recipe: The recipe. Its `latents` settings and base model decide the keys.
         buckets: Table aspect_buckets.
         tables: Tables of earlier runs; entries whose stat is as recorded there are trusted.
         launch: Starts the encoding processes.
@@ -79,35 +94,47 @@ def cache_latents(
 
     # One row per (sample, bucket, mirrored); several rows may share an entry.
     requests, refused = without_refused(entries, entries.latent_requests(buckets))
-    requests, masks = cache_masks(entries, requests, tables, log=log, watch=watch)
-    references = requested_references(entries, requests)
-    previous = _recorded(tables.read_previous(ASSET, ("key", *STAT_COLUMNS, KEYS, STATS_TEXT)))
-    latent_rows = _entry_rows(requests, previous)
-    picture_rows = pictures.sample_of(latent_rows, pictures.NUM_DECODED)
-    work = _entry_requests(entries, _with_references(latent_rows, references, previous), picture_rows)
+    side_inputs = {side_input: side_input.entry_rows(entries, requests) for side_input in SIDE_INPUTS}
+    previous = tables.read_previous(ASSET, _RECORDED_COLUMNS)
 
-    register_earlier(entries, "latents", None if previous is None else previous["key"], work.rows["key"])
+    # Masks need no model, so this process encodes them. Images of side inputs share the VAE's processes with
+    # the latents, because loading the VAE takes longer than encoding many images.
+    masks = cache_masks(entries, side_inputs[MASKS], MASKS.recorded(previous), log=log, watch=watch)
+    recorded = _recorded(previous)
+    latents = _entry_rows(requests, recorded)
+    picture_rows = pictures.sample_of(latents, pictures.NUM_DECODED)
+    images = [_entry_rows(rows, recorded) for rows in requested_images(entries, side_inputs)]
+
+    # An image of a side input may also be a sample, with the same entry; the entry stays one row.
+    rows = pl.concat([latents, *images], how="diagonal").unique("key", keep="first", maintain_order=True)
+    register_earlier(entries, "latents", None if recorded is None else recorded["key"], rows["key"])
+    work = _entry_requests(entries, rows, picture_rows)
     result = fill(entries, work, launch=launch, log=log, watch=watch)
     unregister_earlier(entries, ("latents", "masks"))
 
-    failures = result.failed | ({} if masks is None else masks.failed)
-    failed_references = failures_by_row(references, failures)
-    requests = with_reference_columns(recipe, requests, references, result.entries)
-    kept, failed = _without_failed(requests.with_row_index("row"), failures, failed_references)
+    # A failed entry rejects every sample that needs it.
+    requests = requests.with_row_index("row")
+    failures = _failures(requests, side_inputs, result.failed | ({} if masks is None else masks.failed))
+    failed = requests.filter(pl.col("row").is_in(list(failures)))
+    failed = failed.unique("sample_id", keep="first", maintain_order=True)
+    kept = requests.join(failed, on="sample_id", how="anti", maintain_order="left")
+    for side_input, entry_rows in side_inputs.items():
+        encoded = masks if side_input is MASKS else result
+        kept = _with_side_input(recipe, side_input, kept, entry_rows, encoded)
     table = _table(kept, result)
-    failed_rows = [_rejected_row(row, failures, failed_references) for row in failed.iter_rows(named=True)]
+    rejected = [_rejected_row(row, failures[row["row"]]) for row in failed.iter_rows(named=True)]
 
     report = {
-        **_counters(result, table, removed=_num_removed(previous, _recorded(table))),
-        **({} if masks is None else mask_counters(masks, table)),
-        **({} if references.is_empty() else reference_counters(references, table)),
+        **_counters(result, table, removed=_num_removed(recorded, _recorded(table))),
+        **({} if masks is None else {MASKS.samples_counter: 0, **mask_counters(masks)}),
+        **side_input_counters(side_inputs, table["sample_id"]),
         "in": buckets["sample_id"].n_unique(),
-        "rejected": len(failed_rows) + len(refused),
+        "rejected": len(rejected) + len(refused),
         **watch.numbers(),
         "pictures_seconds": round(watch.aside_s, 3),
         **_picture_report(entries, table, picture_rows),
     }
-    return StageResult(table, frame("rejected", failed_rows + refused), report)
+    return StageResult(table, frame("rejected", rejected + refused), report)
 
 
 def _picture_report(entries: RecipeEntries, table: pl.DataFrame, rows: pl.DataFrame) -> dict[str, object]:
@@ -123,66 +150,65 @@ def _table(requests: pl.DataFrame, result: FillResult) -> pl.DataFrame:
     return validated(ASSET, rows, "result of vae_latents").sort(row_names(ASSET))
 
 
-def _without_failed(
-    requests: pl.DataFrame, failures: Mapping[str, Any], failed_references: Mapping[int, Any]
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the rows of samples whose entries are all present, and one row of each other sample.
+def _with_side_input(
+    recipe: Recipe,
+    side_input: SideInput,
+    requests: pl.DataFrame,
+    entry_rows: pl.DataFrame,
+    encoded: FillResult | None,
+) -> pl.DataFrame:
+    """Return rows with the columns of a side input; without them if the recipe has no such files."""
+    if encoded is None or not side_input.numbers(recipe):
+        return requests.drop(SIDE_INPUT_COLUMNS[side_input.plural][ASSET], strict=False)
+    return side_input.with_entries(requests, entry_rows, encoded.entries)
 
-    A failed entry rejects every sample that needs it.
-    """
-    keys = [name for name in ("key", "mask_key") if name in requests.columns]
-    failed = requests.filter(
-        pl.any_horizontal(pl.col(keys).is_in(list(failures))) | pl.col("row").is_in(list(failed_references))
-    )
-    failed = failed.unique("sample_id", keep="first", maintain_order=True)
-    return requests.join(failed, on="sample_id", how="anti", maintain_order="left"), failed
+
+def _failures(
+    requests: pl.DataFrame, side_inputs: Mapping[SideInput, pl.DataFrame], failures: Mapping[str, Failure]
+) -> dict[int, dict[str, str]]:
+    """Return why a row lacks an entry, by its index: for its latent, or else for its first side input."""
+    failed = requests.filter(pl.col("key").is_in(list(failures))).select("row", "key")
+    of_latents = {row: asdict(failures[key]) for row, key in failed.iter_rows()}
+    return failures_by_row(side_inputs, failures) | of_latents
 
 
 def _recorded(table: pl.DataFrame | None) -> pl.DataFrame | None:
-    """Return `key` and `STAT_COLUMNS` of all entries that a table recorded, with those of references."""
+    """Return `key` and `STAT_COLUMNS` of all entries of the VAE that a table recorded."""
     if table is None:
         return None
-    return pl.concat([table.select("key", *STAT_COLUMNS), recorded_references(table)])
+    return pl.concat([table.select("key", *STAT_COLUMNS), recorded_images(table)])
 
 
-def _entry_rows(requests: pl.DataFrame, previous: pl.DataFrame | None) -> pl.DataFrame:
+def _entry_rows(requests: pl.DataFrame, recorded: pl.DataFrame | None) -> pl.DataFrame:
     """Return the first row of each key, with the columns of `EntryRequests.rows`."""
     area = pl.col("target_height").cast(pl.Int64) * pl.col("target_width")
+    of_side_inputs = [name for name in ("root", "side_input") if name in requests.columns]
     rows = requests.unique("key", keep="first", maintain_order=True).select(
         *("key", "num_bytes", "sample_id", "dataset", "path"),
         *_WORK,
         *LATENT_SHAPE,
+        *of_side_inputs,
         about_bytes="num_bytes",
         name="sample_id",
         cost=area,
     )
-    return with_recorded(rows, previous)
-
-
-def _with_references(
-    latent_rows: pl.DataFrame, references: pl.DataFrame, previous: pl.DataFrame | None
-) -> pl.DataFrame:
-    """Add the rows of the references' entries. An entry that is also a latent of a sample stays one row."""
-    if references.is_empty():
-        return latent_rows
-    rows = _entry_rows(references, previous)
-    more = references.unique("key", keep="first").select("key", "root", "posterior")
-    rows = rows.join(more, on="key", how="left", maintain_order="left")
-    return pl.concat([latent_rows, rows], how="diagonal").unique("key", keep="first", maintain_order=True)
+    return with_recorded(rows, recorded)
 
 
 def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl.DataFrame) -> EntryRequests:
-    recipe, references = entries.recipe, of_references(entries)
+    recipe, of_mean = entries.recipe, mean_entries(entries)
     roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
+    images = {side_input.plural: side_input for side_input in VAE_SIDE_INPUTS}
 
     def job(row: Row) -> Job:
-        if row.get("posterior") is not None:
-            return _job(references, row["root"], row, {"posterior": row["posterior"]})
-        return _job(entries, roots[row["dataset"]], row)
+        if (name := row.get("side_input")) is None:
+            return _job(entries, row, root=roots[row["dataset"]], name=row["sample_id"])
+        made_from = images[name].entry_name(row)
+        return _job(of_mean, row, root=row["root"], name=made_from, work={"posterior": "mean"})
 
     def spec(row: Row) -> EntrySpec:
         target_size = Size(*(row[name] for name in TARGET))
-        owner = entries if row.get("posterior") is None else references
+        owner = entries if row.get("side_input") is None else of_mean
         return EntrySpec("latents", row["key"], owner.latent_tensors(target_size))
 
     return EntryRequests(
@@ -203,7 +229,7 @@ def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl
     )
 
 
-def _job(entries: RecipeEntries, root: str, row: Row, more_work: Row = MappingProxyType({})) -> Job:
+def _job(entries: RecipeEntries, row: Row, *, root: str, name: str, work: Row = MappingProxyType({})) -> Job:
     geometry = Geometry.from_row(row)
     facts = {
         "inputs": dict(vars(entries.latent_inputs(row))),
@@ -211,9 +237,8 @@ def _job(entries: RecipeEntries, root: str, row: Row, more_work: Row = MappingPr
         "resized_size": list(geometry.resized_size),
         "crop": list(geometry.crop),
     }
-    work = {"root": root, "path": row["path"], **{name: row[name] for name in _WORK}}
-    name = f"the reference {row['path']} of {row['sample_id']}" if more_work else row["sample_id"]
-    return Job(entries.latent_spec(row), facts, {**work, **more_work}, name, row["cost"])
+    image = {"root": root, "path": row["path"], **{column: row[column] for column in _WORK}}
+    return Job(entries.latent_spec(row), facts, {**image, **work}, name, row["cost"])
 
 
 def _num_removed(previous: pl.DataFrame | None, recorded: pl.DataFrame | None) -> int:
@@ -230,10 +255,6 @@ def _counters(result: FillResult, table: pl.DataFrame, removed: int) -> dict[str
     return {**result.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
 
 
-def _rejected_row(
-    row: Row, failures: Mapping[str, Failure], failed_references: Mapping[int, Row]
-) -> dict[str, Any]:
-    failed_keys = [row[name] for name in ("key", "mask_key") if row.get(name) in failures]
-    failure = asdict(failures[failed_keys[0]]) if failed_keys else failed_references[row["row"]]
+def _rejected_row(row: Row, failure: Mapping[str, str]) -> dict[str, Any]:
     values = {**row, "stage": ASSET, **failure}
     return {name: values[name] for name in REJECTED}

@@ -37,8 +37,8 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-"""Byte order marks and their encodings. UTF-32 comes first: its little-endian mark starts with that of
-UTF-16."""
+"""Byte order marks and their encodings. UTF-32 comes first: its little-endian mark starts with the mark
+of UTF-16."""
 
 
 def read_caption_file(
@@ -109,7 +109,7 @@ def missing_error(settings: CaptionSettings, source: Source, path: str) -> Image
 
 
 def _most_usual(suffixes: tuple[str, ...]) -> str | None:
-    """Return the suffix that is most likely that of a caption, or None without a candidate."""
+    """Return the most likely suffix of a caption, or None without a candidate."""
     candidates = [each for each in suffixes if last_suffix(f"x{each}")[1:].lower() not in FOREIGN_CACHES]
 
     def rank(suffix: str) -> tuple[int, int, str]:

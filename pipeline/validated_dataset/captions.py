@@ -52,7 +52,7 @@ def caption_of(
 ) -> Caption:
     """Return the caption of one image, or its captions if it has several.
 
-    `manifest_texts` are those of the manifest's caption columns, or None without a manifest. `sidecar_bytes`
+    `manifest_texts` are from the manifest's caption columns, or None without a manifest. `sidecar_bytes`
     are the sizes of the files listed in `captions.suffix`, in that order, -1 for a file that does not exist;
     they may be omitted.
 
@@ -74,7 +74,7 @@ def caption_of(
 def differing_files(
     settings: CaptionSettings, source: Source, path: str, caption: Caption, sidecar_bytes: Sequence[int] = ()
 ) -> list[str]:
-    """Return the paths of the other listed caption files of an image that do not hold the same caption.
+    """Return the paths of further listed caption files of an image that hold another caption.
 
     A file without text does not count. A file that cannot be read or decoded does. `sidecar_bytes` is as in
     `caption_of`.

@@ -25,12 +25,13 @@ from pipeline.reporting.rejections import (
     most_frequent_fixes,
     no_samples_left,
 )
+from pipeline.storage.needed_columns import SIDE_INPUT_HASHES
 from pipeline.storage.source import Source
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset.captions import FALLBACK
 from pipeline.validated_dataset.holdout import held_out
-from pipeline.validated_dataset.pair_checks import mask_outcomes, reference_outcomes
+from pipeline.validated_dataset.side_input_checks import side_input_outcomes, white_masks
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -42,7 +43,7 @@ _RAW_COLUMNS = ("sample_id", "dataset", "path", "content_hash", "height", "width
 
 _COLUMNS = (
     *("sample_id", "dataset", "content_hash", "height", "width"),
-    *("duplicate_group", "one_colour", "caption_from", "mask_mean", "reference_images"),
+    *("duplicate_group", "one_colour", "caption_from", "mask_mean", *SIDE_INPUT_HASHES),
 )
 """Columns of validated_dataset that the checks need."""
 
@@ -64,8 +65,8 @@ def run(context: CheckContext) -> list[Finding]:
         "captions_present": _captions_present(table, rejected),
         "captions_decodable": _captions_decodable(table, rejected),
         "captions_unshared": _captions_unshared(table),
-        **mask_outcomes(context, table, rejected),
-        **reference_outcomes(context, table, rejected),
+        **side_input_outcomes(context, table, rejected),
+        "masks_white": white_masks(context.recipe, table),
         "rejected_fraction": _rejected_fraction(context, table, rejected),
         "conservation": check_conservation(
             raw["sample_id"], table["sample_id"], rejected["sample_id"], STAGE

@@ -114,7 +114,7 @@ def write_dataset_page(
 
 
 def _replace_pages(folder: Path, pages: Mapping[str, str]) -> None:
-    """Write each page atomically, the first one last, because it links to the others; delete old ones."""
+    """Write each page atomically, the first one last, because it links to all; delete old pages."""
     for name in reversed(list(pages)):
         write_text(folder / name, pages[name])
     for path in folder.glob("*.html"):
@@ -152,7 +152,7 @@ def _total(rejected_shown: pl.DataFrame) -> int:
 def _write_thumbnails(
     folder: Path, tables: Sequence[pl.DataFrame], sources: Mapping[str, Source], log: Log
 ) -> set[str]:
-    """Draw the missing thumbnails, delete those of other images, and return the names of all."""
+    """Draw the missing thumbnails, delete thumbnails of other images, and return the names of all."""
     folder.mkdir(parents=True, exist_ok=True)
     images: dict[str, SheetImage] = {}
     for table in tables:

@@ -90,7 +90,7 @@ class _FileResult(NamedTuple):
 
 
 def current_results(known: pl.DataFrame) -> pl.DataFrame:
-    """Return the decode results of earlier runs that have a current version; the others are outdated."""
+    """Return the decode results of earlier runs that have a current version."""
     current = [version for version in known["decoder"].unique() if _is_current(version)]
     return known.filter(pl.col("decoder").is_in(current))
 
@@ -105,7 +105,7 @@ def decode_contents(
 ) -> DecodeResults:
     """Decode each content without a known result, from one of its files.
 
-    `rows` are those of raw_images. `known` has the columns `DECODED`.
+    `rows` are rows of raw_images. `known` has the columns `DECODED`.
     """
     unknown = rows.select(_COLUMNS).join(known, on="content_hash", how="anti", maintain_order="left")
     files_by_hash: dict[str, list[Row]] = {}

@@ -29,7 +29,7 @@ _MEASURES: dict[str, pl.Expr] = {
 def select(
     recipe: Recipe, raw: pl.DataFrame, manifests: Mapping[str, pl.DataFrame], *, stage: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the rows of raw_images to use, and the others as rejected rows of `stage`.
+    """Return the rows of raw_images to use, and rejected rows of `stage`.
 
     An image is rejected for the first filter, in the order of the recipe reference, that it does not pass. A
     limit applies to the images that pass all filters. It takes those with the smallest content hashes: a

@@ -1,7 +1,7 @@
 """Files that belong to images, such as masks: find the file of each image, and read each file once.
 
 A file is paired with its image by relative path without suffix, or by a column of the manifest. Facts of
-files are remembered like those of captions: a file is not read again while its stat is unchanged.
+files are remembered like captions: a file is not read again while its stat is unchanged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.source import LocalSource, Source, threads_for
 
 if TYPE_CHECKING:
-    from pipeline.recipe import DatasetSettings, MaskSettings, ReferenceSettings
+    from pipeline.recipe import DatasetSettings
+    from pipeline.recipe.datasets import SideInputSettings
     from pipeline.reporting.reports import Log
+    from pipeline.side_inputs import SideInput
     from pipeline.storage.addresses import Address
 
 Row = dict[str, Any]
@@ -43,19 +45,6 @@ class PairedFile(NamedTuple):
     kind: str
     path: str
     stat: tuple[int, ...]
-
-
-class Words(NamedTuple):
-    """Words for messages about one kind of files.
-
-    Attributes:
-        noun: Name of the files, and with `_` the prefix of reasons.
-        add: How to add a missing file; `{folder}` stands for the folder of such files, and `{name}` for the
-            file's path in it without suffix.
-    """
-
-    noun: str
-    add: str
 
 
 @dataclass
@@ -81,12 +70,11 @@ class Finder:
     def __init__(
         self,
         settings: DatasetSettings,
-        paired: MaskSettings | ReferenceSettings,
+        paired: SideInputSettings,
         source: LocalSource | RemoteSource,
         raw: pl.DataFrame,
         *,
-        words: Words,
-        kind: str = "file",
+        side_input: SideInput,
     ) -> None:
         """List the files.
 
@@ -95,16 +83,15 @@ class Finder:
             paired: Where its files are; without `path` and `column`, each image is its own file.
             source: Source of the files.
             raw: Table raw_images; a file of any of these images is not unmatched.
-            words: Words for messages.
-            kind: `PairedFile.kind` of the files.
+            side_input: The kind of files.
 
         Raises:
             DatasetError: The folder of the files cannot be listed, or the manifest cannot be used.
         """
         self._settings = settings
         self._paired = paired
-        self._words = words
-        self._root, self._kind = str(source.address), kind
+        self._side_input = side_input
+        self._root, self._kind = str(source.address), side_input.reads_as(paired)
         self._by_stem: dict[str, list[FoundFile]] = {}
         self._by_image: dict[str, FoundFile | Problem | None] = {}
         images = raw.filter(pl.col("dataset") == settings.name)
@@ -142,7 +129,7 @@ class Finder:
         return [file.path for file in files]
 
     def _of_folder(self, path: str) -> FoundFile | ImageError:
-        stem, noun = _stem(path), self._words.noun
+        stem, noun = _stem(path), self._side_input.name
         name = f"{stem}{self._paired.suffix}"
         files = self._by_stem.get(stem, [])
         if self._images_of_stem[stem] > 1:
@@ -151,7 +138,7 @@ class Finder:
             return ImageError(f"{noun}_shared", detail, fix=fix)
         if not files:
             detail = f"{self._paired.path} does not contain an image {name}.*"
-            add = self._words.add.format(folder=self._paired.path, name=name)
+            add = self._side_input.add_file.format(folder=self._paired.path, name=name)
             fix = f"{add}; or move the image to a dataset without {noun}s"
             return ImageError(f"{noun}_missing", detail, fix=fix)
         if len(files) > 1:
@@ -161,7 +148,7 @@ class Finder:
         return files[0]
 
     def _of_image(self, path: str) -> FoundFile | ImageError:
-        found, noun = self._by_image.get(path), self._words.noun
+        found, noun = self._by_image.get(path), self._side_input.name
         if found is None:
             detail = f"the column {self._paired.column!r} is empty in its row of the manifest"
             fix = (
@@ -197,7 +184,7 @@ def _files_by_stem(
 def _files_by_image(
     settings: DatasetSettings, column: str, source: Source
 ) -> dict[str, FoundFile | Problem | None]:
-    """Return the file, or why there is none, of each image whose row of the manifest names one."""
+    """Return the file, or why there is none, of each image that the manifest lists."""
     walk = walk_manifest(settings.model_copy(update={"path_column": column}), source)
     files: dict[str, FoundFile | Problem] = {file.path: file for file in walk.images}
     normalize = path_normalizer(settings)
@@ -216,8 +203,8 @@ Raises ImageError if the file cannot be used.
 class Reader:
     """Reads files, or takes their facts from earlier runs.
 
-    Facts are the columns `root`, `source` (the file's kind), `path`, those of `STAT`, `read_ns`, `hash`, and
-    those that `content` returns.
+    Facts are `root`, `source` (the file's kind), `path`, the columns of `STAT`, `read_ns`, `hash`, and the
+    facts that `content` returns.
     """
 
     def __init__(

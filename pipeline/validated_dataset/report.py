@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.cache.mask_entries import mask_sources
 from pipeline.images.formats import ImageError
 from pipeline.images.mask import show_mask
 from pipeline.raw_images.manifest import captions_by_path, manifests_with_columns
-from pipeline.raw_images.sources import mask_sources_of, reference_sources_of, sources_of
+from pipeline.raw_images.sources import side_input_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.reporting.reports import Log
+from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 FOLDER = "validated_dataset"
 KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
-REPLACED_FILE, TAGS_FILE, MASKS_FILE = "replaced.csv", "tags.csv", "masks.jpg"
-REFERENCES_FILE = "references.jpg"
+REPLACED_FILE, TAGS_FILE = "replaced.csv", "tags.csv"
 _DIGEST_FILE = "made_for.txt"
 
 NUM_STRIPS = 6
@@ -84,7 +83,7 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, MASKS_FILE, REFERENCES_FILE)
+    pictures = (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, *(f"{each.plural}.jpg" for each in SIDE_INPUTS))
     for name in (*pictures, REPLACED_FILE, TAGS_FILE):
         (folder / name).unlink(missing_ok=True)
     sources = sources_of(recipe)
@@ -92,10 +91,9 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         write_bytes(folder / KEPT_FILE, contact_sheet(_kept_strips(table, sources), log=log))
         write_bytes(folder / SPREAD_FILE, _histograms(table))
         write_text(folder / TAGS_FILE, tag_counts(table).write_csv())
-    if len(masked := masked_samples(table)):
-        write_bytes(folder / MASKS_FILE, contact_sheet(_masked_strips(recipe, masked, sources), log=log))
-    if rows := _reference_rows(recipe, table, sources):
-        write_bytes(folder / REFERENCES_FILE, contact_sheet(rows, log=log))
+    for side_input in SIDE_INPUTS:
+        if rows := _side_input_rows(recipe, side_input, table, sources):
+            write_bytes(folder / f"{side_input.plural}.jpg", contact_sheet(rows, log=log))
     if any(each.captions.replace for each in recipe.datasets):
         write_text(folder / REPLACED_FILE, replacement_preview(recipe, table).write_csv())
     if len(rejected):
@@ -112,7 +110,7 @@ def masked_samples(table: pl.DataFrame) -> pl.DataFrame:
 def tag_counts(table: pl.DataFrame) -> pl.DataFrame:
     """Return `tag` and `samples`, the number of first captions with it, the most frequent tags first.
 
-    A tag is a part of a caption between commas. Only those of at least two samples are listed, since parts
+    A tag is a part of a caption between commas. Only tags of at least two samples are listed, since parts
     of sentences are rarely repeated.
     """
     tags = table.select("sample_id", tag=pl.col("caption").str.split(",")).explode("tag")
@@ -158,8 +156,8 @@ def _changes(
 
 
 def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
-    paired = [name for name in ("mask_hash", "reference_images") if name in table.columns]
-    kept = table.select("sample_id", "content_hash", "caption", *paired)
+    side_inputs = [each.hash_column for each in SIDE_INPUTS if each.hash_column in table.columns]
+    kept = table.select("sample_id", "content_hash", "caption", *side_inputs)
     rules = [(each.name, each.captions.replace) for each in recipe.datasets if each.captions.replace]
     more = f"{_REPORT_FORMAT}, {rules}" if rules else _REPORT_FORMAT
     return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)
@@ -185,7 +183,7 @@ def _kept_strips(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[She
 
 def _masked_strips(recipe: Recipe, masked: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
     samples = _evenly_sampled(masked, NUM_KEPT_STRIPS * NUM_PER_STRIP)
-    of_masks, kinds = mask_sources_of(recipe), mask_sources(recipe)
+    of_masks, kinds = side_input_sources_of(recipe, MASKS.recipe_key), MASKS.sources(recipe)
     shown = [
         SheetImage(
             sources[row["dataset"]].file(row["path"]),
@@ -193,7 +191,9 @@ def _masked_strips(recipe: Recipe, masked: pl.DataFrame, sources: Mapping[str, S
             name=posixpath.basename(row["path"]),
             caption=f"mean weight {row['mask_mean']:.2f}",
             change=partial(
-                show_mask, mask=of_masks[row["dataset"]].file(row["mask_path"]), source=kinds[row["dataset"]]
+                show_mask,
+                mask=of_masks[row["dataset"]][0].file(row["mask_path"]),
+                source=kinds[row["dataset"]],
             ),
         )
         for row in samples.iter_rows(named=True)
@@ -201,23 +201,32 @@ def _masked_strips(recipe: Recipe, masked: pl.DataFrame, sources: Mapping[str, S
     return _in_strips(shown, f"{len(masked):,} masks; red does not count")
 
 
-def _reference_rows(recipe: Recipe, table: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
-    """Return one row per image: its references in order, then the image; empty without references."""
-    if "reference_images" not in table.columns:
+def _side_input_rows(
+    recipe: Recipe, side_input: SideInput, table: pl.DataFrame, sources: Mapping[str, Source]
+) -> list[SheetRow]:
+    """Return one row per image: its files in order, then the image; empty without such files.
+
+    A mask is shown in its image instead.
+    """
+    if side_input is MASKS:
+        masked = masked_samples(table)
+        return _masked_strips(recipe, masked, sources) if len(masked) else []
+    images_column = side_input.hash_column
+    if images_column not in table.columns:
         return []
 
-    of_references = reference_sources_of(recipe)
-    samples = _evenly_sampled(table.drop_nulls("reference_images"), NUM_REFERENCE_ROWS)
+    of_files = side_input_sources_of(recipe, side_input.recipe_key)
+    samples = _evenly_sampled(table.drop_nulls(images_column), NUM_REFERENCE_ROWS)
 
     rows: list[SheetRow] = []
     for row in samples.iter_rows(named=True):
-        images = zip(of_references[row["dataset"]], json.loads(row["reference_images"]), strict=True)
+        images = zip(of_files[row["dataset"]], json.loads(row[images_column]), strict=True)
         shown = [
             SheetImage(
                 source.file(image["path"]),
                 (image["height"], image["width"]),
                 name=posixpath.basename(image["path"]),
-                caption=f"reference {number}",
+                caption=f"{side_input.name} {number}",
             )
             for number, (source, image) in enumerate(images)
         ]
@@ -227,7 +236,7 @@ def _reference_rows(recipe: Recipe, table: pl.DataFrame, sources: Mapping[str, S
             name=posixpath.basename(row["path"]),
             caption=row["caption"],
         )
-        rows.append(SheetRow("" if rows else "references, then image", [*shown, target]))
+        rows.append(SheetRow("" if rows else f"{side_input.plural}, then image", [*shown, target]))
     return rows
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.reference_entries import reference_hashes
 from pipeline.errors import DatasetError, counted
 from pipeline.images.decode import DECODER, File, open_content
 from pipeline.images.formats import ImageError
@@ -35,6 +34,7 @@ from pipeline.raw_images.scan_index import (
 from pipeline.raw_images.sources import sources_of
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS, MAX_NAMED
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch, read_report
+from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.source import Source, threads_for
 from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, columns_in, validated
@@ -42,8 +42,8 @@ from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
-from pipeline.validated_dataset.masks import with_masks
-from pipeline.validated_dataset.references import with_references
+from pipeline.validated_dataset.paired_files import PairedSamples
+from pipeline.validated_dataset.side_inputs import with_side_input
 from pipeline.validated_dataset.variants import variants
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ _SAMPLE_COLUMNS: dict[str, Any] = {
     **{name: kind for name, kind in SCHEMAS[STAGE].items() if name not in ("duplicate_group", "one_colour")},
     **CAPTIONS,
 }
-"""Columns of a sample before duplicates are searched: those of validated_dataset, and those of the caption
-index."""
+"""Columns of a sample before duplicates are searched, from validated_dataset and from the caption index."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,7 @@ def validate(
 ) -> StageResult:
     """Keep the images of raw_images that are unchanged since the scan, decode completely and have a caption.
 
-    A sample is rejected for one reason, the first of: its file, its pixels, its caption, its mask, its
-    references.
+    A sample is rejected for one reason, the first of: its file, its pixels, its caption, its side inputs.
 
     `raw` needs only its columns in `NEEDED`. With `remember`, decode results and captions are stored for the
     next run, and the funnel is logged.
@@ -164,27 +162,31 @@ def validate(
     captions = _CaptionReader.create(recipe, sources, manifests)
     with_rule = _with_caption_rule(recipe, captions.with_sidecars(chosen))
     readable, unusable = _with_captions(with_rule, decoded, captions, index.captions, log=log)
-    masks = with_masks(recipe, readable, raw, index.masks, log=log)
-    references = with_references(recipe, masks.samples, raw, index.references, log=log)
+    complete, paired = readable, dict[str, PairedSamples]()
+    for side_input in SIDE_INPUTS:
+        read_before = index.side_input(side_input.plural, side_input.facts)
+        result = with_side_input(recipe, side_input, complete, raw, read_before, log=log)
+        complete, paired[side_input.plural] = result.samples, result
 
     # Similar images are searched last, because only kept samples may connect them.
-    distinct, copies = _without_copies(recipe, references.samples)
+    distinct, copies = _without_copies(recipe, complete)
     features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits, log=log)
     table = distinct.join(features, on="content_hash", maintain_order="left")
     table = table.select(*columns_in(STAGE, table))
-    rejected = pl.concat([filtered, unusable, masks.rejected, references.rejected, copies]).sort("sample_id")
+    not_paired = [each.rejected for each in paired.values()]
+    rejected = pl.concat([filtered, unusable, *not_paired, copies]).sort("sample_id")
     funnel = _funnel(recipe, tables, len(table), rejected)
 
     # A plan does not store its scan, so its funnel would mix the numbers of two scans.
     if remember:
         checked = decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash")
         captions_read = readable.filter(pl.col("rule") != "").select(*CAPTIONS)
-        index.write(checked, captions_read, masks.index, references.index)
+        index.write(checked, captions_read, {name: each.index for name, each in paired.items()})
         log(funnel_text(funnel))
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
     counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel}
-    conflicts = _conflicts(distinct, masks=masks.unmatched, references=references.unmatched)
+    conflicts = _conflicts(distinct, {name: each.unmatched for name, each in paired.items()})
     return StageResult(
         validated(STAGE, table, "valid samples"),
         validated("rejected", rejected, "invalid samples"),
@@ -242,9 +244,9 @@ def _unchanged_samples(
 def _with_captions(
     rows: pl.DataFrame, decoded: DecodeResults, captions: _CaptionReader, known: pl.DataFrame, *, log: Log
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return samples whose image and caption can be used (`_SAMPLE_COLUMNS`), and the rejected rows.
+    """Return samples with a usable image and caption (`_SAMPLE_COLUMNS`), and the rejected rows.
 
-    Samples with an unchanged file and caption are taken from `known`; only the others are read.
+    Samples with an unchanged file and caption are taken from `known` and not read again.
     """
     unchanged = _unchanged_samples(captions.sources, rows, decoded, known, log=log)
     others = rows.join(unchanged, on="sample_id", how="anti", maintain_order="left")
@@ -255,7 +257,7 @@ def _with_captions(
 def _read_samples(
     rows: pl.DataFrame, decoded: DecodeResults, captions: _CaptionReader, log: Log
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Read the captions of the other samples; return samples with `_SAMPLE_COLUMNS`, and rejected rows."""
+    """Read the captions of changed samples; return samples with `_SAMPLE_COLUMNS`, and rejected rows."""
     sources = captions.sources
     unchanged = set(unchanged_files(sources, rows, log=log)["sample_id"])
 
@@ -298,11 +300,10 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
     """Return the samples without copies of the same dataset, bytes and captions; and the rejected copies."""
     deduplicated = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
     same = ["dataset", "content_hash", "caption", "more_captions"]
-    same += [name for name in ("mask_hash",) if name in samples.columns]
-    references = [reference_hashes()] if "reference_images" in samples.columns else []
+    side_inputs = [each.hashes() for each in SIDE_INPUTS if each.hash_column in samples.columns]
 
     # `over` treats missing values as equal, such as the masks of two samples without one.
-    with_first = samples.with_columns(first=pl.col("sample_id").first().over(*same, *references))
+    with_first = samples.with_columns(first=pl.col("sample_id").first().over(*same, *side_inputs))
     copies = with_first.filter(
         pl.col("dataset").is_in(deduplicated) & (pl.col("sample_id") != pl.col("first"))
     )
@@ -353,7 +354,7 @@ def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> R
     }
 
 
-def _conflicts(samples: pl.DataFrame, **unmatched: Sequence[str]) -> Report:
+def _conflicts(samples: pl.DataFrame, unmatched: Mapping[str, Sequence[str]]) -> Report:
     """Return the part of the report on samples with different texts in two files, and on files without image.
 
     The counts are complete; at most `MAX_NAMED` of each are named.

@@ -12,7 +12,7 @@ from dagster import AssetKey, Failure, build_input_context, build_output_context
 from pipeline.storage.addresses import Url
 from pipeline.storage.mirror import Mirror
 from pipeline.storage.needed_columns import NEEDED, needed_columns
-from pipeline.storage.tables import MASK_COLUMNS, REFERENCE_COLUMNS, SCHEMAS, Tables, empty, frame
+from pipeline.storage.tables import SCHEMAS, SIDE_INPUT_COLUMNS, Tables, empty, frame
 from resources.tables import COLUMNS, TableIOManager
 
 
@@ -24,7 +24,7 @@ def test_an_input_has_the_columns_in_its_metadata_or_else_all(tmp_path: Path) ->
     columns = needed_columns("trained_lora", "text_embeddings")
     assert columns is not None
     limited = build_input_context(asset_key=key, definition_metadata={COLUMNS: columns})
-    optional = REFERENCE_COLUMNS["text_embeddings"]
+    optional = SIDE_INPUT_COLUMNS["references"]["text_embeddings"]
     assert manager.load_input(limited).equals(table.select(name for name in columns if name not in optional))
     assert manager.load_input(build_input_context(asset_key=key)).equals(table)
 
@@ -40,7 +40,7 @@ def test_every_needed_column_is_in_the_schema_of_its_table() -> None:
     assert needed_columns("text_embeddings", "validated_dataset") is None
     for tables in NEEDED.values():
         for table, columns in tables.items():
-            optional = {*MASK_COLUMNS.get(table, {}), *REFERENCE_COLUMNS.get(table, {})}
+            optional = {name for columns in SIDE_INPUT_COLUMNS.values() for name in columns.get(table, {})}
             assert set(columns) < {*SCHEMAS[table], *optional}
 
 

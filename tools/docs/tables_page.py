@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.recipe import project_root
 from pipeline.storage.atomic import write_text
-from pipeline.storage.tables import ASSETS, MASK_COLUMNS, REFERENCE_COLUMNS, pandera_schema
+from pipeline.storage.tables import ASSETS, SIDE_INPUT_COLUMNS, pandera_schema
 from pipeline.storage.tables.schemas import row_names
 
 _TOP = """\
@@ -53,11 +53,11 @@ def _rows(asset: str) -> list[str]:
     for name, column in pandera_schema(asset).columns.items():
         kind = f"{column.dtype}, or null" if column.nullable else f"{column.dtype}"
         condition = ""
-        if name in MASK_COLUMNS.get(asset, {}):
-            condition = " Only in recipes with masks."
-        elif name in REFERENCE_COLUMNS.get(asset, {}):
-            seen = " that the text encoder sees" if asset == "text_embeddings" else ""
-            condition = f" Only in recipes with reference images{seen}."
+        for side_input, columns in SIDE_INPUT_COLUMNS.items():
+            if name in columns.get(asset, {}):
+                files = "reference images" if side_input == "references" else side_input
+                seen = " that the text encoder sees" if asset == "text_embeddings" else ""
+                condition = f" Only in recipes with {files}{seen}."
         meaning = f"{column.description}{condition}".replace("<", "&lt;")
         rows.append(f"| `{name}` | {kind} | {meaning} |")
     return rows

@@ -111,7 +111,7 @@ def run(
         encoded_s = time.perf_counter()
 
         if order.pictures is not None and draw is not None:
-            # Each rank draws the latents that it encoded, and rank 0 also those of earlier runs.
+            # Each rank draws the latents that it encoded, and rank 0 also the latents of earlier runs.
             own_keys = own_jobs.seen if rank else own_jobs.seen | (picture_keys - all_jobs.seen)
             draw(order.pictures.select(own_keys), encoder, store, progress)
         results.finish(encoded_s - start_s, aside_s=time.perf_counter() - encoded_s)

@@ -42,8 +42,7 @@ class Tables:
 
         Args:
             asset: Name of the asset, or "rejected".
-            columns: Columns to return, in this order; all by default. Those of masks and references may be
-                missing.
+            columns: Columns to return, in this order; all by default. Columns of side inputs may be missing.
 
         Raises:
             TableError: The table is missing, unreadable, or violates its schema.
@@ -126,7 +125,7 @@ def write_rows(table: pl.DataFrame, file: BinaryIO) -> None:
 def read_rows(
     path: Path, columns: Collection[str] | None = None, *, limit: int | None = None
 ) -> pl.DataFrame:
-    """Read a file of `write_rows`: all columns, or those of `columns` that it has; all rows, or the first.
+    """Read a file of `write_rows`: all columns, or the ones of `columns` that it has; all rows, or the first.
 
     The file is opened once. Polars opens a path several times, and would read a mixture of two tables if
     another process replaced the file in between.

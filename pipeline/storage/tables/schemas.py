@@ -10,8 +10,7 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | text_embeddings | sample and caption variant |
 | rejected | sample and the stage that rejected it |
 
-The tables of recipes with masks have more columns at their end, `MASK_COLUMNS`, and those of recipes with
-reference images `REFERENCE_COLUMNS`.
+The tables of recipes with side inputs, such as masks, have more columns at their end: `SIDE_INPUT_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ _MASK_COLUMNS: dict[str, _PanderaColumns] = {
         },
     },
 }
-"""Columns at the end of a table whose recipe has masks; null for samples of datasets without masks."""
+"""Columns at the end of a table of a recipe with masks; null for samples of datasets without masks."""
 
 _REFERENCES: _PanderaColumns = {
     "reference_images": _optional(
@@ -222,8 +221,15 @@ _REFERENCE_COLUMNS: dict[str, _PanderaColumns] = {
 text_embeddings has them only if the text encoder sees the references.
 """
 
+_SIDE_INPUT_COLUMNS = {"masks": _MASK_COLUMNS, "references": _REFERENCE_COLUMNS}
+
 _OPTIONAL_COLUMNS: dict[str, _PanderaColumns] = {
-    asset: {**_MASK_COLUMNS.get(asset, {}), **columns} for asset, columns in _REFERENCE_COLUMNS.items()
+    asset: {
+        name: column
+        for of_tables in _SIDE_INPUT_COLUMNS.values()
+        for name, column in of_tables.get(asset, {}).items()
+    }
+    for asset in _ASSET_COLUMNS
 }
 
 _REJECTED_COLUMNS: _PanderaColumns = {
@@ -268,13 +274,11 @@ _PANDERA_SCHEMAS = {
 SCHEMAS: dict[str, Columns] = {asset: _polars_types(columns) for asset, columns in _ASSET_COLUMNS.items()}
 """Column types of each asset's table."""
 
-MASK_COLUMNS: dict[str, Columns] = {asset: _polars_types(columns) for asset, columns in _MASK_COLUMNS.items()}
-"""Types of the columns that follow in the tables of recipes with masks, by asset."""
-
-REFERENCE_COLUMNS: dict[str, Columns] = {
-    asset: _polars_types(columns) for asset, columns in _REFERENCE_COLUMNS.items()
+SIDE_INPUT_COLUMNS: dict[str, dict[str, Columns]] = {
+    name: {asset: _polars_types(columns) for asset, columns in of_tables.items()}
+    for name, of_tables in _SIDE_INPUT_COLUMNS.items()
 }
-"""Types of the columns that follow in the tables of recipes with reference images, by asset."""
+"""Types of the columns that follow in recipes with side inputs: by side input, then by asset."""
 
 REJECTED: Columns = _polars_types(_REJECTED_COLUMNS)
 """Column types of the table of rejected samples."""
@@ -289,21 +293,17 @@ def pandera_schema(asset: str) -> pa.DataFrameSchema:
 
 
 def columns_in(asset: str, table: pl.DataFrame) -> Columns:
-    """Return the columns of `asset`, with those of masks and references that `table` has."""
-    optional = _optional_columns(asset).items()
-    return {**SCHEMAS[asset], **{name: kind for name, kind in optional if name in table.columns}}
+    """Return the columns of `asset`, with the columns of side inputs that `table` has."""
+    optional = _polars_types(_OPTIONAL_COLUMNS[asset])
+    return {**SCHEMAS[asset], **{name: kind for name, kind in optional.items() if name in table.columns}}
 
 
 def selected(asset: str, table: pl.DataFrame, columns: Iterable[str] | None) -> pl.DataFrame:
-    """Return these columns of a table of `asset`, or all; those of masks and references may be missing."""
+    """Return these columns of a table of `asset`, or all; columns of side inputs may be missing."""
     if columns is None:
         return table
-    optional = _optional_columns(asset)
+    optional = _OPTIONAL_COLUMNS.get(asset, {})
     return table.select(name for name in columns if name in table.columns or name not in optional)
-
-
-def _optional_columns(asset: str) -> Columns:
-    return {**MASK_COLUMNS.get(asset, {}), **REFERENCE_COLUMNS.get(asset, {})}
 
 
 def has_defect() -> pl.Expr:

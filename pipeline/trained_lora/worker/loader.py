@@ -21,6 +21,7 @@ from pipeline.cache.entry_format import LATENT, MASK, MEAN, STD
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
+from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
@@ -149,8 +150,9 @@ class MicroBatchMaker:
         crops = [item.views[slot.view].crop_top_left for slot, item in pairs]
         conditions["crop_top_left"] = torch.tensor(crops)
         conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in inputs])
-        if references := self._references(pairs):
-            conditions["references"] = references
+        for side_input in SIDE_INPUTS:
+            if side_input.condition is not None and (images := self._images(pairs, side_input.plural)):
+                conditions[side_input.condition] = images
 
         place_weights, prior_place_weights = self._place_weights(pairs, latent)
         captions = ("" if slot.drop_caption else item.variants[slot.variant].caption for slot, item in pairs)
@@ -186,9 +188,9 @@ class MicroBatchMaker:
         normal = random.standard_normal(tuple(mean.shape), dtype=np.float32)
         return mean + std * torch.from_numpy(normal)
 
-    def _references(self, pairs: list[tuple[Slot, TrainingInput]]) -> tuple[Tensor, ...]:
-        """Return the latents (B, C, h, w) of each reference, in order; empty without references."""
-        specs = [item.views[slot.view].references for slot, item in pairs]
+    def _images(self, pairs: list[tuple[Slot, TrainingInput]], name: str) -> tuple[Tensor, ...]:
+        """Return the latents (B, C, h, w) of each file of a side input, in order; empty without files."""
+        specs = [item.views[slot.view].side_inputs.get(name, ()) for slot, item in pairs]
         return tuple(
             torch.stack(
                 [

@@ -28,7 +28,7 @@ _NUM_STEPS = 1000
 def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
     """Return the step with the most latent values in one micro-batch of one rank; the first such step.
 
-    Values of references count too.
+    Values of references count too, and of all other images that the denoiser sees.
 
     Only the first `_NUM_STEPS` steps are compared.
     """
@@ -41,7 +41,7 @@ def _largest_share(inputs: TrainingInputs) -> Callable[[StepPlan], int]:
         view = inputs.named(share[0].variant_id).views[share[0].view]
         return len(share) * sum(
             max(math.prod(tensor.shape) for tensor in entry.tensors.values())
-            for entry in (view.entry, *view.references)
+            for entry in (view.entry, *view.images)
         )
 
     return lambda step: max(values(share) for micro in step.micro_batches for share in micro)

@@ -74,7 +74,7 @@ class LatentEncoder:
         other, because they share batches.
 
         Raises:
-            ModelError: The VAE's latents have another shape than its configuration states, or no probe gives
+            ModelError: The VAE's latents have another shape than its configuration gives, or no probe gives
                 a finite latent that fits the stored dtype.
             LaunchError: One image does not fit into memory, not even in tiles.
         """

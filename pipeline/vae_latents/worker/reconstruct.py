@@ -18,7 +18,7 @@ from pipeline.vae_latents.worker.encoder import LatentEncoder
 
 CPU_WINDOW_PX = 512
 """Edge of the central window that is decoded on a CPU. A decoder takes about twice an encoder's memory, and
-the system might kill a process whose work is done."""
+the system might kill a process that has done its work."""
 
 
 def draw_pictures(pictures: PictureJobs, encoder: LatentEncoder, store: Store, progress: Progress) -> None:

@@ -63,7 +63,7 @@ class VaeBatches:
     """A VAE on one device, in its compute dtype and, if needed, in float32.
 
     On the CPU each pass takes one image, so that a latent's bytes depend on its key alone. On a GPU a pass
-    takes several images of one shape, whose values differ by the arithmetic of a larger batch.
+    takes several images of one shape. Their values differ by the arithmetic of a larger batch.
 
     A GPU works asynchronously: `start` queues a batch, and `finish` waits for it. A caller that starts the
     next batch in between has it computed while the results of the last one are processed.

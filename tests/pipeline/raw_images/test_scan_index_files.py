@@ -75,23 +75,36 @@ def one_row(columns: dict[str, Any], **values: object) -> pl.DataFrame:
 def test_each_index_reads_back_and_is_replaced_only_if_it_has_changed(tmp_path: Path) -> None:
     tables = Tables(tmp_path)
     index = ScanIndex(tables)
-    empty = [index.decoded, index.captions, index.masks, index.references]
+    empty = [
+        index.decoded,
+        index.captions,
+        *(index.side_input(name, COLUMNS[name]) for name in ("masks", "references")),
+    ]
     assert [dict(table.schema) for table in empty] == list(COLUMNS.values())
 
+    def write(
+        to: ScanIndex, pixels: pl.DataFrame, captions: pl.DataFrame, *side_inputs: pl.DataFrame
+    ) -> None:
+        to.write(pixels, captions, dict(zip(("masks", "references"), side_inputs, strict=True)))
+
     rows = [one_row(columns) for columns in COLUMNS.values()]
-    index.write(*rows)
+    write(index, *rows)
     paths = [tables.folder / "known" / f"{name}.parquet" for name in COLUMNS]
     inodes = [path.stat().st_ino for path in paths]
     stored = ScanIndex(tables)
-    read_back = [stored.decoded, stored.captions, stored.masks, stored.references]
+    read_back = [
+        stored.decoded,
+        stored.captions,
+        *(stored.side_input(name, COLUMNS[name]) for name in ("masks", "references")),
+    ]
     assert [table.equals(row) for table, row in zip(read_back, rows, strict=True)] == [True] * 4
 
     for number, path in enumerate(paths):
         changed = [pl.concat([row, row]) if at == number else row for at, row in enumerate(rows)]
-        stored.write(*changed)
+        write(stored, *changed)
         replaced = [each.stat().st_ino != inode for each, inode in zip(paths, inodes, strict=True)]
         assert replaced == [at == number for at in range(4)], f"only {path.name} has changed"
-        stored.write(*rows)  # equals the index as it was read, so that nothing is written
+        write(stored, *rows)  # equals the index as it was read, so that nothing is written
         assert len(pl.read_parquet(path)) == 2
         inodes[number] = path.stat().st_ino
 

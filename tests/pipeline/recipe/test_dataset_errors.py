@@ -163,8 +163,8 @@ CASES: list[Case] = [
     ),
     (
         dataset(mask={"path": "data/photos"}),
-        "datasets[0].mask",
-        "must not be the dataset's folder without mask.suffix",
+        "datasets[0].mask.path",
+        "mask.path must not be the dataset's folder without mask.suffix",
         "set mask.suffix",
     ),
     (
@@ -206,8 +206,8 @@ CASES: list[Case] = [
     (
         dataset(references=[{"path": "data/photos"}]),
         "datasets[0].references[0].path",
-        "path must not be the dataset's folder without suffix",
-        "set suffix",
+        "references[0].path must not be the dataset's folder without references[0].suffix",
+        "set references[0].suffix",
     ),
     (
         dataset(references=[{"path": "data/before"}, {"path": "data/before", "resolution": 512}]),

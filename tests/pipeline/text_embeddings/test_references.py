@@ -17,7 +17,6 @@ from PIL import Image
 
 from demo.tiny_models import make_tiny_bria_fibo2
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
-from pipeline.cache.text_entries import EMPTY_CAPTION, file_images, text_rows
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import DatasetError, RecipeError
 from pipeline.images.geometry import Size
@@ -29,6 +28,7 @@ from pipeline.models.reference_support import require_references
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import SeenImage
 from pipeline.recipe import Recipe
+from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION, file_images, text_rows
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.prompts import recipe_prompts
 from tests.conftest import InProcessLaunch

@@ -16,17 +16,15 @@ import torch
 from accelerate.state import AcceleratorState
 
 from demo.tiny_models import make_tiny, make_tiny_flux2_klein
-from pipeline.cache.mask_entries import mask_spec
 from pipeline.cache.recipe_entries import RecipeEntries, stat_columns
-from pipeline.cache.reference_entries import of_references, reference_rows
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.side_inputs import MASKS, REFERENCES
 from pipeline.storage.tables import SCHEMAS, Tables, columns_in, frame
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.samples import training_inputs
-from pipeline.vae_latents.references import with_reference_columns
 
 SIZES = {"64x64": 5, "32x96": 3}
 """Number of samples per bucket. With batches of 2, both buckets end in a partial batch."""
@@ -218,7 +216,7 @@ def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
 def put_mask(entries: RecipeEntries, row: dict[str, Any]) -> dict[str, Any]:
     """Write a mask entry that is white in a random part, and return the table columns that describe it."""
     row = {**row, "mask_path": row["path"], "mask_hash": row["content_hash"][::-1], "flipped": False}
-    spec = mask_spec(entries, row)
+    spec = MASKS.spec(entries, MASKS.entry_rows(entries, pl.DataFrame([row])).row(0, named=True))
     weights = np.random.default_rng(int(spec.key[:8], 16)).random(spec.tensors["mask"].shape)
     entries.store.write(spec, {"mask": np.round(weights).astype(np.float16)}, {"made_by": "a test"})
     stat = entries.store.check(spec).stat
@@ -248,10 +246,10 @@ def put_references(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
         images.append(json.dumps(of_sample) if of_sample else None)
     table = table.with_columns(reference_images=pl.Series(images, dtype=pl.String))
 
-    rows = reference_rows(entries, table)
-    written = [put(entries, of_references(entries).latent_spec(row)) for row in rows.iter_rows(named=True)]
+    rows = REFERENCES.entry_rows(entries, table)
+    written = [put(entries, REFERENCES.spec(entries, row)) for row in rows.iter_rows(named=True)]
     recorded = pl.DataFrame(written).drop("dtype").unique("key")
-    return with_reference_columns(entries.recipe, table, rows, recorded)
+    return REFERENCES.with_entries(table.with_row_index("row"), rows, recorded).drop("row")
 
 
 def put(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.cache.text_entries import caption_variants
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import SCHEMAS, frame
+from pipeline.text_embeddings.caption_rows import caption_variants
 from pipeline.trained_lora.fingerprint import (
     run_facts,
     run_id,

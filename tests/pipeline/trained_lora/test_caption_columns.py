@@ -21,10 +21,10 @@ from PIL import Image
 
 from demo.tiny_models import make_tiny_qwen_image_edit
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
-from pipeline.cache.text_entries import text_rows
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
+from pipeline.text_embeddings.caption_rows import text_rows
 from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics

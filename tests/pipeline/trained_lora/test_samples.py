@@ -20,8 +20,7 @@ from pipeline.storage.tables import selected
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.samples import (
     COLUMNS,
-    MASK_COLUMNS,
-    REFERENCE_COLUMNS,
+    SIDE_INPUT_COLUMNS,
     TrainingInputs,
     read_entry_keys,
     read_inputs,
@@ -118,7 +117,7 @@ def test_inputs_are_sorted_by_variant_id_and_found_whatever_the_names_of_the_sam
     assert [inputs.named(name).variant_id for name in expected] == expected
 
 
-ALL_COLUMNS = {**COLUMNS, **MASK_COLUMNS, **REFERENCE_COLUMNS}
+ALL_COLUMNS = {**COLUMNS, **SIDE_INPUT_COLUMNS["masks"], **SIDE_INPUT_COLUMNS["references"]}
 
 
 @pytest.fixture

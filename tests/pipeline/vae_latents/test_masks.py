@@ -10,7 +10,6 @@ from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.entry_format import EntrySpec, TensorSpec, serialise
-from pipeline.cache.mask_entries import mask_inputs, mask_spec
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.users import read_users
 from pipeline.images.geometry import Geometry
@@ -18,10 +17,12 @@ from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.gc import survey
 from pipeline.maintenance.verify import needed_entries, repair, verify
+from pipeline.models.fingerprints import canonical_hash
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe
 from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import write_report
+from pipeline.side_inputs import MASKS
 from pipeline.vae_latents import checks
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
@@ -66,14 +67,20 @@ def masked(tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InPro
     return job
 
 
+def mask_entry(entries: RecipeEntries, row: dict[str, Any]) -> tuple[EntrySpec, dict[str, Any]]:
+    """Return the mask's entry of a row of vae_latents, and what decides its key."""
+    (entry_row,) = MASKS.entry_rows(entries, pl.DataFrame([row])).to_dicts()
+    return MASKS.spec(entries, entry_row), MASKS.inputs(entries, entry_row)
+
+
 def test_entries_hold_the_area_means_of_the_mask_in_the_crop_of_the_image(masked: MaskedJob) -> None:
     assert masked.counters() == {"encoded": 10, "masks_encoded": 10, "masks_reused": 0, "masks_failed": 0}
     entries = RecipeEntries(masked.recipe)
     weights: dict[tuple[str, bool], np.ndarray] = {}
     for row in masked.result.table.iter_rows(named=True):
-        spec = mask_spec(entries, row)
-        assert spec.key == row["mask_key"]
-        assert mask_inputs(entries, row).factor == 8
+        spec, inputs = mask_entry(entries, row)
+        assert spec.key == row["mask_key"] == canonical_hash({"masks": inputs})
+        assert inputs["factor"] == 8
         stored = entries.store.read(spec)["mask"]
         assert stored.shape == (1, row["latent_height"], row["latent_width"])
 
@@ -99,9 +106,9 @@ def test_redrawing_a_mask_encodes_that_mask_alone(masked: MaskedJob) -> None:
     with Image.open(path) as mask:
         mask.point(lambda level: 255 - level).save(path)
     before = forecast(masked.recipe, masked.tables, log=lambda _: None)
-    assert before.masks is not None
-    assert before.masks.reasons == {"mask changed": ["photos/cat.png", "photos/cat.png"]}
-    assert (before.masks.there, before.latents.to_make) == (8, 0)
+    masks = before.side_inputs["masks"]
+    assert masks.reasons == {"mask changed": ["photos/cat.png", "photos/cat.png"]}
+    assert (masks.there, before.latents.to_make) == (8, 0)
 
     old = masked.result.table
     masked.run()
@@ -129,12 +136,12 @@ def test_keys_of_latents_are_those_of_a_recipe_without_masks(masked: MaskedJob, 
 def test_a_lost_or_damaged_mask_entry_is_found_and_encoded_again(masked: MaskedJob) -> None:
     entries = RecipeEntries(masked.recipe)
     rows = masked.result.table.filter(~pl.col("flipped")).to_dicts()
-    paths = [entries.store.path(mask_spec(entries, row)) for row in rows[:4]]
+    paths = [entries.store.path(mask_entry(entries, row)[0]) for row in rows[:4]]
     paths[0].unlink()
     paths[1].write_bytes(paths[1].read_bytes()[:-2])
     raw = paths[2].read_bytes()
     paths[2].write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    spec = mask_spec(entries, rows[3])
+    spec, _ = mask_entry(entries, rows[3])
     (height, width) = spec.tensors["mask"].shape[1:]
     column = EntrySpec(spec.kind, spec.key, {"mask": TensorSpec("float16", (height * width, 1, 1))})
     values = entries.store.read(spec)["mask"].reshape(height * width, 1, 1)

@@ -15,7 +15,6 @@ from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.cache.reference_entries import of_references, reference_geometry, reference_rows
 from pipeline.errors import BucketError, RecipeError
 from pipeline.images.geometry import Crop, Geometry, Size
 from pipeline.maintenance.explain import explain
@@ -25,6 +24,9 @@ from pipeline.maintenance.verify import needed_entries, verify
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe
 from pipeline.reporting.findings import CheckContext
+from pipeline.side_inputs import REFERENCES
+from pipeline.side_inputs.images import mean_entries
+from pipeline.side_inputs.references import reference_geometry
 from pipeline.storage.tables import empty
 from pipeline.vae_latents import checks
 from pipeline.vae_latents.stage import cache_latents
@@ -55,9 +57,7 @@ class ReferencedJob(Job):
         return {(sample_id, flipped): keys.split() for sample_id, flipped, keys in rows}
 
     def forecast(self) -> dict[str, list[str]]:
-        expected = forecast(self.recipe, self.tables, **QUIET).references
-        assert expected is not None
-        return expected.reasons
+        return forecast(self.recipe, self.tables, **QUIET).side_inputs["references"].reasons
 
 
 def draw_references(photos: Path, folder: Path) -> dict[str, Path]:
@@ -105,7 +105,7 @@ def test_an_entry_is_the_mean_that_the_vae_gives_for_the_cropped_pixels(
     referenced: ReferencedJob, tiny_sd: Path
 ) -> None:
     entries = RecipeEntries(referenced.recipe)
-    rows = reference_rows(entries, referenced.result.table)
+    rows = REFERENCES.entry_rows(entries, referenced.result.table)
     assert len(rows) == 8
     # In float64, because rounding in float32 depends on the order of values and the number of threads.
     vae = AutoencoderKL.from_pretrained(tiny_sd, subfolder="vae", torch_dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_an_entry_is_the_mean_that_the_vae_gives_for_the_cropped_pixels(
         with torch.no_grad():
             batch = torch.from_numpy(pixels).double()[None].permute(0, 3, 1, 2)
             posterior = vae.encode(batch / 127.5 - 1).latent_dist
-        stored = entries.store.read(of_references(entries).latent_spec(row))["latent"]
+        stored = entries.store.read(mean_entries(entries).latent_spec(row))["latent"]
         expected = (posterior.mean * vae.config.scaling_factor)[0].numpy()
         np.testing.assert_allclose(stored, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
         latents[row["sample_id"], row["number"], row["flipped"]] = stored
@@ -201,7 +201,7 @@ def test_E02_exchanging_height_and_width_of_a_reference_exchanges_its_geometry_a
     swapped = [{**images[0], "height": 170, "width": 100}]
     row = referenced.result.table.head(1)
     keys = [
-        reference_rows(entries, row.with_columns(reference_images=pl.lit(json.dumps(each))))["key"][0]
+        REFERENCES.entry_rows(entries, row.with_columns(reference_images=pl.lit(json.dumps(each))))["key"][0]
         for each in (images, swapped)
     ]
     assert keys[0] != keys[1]
@@ -236,8 +236,8 @@ def test_a_lost_reference_closes_the_gate_and_is_encoded_again_and_gc_spares_it(
     referenced: ReferencedJob,
 ) -> None:
     entries = RecipeEntries(referenced.recipe)
-    spec = of_references(entries).latent_spec(
-        reference_rows(entries, referenced.result.table).row(0, named=True)
+    spec = mean_entries(entries).latent_spec(
+        REFERENCES.entry_rows(entries, referenced.result.table).row(0, named=True)
     )
     cache = referenced.recipe.cache_dir
     for path in Path(str(cache)).rglob("*.safetensors"):
@@ -274,7 +274,7 @@ def test_a_recipe_without_references_has_the_keys_and_columns_of_before(
     plain.run()
     assert plain.result.table["key"].to_list() == keys
     assert [name for name in (*plain.result.table.columns, *plain.result.report) if "reference" in name] == []
-    assert forecast(plain.recipe, plain.tables, **QUIET).references is None
+    assert forecast(plain.recipe, plain.tables, **QUIET).side_inputs == {}
 
 
 def test_a_reference_that_the_pipeline_refuses_rejects_its_image(

@@ -259,7 +259,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         read.append(args)
         return read_mask(*args, **options)
 
-    monkeypatch.setattr("pipeline.validated_dataset.masks.read_mask", counting)
+    monkeypatch.setattr("pipeline.side_inputs.masks.read_mask", counting)
     return read
 
 

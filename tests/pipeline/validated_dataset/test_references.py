@@ -225,7 +225,7 @@ def test_unchanged_references_are_not_read_again(
         num_decoded += 1
         return decoded(*arguments, **options)
 
-    monkeypatch.setattr("pipeline.validated_dataset.references.decoded", counting)
+    monkeypatch.setattr("pipeline.side_inputs.images.decoded", counting)
     assert references(folder.validate()) == first
     assert num_decoded == 0
     draw(before / "a.png", 9)
@@ -245,7 +245,7 @@ def test_a_dataset_that_got_references_since_the_table_was_written_closes_the_ga
     folder.ingest()
     assert failing(folder) == {}
     folder.dataset["references"] = both[:1]  # type: ignore[index]
-    assert "fewer or more references" in failing(folder)["references_present"].summary
+    assert "samples without the references" in failing(folder)["references_present"].summary
 
 
 def test_the_report_shows_images_after_their_references_and_follows_an_edit(

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
-from pipeline.cache.text_entries import file_images
 from pipeline.cache.worker.tensors import from_stored
 from pipeline.encoding.jobs import Encoded, Failure, Job, Order
 from pipeline.encoding.progress import Progress
 from pipeline.errors import DrawingError
 from pipeline.processes.worker.devices import free_memory
+from pipeline.text_embeddings.caption_rows import file_images
 from pipeline.text_embeddings.stage import text_settings
 from pipeline.text_embeddings.worker.encoder import TextEncoder
 from pipeline.trained_lora.worker.loader import read_entry

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.cache.reference_entries import reference_geometry
 from pipeline.images.geometry import Size
 from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
+from pipeline.side_inputs.references import reference_geometry
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.loss import sample_losses

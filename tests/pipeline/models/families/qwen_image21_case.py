@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, BatchFeature, ProcessorMixin, Qwen2VLIma
 from demo.tiny_models import make_tiny_qwen_image21
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_entries import file_images
 from pipeline.images.geometry import Size
 from pipeline.models.families.parts import references as declared
 from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES
 from pipeline.models.worker.text import SeenImage
+from pipeline.text_embeddings.caption_rows import file_images
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.complete_job import settings

@@ -18,14 +18,15 @@ from PIL import Image
 from demo.tiny_models import make_tiny_qwen_image21
 from pipeline.cache.entry_format import TEXT
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.cache.reference_entries import IMAGES, reference_geometry, reference_keys
-from pipeline.cache.text_entries import file_images
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import recipe_from_mapping
+from pipeline.side_inputs import REFERENCES
+from pipeline.side_inputs.references import IMAGES, reference_geometry
+from pipeline.text_embeddings.caption_rows import file_images
 from pipeline.trained_lora.export.lora_files import read_lora_file
 from pipeline.trained_lora.export.metadata import READERS_KEY
 from tests.pipeline.models.families.case import Case
@@ -303,7 +304,7 @@ def test_order_height_and_width_of_references_change_the_keys_of_captions_and_la
     ]
     row = {"sample_id": "photos/cat.png", "dataset": "photos", "bucket": "64x64", "flipped": False}
     rows = [pl.DataFrame({**row, IMAGES: json.dumps(order)}) for order in (images, images[::-1])]
-    keys = [reference_keys(entries, each).item() for each in rows]
+    keys = [REFERENCES.keys(entries, each).item() for each in rows]
     assert keys[0].split() == keys[1].split()[::-1]
     assert keys[0] != keys[1]
 

@@ -19,13 +19,13 @@ from transformers import BatchFeature, Qwen2TokenizerFast, Qwen2VLImageProcessor
 from demo.tiny_models import make_tiny_qwen_image_edit
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import EntrySpec
-from pipeline.cache.text_entries import file_images
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.families.parts.references import QWEN_EDIT_REFERENCES
 from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.text import SeenImage
+from pipeline.text_embeddings.caption_rows import file_images
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.complete_job import TOLERANCE, settings

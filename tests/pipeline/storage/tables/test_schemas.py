@@ -12,10 +12,9 @@ from pipeline.errors import TableError
 from pipeline.storage.tables import (
     ASSETS,
     DUPLICATE,
-    MASK_COLUMNS,
-    REFERENCE_COLUMNS,
     REJECTED,
     SCHEMAS,
+    SIDE_INPUT_COLUMNS,
     empty,
     frame,
     pandera_schema,
@@ -144,7 +143,10 @@ def test_the_fix_of_a_wrong_table_names_the_asset_that_writes_it(asset: str, fix
     assert fix in excinfo.value.fix
 
 
-OPTIONAL = {asset: {**MASK_COLUMNS.get(asset, {}), **REFERENCE_COLUMNS.get(asset, {})} for asset in ASSETS}
+OPTIONAL = {
+    asset: {**SIDE_INPUT_COLUMNS["masks"].get(asset, {}), **SIDE_INPUT_COLUMNS["references"].get(asset, {})}
+    for asset in ASSETS
+}
 
 
 @pytest.mark.parametrize("asset", [asset for asset, columns in OPTIONAL.items() if columns])

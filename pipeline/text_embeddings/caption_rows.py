@@ -1,7 +1,7 @@
 """Captions with the reference images that a text encoder sees next to them.
 
-Only some families have such an encoder, see `ReferenceSpec.in_text`. Without one, a recipe's captions are
-those of `caption_variants`.
+Only some families have such an encoder, see `ReferenceSpec.in_text`. Without one, `caption_variants` returns
+all captions of a recipe.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
-from pipeline.cache.reference_entries import IMAGES, has_references
 from pipeline.errors import BucketError
 from pipeline.images.decode import hash_bytes, read_bytes, read_header
 from pipeline.images.geometry import Size
 from pipeline.models.fingerprints import canonical_text
+from pipeline.side_inputs import REFERENCES
+from pipeline.side_inputs.references import IMAGES
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -63,7 +64,7 @@ def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
         return rows.drop(IMAGES, strict=False)
 
     rows = with_seen_images(entries, rows)
-    rows = rows.filter(rows[SEEN].is_not_null() | ~has_references(entries.recipe, rows))
+    rows = rows.filter(rows[SEEN].is_not_null() | ~REFERENCES.used(entries.recipe, rows))
     if entries.sees_images_in_negative and uses_empty_captions(entries.recipe):
         first = rows.filter((pl.col("variant") == 0) & pl.col(SEEN).is_not_null())
         variant = pl.lit(EMPTY_CAPTION, pl.Int32)
@@ -80,7 +81,7 @@ def uses_empty_captions(recipe: Recipe) -> bool:
 def with_seen_images(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     """Add `SEEN` and `FILES`, which are null for rows without references and for refused ones.
 
-    A recipe whose text encoder sees no references gets the rows as they are.
+    If the text encoder sees no references, the rows are returned as they are.
 
     Args:
         entries: Entries of the recipe.
@@ -90,8 +91,10 @@ def with_seen_images(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame
         return rows
     if IMAGES not in rows.columns:
         rows = rows.with_columns(pl.lit(None, pl.String).alias(IMAGES))
-    roots = {dataset.name: dataset.reference_roots for dataset in entries.recipe.datasets}
-    referenced = rows.filter(has_references(entries.recipe, rows)).select("dataset", IMAGES)
+    roots = {
+        dataset.name: dataset.side_input_roots(REFERENCES.recipe_key) for dataset in entries.recipe.datasets
+    }
+    referenced = rows.filter(REFERENCES.used(entries.recipe, rows)).select("dataset", IMAGES)
     seen = [
         (dataset, images, *_seen(entries, roots[dataset], json.loads(images)))
         for dataset, images in referenced.unique(maintain_order=True).iter_rows()
