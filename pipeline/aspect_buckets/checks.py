@@ -61,6 +61,7 @@ def run(context: CheckContext) -> list[Finding]:
 
 def _shape_uniformity(recipe: Recipe, table: pl.DataFrame, multiple: int) -> Outcome:
     """Check that each bucket has the one size in its name, a valid multiple, and that crops are inside."""
+    # A bucket's name is its size. Training stacks the latents of a bucket, so a second size would fail there.
     sizes = table.group_by("bucket", "target_height", "target_width").len().sort("bucket")
     ambiguous = sizes.filter(pl.col("bucket").is_duplicated())["bucket"].unique().sort()
     rows = [{"bucket": name, "problem": "has several target sizes"} for name in ambiguous]
@@ -116,6 +117,7 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
 
 def _draws(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
     """Return the number of draws per epoch of each bucket with any (columns bucket, draws)."""
+    # Held-out samples are drawn 0 times: a bucket of them alone is not trained and needs no batch.
     draws = table.select("bucket", draws=times_drawn(table, recipe.datasets))
     counts = draws.group_by("bucket").agg(pl.col("draws").sum())
     return counts.filter(pl.col("draws") > 0).sort("draws", "bucket")
@@ -124,6 +126,8 @@ def _draws(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
 def _batches(recipe: Recipe, table: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, Any]]:
     """Return the buckets that do not fill a batch of all processes, and figures about batches."""
     draws = _draws(recipe, table)
+
+    # All processes of a step draw from one bucket, so together they need this many samples.
     capacity = recipe.training.batch_size * recipe.accelerate.num_processes
     total = int(draws["draws"].sum())
     in_full_batches = int((draws["draws"] // capacity * capacity).sum())
@@ -169,7 +173,7 @@ def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
 
 
 def _underfilled(recipe: Recipe, table: pl.DataFrame) -> Outcome:
-    """Warn about buckets whose batches are all partial, or filled with repetitions of a few images."""
+    """Warn about buckets with partial batches only, or with batches of repetitions of a few images."""
     few, numbers = _batches(recipe, table)
     if few.is_empty():
         return Outcome(True, f"every bucket fills {_full_batch(recipe)}", numbers=numbers)

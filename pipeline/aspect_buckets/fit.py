@@ -80,6 +80,8 @@ def fitted_lists(
     if not len(dataset):
         raise BucketError("fitting buckets needs at least one image", where="the dataset", fix="add images")
     sizes = _candidates(dataset, constraints)
+
+    # Users know the ladder's results. A fitted list that enlarges more images would be a step back.
     ladder_upscaled = measure_fit(_ladder(constraints), dataset).upscaled
 
     pending = sorted(set(numbers))
@@ -89,6 +91,8 @@ def fitted_lists(
         lists = best_lists(dataset, sizes, pending[-1], mirrored=constraints.mirrored, weights=weights)
         fits += [FittedList(each, measure_fit(placement_in(each), dataset)) for each in lists.values()]
         best |= _best_of(fits, pending, ladder_upscaled)
+
+        # Only numbers with too many enlarged images are searched again; a search takes seconds.
         pending = [number for number in best if best[number].quality.upscaled > ladder_upscaled]
         if not pending:
             break

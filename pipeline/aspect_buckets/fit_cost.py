@@ -135,9 +135,10 @@ def candidates(
     budget = resolution * resolution
     longest = int(resolution * np.sqrt(AREA_RANGE[1] * max_aspect_ratio))
 
-    # One landscape size per interval of log aspect ratio: the one whose area is closest to the preferred one.
+    # One landscape size per interval of log aspect ratio: the one with the area closest to the preferred one.
     best: dict[int, tuple[float, Size]] = {}
     for height in range(step, longest + 1, step):
+        # The first width with enough area, rounded up to a multiple of the step.
         narrowest = -(-int(np.ceil(AREA_RANGE[0] * budget)) // (height * step)) * step
         for width in range(max(narrowest, height), longest + 1, step):
             if height * width > AREA_RANGE[1] * budget:
@@ -149,10 +150,12 @@ def candidates(
             choice = (abs(height * width / budget - PREFERRED_AREA), size)
             best[interval] = min(best.get(interval, choice), choice)
 
+    # A large step leaves gaps. The ladder fills them, so that every image has a size near its aspect ratio.
     for size in ladder(resolution, step, max_aspect_ratio).sizes:
         if size.width >= size.height:
             best.setdefault(_interval(size, spacing), (0.0, size))
 
+    # Each size comes with its transposed, because transposing an image must transpose its bucket.
     landscape = {size for _, size in best.values()}
     return sorted(landscape | {size.transposed for size in landscape}, key=_log_aspect_ratio)
 

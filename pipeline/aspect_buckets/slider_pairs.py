@@ -26,6 +26,8 @@ def with_pairs(rows: pl.DataFrame, scales: dict[str, int], *other_keys: str) -> 
     """
     scale = pl.col("dataset").replace_strict(scales, default=None, return_dtype=pl.Int8)
     path = pl.col("sample_id").str.slice(pl.col("dataset").str.len_chars() + 1)
+
+    # A pair shares noise, which has the shape of the bucket, so both images must have the same bucket.
     name = pl.format("{} ({})", path.str.replace(_SUFFIX, ""), "bucket")
     rows = rows.with_columns(slider=scale, pair=name)
     has_partner = pl.col("slider").drop_nulls().n_unique().over("pair", *other_keys) == 2

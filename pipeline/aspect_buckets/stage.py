@@ -40,12 +40,15 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
     """
     watch = Stopwatch()
     placement = placement_of(recipe.buckets)
+
+    # In chunks, because the geometry's arrays of a large dataset would not fit into memory at once.
     chunks = [_place(placement, chunk) for chunk in validated.iter_slices(_CHUNK_ROWS)]
     placed = pl.concat(chunks) if chunks else _place(placement, validated)
 
     table = placed.filter(~pl.col("too_small")).drop("too_small").sort("sample_id", "bucket")
     rejected = [_rejected_row(recipe, row) for row in placed.filter("too_small").iter_rows(named=True)]
 
+    # The log, the report and its chart list the largest buckets first.
     counts = dict(table.group_by("bucket").len().sort("len", "bucket", descending=[True, False]).rows())
     log(_buckets_text(counts))
     if rejected:
@@ -58,6 +61,7 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
 
 def _place(placement: Placement, samples: pl.DataFrame) -> pl.DataFrame:
     """Return the columns of the table and `too_small`, with at least one row per sample."""
+    # Only random crops depend on names; any other placement must not, so that renaming changes no key.
     names = samples["sample_id"] if placement.crop == "random" else None
     focus = (samples["focus_y"].to_numpy(), samples["focus_x"].to_numpy())
     placed = placement.assign_many(samples["height"].to_numpy(), samples["width"].to_numpy(), names, focus)
@@ -78,6 +82,8 @@ def _place(placement: Placement, samples: pl.DataFrame) -> pl.DataFrame:
     ).with_columns(bucket=pl.format("{}x{}", "target_height", "target_width"))
 
     columns = columns_in(STAGE, samples)
+
+    # Columns of side inputs come along, because the cache stages read this table alone.
     inherited = samples.select(name for name in columns if name in samples.columns)
     rows = inherited[placed.image].hstack(computed)
     return rows.select(*(pl.col(name).cast(dtype) for name, dtype in columns.items()), "too_small")

@@ -116,6 +116,7 @@ class RecipeEntries:
         Raises:
             ModelError: A file of these parts is missing or unreadable.
         """
+        # Hashing gigabytes of weights takes long, and all keys of a run need it.
         if use not in self._fingerprints:
             parts = self.family.fingerprint_parts(use)
             self._fingerprints[use] = Fingerprints(self.machine_state_dir, log=self.log).of(parts)
@@ -175,6 +176,7 @@ class RecipeEntries:
 
     def with_mirrored(self, buckets: pl.DataFrame) -> pl.DataFrame:
         """Add the column `flipped`, and a mirrored row for each row if the recipe mirrors images."""
+        # The geometry of a mirrored row is the plain one: the encoder mirrors the cropped pixels.
         variants = (False, True) if self.recipe.latents.flip else (False,)
         return pl.concat([buckets.with_columns(flipped=pl.lit(mirrored)) for mirrored in variants])
 
@@ -183,6 +185,7 @@ class RecipeEntries:
         shapes: list[dict[str, Any]] = []
         for height, width in rows.select(TARGET).unique(maintain_order=True).rows():
             tensors = self.latent_tensors(Size(height, width))
+            # Both moments have one shape and dtype.
             tensor = next(iter(tensors.values()))
             num_bytes = EntrySpec("latents", "", tensors).file_bytes
             values = (height, width, *tensor.shape, tensor.dtype, num_bytes)
@@ -307,6 +310,8 @@ class RecipeEntries:
             )
 
         rows = with_recorded(rows, previous, {"text_length": pl.Int32, **recorded})
+
+        # The length in tokens is known only after encoding; until then, the size is estimated from the text.
         missing_tokens = max_length - pl.col("text_length").cast(pl.Int64)
         caption_bytes = pl.col("caption").str.len_bytes().cast(pl.Int64)
         tokens = TEMPLATE_TOKENS + (caption_bytes + CAPTION_BYTES_PER_TOKEN - 1) // CAPTION_BYTES_PER_TOKEN
@@ -361,8 +366,11 @@ def with_recorded(
         previous: Earlier table with the columns `key` and `columns`.
         columns: Names and types of the columns to add.
     """
+    # The columns exist in any case, because later steps compare them with the current stats.
     if previous is None:
         return rows.with_columns(pl.lit(None, kind).alias(name) for name, kind in columns.items())
+
+    # Rows that share an entry recorded the same stat.
     recorded = previous.select("key", *columns).unique("key", keep="first")
     return rows.join(recorded, on="key", how="left", maintain_order="left")
 
@@ -376,6 +384,7 @@ def is_unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
         rows: Columns `key`, `num_bytes` (exact size of the file, null if unknown) and `STAT_COLUMNS` (null if
             nothing was recorded).
     """
+    # `eq_missing`, so that a missing entry differs from a recorded one and nothing is null.
     current = pl.DataFrame(store.stats(kind, rows["key"]), schema=STATS, orient="row")
     unchanged = current["entry_bytes"].eq_missing(rows["num_bytes"].cast(pl.Int64))
     for name in STAT_COLUMNS:

@@ -7,8 +7,8 @@ Each entry is checked once and has at most one problem, which belongs to one che
     shape_uniformity    its header has other shapes or dtypes
     finite_values       its content is wrong: checksum, another entry's key, or values that are not finite
 
-An entry whose stat is as recorded when it was verified is not read again. Since the exact size of each entry
-is known, sizes need no statistics.
+An entry that still has the stat of its last verification is not read again. Since the exact size of each
+entry is known, sizes need no statistics.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "fin
 REPAIR = f"run the cache job, which encodes missing and damaged entries: {RUN_RECIPE} <recipe> --cache-only"
 
 AT_ONCE = 5_000
-"""Number of rows whose keys and stats are in memory at a time."""
+"""Number of rows with keys and stats in memory at a time."""
 
 ROWS_AT_A_TIME = 1024
-"""Number of rows whose specifications and states are in memory at a time."""
+"""Number of rows with specifications and states in memory at a time."""
 
 CheckedEntry = tuple[dict[str, Any], EntrySpec, EntryState]
 """A row, its entry, and the state of the entry."""
@@ -100,11 +100,13 @@ class Problems:
         self.num_entries = len(requests)
         self._rows: dict[Problem, list[dict[str, Any]]] = {}
         with phase("comparing cache entries with the last run", log=log):
+            # In slices, so that the stats of millions of entries are never in memory together.
             parts = requests.iter_slices(AT_ONCE)
             changed = [part.filter(~is_unchanged(store, kind, part)) for part in parts]
         if not changed:
             return
 
+        # An unchanged stat means that the entry was verified before. Reading all entries would take hours.
         for entries in check_entries(store, pl.concat(changed), spec_of, log=log):
             for row, spec, state in entries:
                 if not state.valid:
@@ -148,6 +150,8 @@ def _check_of(store: Store, spec: EntrySpec, stat: EntryStat | None) -> Problem:
         return "completeness"
     if not spec.may_have(stat.num_bytes):
         return "file_size_outliers"
+
+    # In this order, because each check presumes that the earlier ones passed.
     stored = store.read_tensor_specs(spec)
     if stored is None or not spec.admits(stored):
         return "shape_uniformity"

@@ -55,6 +55,8 @@ def encode_on_workers(
     """
     local = read_order(order_file)
     num_jobs = len(local.jobs)
+
+    # A worker without a job would load the model for nothing.
     num_shards = max(1, min(max_workers, num_jobs))
     order = publish_order(order_file, num_shards=num_shards, cpu_threads=cpu_threads)
     collector = Collector(order, order_file.parent)
@@ -67,6 +69,8 @@ def encode_on_workers(
     collector.require_finished(num_shards, last_output)
     if local.pictures is not None:
         collector.fetch_pictures(local.pictures.folder)
+
+    # Removed only after success: a failed order can be finished by starting its workers by hand.
     order.remove()
 
 
@@ -99,6 +103,7 @@ class Collector:
             StoreError: The order cannot be listed, or a file cannot be read.
         """
         for file in self.order.files():
+            # Results only grow, so an equal size means an equal file, and nothing is downloaded.
             if self._sizes.get(file.name) == file.num_bytes:
                 continue
             results, error = _RESULTS.fullmatch(file.name), _ERROR.fullmatch(file.name)
@@ -151,6 +156,8 @@ class Collector:
             LaunchError: A worker ended for another reason.
         """
         shards = [Shard(index, num_shards) for index in range(num_shards)]
+
+        # A shard may have failed and finished on a second attempt; then its error is old.
         unfinished = [shard for shard in shards if shard not in self._finished]
         for shard in unfinished:
             if shard in self._errors:

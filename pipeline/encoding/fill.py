@@ -140,7 +140,6 @@ def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
     shape = [name for name in LATENT_SHAPE if name in rows.columns]
     descending = [True, *(False for _ in shape), False]
     ordered = rows.sort("cost", *shape, "key", descending=descending).with_row_index("position")
-
     first_by_name = ordered.sort("name", "key")["position"][0]
     probes = list(dict.fromkeys((0, len(ordered) - 1, first_by_name)))
     others = ordered.filter(~pl.col("position").is_in(probes))
@@ -184,12 +183,14 @@ class _Fill:
     def _new_entry_is_missing(self) -> bool:
         """Return whether the first entry that no table has recorded does not exist."""
         rows = self._requests.rows
+
+        # One request instead of many: a missing entry is certain, a present one still has to be read.
         new_keys = rows.filter(pl.col(STAT_COLUMNS[0]).is_null())["key"]
         stats = self._store.stats(self._requests.kind, new_keys.head(1))
         return any(tuple(stat) == NO_STAT for stat in stats)
 
     def _find_missing(self) -> pl.DataFrame:
-        """Return the rows whose entry is missing or wrong; valid entries are added to the result.
+        """Return the rows with a missing or wrong entry; valid entries are added to the result.
 
         Raises:
             StoreError: The missing entries do not fit on the disk.
@@ -244,6 +245,9 @@ class _Fill:
         )
         missing = pl.DataFrame()
         find_s = 0.0
+
+        # Orders are exchanged through files, because the processes may be started by another program, such as
+        # accelerate.
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
 
             def write_missing_jobs() -> None:
@@ -259,8 +263,11 @@ class _Fill:
             launched_s = time.perf_counter() - launch_start_s
             results = read_results(Path(folder))
 
+        # Launching overlaps with the search for missing entries, which is not start-up.
         self._watch.startup_s += max(0.0, launched_s - find_s - results.work_s - results.aside_s)
         self._watch.aside_s += results.aside_s
+
+        # The measured speed is the base of the time in `latentline plan`.
         cost = int(missing.filter(pl.col("key").is_in(results.made))["cost"].sum())
         if cost:
             record_speed(self._entries.machine_state_dir, kind, results.work_s / cost)

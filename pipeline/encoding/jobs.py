@@ -235,6 +235,8 @@ def write_jobs(jobs: Jobs, folder: Path) -> None:
         file.write(f"{len(jobs)}\n")
         for job in jobs:
             file.write(json.dumps(_job_to_json(job)) + "\n")
+
+    # Waiting processes poll for the name, so the file must appear complete.
     unfinished.rename(folder / JOBS_FILE)
 
 
@@ -266,6 +268,7 @@ def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:
     """
     costs = [0] * num_ranks
     for job in jobs:
+        # The first of equal ranks, so that all ranks compute the same shares.
         lowest = costs.index(min(costs))
         costs[lowest] += job.cost
         if lowest == rank:
@@ -300,6 +303,7 @@ class ResultsWriter:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
+        # One write per line, since readers take a line without its end as unfinished.
         text = json.dumps(line) + "\n"
         with self._lock:
             self._file.write(text)

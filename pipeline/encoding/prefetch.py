@@ -42,6 +42,7 @@ def ahead(
     pool = _ReplaceablePool(work, threads)
     pending: deque[tuple[Item, Future[Result]]] = deque()
     try:
+        # Filled to the depth first, then one new item for each that is taken: memory stays bounded.
         pending.extend((item, pool.submit(item)) for item in islice(source, depth))
         while pending:
             item, future = pending.popleft()
@@ -94,6 +95,7 @@ class _ReplaceablePool(Generic[Item, Result]):
         """Stop the threads, and join them unless one hangs."""
         for _ in self._threads:
             self._queue.put(None)
+        # Joining a thread that hangs in a read would hang the process, too.
         for thread in [] if self._num_hung else self._threads:
             thread.join()
 
@@ -140,6 +142,7 @@ class Behind:
             Exception: An earlier call raised it.
         """
         self._unfinished.append(self._pool.submit(work))
+        # The oldest call is awaited, so that its error is raised close to its cause.
         while len(self._unfinished) > self._depth:
             self._unfinished.popleft().result()
 

@@ -59,6 +59,7 @@ class Progress:
         self._read_bytes: dict[str, int] = {}
         self._done = 0
         self._failed = 0
+        # The heartbeat and the encoder both report.
         self._lock = threading.Lock()
         self._counted_s = self._ended_s = time.monotonic()
         self._current: str | None = None
@@ -121,6 +122,7 @@ class Progress:
         for path in self._folder.glob(RESULTS_PATTERN):
             with path.open("rb") as file:
                 file.seek(self._read_bytes.get(path.name, 0))
+                # A rank may be writing its last line at this moment.
                 complete_lines = file.read().rpartition(b"\n")[0]
             if complete_lines:
                 self._read_bytes[path.name] = self._read_bytes.get(path.name, 0) + len(complete_lines) + 1

@@ -64,6 +64,8 @@ def read_mask(content: BinaryIO, source: MaskSource, *, limits: DecodeLimits) ->
     with decoded(content, _BLACK, limits=limits, convert=_CONVERT[source]) as mask:
         values = np.asarray(mask)
         size = Size(mask.height, mask.width)
+
+    # A mask of 0 and 1 is the usual mistake: it looks black, and would switch the sample off.
     brightest = int(values.max())
     if brightest <= MIN_WHITE:
         detail = f"its brightest value is {brightest} of {_WHITE}, so nothing of the image would be trained"
@@ -119,6 +121,8 @@ def mask_weights(values: npt.NDArray[np.uint8], size: Size) -> npt.NDArray[np.fl
     """
     height, width = values.shape
     rows, columns = height // size.height, width // size.width
+
+    # Averaged like the VAE reduces the image; a resize filter would look beyond the area of a value.
     areas = values.reshape(size.height, rows, size.width, columns)
     sums = areas.sum(axis=(1, 3), dtype=np.int64)
     return (sums / (rows * columns * _WHITE)).astype(np.float16)[None]

@@ -85,6 +85,7 @@ def changed_inputs(
     entries: RecipeEntries, spec: EntrySpec, earlier_key: str, inputs: Mapping[str, Any]
 ) -> str:
     """Return which inputs of the key differ from those in the metadata of the earlier entry."""
+    # The key is a hash. Only the entry's metadata tells which input has changed.
     metadata = entries.store.read_metadata(spec.kind, earlier_key)
     if metadata is None or not isinstance(metadata.get("inputs"), dict):
         return MODEL_UNKNOWN

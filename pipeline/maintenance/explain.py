@@ -80,6 +80,7 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str, *, log: Log = discar
         sample_rows[asset] = table.filter(pl.col("sample_id") == sample_id)
         rows = sample_rows[asset].to_dicts()
         explained += [StageFacts(asset, _new_facts(row, earlier_rows)) for row in rows]
+        # One row per stage suffices: rows of a sample differ only in columns of this stage.
         earlier_rows += rows[-1:]
 
     rejected = tables.read_rejected().filter(pl.col("sample_id") == sample_id)

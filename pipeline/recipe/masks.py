@@ -12,7 +12,7 @@ from pipeline.recipe.settings import Settings, Violation
 
 
 class MaskSettings(Settings):
-    """Masks of a dataset's images: grey images whose values are weights of the loss, white for 1.
+    """Masks of a dataset's images: grey images with weights of the loss as values, white for 1.
 
     Exactly one of `path`, `from` and `column` is required.
     """

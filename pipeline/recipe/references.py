@@ -20,8 +20,8 @@ class ReferenceSettings(Settings):
         default=None,
         description="Folder of the references, paired with the images by relative path without suffix: "
         "the reference of people/anna.jpg is people/anna.png or people/anna.jpg. Its size may differ from "
-        "that of its image. Relative to the project root, or an address as for `datasets[].path`. If it is "
-        "inside the dataset's folder, its files do not count as images.",
+        "the size of its image. Relative to the project root, or an address as for `datasets[].path`. If it "
+        "is inside the dataset's folder, its files do not count as images.",
     )
     column: str | None = Field(
         default=None,

@@ -6,9 +6,9 @@ which columns of the tables record them, where their pixels are placed, and whic
 | | mask | reference |
 |---|---|---|
 | files of an image | one | one for each entry of `references`, in order |
-| file | a file of its own, or the image for its opacity | a file of its own |
+| file | a separate file, or the image for its opacity | a separate file |
 | size | the size of the image | any size |
-| placed by | the geometry of the image | a geometry of its own, as the pipeline of the family has it |
+| placed by | the geometry of the image | the rules of the family's pipeline |
 | entry | weights per latent value, without a model | a latent: the mean of the VAE's posterior |
 | columns | one value per column | JSON, since an image may have several |
 | in training | weights of the loss by place | a condition of the denoiser |

@@ -56,6 +56,7 @@ class EncodedImages(SideInput, ABC):
 
     def exploded(self, entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
         """Return the entry rows without geometry and key; `height` and `width` are the size of the file."""
+        # The index is taken before the filter, since callers join results to `rows` by it.
         indexed = rows.with_row_index("row").filter(self.used(entries.recipe, rows))
         if self.hash_column not in indexed.columns:
             indexed = indexed.with_columns(pl.lit(None, pl.String).alias(self.hash_column))
@@ -81,6 +82,8 @@ class EncodedImages(SideInput, ABC):
             return pl.DataFrame(schema=RECORDED)
 
         rows: list[tuple[Any, ...]] = []
+
+        # Rows of samples without such files have nulls.
         columns = table.select(*VIEW, self.hash_column, self.keys_column, self.stats_column).drop_nulls()
         for *view, images, keys, stats in columns.iter_rows():
             of_row = zip(json.loads(images), keys.split(), json.loads(stats), strict=True)
@@ -89,6 +92,7 @@ class EncodedImages(SideInput, ABC):
 
     def with_entries(self, requests: pl.DataFrame, rows: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
         """See `SideInput.with_entries`."""
+        # Concatenated in Polars, because a Python loop over a million rows takes many seconds.
         stats = pl.concat_list(pl.col(name).cast(pl.String) for name in STAT_COLUMNS).list.join(",")
         recorded = rows.join(entries, on="key", how="left", maintain_order="left")
         by_row = recorded.group_by("row", maintain_order=True).agg(

@@ -152,6 +152,7 @@ class Masks(SideInput):
 
     def with_entries(self, requests: pl.DataFrame, rows: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
         """See `SideInput.with_entries`."""
+        # The geometry columns of entry rows repeat columns of the table, so only the key is joined.
         recorded = rows.select("row", "key").join(entries, on="key", how="left", maintain_order="left")
         recorded = recorded.rename({"key": self.keys_column, **_RECORDED_STATS})
         return requests.join(recorded, on="row", how="left", maintain_order="left")

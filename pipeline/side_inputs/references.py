@@ -1,6 +1,6 @@
 """Reference images: what an editing model sees next to the noisy image, such as the picture before an edit.
 
-A reference has a geometry of its own, because the pipelines of editing models scale it by their own rules.
+A reference does not have the geometry of its image: pipelines of editing models scale it by their own rules.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class References(EncodedImages):
             BucketError: As `reference_geometry`.
         """
         each = self._with_resolutions(entries, rows)
+
+        # The geometry of a pipeline is computed in Python, so once per size instead of once per row.
         sizes = each.select("resolution", "height", "width").unique(maintain_order=True)
         geometry = pl.DataFrame(
             [_geometry_row(entries.family, **size) for size in sizes.iter_rows(named=True)],
@@ -62,6 +64,8 @@ class References(EncodedImages):
         """
         each = self._with_resolutions(entries, rows)
         refused: dict[str, BucketError] = {}
+
+        # Without the recipe's resolution, because previews use the size of the pipeline in any case.
         for (height, width), of_size in each.group_by("height", "width", maintain_order=True):
             try:
                 reference_geometry(entries.family, Size(height, width))

@@ -173,6 +173,7 @@ class SideInput(ABC):
 
     def with_num_bytes(self, entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
         """Add `num_bytes` to entry rows: the exact size of the entry's file."""
+        # A few sizes instead of many rows: sizes follow from the shape alone.
         sizes = rows.select(TARGET).unique(maintain_order=True)
         num_bytes = [
             EntrySpec(self.kind, "", self.tensors(entries, Size(*size))).file_bytes for size in sizes.rows()

@@ -66,6 +66,7 @@ def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
     rows = with_seen_images(entries, rows)
     rows = rows.filter(rows[SEEN].is_not_null() | ~REFERENCES.used(entries.recipe, rows))
     if entries.sees_images_in_negative and uses_empty_captions(entries.recipe):
+        # One per sample: the empty caption has no variants, but it has the images of its sample.
         first = rows.filter((pl.col("variant") == 0) & pl.col(SEEN).is_not_null())
         variant = pl.lit(EMPTY_CAPTION, pl.Int32)
         rows = pl.concat([rows, first.with_columns(caption=pl.lit(""), variant=variant)])
@@ -94,6 +95,8 @@ def with_seen_images(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame
     roots = {
         dataset.name: dataset.side_input_roots(REFERENCES.recipe_key) for dataset in entries.recipe.datasets
     }
+
+    # Captions of one sample share its images, which are described once.
     referenced = rows.filter(REFERENCES.used(entries.recipe, rows)).select("dataset", IMAGES)
     seen = [
         (dataset, images, *_seen(entries, roots[dataset], json.loads(images)))

@@ -105,9 +105,12 @@ def _entry_rows(
 ) -> pl.DataFrame:
     """Return one row per entry of the table, and per entry that belongs to no sample."""
     columns = ("sample_id", *_text_columns(entries), "key", "text_length", "num_bytes", *STAT_COLUMNS)
+
+    # Rows with another key are reported by completeness; their entries belong to another caption.
     own = table.drop("text_length").hstack(sizes).filter(pl.col("about_bytes").is_not_null())
     own = own.unique("key", keep="first", maintain_order=True).select(columns)
 
+    # Preview prompts and the empty caption have entries without a row in the table.
     extra = _requests(entries, needed_texts(entries, table.clear()))
     names = [f"the preview prompt {text!r}" if text else "the empty caption" for text in extra["caption"]]
     extra = extra.with_columns(pl.Series("sample_id", names, dtype=pl.String))
@@ -116,7 +119,7 @@ def _entry_rows(
 
 
 def _wrong_lengths(entries: RecipeEntries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield the rows whose length is impossible for the encoders."""
+    """Yield the rows with a length that is impossible for the encoders."""
     tensor = entries.text_spec("").tensors[TEXT]
     max_length = tensor.shape[0]
     if tensor.ragged:
@@ -135,6 +138,8 @@ def _table_differences(
     """Yield samples that are missing, superfluous, or have the entry of another caption or setting."""
     names = ["sample_id", "variant"]
     texts = _text_columns(entries)
+
+    # The usual case ends here, before any join.
     same_captions = table.select(*names, *texts).equals(captions.select(*names, *texts))
     if same_captions and not sizes["about_bytes"].null_count():
         return
@@ -168,6 +173,7 @@ def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
             "sample_id": row["sample_id"],
             "num_tokens": row["num_tokens"],
             "num_cut": row["num_cut"],
+            # Only for rows that are shown, because each reads an entry.
             "cut_part": _cut_part(entries, row) if index < MAX_ROWS else "",
         }
         for index, row in enumerate(cut.iter_rows(named=True))

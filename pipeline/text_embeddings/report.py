@@ -43,6 +43,8 @@ def write_caption_report(recipe: Recipe, table: pl.DataFrame) -> Path:
     """
     folder = recipe.output_dir / "reports" / FOLDER
     digest_file = folder / _DIGEST_FILE
+
+    # Empty captions are written by the stage and not by a person.
     table = table.filter(pl.col("variant") > EMPTY_CAPTION)
     counts = table.group_by("num_tokens", "num_cut").len("captions").sort("num_tokens", "num_cut")
     digest = hashlib.sha256(counts.write_csv().encode("utf-8")).hexdigest()

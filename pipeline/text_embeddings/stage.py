@@ -87,7 +87,7 @@ def cache_text(
     Args:
         recipe: The recipe. Its `text` settings and base model decide the keys.
         validated_table: Table validated_dataset.
-        tables: Tables of earlier runs; entries whose stat is as recorded there are trusted.
+        tables: Tables of earlier runs; entries with the stat recorded there are trusted.
         launch: Starts the encoding processes.
         log: Receives a summary of missing and damaged entries.
 
@@ -114,6 +114,7 @@ def cache_text(
     result = fill(entries, requests, launch=launch, log=log, watch=watch)
     unregister_earlier(entries, ("text",))
 
+    # Keys are computed again for all rows, because `requests` has each caption only once.
     keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))
     captions = captions.with_columns(keys.alias("key"), dtype=pl.lit(recipe.text.dtype))
     rejected = _rejected(captions, result.failed)
@@ -143,6 +144,7 @@ def _rejected(captions: pl.DataFrame, failures: Mapping[str, Failure]) -> pl.Dat
     Raises:
         DatasetError: A reference of a preview prompt cannot be used.
     """
+    # A failure of a preview's reference has no sample to reject, so the recipe must be corrected.
     of_samples = set(captions["key"]) if failures else set[str]()
     of_previews = [failure for key, failure in failures.items() if key not in of_samples]
     if of_previews:

@@ -49,7 +49,7 @@ def cache_masks(
     Args:
         entries: Entries of the recipe.
         masks: `MASKS.entry_rows` of all rows of vae_latents.
-        recorded: `MASKS.recorded` of the previous table; entries whose stat is as recorded are trusted.
+        recorded: `MASKS.recorded` of the previous table; entries with the recorded stat are trusted.
         log: Receives the progress.
         watch: As for `fill`.
 
@@ -94,6 +94,7 @@ def _entry_requests(entries: RecipeEntries, masks: pl.DataFrame, recorded: pl.Da
         facts = {"inputs": MASKS.inputs(entries, row)}
         return Job(MASKS.spec(entries, row), facts, work, MASKS.entry_name(row), row["cost"])
 
+    # Mirrored and repeated samples may share a mask and a geometry, and so an entry.
     rows = MASKS.with_num_bytes(entries, masks.unique("key", keep="first", maintain_order=True))
     rows = rows.with_columns(about_bytes="num_bytes", name="sample_id", cost=pl.lit(1, pl.Int64))
     return EntryRequests(
@@ -115,6 +116,8 @@ def _encode_here(recipe: Recipe, log: Log) -> Launch:
         masks = read_order(order)
         store = Store(masks.store_root)
         limit = recipe.checks.max_file_bytes
+
+        # A source is opened once per folder, because an address needs a connection.
         roots = {job.work["root"] for job in masks.jobs}
         sources = {root: source_at(address(root), max_file_bytes=limit) for root in roots}
         start_s = time.perf_counter()

@@ -163,6 +163,7 @@ def report(folder: Path, picture_rows: pl.DataFrame) -> dict[str, Any]:
         ],
     }
 
+    # A low PSNR alone may be a hard image. Most pictures worse than one colour mean a broken VAE.
     num_unlike = sum(not each.is_like for each in decoded)
     if num_unlike * 2 > len(decoded):
         numbers["decoded_note"] = (
@@ -201,6 +202,7 @@ def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict
     if sample.is_empty():
         return {}
 
+    # Reading an entry takes a millisecond or a request, so that moments of the last run are reused.
     saved = _read_moments(file)
     moments: dict[str, Moments] = {}
     for row in sample.iter_rows(named=True):

@@ -107,6 +107,7 @@ def side_input_counters(
         side_inputs: Entry rows by side input.
         samples: Samples in the new table.
     """
+    # Entries of rejected samples are in the cache, but they are not part of the result.
     kept = pl.DataFrame({"sample_id": pl.Series(samples, dtype=pl.String)}).unique()
     counters: dict[str, int] = {}
     for side_input, rows in side_inputs.items():

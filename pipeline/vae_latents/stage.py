@@ -75,7 +75,7 @@ def cache_latents(
     Args:
         recipe: The recipe. Its `latents` settings and base model decide the keys.
         buckets: Table aspect_buckets.
-        tables: Tables of earlier runs; entries whose stat is as recorded there are trusted.
+        tables: Tables of earlier runs; entries with the stat recorded there are trusted.
         launch: Starts the encoding processes.
         log: Receives a summary of missing and damaged entries.
 
@@ -181,6 +181,7 @@ def _recorded(table: pl.DataFrame | None) -> pl.DataFrame | None:
 
 def _entry_rows(requests: pl.DataFrame, recorded: pl.DataFrame | None) -> pl.DataFrame:
     """Return the first row of each key, with the columns of `EntryRequests.rows`."""
+    # The VAE's time is proportional to the area, which shares jobs evenly among processes.
     area = pl.col("target_height").cast(pl.Int64) * pl.col("target_width")
     of_side_inputs = [name for name in ("root", "side_input") if name in requests.columns]
     rows = requests.unique("key", keep="first", maintain_order=True).select(
@@ -245,12 +246,16 @@ def _num_removed(previous: pl.DataFrame | None, recorded: pl.DataFrame | None) -
     """Count the keys of the previous table that the new one lacks."""
     if previous is None or recorded is None:
         return 0
+
+    # Rows of one table may share an entry, which counts once.
     keys = previous.select("key").unique()
     return len(keys.join(recorded, on="key", how="anti"))
 
 
 def _counters(result: FillResult, table: pl.DataFrame, removed: int) -> dict[str, int]:
     samples = table["sample_id"].n_unique()
+
+    # Only of this run: a tiled entry of an earlier run is as valid as any other.
     tiled = result.entries.drop_nulls("tile_px").filter(pl.col("key").is_in(list(result.encoded)))
     return {**result.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
 

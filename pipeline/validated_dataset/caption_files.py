@@ -65,6 +65,7 @@ def read_caption_file(
 
     try:
         with source.open_text(sidecar, num_bytes) as opened:
+            # One byte more than allowed shows a file that is too large without reading all of it.
             data = opened.read(MAX_CAPTION_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -134,6 +135,7 @@ def _suffixes_by_stem(source: Source, folder: str) -> Mapping[str, tuple[str, ..
 
 
 def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
+    # A byte order mark is certain, so it wins over the recipe's encoding.
     marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
     encoding = marked or _unmarked_utf16(data)
     fix = "save the file as UTF-8"

@@ -67,6 +67,7 @@ def caption_of(
         if settings.fallback is None or err.reason not in NO_CAPTION:
             raise
 
+    # The fallback takes the same way as any caption: `replace` and the check of its text apply.
     text = _words_of_name(path) if settings.fallback == FILENAME else settings.fallback
     return Caption(_usable_texts([text], settings, source.where(path)), FALLBACK)
 
@@ -156,6 +157,8 @@ def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -
     usable = [canonical(text) for text in texts]
     if settings.lines == "each":
         usable = [line for text in usable for line in text.split("\n")]
+
+    # A replacement may leave nothing of a line, such as a line of removed tags.
     usable = [text for each in usable if (text := replaced(settings, each))]
     if not usable:
         fix = "write a caption, or remove the image"
@@ -198,6 +201,7 @@ def canonical(text: str) -> str:
     It is in Unicode form NFC. Lines end in a single newline and are stripped; empty lines are removed. Runs
     of spaces and tabs become one space; control characters are removed. The function is idempotent.
     """
+    # NFC first, because composed and decomposed letters would be two captions with two entries.
     lines = _LINE_ENDS.split(unicodedata.normalize("NFC", _INVISIBLE.sub("", text)))
     stripped = [" ".join(line.split()) for line in lines]
     return "\n".join(line for line in stripped if line)

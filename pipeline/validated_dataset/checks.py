@@ -116,6 +116,7 @@ def _rows(rejected: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _captions_unshared(table: pl.DataFrame) -> Outcome:
+    # `a.jpg` and `a.png` both belong to `a.txt`. One of them then trains on the wrong caption.
     shared = (
         table.filter(pl.col("caption_from").str.starts_with(SIDECAR))
         .group_by("dataset", "caption_from")
@@ -153,6 +154,7 @@ def _captions_agree(context: CheckContext) -> Outcome:
 
 def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     """Limit the fraction that this stage and the scan rejected; filters, limits and copies do not count."""
+    # The scan's rejections count too: a user sees one dataset, and not two stages.
     rejected_so_far = pl.concat([context.tables.read_rejected("raw_images"), rejected])
     if table.is_empty():
         return no_samples_left(rejected_so_far, "add images to the folders in datasets[].path")
@@ -196,6 +198,7 @@ def _file_size_outliers(
     context: CheckContext, raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame
 ) -> Outcome:
     """Check that each kept file is still the file of the scan, and count the rejected bytes."""
+    # A training from a complete cache may run where the datasets do not exist.
     if not context.sources:
         return Outcome(True, "skipped: this run does not read the datasets")
 
@@ -206,6 +209,7 @@ def _file_size_outliers(
         in_dataset = kept.filter(pl.col("dataset") == settings.name)
         rows += _changed_files(sources[settings.name], in_dataset)
     datasets = [settings.name for settings in context.recipe.datasets]
+    # No source lists files of a dataset that the recipe no longer has.
     for sample_id in kept.filter(~pl.col("dataset").is_in(datasets))["sample_id"]:
         rows.append({"sample_id": sample_id, "reason": "vanished: its dataset was removed from the recipe"})
 
@@ -223,6 +227,8 @@ def _changed_files(source: Source, rows: pl.DataFrame) -> list[dict[str, Any]]:
     """Return the changed files of one dataset. A new time or version with the old content is not a change."""
     stats = source.stats(rows["path"].to_list())
     current = rows.select("sample_id").hstack(pl.DataFrame(stats, schema=list(STAT)))
+
+    # Sources differ in which parts of a stat are reliable; an address has no inode.
     compared = ["sample_id", *(STAT[column] for column in source.compared_columns)]
     touched = rows.join(current, on=compared, how="anti", maintain_order="left").join(
         current.select("sample_id", current_bytes="file_bytes"), on="sample_id", maintain_order="left"
@@ -235,6 +241,7 @@ def _changed_files(source: Source, rows: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _change(file: File, row: dict[str, Any]) -> str | None:
+    # The size is known without opening the file. Only a file of the same size is hashed.
     num_bytes = row["current_bytes"]
     if num_bytes >= 0 and num_bytes != row["file_bytes"]:
         return f"changed: {counted(num_bytes, 'byte')}, {row['file_bytes']:,} at the scan"
@@ -252,6 +259,7 @@ def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     if not any(fractions.values()):
         return Outcome(True, "no image is held out for validation")
 
+    # The split is computed again here, so that the check covers the function that training calls.
     split = table.with_columns(held_out=held_out(table, fractions))
     sides = pl.concat(
         split.group_by(same=name).agg(pl.col("held_out").n_unique(), pl.col("sample_id").sort())
@@ -277,6 +285,7 @@ def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:
 
 
 def _look_alikes(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
+    # Copies are already rejected; similar images stay, because the user must decide about them.
     copies = _rows(_with_reason(rejected, DUPLICATE))
     groups = (
         table.group_by("duplicate_group")

@@ -87,6 +87,9 @@ def write_dataset_page(
     folder = recipe.output_dir / "reports" / FOLDER
     shown, rejected_shown = _chosen(recipe, table), _first_of_each_reason(rejected)
     counts = f"{_FORMAT} {recipe.name} {len(table)}"
+
+    # The first digest covers what this stage knows, the second one what aspect_buckets adds. A run of
+    # validated_dataset alone then keeps pages with buckets.
     digests = [content_digest(shown, rejected_shown, more=counts)]
     num_kept = len(table)
     if placed is not None:
@@ -162,6 +165,7 @@ def _write_thumbnails(
                 file = sources[row["dataset"]].file(row["path"])
                 images.setdefault(_thumbnail_name(row), SheetImage(file))
 
+    # A thumbnail is named after its content, so an existing one is always current.
     existing = {path.name for path in folder.iterdir()}
     for name in existing - set(images):
         (folder / name).unlink(missing_ok=True)

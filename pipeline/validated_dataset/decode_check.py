@@ -107,6 +107,7 @@ def decode_contents(
 
     `rows` are rows of raw_images. `known` has the columns `DECODED`.
     """
+    # Grouped by content, so that copies are decoded once. A copy is tried if the first file cannot be read.
     unknown = rows.select(_COLUMNS).join(known, on="content_hash", how="anti", maintain_order="left")
     files_by_hash: dict[str, list[Row]] = {}
     for row in unknown.iter_rows(named=True):
@@ -124,6 +125,7 @@ def decode_contents(
     file_results = in_threads(decode_one, contents, log=log, doing="images decoded", threads=threads)
     with counted_warnings(log):
         for files, tried in zip(contents, file_results, strict=True):
+            # A result that holds for one file only, such as `vanished`, is not stored for the content.
             if tried[-1].holds_for_content:
                 decoded.append(_decoded_row(files[0]["content_hash"], tried[-1]))
             for file, result in zip(files, tried, strict=False):
@@ -152,6 +154,8 @@ def _above_limits(
     """
     if limits.max_bytes is None:
         return {}
+
+    # An upper bound from the scanned size, so that nearly all headers stay unread.
     num_bytes = pl.col("height").cast(pl.Int64) * pl.col("width") * MAX_BYTES_PER_PX
     decodes = known.filter(pl.col("reason").is_null())
     large = rows.filter(num_bytes > limits.max_bytes).join(decodes, on="content_hash", how="semi")
@@ -186,6 +190,9 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
             version = f"{decoder_version(sniff(content.read(64)))} {LOOK_VERSION}"
             content.seek(0)
             size, image_hash = _decode_content(content, row, limits)
+
+            # The geometry was computed from the header's size; a decoder that disagrees would shift every
+            # crop.
             if size != (row["height"], row["width"]):
                 recorded = f"{row['height']}x{row['width']} (height x width)"
                 detail = f"it decodes to {size}, but its header records {recorded}"
@@ -197,6 +204,7 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
 
 def _decode_content(content: BinaryIO, row: Row, limits: DecodeLimits) -> DecodeResult:
     """Decode in this thread, or in a process that can be ended if the header announces much work."""
+    # A cheap bound first: counting the scans of a JPEG reads the complete file.
     if row["height"] * row["width"] * MAX_JPEG_SCANS > MAX_THREAD_PX:
         cost = decode_cost(content, limits=limits)
         if cost.passes_px > MAX_THREAD_PX:

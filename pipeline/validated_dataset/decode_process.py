@@ -60,6 +60,8 @@ def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     arguments = json.dumps({"limits": limits, "max_cpu_s": max_cpu_s})
+
+    # A file of an address is in memory, and a process cannot inherit it as a descriptor.
     source: dict[str, Any] = (
         {"input": content.getvalue()} if isinstance(content, io.BytesIO) else {"stdin": content}
     )
@@ -110,10 +112,15 @@ def main() -> None:
     """Decode the standard input with the limits in the first argument."""
     arguments = json.loads(sys.argv[1])
     soft_s = int(arguments["max_cpu_s"])
+
+    # A decoder that crashes must not leave a core dump of gigabytes. The hard limit is one second later,
+    # because reaching it kills with a signal that looks like missing memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (soft_s, soft_s + 1))
 
     content: BinaryIO = sys.stdin.buffer
+
+    # Decoders seek, and bytes from memory arrive through a pipe.
     if not content.seekable():
         content = io.BytesIO(content.read())
     content.seek(0)

@@ -55,12 +55,15 @@ Indices = npt.NDArray[np.int64]
 
 def perceptual_hash(image: Image.Image) -> int | None:
     """Return the 64 bits of an RGB image's hash; None for a single-colour image, which has no features."""
+    # Large images are sampled first, because averaging all of their pixels takes long.
     step = min(image.size) // _SAMPLED_EDGE_PX
     if step > 1:
         image = image.resize((image.width // step, image.height // step), Image.Resampling.NEAREST)
     shrink = min(image.size) // _SMALL_EDGE_PX
     small = image.reduce(shrink) if shrink > 1 else image
     extrema: Any = small.getextrema()
+
+    # All frequencies of one colour are zero, so that all such images would be similar to each other.
     if all(low == high for low, high in extrema):
         return None
 
@@ -84,6 +87,8 @@ def duplicate_groups(contents: pl.DataFrame, distance: int, *, log: Log = discar
         which is the content's own hash if nothing is similar to it.
     """
     hashed = contents.drop_nulls("perceptual_hash")
+
+    # Equal hashes are one value, since a dataset of frames from a video may have thousands of each.
     values, indices = np.unique(hashed["perceptual_hash"].to_numpy(), return_inverse=True)
     labels = _components(values, distance, log)[indices]
     groups = hashed.select(
@@ -105,6 +110,8 @@ def _components(values: Hashes, distance: int, log: Log) -> Indices:
     labels = np.arange(len(values))
     bounds = np.linspace(0, HASH_BITS, distance + 2).astype(np.uint64)
     num_compared = 0
+
+    # Counted before, so that progress has a total. It costs one sort per part.
     num_pairs = sum(_num_equal_pairs(_part(values, low, high)) for low, high in pairwise(bounds))
     with progress(lambda: num_compared, num_pairs, "pairs of images compared", log=log):
         for low, high in pairwise(bounds):

@@ -54,6 +54,7 @@ def select(
 
 def _first_reason(settings: DatasetSettings, manifest: pl.DataFrame | None) -> pl.Expr:
     """Return an expression: the name of the first filter that an image does not pass, or null."""
+    # Each filter wraps the earlier expression, so the last one has priority: filters are added in reverse.
     reason: pl.Expr = pl.lit(None, dtype=pl.String)
     if settings.filters.where is not None:
         assert manifest is not None
@@ -70,6 +71,8 @@ def _limited(settings: DatasetSettings, rows: pl.DataFrame) -> pl.Series:
     """Return the column `reason` with the limit applied to the rows where it is null."""
     if settings.limit is None:
         return rows["reason"]
+
+    # By content, so that renaming files or adding images changes the choice as little as possible.
     passed = rows.filter(pl.col("reason").is_null()).sort("content_hash", "sample_id")
     if settings.duplicates == "keep_first":
         passed = passed.sort(~pl.col("content_hash").is_first_distinct(), maintain_order=True)

@@ -26,12 +26,16 @@ def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series
     if not any(fractions.values()):
         return pl.repeat(value=False, n=len(samples), eager=True)
     fraction = pl.col("dataset").replace_strict(dict(fractions), default=0.0, return_dtype=pl.Float64)
+
+    # The smallest fraction decides for a shared group, see above.
     groups = (
         samples.select("duplicate_group", fraction=fraction)
         .group_by("duplicate_group")
         .agg(pl.col("fraction").min())
         .filter(pl.col("fraction") > 0.0)
     )
+
+    # A group's position is fixed, so raising the fraction only adds groups to the holdout.
     chosen = [group for group, fraction in groups.rows() if _position(group) < fraction]
     return samples["duplicate_group"].is_in(chosen)
 

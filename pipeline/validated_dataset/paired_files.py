@@ -94,9 +94,13 @@ class Finder:
         self._root, self._kind = str(source.address), side_input.reads_as(paired)
         self._by_stem: dict[str, list[FoundFile]] = {}
         self._by_image: dict[str, FoundFile | Problem | None] = {}
+
+        # All images count, also rejected ones: their files are not superfluous.
         images = raw.filter(pl.col("dataset") == settings.name)
         if paired.path is not None:
             self._by_stem = _files_by_stem(paired.path, paired.suffix, source)
+
+            # Two images of one name, such as a.jpg and a.png, would share the file, which is an error.
             self._images_of_stem = Counter(_stem(path) for path in images["path"])
         elif paired.column is not None:
             self._by_image = _files_by_image(settings, paired.column, source)
@@ -118,6 +122,7 @@ class Finder:
 
     def unmatched(self) -> list[str]:
         """Return the paths of files without an image. A manifest may list a part of a folder's images."""
+        # Only a separate folder can hold files that belong to no image.
         if self._settings.is_manifest or self._paired.path is None:
             return []
         files = (
@@ -230,6 +235,8 @@ class Reader:
         facts: dict[PairedFile, Row | ImageError] = {
             file: self._known[file] for file in files if file in self._known
         }
+
+        # A file's stat is part of `PairedFile`, so that a changed file is another one and is read.
         unread = [file for file in files if file not in facts]
         with counted_warnings(self._log):
             threads = threads_for(self._sources.values())

@@ -79,11 +79,15 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
     folder = recipe.output_dir / "reports" / FOLDER
     digest_file = folder / _DIGEST_FILE
     digest = _digest(recipe, table, rejected)
+
+    # Drawing opens dozens of images, possibly from an address, so an unchanged report is kept.
     if digest_file.is_file() and digest_file.read_text(encoding="utf-8") == digest:
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
     pictures = (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, *(f"{each.plural}.jpg" for each in SIDE_INPUTS))
+
+    # A picture without content any more must not stay: the UI would show it as current.
     for name in (*pictures, REPLACED_FILE, TAGS_FILE):
         (folder / name).unlink(missing_ok=True)
     sources = sources_of(recipe)

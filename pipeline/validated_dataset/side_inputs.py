@@ -33,7 +33,7 @@ def with_side_input(
     *,
     log: Log,
 ) -> PairedSamples:
-    """Add the files of all samples whose dataset has such files; return all samples if no dataset has.
+    """Add the files of a side input to all samples of datasets with such files.
 
     Args:
         recipe: The recipe.

@@ -88,6 +88,7 @@ class _CaptionReader:
 
     def with_sidecars(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Add the column `sidecars`: the paths of an image's caption files; null in datasets without them."""
+        # Other sources of captions have no file next to the image, so that nothing must be listed for them.
         suffixes = {
             name: settings.captions.suffixes
             for name, settings in self.settings.items()
@@ -116,6 +117,8 @@ class _CaptionReader:
         except ImageError as err:
             if err.reason != "caption_missing" or not settings.is_manifest:
                 raise
+
+            # Recipes with a manifest often forget `captions`: its default reads files next to the images.
             fix = f"{err.fix}; or use the manifest's captions: {{from: column, columns: [...]}}"
             raise ImageError(err.reason, err.detail, where=err.where, fix=fix) from err
 
@@ -197,6 +200,8 @@ def validate(
 def _require_same_datasets(recipe: Recipe, raw: pl.DataFrame) -> None:
     """Raise DatasetError if a dataset of raw_images was renamed or removed in the recipe."""
     names = [each.name for each in recipe.datasets]
+
+    # Dagster may run this stage alone, after the recipe was edited.
     missing = sorted(set(raw["dataset"].unique()).difference(names))
     if missing:
         raise DatasetError(
@@ -225,10 +230,13 @@ def _unchanged_samples(
     log: Log,
 ) -> pl.DataFrame:
     """Return the samples with unchanged image, decode result and caption, with `_SAMPLE_COLUMNS`."""
+    # Each join drops samples that changed in one respect; the remaining ones are read by `_read_samples`.
     valid_contents = decoded.table.filter(pl.col("reason").is_null())
     samples = rows.join(captions, on=["sample_id", "rule"]).join(
         valid_contents, on="content_hash", how="semi"
     )
+
+    # A file may fail although its content decodes, for example if it has vanished.
     samples = samples.filter(~pl.col("sample_id").is_in(list(decoded.file_errors)))
 
     files = unchanged_files(sources, samples, log=log)
@@ -259,6 +267,8 @@ def _read_samples(
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Read the captions of changed samples; return samples with `_SAMPLE_COLUMNS`, and rejected rows."""
     sources = captions.sources
+
+    # Unchanged files are not hashed again: their content was hashed by the scan.
     unchanged = set(unchanged_files(sources, rows, log=log)["sample_id"])
 
     # The stats come first: if a file changes while it is read, its stale stat causes the next run to read it
@@ -270,6 +280,7 @@ def _read_samples(
 
     def read(row: Row) -> Row:
         try:
+            # A file that changed after the scan has another size and hash than its row.
             if row["sample_id"] not in unchanged:
                 _require_content(sources[row["dataset"]].file(row["path"]), row["content_hash"])
             error = decoded.error_of(row)
@@ -298,6 +309,7 @@ def _require_content(file: File, content_hash: str) -> None:
 
 def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the samples without copies of the same dataset, bytes and captions; and the rejected copies."""
+    # Within a dataset only: two datasets may show one image with other repeats or another role.
     deduplicated = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
     same = ["dataset", "content_hash", "caption", "more_captions"]
     side_inputs = [each.hashes() for each in SIDE_INPUTS if each.hash_column in samples.columns]
@@ -329,6 +341,7 @@ def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int, *, lo
     Only these contents are compared: two images that are similar only by way of a third, removed one are not
     in the same group.
     """
+    # Equal bytes are one content, so a dataset with many copies is compared only once.
     contents = decoded.join(samples, on="content_hash", how="semi").select("content_hash", "perceptual_hash")
     one_colour = contents.select("content_hash", one_colour=pl.col("perceptual_hash").is_null())
     return duplicate_groups(contents, distance, log=log).join(one_colour, on="content_hash")
@@ -377,6 +390,7 @@ def _conflicts(samples: pl.DataFrame, unmatched: Mapping[str, Sequence[str]]) ->
 
 def _funnel(recipe: Recipe, tables: Tables, num_kept: int, rejected: pl.DataFrame) -> list[Row]:
     """Return the funnel from the files that the scan found to the samples kept by this stage."""
+    # The scan's files are counted in its report, because ignored files have no rows in a table.
     scan_report = read_report(recipe.output_dir, "raw_images") or {}
     scan_rejected = tables.read_rejected("raw_images")
     reasons = count_by_reason(pl.concat([scan_rejected["reason"], rejected["reason"]]))

@@ -40,6 +40,8 @@ def _with_trigger(settings: CaptionSettings, text: str) -> str:
         return _with_class_words(settings.class_words, trigger, settings.placeholder, text)
     if trigger is not None and settings.placeholder is not None:
         text = text.replace(settings.placeholder, trigger)
+
+    # A caption that names the trigger word already keeps it in its place.
     if trigger is None or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}"
@@ -56,6 +58,8 @@ def _shuffled(text: str, settings: ShuffleSettings, number: int) -> str:
     """Return the tags in an order derived from text and number; the first `keep` tags stay in place."""
     tags = [tag.strip() for tag in text.split(settings.separator)]
     head, tail = tags[: settings.keep], tags[settings.keep :]
+
+    # Sorted by hashes instead of shuffled by a generator: the order depends on nothing but text and number.
     tail.sort(key=lambda tag: hashlib.sha256(f"{number}\0{text}\0{tag}".encode()).digest())
     separator = settings.separator if settings.separator.isspace() else f"{settings.separator.strip()} "
     return separator.join(head + tail)

@@ -89,6 +89,7 @@ def run(
     order = read_order(order_file)
     store = Store(order.store_root)
 
+    # The keys are recorded while the jobs stream by, because the list of jobs may not fit into memory.
     picture_keys = set[str]() if order.pictures is None else order.pictures.keys
     all_jobs = _RecordKeys(order.jobs, picture_keys)
     own_jobs = _RecordKeys(share(all_jobs, rank, num_ranks), picture_keys)
@@ -104,6 +105,8 @@ def run(
         progress.phase("loading the VAE" if order.kind == "latents" else "loading the text encoders")
         encoder = open_encoder(order, device, progress)
         progress.phase("waiting for the list of missing entries")
+        # The stage may still be checking entries; its list of jobs is awaited here, after the model is
+        # loaded.
         len(order.jobs)
 
         start_s = time.perf_counter()

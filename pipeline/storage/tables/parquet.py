@@ -76,6 +76,8 @@ class Tables:
             TableError: The table violates the schema; nothing is written.
         """
         path = self.path(asset)
+
+        # Sorted, so that equal rows give equal files, and data versions do not change without a reason.
         rows = validated(asset, table, f"table of {asset} to be written to {path}").sort(row_names(asset))
         write_atomically(path, partial(write_rows, rows))
         return path
@@ -140,6 +142,7 @@ def read_rows(
             file.seek(0)
             wanted = None if columns is None else [name for name in names if name in columns]
             return pl.read_parquet(file, columns=wanted, n_rows=limit)
+        # Polars panics on some damaged files. A panic is not an Exception, so no caller would catch it.
         except pl.exceptions.PanicException as err:
             raise pl.exceptions.ComputeError(str(err)) from err
 

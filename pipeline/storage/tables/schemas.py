@@ -324,6 +324,7 @@ def frame(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
     """
     where = f"rows for {asset}"
     try:
+        # Strict, because a silent cast would hide a wrong type until another stage reads the table.
         table = pl.DataFrame(rows, schema=_types(asset), strict=True)
     except (TypeError, ValueError, pl.exceptions.PolarsError) as err:
         raise _schema_error(asset, where, str(err)) from err

@@ -75,6 +75,7 @@ class TextEncoder:
         waiting: list[tuple[Job, Sequence[SeenImage]]] = []
         for job in jobs:
             self._progress.working_on(job.name)
+            # Another job may have written the entry since the stage checked.
             if store.check(job.spec).valid:
                 yield job, "present"
                 continue
@@ -96,6 +97,7 @@ class TextEncoder:
     ) -> Iterator[tuple[Job, Outcome]]:
         """Yield jobs with their embeddings, from one forward pass."""
         with out_of_memory_as(self._memory_error):
+            # Only the single path takes images, and repeats an overflow in float32.
             if len(waiting) == 1:
                 encoded = [self._encode(*waiting[0])]
             else:
@@ -123,6 +125,8 @@ class TextEncoder:
         self._progress.say(
             f"{job.name}: not finite in {dtypes_text(self._dtypes)}, encoding again in float32"
         )
+
+        # Loaded on demand: both copies together may take more memory than the device has.
         if self._exact_encoders is None:
             self._exact_encoders = self._load("float32")
         return self._family.text.encode_caption(self._exact_encoders, job.work["caption"], images)

@@ -111,6 +111,8 @@ class LatentEncoder:
     def _require_working_model(self, probes: Sequence[Job]) -> None:
         """Raise ModelError unless a grey image gives a valid latent."""
         smallest = min(probes, key=lambda job: job.cost)
+
+        # The smallest size suffices to test the weights, and takes the least time and memory.
         size = Geometry.from_row(smallest.work).target_size
         grey = np.full((size.height, size.width, 3), 127, dtype=np.uint8)
         (image,) = self._batches.encode([("a grey image", grey)])
@@ -161,6 +163,8 @@ class LatentEncoder:
             ImageError: The file is missing, has changed, or cannot be decoded.
         """
         red, green, blue = self._settings["background"]
+
+        # The bytes are hashed while they are read: a file that changed since the scan must not get this key.
         pixels = load_pixels(
             self._file(job.work["root"], job.work["path"]),
             Geometry.from_row(job.work),
@@ -236,9 +240,12 @@ class LatentEncoder:
         # References have their own, because the pipelines do not sample them.
         stored = job.work.get("posterior") or self._settings["posterior"]
         if stored == "moments":
+            # The difference removes the shift, which belongs to the mean alone.
             std = normalise(posterior.std) - normalise(torch.zeros_like(posterior.std))
             return {MEAN: normalise(raw_latent)[0], STD: std[0]}
         if stored == "sample":
+            # Seeded by the key, so that the entry depends on nothing else, and a repaired entry has the same
+            # bytes.
             noise = posterior_noise(job.spec.key, tuple(raw_latent.shape))
             raw_latent = raw_latent + posterior.std * noise
         return {LATENT: normalise(raw_latent)[0]}

@@ -26,6 +26,7 @@ def draw_pictures(pictures: PictureJobs, encoder: LatentEncoder, store: Store, p
 
     Pictures are for people, so one that cannot be drawn is reported and is not an error.
     """
+    # A picture belongs to a key, so one from an earlier run is still right.
     drawn = {each.key for each in report.read(pictures.folder, list(pictures.keys))}
     ratios: list[float] = []
     progress.phase("decoding latents for the report")
@@ -59,6 +60,8 @@ def _image_and_decoded(
     image = encoder.image(job)
 
     factor = image.shape[0] // latent.shape[1]
+
+    # The same window of both, since a decoded part is compared with the part of the image that it shows.
     if encoder.device == "cpu":
         longest = max(1, CPU_WINDOW_PX // factor)
         starts = [max(0, (edge - longest) // 2) for edge in latent.shape[1:]]

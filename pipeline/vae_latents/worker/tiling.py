@@ -33,6 +33,8 @@ def tiled_posterior(
     for top in tile_starts(height, tile_px, multiple):
         for left in tile_starts(width, tile_px, multiple):
             posterior = encode(pixels[..., top : top + tile_height, left : left + tile_width])
+
+            # Sums are on the host, because the device is out of memory already.
             mean, std = posterior.mean.cpu(), posterior.std.cpu()
             latent_hw = mean.shape[-2:]
             factor = tile_height // latent_hw[0]

@@ -101,6 +101,8 @@ class VaeBatches:
     def start(self, batch: Sequence[tuple[str, Pixels]]) -> PendingBatch | None:
         """Start a pass over images of one shape; None if memory ran out, now or at this size before."""
         images = [pixels for _, pixels in batch]
+
+        # A size that ran out of memory before would do so again; the caller tiles the image at once.
         if len(batch) == 1 and _area(images[0]) >= self._too_large_px:
             return None
         if self._tuning is not None:
@@ -126,6 +128,7 @@ class VaeBatches:
             yield self._encode_tiled(self._vae, *batch[0])
             return
 
+        # The limit falls for all later batches too, because they would fail in the same way.
         half = len(batch) // 2
         self._max_px = half * _area(batch[0][1])
         self._say(f"memory ran out with a batch of {len(batch)} images, continuing with {half}")
@@ -211,6 +214,8 @@ class VaeBatches:
     def _to_device(self, images: Sequence[Pixels]) -> Tensor:
         """Return floats (B, 3, H, W) in [-1, 1], channels last, on the device; the copy does not block."""
         shape, pinned = (len(images), *images[0].shape), self._device != "cpu"
+
+        # Bytes are copied to the device and converted there: a quarter of the traffic of floats.
         stacked = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
         np.stack(images, out=stacked.numpy())
         on_device = stacked.to(self._device, non_blocking=True)
