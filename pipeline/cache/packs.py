@@ -56,8 +56,8 @@ and deleted in the last minute is encoded again."""
 _MAX_HEADER_BYTES = 2**24
 """Largest header that is read; 1,000 entries need 0.3 MB."""
 
-_FIRST_READ_BYTES = 2**19
-"""Number of bytes that are read first: all of the header of a pack of 1,000 entries, in one request."""
+_FIRST_READ_BYTES = 5 * 2**16
+"""Number of bytes that are read first: the header of 1,000 entries with one tensor, in one request."""
 
 _ALIGNMENT = 8
 """Multiple at which data and entries start, so that the safetensors library can view any dtype."""

@@ -122,7 +122,10 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     """
     store = RecipeEntries(recipe).store
     specs = [each.needed.spec for each in bad]
-    in_threads(store.discard, specs, log=log, doing="damaged entries removed", threads=store.threads)
+    for _ in in_threads(
+        store.discard, specs, log=log, doing="damaged entries discarded", threads=store.threads
+    ):
+        pass
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}

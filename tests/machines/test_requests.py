@@ -100,7 +100,7 @@ def test_H02_entries_of_a_large_cache_are_looked_up_without_listing_it(
     store = Store(Url(f"{s3}/cache"))
     own = [f"{start}{number:060x}" for start in ("abcd", "0123", "4567") for number in range(16)]
     for key in own:
-        store.folder.put(f"latents/{key[:2]}/{key}.safetensors", b"entry")
+        store.folder.replace(f"latents/{key[:2]}/{key}.safetensors", b"entry")
     folder = f"{s3}/cache".removeprefix("s3://")
     fill(gateway.url, folder, [f"abcd{number:060x}" for number in range(1_000, 1_300)])
 

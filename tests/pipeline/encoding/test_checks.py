@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 
 from pipeline.cache.entry_format import DATA_START, serialise
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Store, TensorSpec
 from pipeline.encoding import checks
@@ -254,17 +255,17 @@ def test_I08_if_every_image_was_rejected_the_fix_is_that_of_the_rejections(job: 
 def test_the_checks_read_an_entry_only_if_its_stat_has_changed(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.cache import store
-
-    read_paths: list[Path] = []
-    read_file = store.read_file
-    monkeypatch.setattr(store, "read_file", lambda path: read_paths.append(path) or read_file(path))
+    names: list[str] = []
+    read = LocalFolder.read_with_stat
+    monkeypatch.setattr(
+        LocalFolder, "read_with_stat", lambda self, name: names.append(name) or read(self, name)
+    )
     assert job.failing("vae_latents") == {}
-    assert read_paths == []
+    assert names == []
     path = job.entry("vae_latents")
     path.touch()
     assert job.failing("vae_latents") == {}
-    assert read_paths == [path]
+    assert [Path(name).name for name in names] == [path.name]
 
 
 @pytest.mark.parametrize("asset", ASSETS)

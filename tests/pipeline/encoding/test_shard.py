@@ -137,15 +137,15 @@ def test_new_entries_are_packed_if_the_deployment_file_demands_it(
     (tmp_path / "deployment.yaml").write_text("seal_packs: true\n", encoding="utf-8")
     monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(tmp_path / "deployment.yaml"))
     entries = shared.keep("vae_latents", latents(shared, launch)).table["key"]
-    packed = RecipeEntries(shared.recipe).store.packed
-    assert packed.among("latents", entries) == set(), "few new entries are not packed"
+    store = RecipeEntries(shared.recipe).store
+    assert store.packed("latents", entries) == set(), "few new entries are not packed"
 
     for name in entries_at(shared.recipe):
         cache_folder(shared.recipe.cache_dir).delete(name)
     monkeypatch.setattr(sealing, "MIN_NEW", 1)
     before = set(latents(shared, launch).table["key"])
     store = RecipeEntries(shared.recipe).store
-    assert store.packed.among("latents", entries) == before == set(entries)
+    assert store.packed("latents", entries) == before == set(entries)
     num_packs = sum(name.endswith(".pack") for name in store.folder.names("packs/latents"))
     assert num_packs == (NUM_SHARDS if on_workers else 1)
     assert len(entries_at(shared.recipe)) == len(before), "the single files stay"

@@ -9,6 +9,8 @@ from typing import Any
 import polars as pl
 import pytest
 
+from pipeline.cache.folder import entry_name
+from pipeline.cache.packs import read_members
 from pipeline.cache.recipe_entries import stat_columns
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntryStat, Store
@@ -19,7 +21,7 @@ from pipeline.reporting.findings import CheckContext
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.vae_latents.stage import cache_latents
 from tests.pipeline.cached_job import ASSETS, Job
-from tests.pipeline.packs_case import flip_bit, pack_names
+from tests.pipeline.packs_case import flip_bit, pack_everything, pack_names
 
 
 def bad_entries_of(job: Job) -> list[BadEntry]:
@@ -117,13 +119,37 @@ def test_a_repair_encodes_an_entry_that_is_damaged_in_its_file_and_in_a_pack(
     sound = path.read_bytes()
     rot(job, path)
     folder = Store(job.recipe.cache_dir).folder
-    (pack,) = pack_names(folder, ".pack")
+    (pack,) = pack_names(folder)
     flip_bit(folder, pack, folder.read(pack).index(sound) + len(sound) - 3)
     monkeypatch.setattr(verification, "LocalLaunch", lambda _: job.launch)
     verification.repair(job.recipe, job.tables, bad_entries_of(job), log=print)
     assert path.read_bytes() == sound
+    assert bad_entries_of(job) == []
     path.unlink()
-    assert [each.problem for each in bad_entries_of(job)] == ["the entry is missing"]
+    assert [each.problem for each in bad_entries_of(job)] == ["the checksum does not match the content"]
+
+
+def test_a_repair_replaces_a_damaged_entry_that_is_only_in_a_pack_by_a_single_file(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_everything(job.recipe.cache_dir)
+    job.cache()
+    path = job.recipe.cache_dir / entry_name("latents", job.tables.read("vae_latents")["key"][0])
+    folder = Store(job.recipe.cache_dir).folder
+    (pack,) = pack_names(folder)
+    members = read_members(folder, pack, len(folder.read(pack)))
+    at = members.keys.index(path.stem)
+    flip_bit(folder, pack, int(members.offsets[at] + members.lengths[at]) - 3)
+    before = folder.read(pack)
+
+    (bad,) = bad_entries_of(job)
+    assert pack in bad.path
+    monkeypatch.setattr(verification, "LocalLaunch", lambda _: job.launch)
+    verification.repair(job.recipe, job.tables, [bad], log=print)
+    assert bad_entries_of(job) == []
+    assert job.failing("vae_latents") == {}
+    assert [file.name for file in job.recipe.cache_dir.rglob("*.safetensors")] == [path.name]
+    assert folder.read(pack) == before
 
 
 def test_verification_reports_its_progress(job: Job, progress_lines: list[str]) -> None:

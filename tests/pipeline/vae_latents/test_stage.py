@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import read_order
@@ -133,17 +134,17 @@ def test_a_second_run_encodes_nothing_and_reuses_every_entry(
 def test_a_warm_run_reads_no_entry_and_a_run_without_the_table_reads_all(
     cache, in_process_launch, forbidden_launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.cache import store
-
     cached(cache, in_process_launch)
-    read_paths: list[Path] = []
-    read_file = store.read_file
-    monkeypatch.setattr(store, "read_file", lambda path: read_paths.append(path) or read_file(path))
+    names: list[str] = []
+    read = LocalFolder.read_with_stat
+    monkeypatch.setattr(
+        LocalFolder, "read_with_stat", lambda self, name: names.append(name) or read(self, name)
+    )
     cached(cache, forbidden_launch)
-    assert read_paths == []
+    assert names == []
     cache.tables.path("vae_latents").unlink()
     assert cached(cache, forbidden_launch).report["reused"] == 5
-    assert len(read_paths) == 5
+    assert len(names) == 5
 
 
 def test_workers_start_before_all_entries_are_checked_if_one_is_certainly_missing(
