@@ -7,9 +7,9 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import publish
-from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.run_log import run_log
+from assets.stage_outputs import stage_outputs
 from assets.table_specs import TABLE, table_out
 from pipeline.recipe import Recipe, with_overrides
 from resources.failures import errors_as_failures
@@ -36,7 +36,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
-            with mirrored_outputs(context, recipe, "raw_images"):
+            with stage_outputs(context, recipe, "raw_images"):
                 if context.selected_asset_keys:
                     # Settings that do not suit a local base model fail before an image is read.
                     check_local_base(recipe)

@@ -78,7 +78,7 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
         in_process_executor,
     )
 
-    from assets.run_summary import pull_reports, summarize_run
+    from assets.run_summary import fetch_reports, summarize_run
     from pipeline.recipe import load_recipe
     from resources.run_launcher import end_dead_runs
     from resources.terminal_log import TERMINAL_LOGGER, show_run
@@ -100,7 +100,7 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
                 if handler.run_id is None:
                     raise KeyboardInterrupt from None
         output_dirs = {recipe.name: recipe.output_dir}
-        pull_reports([recipe])
+        fetch_reports([recipe])
         return summarize_run(instance, str(handler.run_id), output_dirs, restart=f"run {command} again")
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -47,13 +47,13 @@ from assets.problems import (
 )
 from pipeline.errors import LatentlineError
 from pipeline.recipe import Recipe
+from pipeline.recipe.check_specs import SPECS
 from pipeline.storage.addresses import Url
 from resources.run_worker import end_with_code_server, record_machine
 from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
     from pipeline.reporting.summary import CheckResult, RunResult
-    from pipeline.storage.mirror import Mirror
 
 _EVENT_TYPES = {
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -122,8 +122,6 @@ def _register_hooks() -> None:
 
 def run_tables(recipes: Sequence[Recipe]) -> IOManagerDefinition:
     """Return the table IO manager, which also watches the code server."""
-    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
-    remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
 
     @io_manager(config_schema={}, description="Parquet tables below each recipe's output_dir.")
     def tables(context: InitResourceContext) -> TableIOManager:
@@ -132,7 +130,9 @@ def run_tables(recipes: Sequence[Recipe]) -> IOManagerDefinition:
         end_with_code_server()
         if context.run is not None and context.instance is not None:
             record_machine(context.instance, context.run.run_id)
-        return TableIOManager(output_dirs, {recipe.name: partial(_mirror_of, recipe) for recipe in remote})
+        from pipeline.outputs.folder import outputs_of
+
+        return TableIOManager({recipe.name: outputs_of(recipe) for recipe in recipes})
 
     return tables
 
@@ -148,24 +148,21 @@ def add_summary(instance: DagsterInstance, run_id: str, recipes: Sequence[Recipe
     with suppress(Exception):
         run = instance.get_run_by_id(run_id)
         remote = [recipe for recipe in recipes if isinstance(recipe.output_address, Url)]
-        pull_reports([recipe for recipe in remote if run is not None and _is_in_run(recipe, run)])
+        fetch_reports([recipe for recipe in remote if run is not None and _is_in_run(recipe, run)])
         _summaries[run_id] = summarize_run(instance, run_id, _output_dirs[run_id])
 
 
-def pull_reports(recipes: Sequence[Recipe]) -> None:
-    """Pull the reports of recipes with their outputs at an address: steps may have run on other machines.
+def fetch_reports(recipes: Sequence[Recipe]) -> None:
+    """Fetch the reports of recipes with their outputs at an address: steps may have run on other machines.
 
     If the service does not answer, or the disk is full, the summary lacks the numbers of those steps.
     """
+    from pipeline.outputs.folder import outputs_of
+    from pipeline.outputs.stage_files import report_file
+
     for recipe in recipes:
         with suppress(LatentlineError, OSError):
-            _mirror_of(recipe).pull("reports/*.json", "!reports/*/*")
-
-
-def _mirror_of(recipe: Recipe) -> "Mirror":
-    from pipeline.recipe.outputs import mirror_of
-
-    return mirror_of(recipe)
+            outputs_of(recipe).fetch(*(report_file(asset) for asset in SPECS))
 
 
 def _is_in_run(recipe: Recipe, run: DagsterRun) -> bool:

@@ -7,9 +7,9 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import picture_metadata, publish
-from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.run_log import run_log
+from assets.stage_outputs import stage_outputs
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
@@ -41,7 +41,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
-            with mirrored_outputs(context, recipe, "text_embeddings"):
+            with stage_outputs(context, recipe, "text_embeddings"):
                 if context.selected_asset_keys:
                     launch = launcher.bind(context, recipe.accelerate)
                     tables = Tables(recipe.output_dir)

@@ -19,9 +19,9 @@ from dagster import (
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.live_training import observe_training
 from assets.metadata import picture_metadata, publish, table_metadata
-from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.run_log import run_log
+from assets.stage_outputs import stage_outputs
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
@@ -60,7 +60,7 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
-            with mirrored_outputs(context, recipe, "trained_lora"):
+            with stage_outputs(context, recipe, "trained_lora"):
                 if context.selected_asset_keys:
                     launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
                     overrides = context.op_execution_context.op_config

@@ -14,9 +14,9 @@ from dagster import (
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import captioned_pictures, publish
-from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.run_log import run_log
+from assets.stage_outputs import stage_outputs
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
@@ -49,7 +49,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
-            with mirrored_outputs(context, recipe, "vae_latents"):
+            with stage_outputs(context, recipe, "vae_latents"):
                 if context.selected_asset_keys:
                     launch = launcher.bind(context, recipe.accelerate)
                     tables = Tables(recipe.output_dir)

@@ -14,9 +14,9 @@ from dagster import (
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import picture_metadata, publish
-from assets.mirroring import mirrored_outputs
 from assets.names import step_name
 from assets.run_log import run_log
+from assets.stage_outputs import stage_outputs
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
@@ -46,7 +46,7 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
-            with mirrored_outputs(context, recipe, "validated_dataset"):
+            with stage_outputs(context, recipe, "validated_dataset"):
                 if context.selected_asset_keys:
                     tables = Tables(recipe.output_dir)
                     result = validate(recipe, raw, tables, log=run_log(context))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,7 +31,7 @@ from pipeline.cache.folder import (
 )
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder
+from pipeline.storage.remote_folder import ACCESS_FIX, NoConditionalWritesError, RemoteFolder
 from pipeline.storage.remote_stat import stat_from_info
 
 _MAX_SINGLE_REQUESTS = 32
@@ -178,8 +179,9 @@ class FsspecFolder(CacheFolder):
 
     def create(self, name: str, data: bytes, is_valid: Callable[[bytes], bool]) -> bool:
         """See `CacheFolder.create`."""
-        if self.remote.put_if_absent(name, data):
-            return True
+        with suppress(NoConditionalWritesError):
+            if self.remote.put_if_absent(name, data):
+                return True
 
         if self.remote.is_folder(name):
             path = PurePosixPath(name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.errors import LatentlineError, PathIsolationError, RecipeError
+from pipeline.errors import PathIsolationError, RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.recipe import (
     BrokenRecipe,
@@ -23,24 +22,20 @@ from pipeline.recipe import (
 )
 from pipeline.storage.addresses import Url
 
-if TYPE_CHECKING:
-    from pipeline.storage.mirror import Mirror
-
 _MAX_NAMES = 10
 
 
 class RecipeArgument(click.ParamType[Recipe]):
     """Recipe, given by its name in the recipes folder, such as `flowers`, or by the path of its file.
 
-    With `uses_outputs`, the files of an output folder at an address are pulled before the command, and
-    pushed after it.
+    With `reads_outputs`, the tables, reports and records of an output folder at an address are fetched first.
     """
 
     name = "recipe"
 
-    def __init__(self, *, uses_outputs: bool = False) -> None:
+    def __init__(self, *, reads_outputs: bool = False) -> None:
         """Create the type of an argument."""
-        self._uses_outputs = uses_outputs
+        self._reads_outputs = reads_outputs
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Recipe:
         """Load the recipe and store its name in the context's `obj`.
@@ -59,8 +54,8 @@ class RecipeArgument(click.ParamType[Recipe]):
         recipe = _load(file)
         if ctx is not None and isinstance(ctx.obj, dict):
             ctx.obj["recipe"] = recipe.name
-        if ctx is not None and self._uses_outputs and isinstance(recipe.output_address, Url):
-            _mirror_outputs(recipe, ctx)
+        if self._reads_outputs:
+            _fetch_outputs(recipe)
         return recipe
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
@@ -76,7 +71,7 @@ class RecipeArgument(click.ParamType[Recipe]):
 
 RECIPE = RecipeArgument()
 
-RECIPE_WITH_OUTPUTS = RecipeArgument(uses_outputs=True)
+RECIPE_WITH_OUTPUTS = RecipeArgument(reads_outputs=True)
 
 
 def reported_recipes() -> RecipeFolder:
@@ -92,44 +87,24 @@ def report_broken_recipes() -> None:
         _report(load_recipe_folder().broken)
 
 
-def _mirror_outputs(recipe: Recipe, ctx: click.Context) -> None:
-    """Pull the outputs that commands read, and push changes when the command ends.
+def _fetch_outputs(recipe: Recipe) -> None:
+    """Fetch the outputs that commands read, if they are at an address.
 
     Raises:
         StoreError: The service does not answer.
     """
-    from pipeline.recipe.outputs import COMMAND_FILES, mirror_of
+    if not isinstance(recipe.output_address, Url):
+        return
+    from pipeline.outputs.folder import outputs_of
+    from pipeline.outputs.stage_files import fetch_for_command
 
-    mirror = mirror_of(recipe, log_to_stderr)
-    # Nothing is pulled into a working copy that overlaps a dataset; the command reports the conflict.
+    # Nothing is fetched into a local folder that overlaps a dataset; the command reports the conflict.
     with suppress(PathIsolationError):
-        mirror.pull(*COMMAND_FILES)
-        ctx.with_resource(_pushed_results(mirror))
-
-
-@contextmanager
-def _pushed_results(mirror: Mirror) -> Generator[None]:
-    """Push results after the body. If the body fails too, its error matters more than that of the upload.
-
-    Raises:
-        StoreError: The service does not answer.
-    """
-    from pipeline.recipe.outputs import COMMAND_RESULTS, push_outputs
-
-    try:
-        yield
-    except BaseException:
-        try:
-            push_outputs(mirror, *COMMAND_RESULTS)
-        except (LatentlineError, OSError) as err:
-            reason = err.what if isinstance(err, LatentlineError) else str(err)
-            log_to_stderr(f"warning: the results are not uploaded yet: {reason}")
-        raise
-    push_outputs(mirror, *COMMAND_RESULTS)
+        fetch_for_command(outputs_of(recipe, log_to_stderr))
 
 
 def _load(file: Path) -> Recipe:
-    """Load the recipe in `file`; in the recipes folder, first report the other recipes that are broken.
+    """Load the recipe in `file`; in the recipes folder, first report all broken recipes next to it.
 
     Raises:
         RecipeError: The recipe has mistakes, or shares its output folder with another one.

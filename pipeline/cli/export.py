@@ -6,17 +6,17 @@ import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo
 from pipeline.errors import counted
+from pipeline.outputs.folder import outputs_of
+from pipeline.outputs.lora_lock import hold_lora
 from pipeline.recipe import Recipe
-from pipeline.recipe.outputs import mirror_of
 from pipeline.trained_lora.export.earlier_step import (
     exportable_run,
     exported_step,
     publish_last_step,
     publish_step,
 )
-from pipeline.trained_lora.publishing import publishing
 from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, require_run, run_folder
-from pipeline.trained_lora.run_mirror import LEASE_FILE, pull_step, require_idle_at_address
+from pipeline.trained_lora.run_upload import fetch_lora, fetch_run, require_idle_at_address
 
 
 @click.command(short_help="Publish the LoRA of an earlier step.")
@@ -27,7 +27,7 @@ from pipeline.trained_lora.run_mirror import LEASE_FILE, pull_step, require_idle
     "--run", "run", help="Run to publish from: a folder name in runs/. By default the run of lora/."
 )
 def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> None:
-    """Replace the LoRA in the folder lora/ of RECIPE's outputs by that of an earlier step.
+    """Replace the LoRA in the folder lora/ of RECIPE's outputs by the LoRA of an earlier step.
 
     Every checkpoint of a run holds the LoRA of its step. Without --step and --latest, the command lists these
     steps and changes nothing.
@@ -40,20 +40,20 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
     run = run or exportable_run(recipe.output_dir)
     layout = RunLayout(run_folder(recipe.output_dir, run))
 
-    mirror = mirror_of(recipe)
+    outputs = outputs_of(recipe)
     if step is not None or latest:
-        require_idle_at_address(mirror, run)
-        mirror.pull(f"runs/{run}/*", f"!runs/{run}/checkpoints/*", f"!runs/{run}/{LEASE_FILE}")
+        require_idle_at_address(outputs, run)
+        fetch_run(outputs, run)
 
     if step is not None:
-        pull_step(mirror, layout, step)
-        with hold_idle_run(layout), publishing(mirror, echo):
+        fetch_lora(outputs, layout, step)
+        with hold_idle_run(layout), hold_lora(outputs, echo):
             replaced = publish_step(recipe.output_dir, run, step)
         _report(step, run, replaced)
         revert = f"latentline export {recipe.name} --latest"
         echo(f"it stays until another run finishes, or until {revert}")
     elif latest:
-        with hold_idle_run(layout), publishing(mirror, echo):
+        with hold_idle_run(layout), hold_lora(outputs, echo):
             last_step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
         _report(last_step, run, replaced)
     else:

@@ -19,10 +19,9 @@ from pipeline.maintenance.gc_packs import Pack, Packs
 from pipeline.maintenance.needed_keys import StaleRun
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
 from pipeline.maintenance.remote_runs import RemoteRuns
+from pipeline.outputs.folder import OutputFolder, outputs_of
 from pipeline.recipe import Recipe
-from pipeline.recipe.outputs import mirror_of
 from pipeline.storage.addresses import Address, Url, absolute
-from pipeline.storage.mirror import Mirror
 
 MAX_SHOWN = 10
 """Maximum number of foreign files shown."""
@@ -139,8 +138,8 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
         # A recipe given by its path may be outside the folder.
         all_recipes = [*folder.recipes, *recipes]
         if isinstance(recipe.output_address, Url):
-            remote = RemoteRuns(mirror_of(recipe, echo), log=log_to_stderr)
-            surveyed = remote.survey(num_newest=num_kept, recipes=all_recipes, wait=do_delete)
+            remote = RemoteRuns(outputs_of(recipe, echo))
+            surveyed = remote.survey(num_newest=num_kept, recipes=all_recipes, will_delete=do_delete)
             delete_one, delete_rest = remote.delete, remote.delete
         else:
             surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=all_recipes)
@@ -220,7 +219,7 @@ def _exists(output_dir: Address) -> bool:
         PermissionError: This user may not read the folders above it.
     """
     if isinstance(output_dir, Url):
-        return bool(Mirror(output_dir, Path()).names("tables/*", "runs/*"))
+        return any(OutputFolder(output_dir, Path()).names(top) for top in ("tables", "runs"))
     try:
         return stat.S_ISDIR(output_dir.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

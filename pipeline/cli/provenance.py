@@ -13,9 +13,9 @@ import click
 from pipeline.cli.conventions import echo, log_to_stderr, report_broken_recipes
 from pipeline.errors import TrainingError
 from pipeline.escaping import json_text
+from pipeline.outputs.folder import OutputFolder
 from pipeline.recipe import load_recipe_folder, recipes_dir
 from pipeline.storage.addresses import Url, is_url
-from pipeline.storage.mirror import Mirror
 from pipeline.trained_lora.export.lora_files import (
     LORA_FOLDER,
     damaged_record_error,
@@ -50,16 +50,16 @@ def command(file: str, wanted: Path | None, as_json: bool) -> None:
 
 @contextmanager
 def _downloaded(file: str) -> Generator[Path]:
-    """Provide the path of a LoRA; that of an output folder at an address is downloaded for the body."""
+    """Provide the path of a LoRA; from an output folder at an address, it is downloaded for the body."""
     if not is_url(file):
         _require_existing(Path(file))
         yield Path(file)
         return
     with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
-        mirror = Mirror(Url(file), Path(folder), log=log_to_stderr)
-        if not mirror.pull(f"{LORA_FOLDER}/*"):
+        outputs = OutputFolder(Url(file), Path(folder), log=log_to_stderr)
+        if not outputs.fetch(f"{LORA_FOLDER}/"):
             fix = "pass the output_dir of a recipe that has been trained, such as s3://bucket/flowers"
-            raise TrainingError("the output folder contains no LoRA", where=mirror.where(), fix=fix)
+            raise TrainingError("the output folder contains no LoRA", where=outputs.where(), fix=fix)
         yield Path(folder)
 
 

@@ -90,8 +90,10 @@ def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, .
     try:
         sheet = _draw(job)
     except KeyboardInterrupt:
+        _upload(recipe, job)
         _report_stop(job)
         sys.exit(STOPPED_STATUS)
+    _upload(recipe, job)
     echo(f"{counted(len(list(job.cells())), 'picture')} in {job.folder}")
     echo(f"sheet: {sheet}")
 
@@ -163,6 +165,14 @@ def _draw(job: DrawingJob) -> Path:
     # On a terminal, the launched process draws a bar, and its lines would disturb it.
     log = None if TERMINAL_VARIABLE in os.environ else _echo
     return draw(job, LocalLaunch(job.recipe.accelerate, log))
+
+
+def _upload(recipe: Recipe, job: DrawingJob) -> None:
+    """Upload the pictures in the recipe's output folder, if it is at an address."""
+    from pipeline.outputs.folder import outputs_of
+
+    if job.folder.is_relative_to(recipe.output_dir):
+        outputs_of(recipe, _echo).upload(f"{job.folder.relative_to(recipe.output_dir).as_posix()}/")
 
 
 def _echo(line: str) -> None:

@@ -19,14 +19,13 @@ import polars as pl
 
 from pipeline.cache.users import CacheUser, Registrations, known_user_id, unregister_run
 from pipeline.errors import TableError, TrainingError
+from pipeline.outputs.folder import OutputFolder
 from pipeline.recipe import project_root
 from pipeline.recipe.load import working_copy
-from pipeline.recipe.outputs import MERGED_REJECTIONS
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.mirror import Mirror
 from pipeline.storage.tables import Tables, read_rows
 from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, run_folder
-from pipeline.trained_lora.run_mirror import LEASE_FILE
+from pipeline.trained_lora.run_upload import LEASE_FILE
 from pipeline.trained_lora.samples import read_entry_keys
 
 
@@ -167,7 +166,7 @@ def _is_stale(output_dir: Address, run: str) -> bool:
     layout = RunLayout(run_folder(Path(), run))
     if isinstance(output_dir, Url):
         top = layout.folder.as_posix()
-        names = {name.removeprefix(f"{top}/") for name in Mirror(output_dir, Path()).names(f"{top}/*")}
+        names = {name.removeprefix(f"{top}/") for name in OutputFolder(output_dir, Path()).names(top)}
         is_unfinished = layout.facts.name in names and layout.finished.name not in names
         return LEASE_FILE not in names and not is_unfinished
 
@@ -220,8 +219,12 @@ def _local_outputs(user: CacheUser) -> Path:
         StoreError: The address cannot be read, so the needed entries are unknown.
     """
     output_dir = working_copy(user.recipe, user.output_dir, project_root())
-    mirror = Mirror(user.output_dir, output_dir)
-    mirror.pull("tables/*.parquet", f"!{MERGED_REJECTIONS}", "runs/*/inputs.parquet", "runs/*/finished.json")
+    outputs = OutputFolder(user.output_dir, output_dir)
+    outputs.fetch("tables/")
+    wanted = ("/inputs.parquet", "/finished.json")
+    outputs.fetch_listed(
+        {name: info for name, info in outputs.infos("runs").items() if name.endswith(wanted)}
+    )
     return output_dir
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
 
-from pipeline.recipe.validators import check_address, check_folder, check_not_manifest
+from pipeline.recipe.validators import check_address, check_folder, check_not_manifest, check_output
 from pipeline.storage.addresses import Address, Url, is_url
 
 
@@ -26,5 +26,7 @@ else:
     RecipeAddress = Annotated[Path, *_PATH_OR_URL]
     FolderAddress = Annotated[Path, *_PATH_OR_URL, BeforeValidator(check_not_manifest)]
     # A recipe file may name an address. Loading replaces it with the path of the working copy.
-    OutputFolder = FolderAddress
+    _wrap, *_checks = _PATH_OR_URL
+    _output = (BeforeValidator(check_output), *_checks, BeforeValidator(check_not_manifest))
+    OutputFolder = Annotated[Path, _wrap, *_output]
 FolderPath = Annotated[Path, BeforeValidator(check_folder)]

@@ -15,6 +15,7 @@ from pipeline.escaping import has_credentials
 from pipeline.recipe.check_specs import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.recipe.settings import MAX_COUNT, one_of, reject
 from pipeline.storage.addresses import Url, is_url
+from pipeline.storage.remote_folder import CONDITIONAL_WRITES
 
 MANIFEST_SUFFIXES = (".parquet", ".jsonl", ".csv")
 """Suffixes of manifest files."""
@@ -58,6 +59,20 @@ def check_address(value: object) -> object:
         )
     if is_url(value):
         _check_protocols(Url(value))
+    return value
+
+
+def check_output(value: object) -> object:
+    """Return `value` unless it is an address whose service has no conditional writes, which a lease needs."""
+    if not isinstance(value, str) or not is_url(value):
+        return value
+    protocol = Url(value).protocol.lower()
+    if protocol not in CONDITIONAL_WRITES | {"file", "local"}:
+        reject(
+            f"output_dir must be a folder, or an address on S3, got {value}: other services lack the "
+            "conditional writes that keep two machines from training one run",
+            f"use a folder or an s3:// address; datasets and cache_dir may be at {protocol}://",
+        )
     return value
 
 

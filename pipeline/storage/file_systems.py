@@ -70,7 +70,7 @@ def request_lock(files: Any) -> AbstractContextManager[Any]:
 
 
 def join_path(base: str, path: str) -> str:
-    """Return `path` below `base`, either of which may be empty."""
+    """Return `path` below `base`; one or both may be empty."""
     return f"{base}/{path}" if base and path else base or path
 
 

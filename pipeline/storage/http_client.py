@@ -82,7 +82,7 @@ def _same_server(url: URL, target: URL) -> bool:
 # A class with a base of aiohttp cannot be defined before aiohttp is imported, which only HTTP addresses need.
 @cache
 def _bounded_response() -> type[ClientResponse]:
-    """Return a response class whose content is read into memory only up to `MAX_FILE_BYTES`."""
+    """Return a response class that reads its content into memory only up to `MAX_FILE_BYTES`."""
     from aiohttp import ClientResponse
 
     class BoundedResponse(ClientResponse):
@@ -95,7 +95,7 @@ def _bounded_response() -> type[ClientResponse]:
 
 
 class _BoundedContent:
-    """Content of an answer with aiohttp's methods, of which only reading everything at once has a limit."""
+    """Content of an answer with aiohttp's methods; only reading everything at once has a limit."""
 
     def __init__(self, content: StreamReader, max_bytes: int) -> None:
         self._content = content

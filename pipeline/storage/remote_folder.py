@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import mimetypes
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -14,7 +15,7 @@ from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.file_systems import join_path, missing_package, open_url, protocols_of, request_lock
-from pipeline.storage.retry import is_failed_precondition, is_transient, retry
+from pipeline.storage.retry import is_failed_precondition, is_unsupported, retry
 
 Answer = TypeVar("Answer")
 
@@ -28,10 +29,23 @@ ACCESS_FIX = (
 OBJECT_STORES = frozenset(
     ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "cos", "tos", "memory"]
 )
-"""Protocols without folders, whose objects appear atomically when they are written."""
+"""Protocols without folders, on which objects appear atomically when they are written."""
 
 _ANSWERING_PROTOCOLS = frozenset(["s3", "s3a"])
-"""Protocols whose `pipe_file` passes conditions on, and returns the answer with the new version."""
+"""Protocols with a `pipe_file` that passes conditions on, and returns the answer with the new version."""
+
+CONDITIONAL_WRITES = _ANSWERING_PROTOCOLS | {"memory"}
+"""Protocols with both writes that a lease needs: create a file only if it does not exist, and replace it only
+if it still has the version that was read.
+
+    s3, s3a            both; tried with Ceph's gateway and moto
+    memory             both; within one process, for tests
+    gs, abfs, others   at most the first one: their fsspec packages pass no version on
+    sftp, smb, ...     none
+"""
+
+# The store of fsspec's memory file system belongs to the process, as this lock does.
+_MEMORY_LOCK = threading.Lock()
 
 MAX_SINGLE_PUT_BYTES = 2**26
 """Maximum size of a file that is uploaded by one request."""
@@ -43,6 +57,10 @@ class UnreachableError(OSError):
 
 class FileChangedError(OSError):
     """A file was not replaced, because it no longer has the expected version."""
+
+
+class NoConditionalWritesError(OSError):
+    """The service refuses every write with a condition, or ignores the condition."""
 
 
 class RemoteFolder:
@@ -87,6 +105,7 @@ class RemoteFolder:
 
         self._writes_atomically = bool(protocols_of(self.files) & OBJECT_STORES)
         self._answers_versions = bool(protocols_of(self.files) & _ANSWERING_PROTOCOLS)
+        self._is_memory = "memory" in protocols_of(self.files)
         pipe_file: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
         self._can_create_exclusively = "mode" in inspect.signature(pipe_file).parameters
         cat_file: Any = getattr(self.files, "_cat_file", self.files.cat_file)
@@ -127,36 +146,54 @@ class RemoteFolder:
         Args:
             name: Name of the file.
             data: New content.
-            expected: Version of the file that is replaced, if the service has conditional writes. Otherwise,
-                or if empty, any version is replaced.
+            expected: Version of the file that is replaced; any version by default.
 
         Returns:
-            The new version, which `version` and listings state too; empty if the answer does not state it.
+            The new version, which `version` and listings return too; empty if the answer does not contain it.
 
         Raises:
             FileChangedError: The file has another version, or does not exist.
+            NoConditionalWritesError: `expected` was given, and the service does not support it.
             OSError: The file cannot be written, and is unchanged.
         """
-        # Ceph compares without quotes; AWS accepts both.
-        condition = {"IfMatch": expected.strip('"')} if expected and self._answers_versions else {}
+        if not expected:
+            return _answered_version(self._replace(name, lambda full: self.files.pipe_file(full, data)))
+        if self._is_memory:
+            return self._put_in_memory(name, data, expected)
+        if not self._answers_versions:
+            raise NoConditionalWritesError(f"{self.url.protocol} cannot replace a given version of a file")
+
+        condition = {"IfMatch": expected.strip('"')}  # Ceph compares without quotes; AWS accepts both
         try:
             answer = self._replace(name, lambda full: self.files.pipe_file(full, data, **condition))
         except OSError as err:
-            if not condition or is_transient(err):
-                raise
             if isinstance(err, FileNotFoundError) or is_failed_precondition(err):
                 raise FileChangedError(f"{name} has been replaced") from err
-            return self.put(name, data)  # some S3-compatible services reject any condition
-        return _stated_version(answer)
+            if is_unsupported(err):
+                raise NoConditionalWritesError(f"the service refuses conditional writes: {err}") from err
+            raise
+        return _answered_version(answer)
+
+    def _put_in_memory(self, name: str, data: bytes, expected: str) -> str:
+        with _MEMORY_LOCK:
+            try:
+                is_unchanged = self.version(name) == expected
+            except FileNotFoundError:
+                is_unchanged = False
+            if not is_unchanged:
+                raise FileChangedError(f"{name} has been replaced")
+            self.files.pipe_file(self._full(name), data)
+            return self.version(name)
 
     def version(self, name: str) -> str:
-        """Return the version of a file; empty if the service states none.
+        """Return the version of a file; empty if the service has none.
 
         Raises:
             FileNotFoundError: The file does not exist.
             OSError: The request failed.
         """
-        return _stated_version(self.info(name))
+        info = self.info(name)
+        return str(info["created"]) if self._is_memory else _answered_version(info)
 
     def upload(self, path: Path, name: str, *, create: bool = False) -> str:
         """Replace a file by a local one like `put`, without reading a large one into memory.
@@ -192,7 +229,7 @@ class RemoteFolder:
             if create and is_failed_precondition(err):
                 raise FileChangedError(f"{name} exists") from err
             raise
-        return _stated_version(answer)
+        return _answered_version(answer)
 
     def download(self, name: str, path: Path) -> None:
         """Write a file's bytes to a local path, which is not replaced atomically.
@@ -203,16 +240,17 @@ class RemoteFolder:
         """
         self._request(lambda: self.files.get_file(self._full(name), str(path)))
 
-    def put_if_absent(self, name: str, data: bytes) -> bool | None:
-        """Create a file atomically and return True; False if it exists, None if this is not supported.
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Create a file atomically, and return True; False if it exists.
 
         If the connection breaks and the request is repeated, False may refer to the file of this call.
 
         Raises:
+            NoConditionalWritesError: The service does not support it.
             OSError: The service is unavailable.
         """
         if not (self._writes_atomically and self._can_create_exclusively):
-            return None
+            raise NoConditionalWritesError(f"{self.url.protocol} cannot create a file only if it is missing")
         try:
             self._request(lambda: self.files.pipe_file(self._full(name), data, mode="create"))
         except FileExistsError:
@@ -221,9 +259,9 @@ class RemoteFolder:
             # s3fs gives the refusal of AWS and Ceph the number EINVAL, which it also has for other errors.
             if is_failed_precondition(err):
                 return False
-            if is_transient(err):
-                raise
-            return None  # some S3-compatible services reject any condition
+            if is_unsupported(err):
+                raise NoConditionalWritesError(f"the service refuses conditional writes: {err}") from err
+            raise
         return True
 
     def list_files(self, folder: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
@@ -338,8 +376,8 @@ class RemoteFolder:
             raise OSError(without_secrets(text)) from err
 
 
-def _stated_version(answer: object) -> str:
-    """Return the version that an S3 service states in an answer; empty without one."""
+def _answered_version(answer: object) -> str:
+    """Return the version in an answer of an S3 service; empty without one."""
     fields: Mapping[str, object] = answer if isinstance(answer, Mapping) else {}
     return str(fields.get("ETag") or "")
 

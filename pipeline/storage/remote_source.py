@@ -51,7 +51,7 @@ class ListedPath(NamedTuple):
     Attributes:
         path: Path below the source.
         stat: Stat of a file; None for a folder or a special item.
-        is_special: True for an item that is neither a file nor a folder, or whose name cannot be used.
+        is_special: True for an item that is neither a file nor a folder, or has an unusable name.
     """
 
     path: str
@@ -108,13 +108,13 @@ class RemoteSource(Source):
             return self._read(path)
 
         def read_member() -> bytes:
-            # An archive states its members' sizes, and a member can be larger. Reading one byte more than
-            # stated shows the difference without unpacking all of it.
+            # An archive lists its members' sizes, and a member can be larger. Reading one byte more than
+            # listed shows the difference without unpacking all of it.
             full = self._full(path)
-            stated = num_bytes or self._files.info(full).get("size") or self.max_file_bytes
-            require_size(stated, self.max_file_bytes)
+            listed = num_bytes or self._files.info(full).get("size") or self.max_file_bytes
+            require_size(listed, self.max_file_bytes)
             with self._files.open(full, "rb") as file:
-                return bytes(file.read(stated + 1))
+                return bytes(file.read(listed + 1))
 
         try:
             return self._request(read_member)
@@ -182,7 +182,7 @@ class RemoteSource(Source):
             raise _unreadable_error(self.where(folder) if folder else self.address, err) from err
 
     def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
-        """Yield every file below a folder, without files and folders whose names begin with a dot."""
+        """Yield every file below a folder, without hidden files and folders."""
         for item in self.list_folder(folder):
             if posixpath.basename(item.path).startswith("."):
                 continue
@@ -224,7 +224,7 @@ class RemoteSource(Source):
         top = self._full(folder).strip("/")
         without_size: list[str] = []
         for info in infos:
-            # Listings may contain a marker of the folder itself, and those of web pages other links.
+            # Listings may contain a marker of the folder itself, and web pages contain more links.
             full_name = str(info["name"]).strip("/")
             name = full_name[len(top) :].lstrip("/") if full_name.startswith(top) else ""
             if not name or "/" in name or name.startswith("?"):

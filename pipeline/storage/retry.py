@@ -22,6 +22,9 @@ _LONGEST_WAIT_S = 5.0
 
 _PRECONDITION_FAILED = 412
 
+_UNSUPPORTED_STATUSES = frozenset([400, 405, 501])
+"""HTTP statuses with which S3-compatible services answer a condition that they do not know."""
+
 _TRANSIENT_STATUSES = frozenset([408, 429, 500, 502, 503, 504])
 """HTTP statuses of servers that are overloaded, restart or have lost a backend."""
 
@@ -83,6 +86,11 @@ def is_transient(err: BaseException) -> bool:
 def is_failed_precondition(err: BaseException) -> bool:
     """Return whether a server refused a conditional request because its condition is false."""
     return any(_http_status(cause) == _PRECONDITION_FAILED for cause in _causes(err))
+
+
+def is_unsupported(err: BaseException) -> bool:
+    """Return whether a server may have refused a request because it does not support its condition."""
+    return any(_http_status(cause) in _UNSUPPORTED_STATUSES for cause in _causes(err))
 
 
 def _causes(err: BaseException) -> Iterator[BaseException]:

@@ -65,7 +65,7 @@ from pipeline.trained_lora.requirements import (
     require_trackers,
 )
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
-from pipeline.trained_lora.run_mirror import mirrored_run
+from pipeline.trained_lora.run_upload import uploaded_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.start_file import require_start_file
@@ -135,7 +135,7 @@ def train_lora(
     recipe, layout = job.recipe, RunLayout(job.folder)
 
     with hold_run(layout, log):
-        with mirrored_run(recipe, layout, log) as run:
+        with uploaded_run(recipe, layout, log) as run:
             finished, launched = _finished(job, facts, table, launch=run.uploading(launch), log=log)
             if launched:
                 watch.startup_s = finished["startup_s"]

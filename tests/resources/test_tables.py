@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 from dagster import AssetKey, Failure, build_input_context, build_output_context
 
+from pipeline.outputs.folder import OutputFolder
 from pipeline.storage.addresses import Url
-from pipeline.storage.mirror import Mirror
 from pipeline.storage.needed_columns import NEEDED, needed_columns
 from pipeline.storage.tables import SCHEMAS, SIDE_INPUT_COLUMNS, Tables, empty, frame
 from resources.tables import COLUMNS, TableIOManager
@@ -20,7 +20,10 @@ def test_an_input_has_the_columns_in_its_metadata_or_else_all(tmp_path: Path) ->
     values = {name: ["a"] if kind == pl.String else [1] for name, kind in SCHEMAS["text_embeddings"].items()}
     table = pl.DataFrame(values, schema=SCHEMAS["text_embeddings"])
     Tables(tmp_path).write("text_embeddings", table)
-    manager, key = TableIOManager({"demo": tmp_path}), AssetKey(["demo", "text_embeddings"])
+    manager, key = (
+        TableIOManager({"demo": OutputFolder(tmp_path, tmp_path)}),
+        AssetKey(["demo", "text_embeddings"]),
+    )
     columns = needed_columns("trained_lora", "text_embeddings")
     assert columns is not None
     limited = build_input_context(asset_key=key, definition_metadata={COLUMNS: columns})
@@ -32,7 +35,7 @@ def test_an_input_has_the_columns_in_its_metadata_or_else_all(tmp_path: Path) ->
 def test_a_missing_table_is_a_failure_with_a_fix(tmp_path: Path) -> None:
     context = build_input_context(asset_key=AssetKey(["demo", "raw_images"]))
     with pytest.raises(Failure) as failure:
-        TableIOManager({"demo": tmp_path}).load_input(context)
+        TableIOManager({"demo": OutputFolder(tmp_path, tmp_path)}).load_input(context)
     assert "raw_images" in str(failure.value.metadata["fix"].value)
 
 
@@ -51,17 +54,16 @@ def rejected_rows() -> pl.DataFrame:
 
 def test_an_output_is_written_and_its_file_and_number_of_rows_are_recorded(tmp_path: Path) -> None:
     context = build_output_context(asset_key=AssetKey(["demo", "rejected"]))
-    TableIOManager({"demo": tmp_path}).handle_output(context, rejected_rows())
+    TableIOManager({"demo": OutputFolder(tmp_path, tmp_path)}).handle_output(context, rejected_rows())
     assert Tables(tmp_path).read("rejected").equals(rejected_rows())
     metadata = {name: value.value for name, value in context.get_logged_metadata().items()}
     assert metadata == {"table": str(tmp_path / "tables" / "rejected.parquet"), "rows": 2}
 
 
-def test_an_input_at_an_address_is_pulled_before_it_is_read(tmp_path: Path) -> None:
-    address = Url(f"memory://{uuid.uuid4().hex}/out")
-    Tables(tmp_path / "writer").write("rejected", rejected_rows())
-    Mirror(address, tmp_path / "writer").push("tables/*")
-    copy = tmp_path / "copy"
-    manager = TableIOManager({"demo": copy}, {"demo": lambda: Mirror(address, copy)})
-    loaded = manager.load_input(build_input_context(asset_key=AssetKey(["demo", "rejected"])))
-    assert loaded.equals(rejected_rows())
+def test_a_table_at_an_address_is_uploaded_when_written_and_fetched_when_read(tmp_path: Path) -> None:
+    address, key = Url(f"memory://{uuid.uuid4().hex}/out"), AssetKey(["demo", "rejected"])
+    one, two = (TableIOManager({"demo": OutputFolder(address, tmp_path / name)}) for name in ("one", "two"))
+    one.handle_output(build_output_context(asset_key=key), rejected_rows())
+    assert two.load_input(build_input_context(asset_key=key)).equals(rejected_rows())
+    one.handle_output(build_output_context(asset_key=key), rejected_rows().head(1))
+    assert two.load_input(build_input_context(asset_key=key)).equals(rejected_rows().head(1))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import DrawingError, counted
 from pipeline.models.preview_prompts import reference_mistakes, require_preview_prompts
+from pipeline.outputs.folder import outputs_of
 from pipeline.recipe import PreviewPrompt
 from pipeline.recipe.isolation import require_separate_folder
-from pipeline.recipe.outputs import mirror_of
 from pipeline.trained_lora.drawing.choice import Steps, choose_file, choose_loras
 from pipeline.trained_lora.drawing.job import SHEET_FILE, DrawingJob
 from pipeline.trained_lora.export.earlier_step import exportable_run
 from pipeline.trained_lora.job import JOB_FILE, read_recipe_and_prompts
 from pipeline.trained_lora.prompts import Prompt, recipe_prompts, square_prompts
 from pipeline.trained_lora.run_folder import RunLayout, lora_steps, run_folder
-from pipeline.trained_lora.run_mirror import pull_step
+from pipeline.trained_lora.run_upload import fetch_lora
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -71,13 +71,13 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
         RecipeError: A preview prompt of the recipe does not suit the base model.
         TrainingError: No run has a LoRA.
     """
-    folder = request.output.absolute() if request.output else _new_folder(recipe.output_dir / PICTURES_FOLDER)
+    folder = request.output.absolute() if request.output else _new_folder(recipe)
     require_separate_folder(recipe, "--output" if request.output else "output_dir", folder)
 
     if request.file is not None:
         chosen = choose_file(request.file)
     else:
-        _pull_loras(recipe, request)
+        _fetch_loras(recipe, request)
         chosen = choose_loras(recipe.output_dir, request.run, request.steps)
     trained, previews = _trained_recipe(recipe, chosen.run)
     if request.references:
@@ -110,19 +110,21 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     return job
 
 
-def _pull_loras(recipe: Recipe, request: Request) -> None:
-    """Pull the LoRAs of the requested run or steps from an output folder at an address.
+def _fetch_loras(recipe: Recipe, request: Request) -> None:
+    """Fetch the LoRAs of the requested run or steps, or `lora/`, from an output folder at an address.
 
-    The records of all checkpoints and the published LoRA have been pulled before.
+    The records of all checkpoints have been fetched before.
     """
-    mirror = mirror_of(recipe)
-    if not mirror.is_remote or not (request.run or request.steps):
+    outputs = outputs_of(recipe)
+    if not outputs.is_remote:
+        return
+    if not request.run and not request.steps and outputs.fetch("lora/"):
         return
     layout = RunLayout(run_folder(recipe.output_dir, request.run or exportable_run(recipe.output_dir)))
     existing = list(lora_steps(layout))
     steps = existing if request.steps == "all" else request.steps or existing[-1:]
     for step in steps:
-        pull_step(mirror, layout, step)
+        fetch_lora(outputs, layout, step)
 
 
 def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prompt, ...]]:
@@ -217,7 +219,10 @@ def _require_new_files(job: DrawingJob) -> None:
         )
 
 
-def _new_folder(parent: Path) -> Path:
-    """Return the first of `parent/001`, `parent/002`, ... after all existing ones."""
-    numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdecimal()]
+def _new_folder(recipe: Recipe) -> Path:
+    """Return the first of `001`, `002`, ... after all existing ones, on this machine and at the address."""
+    parent = recipe.output_dir / PICTURES_FOLDER
+    names = {path.name for path in parent.glob("[0-9]*")}
+    names |= {PurePosixPath(name).parts[2] for name in outputs_of(recipe).names(PICTURES_FOLDER.as_posix())}
+    numbers = [int(name) for name in names if name.isdecimal()]
     return parent / f"{max(numbers, default=0) + 1:03d}"

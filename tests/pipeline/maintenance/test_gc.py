@@ -20,11 +20,11 @@ from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError, TableError
 from pipeline.maintenance.gc import Survey, delete, survey
 from pipeline.maintenance.gc_packs import Packs
+from pipeline.outputs.folder import OutputFolder
 from pipeline.recipe import project_root
 from pipeline.recipe.load import working_copy
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.mirror import Mirror
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
 from tests.pipeline.cached_job import Job
@@ -152,8 +152,8 @@ def test_L13_a_run_that_another_machine_extends_keeps_its_entries(job: Job, tmp_
     training_job = TrainingJob(b, entries.model_folder, "0123456789abcdef", inputs, entries.text_spec(""), ())
     training_job.write()
     (training_job.folder / "finished.json").write_text("{}")
-    mirror = Mirror(address, b.output_dir)
-    mirror.push("runs/*")
+    outputs = OutputFolder(address, b.output_dir)
+    outputs.upload("runs/")
 
     register_user(cache, address, recipe="sample", kind="latents", keys=[])
     unregister_user(cache, job.recipe.output_dir)
@@ -161,7 +161,7 @@ def test_L13_a_run_that_another_machine_extends_keeps_its_entries(job: Job, tmp_
     try:
         latents = names_in_cache(job, *cache.glob("latents/*/*"))
         assert latents <= survey(cache).orphans.keys()
-        mirror.remove("runs/0123456789abcdef/finished.json")
+        outputs.remove("runs/0123456789abcdef/finished.json")
         assert latents.isdisjoint(survey(cache).orphans)
     finally:
         shutil.rmtree(working_copy("sample", address, project_root()))

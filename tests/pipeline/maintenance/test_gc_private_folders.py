@@ -24,7 +24,7 @@ AS_NOBODY = f"""
 import os, sys
 import polars
 from pipeline.cli.main import latentline
-import pipeline.cli.gc, pipeline.storage.mirror
+import pipeline.cli.gc, pipeline.outputs.folder
 os.setgid({NOBODY})
 os.setuid({NOBODY})
 latentline(sys.argv[1:])

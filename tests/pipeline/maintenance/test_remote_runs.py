@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import uuid
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import fsspec
@@ -13,49 +14,30 @@ import pytest
 
 from pipeline.cache.users import read_users, register_run
 from pipeline.errors import TrainingError
-from pipeline.maintenance import remote_runs
 from pipeline.maintenance.old_runs import RunSurvey
-from pipeline.maintenance.remote_runs import RemoteRuns
+from pipeline.maintenance.remote_runs import SILENCE_S, RemoteRuns
+from pipeline.outputs.folder import OutputFolder
+from pipeline.outputs.lease import STALE_S, Clock, Lease
 from pipeline.recipe import recipe_from_mapping
-from pipeline.storage import lease as leases
 from pipeline.storage.addresses import Url
-from pipeline.storage.lease import Lease, hold_lease
-from pipeline.storage.mirror import Mirror
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, run_folder
 
 OTHER, FINISHED, PUBLISHED, NEWEST = ("1" * 16, "2" * 16, "3" * 16, "4" * 16)
 
 
-@pytest.fixture(autouse=True)
-def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"HEARTBEAT_S": 0.1, "STALE_S": 1.0, "SETTLE_S": 0.0}.items():
-        monkeypatch.setattr(leases, name, seconds)
-    monkeypatch.setattr(remote_runs, "STALE_S", 1.0)
-    monkeypatch.setattr(remote_runs, "SILENCE_S", 1.0)
-
-
 @pytest.fixture
-def address(s3: str) -> Url:
+def address() -> Url:
     """Four runs at an address, of which OTHER changed first and NEWEST last."""
-    bucket = f"bucket-{uuid.uuid4().hex[:8]}"
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
-    address = Url(f"s3://{bucket}/flowers")
+    address = Url(f"memory://{uuid.uuid4().hex}/flowers")
     remote = RemoteFolder(address)
     for run in (OTHER, FINISHED, PUBLISHED, NEWEST):
         add_run(remote, run)
     remote.put(f"runs/{FINISHED}/finished.json", b'{"steps": 1500}')
     remote.put(f"runs/{PUBLISHED}/finished.json", b'{"steps": 1500}')
-    published_at = newest_time(remote, PUBLISHED)
-    while remote.info(f"runs/{NEWEST}/run.json")["LastModified"] <= published_at:
-        time.sleep(0.1)  # times have a resolution of one second
-        remote.put(f"runs/{NEWEST}/run.json", b"{}")
+    remote.put(f"runs/{NEWEST}/run.json", b"{}")
     remote.put("lora/provenance.json", json.dumps({"run": PUBLISHED}).encode())
     return address
-
-
-def newest_time(remote: RemoteFolder, run: str) -> object:
-    return max(info["LastModified"] for info in remote.list_files(f"runs/{run}").values())
 
 
 def add_run(remote: RemoteFolder, run: str) -> None:
@@ -70,19 +52,26 @@ def add_run(remote: RemoteFolder, run: str) -> None:
 
 
 def machine(address: Url, folder: Path) -> RemoteRuns:
-    return RemoteRuns(Mirror(address, folder))
+    return RemoteRuns(OutputFolder(address, folder))
 
 
-def survey(runs: RemoteRuns, *, num_newest: int = 0, wait: bool = False) -> RunSurvey:
-    return runs.survey(num_newest=num_newest, recipes=[], wait=wait)
+def survey(runs: RemoteRuns, *, num_newest: int = 0, will_delete: bool = False) -> RunSurvey:
+    return runs.survey(num_newest=num_newest, recipes=[], will_delete=will_delete)
 
 
 def kept(survey: RunSurvey) -> dict[str, str]:
     return {run.folder.name: run.kept for run in survey.runs}
 
 
-def lease_of(address: Url, run: str) -> Lease:
-    return Lease(RemoteFolder(address), f"runs/{run}/lease", copy_id="another", log=str)
+def lease_of(address: Url, run: str, wait: Callable[[float], object] = lambda _s: None) -> Lease:
+    return Lease(RemoteFolder(address), f"runs/{run}/lease", owner="another", clock=Clock(wait=wait))
+
+
+def silence(address: Url, run: str, seconds: float = SILENCE_S) -> None:
+    """Let the last heartbeat of a lease have been some time ago."""
+    files = fsspec.filesystem("memory")
+    file = files.store[f"/{str(address).removeprefix('memory://')}/runs/{run}/lease"]
+    file.created -= timedelta(seconds=seconds + 1)
 
 
 def names(address: Url, run: str) -> list[str]:
@@ -133,8 +122,9 @@ def test_L13_the_registration_of_a_deleted_run_is_deleted_too(address: Url, tmp_
 
 def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp_path: Path) -> None:
     runs = machine(address, tmp_path)
-    with hold_lease(lease_of(address, OTHER)), hold_run(RunLayout(run_folder(tmp_path, FINISHED)), print):
-        surveyed = survey(runs, wait=True)
+    lease_of(address, OTHER).acquire()
+    with hold_run(RunLayout(run_folder(tmp_path, FINISHED)), print):
+        surveyed = survey(runs, will_delete=True)
         assert kept(surveyed)[OTHER].endswith(" is training this run")
         assert kept(surveyed)[FINISHED] == "being trained"
         for run in (OTHER, FINISHED):
@@ -147,8 +137,11 @@ def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp
 def test_the_lease_of_a_dead_machine_does_not_keep_a_run(address: Url, tmp_path: Path) -> None:
     lease_of(address, OTHER).acquire()
     runs = machine(address, tmp_path)
-    assert kept(survey(runs))[OTHER].endswith(" is training this run"), "without waiting, nobody knows"
-    assert kept(survey(runs, wait=True))[OTHER] == ""
+    silence(address, OTHER, seconds=SILENCE_S - 60)
+    assert kept(survey(runs, will_delete=True))[OTHER].endswith(" is training this run")
+    silence(address, OTHER, seconds=60)
+    assert kept(survey(runs))[OTHER].endswith(" is training this run"), "a listing writes nothing"
+    assert kept(survey(runs, will_delete=True))[OTHER] == ""
     runs.delete(run_folder(tmp_path, OTHER))
     assert names(address, OTHER) == []
 
@@ -162,7 +155,7 @@ def test_a_run_that_was_published_or_taken_over_since_the_survey_is_not_deleted(
     with pytest.raises(TrainingError, match=r"is needed now.*in lora/"):
         runs.delete(run_folder(tmp_path, OTHER))
     assert len(names(address, OTHER)) == 4
-    assert not lease_of(address, OTHER).read()
+    assert lease_of(address, OTHER).read() == ("", None)
 
     remote.put("lora/provenance.json", json.dumps({"run": PUBLISHED}).encode())
     waiting = lease_of(address, OTHER)
@@ -175,18 +168,12 @@ def test_a_run_that_was_published_or_taken_over_since_the_survey_is_not_deleted(
 def test_a_machine_that_answers_after_the_survey_keeps_its_run(address: Url, tmp_path: Path) -> None:
     lease, runs = lease_of(address, OTHER), machine(address, tmp_path)
     lease.acquire()
-    assert kept(survey(runs, wait=True))[OTHER] == ""
-    beat(lease)
+    silence(address, OTHER)
+    assert kept(survey(runs, will_delete=True))[OTHER] == ""
+    lease.beat()
     with pytest.raises(TrainingError, match="another machine uses it"):
         runs.delete(run_folder(tmp_path, OTHER))
     assert len(names(address, OTHER)) == 5
-
-
-def beat(lease: Lease) -> None:
-    """Replace the lease once, as its holder does every few seconds."""
-    assert lease.is_held()
-    lease._beat += 1
-    lease._put(lease._version)
 
 
 @pytest.mark.parametrize("name", ["run.json", "checkpoints/step-00000500/COMPLETE"])
@@ -210,7 +197,7 @@ def test_a_deletion_whose_lease_is_lost_deletes_nothing_more(
 
     def remove_and_lose(folder: RemoteFolder, name: str) -> None:
         remove(folder, name)
-        folder.put(f"runs/{OTHER}/lease", b'{"machine": "two", "copy": "two", "token": "two"}')
+        folder.put(f"runs/{OTHER}/lease", b'{"machine": "two", "owner": "two", "token": "two"}')
 
     monkeypatch.setattr(RemoteFolder, "remove", remove_and_lose)
     with pytest.raises(TrainingError, match="another machine took it over"):
@@ -226,9 +213,7 @@ def test_a_lora_without_provenance_keeps_all_runs(address: Url, tmp_path: Path) 
     assert set(kept(surveyed).values()) == {"lora/provenance.json does not exist"}
 
 
-@pytest.mark.parametrize(
-    "killed_at", [pytest.param(n, marks=() if n in (0, 2, 5) else pytest.mark.slow) for n in range(6)]
-)
+@pytest.mark.parametrize("killed_at", range(6))
 def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_another_machine(
     address: Url, tmp_path: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +230,7 @@ def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_anoth
 
     with monkeypatch.context() as patched:
         patched.setattr(RemoteFolder, "remove", killed)
+        patched.setattr(Lease, "release", lambda _lease: None)
         with pytest.raises(SystemExit):
             runs.delete(run_folder(tmp_path / "one", FINISHED))
 
@@ -262,9 +248,11 @@ def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_anoth
     if "run.json" not in left:
         (incomplete,) = survey(machine(address, tmp_path / "three")).incomplete
         assert incomplete.folder.name == FINISHED
-        assert "is deleting this run, or has stopped: --delete then deletes the rest" in incomplete.state
-    monkeypatch.setattr(remote_runs, "SILENCE_S", 1e9)  # only for trainings
-    surveyed = survey(other, wait=True)
+        assert (
+            "is deleting this run, or has stopped: a later --delete then deletes the rest" in incomplete.state
+        )
+    silence(address, FINISHED, seconds=STALE_S)
+    surveyed = survey(other, will_delete=True)
     assert surveyed.incomplete == []
     is_leftover = run_folder(tmp_path / "two", FINISHED) in surveyed.leftovers
     assert is_leftover or kept(surveyed)[FINISHED] == ""
@@ -272,28 +260,29 @@ def test_a_deletion_that_is_killed_anywhere_leaves_a_run_or_is_finished_by_anoth
     assert names(address, FINISHED) == []
 
 
-def test_a_job_waits_for_a_deletion_and_finds_no_run(address: Url, tmp_path: Path) -> None:
+def test_a_job_waits_for_a_deletion_and_finds_no_run(
+    address: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs, found = machine(address, tmp_path), list[list[str]]()
     survey(runs)
-    lease, remove = lease_of(address, OTHER), RemoteFolder.remove
-    with pytest.MonkeyPatch.context() as patched:
-        started = threading.Event()
+    remove, is_waiting, may_end = RemoteFolder.remove, threading.Event(), threading.Event()
 
-        def train() -> None:
-            started.wait(60)
-            with hold_lease(lease):
-                found.append(names(address, OTHER))
+    def train() -> None:
+        lease = lease_of(address, OTHER, lambda _s: (is_waiting.set(), may_end.wait(60)))
+        lease.acquire()
+        found.append(names(address, OTHER))
 
-        def remove_slowly(folder: RemoteFolder, name: str) -> None:
-            started.set()
-            threading.Event().wait(0.2)
-            remove(folder, name)
+    def remove_after_the_job_started(folder: RemoteFolder, name: str) -> None:
+        if not is_waiting.is_set():
+            job.start()
+            assert is_waiting.wait(60)
+        remove(folder, name)
 
-        job = threading.Thread(target=train)
-        job.start()
-        patched.setattr(RemoteFolder, "remove", remove_slowly)
-        runs.delete(run_folder(tmp_path, OTHER))
-        job.join(60)
+    job = threading.Thread(target=train)
+    monkeypatch.setattr(RemoteFolder, "remove", remove_after_the_job_started)
+    runs.delete(run_folder(tmp_path, OTHER))
+    may_end.set()
+    job.join(60)
     assert found == [["lease"]]
 
 
@@ -307,5 +296,5 @@ def test_a_start_file_in_the_working_copy_keeps_its_run(address: Url, tmp_path: 
         "training": {"lora": {"start_from": str(file)}},
     }
     recipe = recipe_from_mapping("birds", values)
-    surveyed = machine(address, tmp_path).survey(num_newest=0, recipes=[recipe], wait=False)
+    surveyed = machine(address, tmp_path).survey(num_newest=0, recipes=[recipe], will_delete=False)
     assert kept(surveyed)[OTHER] == "start_from of birds"
