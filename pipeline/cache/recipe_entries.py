@@ -219,6 +219,7 @@ class RecipeEntries:
     def text_images(self) -> TextImages | None:
         """How the text encoder sees the recipe's references; None if it sees none."""
         recipe = self.recipe
+        # Checked before the family, because finding the family reads the base model's files.
         if not any(each.references for each in (*recipe.datasets, *recipe.training.sample_prompts)):
             return None
         return self.family.text_images
@@ -314,6 +315,8 @@ class RecipeEntries:
         # The length in tokens is known only after encoding; until then, the size is estimated from the text.
         missing_tokens = max_length - pl.col("text_length").cast(pl.Int64)
         caption_bytes = pl.col("caption").str.len_bytes().cast(pl.Int64)
+
+        # Rounded up, since the estimate decides whether the disk has enough space.
         tokens = TEMPLATE_TOKENS + (caption_bytes + CAPTION_BYTES_PER_TOKEN - 1) // CAPTION_BYTES_PER_TOKEN
         if images is not None and self.text_images is not None:
             tokens += _num_images() * self.text_images.num_tokens

@@ -44,7 +44,7 @@ MAX_PICTURE_BYTES = 48_000
 _EDGE_PX = 288
 _STATISTICS_FILE = "statistics.json"
 _OVERSAMPLING = 8
-"""Factor by which the preselection exceeds the sample, so that it contains the sample almost surely."""
+"""Factor by which the preselection exceeds the choice, so that it contains the choice almost surely."""
 
 Moments = npt.NDArray[np.float64]
 """Number of values, mean, variance, minimum and maximum of each channel of a latent, (C, 5)."""
@@ -77,7 +77,7 @@ class DecodedLatent:
         return self.psnr_db > self.plain_psnr_db
 
 
-def sample_of(rows: pl.DataFrame, number: int) -> pl.DataFrame:
+def choose(rows: pl.DataFrame, number: int) -> pl.DataFrame:
     """Return at most `number` rows with distinct contents, not mirrored, independent of file names.
 
     Args:
@@ -198,14 +198,14 @@ def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict
     Raises:
         StoreError: An entry cannot be read.
     """
-    sample, file = sample_of(rows, NUM_IN_STATISTICS), folder / _STATISTICS_FILE
-    if sample.is_empty():
+    chosen, file = choose(rows, NUM_IN_STATISTICS), folder / _STATISTICS_FILE
+    if chosen.is_empty():
         return {}
 
     # Reading an entry takes a millisecond or a request, so that moments of the last run are reused.
     saved = _read_moments(file)
     moments: dict[str, Moments] = {}
-    for row in sample.iter_rows(named=True):
+    for row in chosen.iter_rows(named=True):
         key = row["key"]
         moments[key] = saved[key] if key in saved else _moments(_values(entries, row))
     if moments.keys() != saved.keys():

@@ -102,7 +102,7 @@ def cache_latents(
     masks = cache_masks(entries, side_inputs[MASKS], MASKS.recorded(previous), log=log, watch=watch)
     recorded = _recorded(previous)
     latents = _entry_rows(requests, recorded)
-    picture_rows = pictures.sample_of(latents, pictures.NUM_DECODED)
+    picture_rows = pictures.choose(latents, pictures.NUM_DECODED)
     images = [_entry_rows(rows, recorded) for rows in requested_images(entries, side_inputs)]
 
     # An image of a side input may also be a sample, with the same entry; the entry stays one row.

@@ -95,6 +95,7 @@ def write_dataset_page(
     if placed is not None:
         num_kept -= placed.rejected["sample_id"].n_unique()
         rejected_shown = _first_of_each_reason(pl.concat([rejected, placed.rejected]))
+        # An inner join, because samples that aspect_buckets rejected are not kept any more.
         shown = shown.join(_bucket_texts(placed.table), on="sample_id", how="inner").sort("sample_id")
         digests.append(content_digest(shown, rejected_shown, more=str(num_kept)))
 

@@ -167,14 +167,14 @@ def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
     return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)
 
 
-def _evenly_sampled(table: pl.DataFrame, number: int) -> pl.DataFrame:
+def _evenly_spaced(table: pl.DataFrame, number: int) -> pl.DataFrame:
     """Return at most `number` rows, evenly spaced over the table."""
     number = min(number, len(table))
     return table[[index * len(table) // number for index in range(number)]] if number else table
 
 
 def _kept_strips(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
-    samples = _evenly_sampled(table, NUM_KEPT_STRIPS * NUM_PER_STRIP)
+    samples = _evenly_spaced(table, NUM_KEPT_STRIPS * NUM_PER_STRIP)
     columns = ("dataset", "path", "height", "width", "caption")
     shown = [
         SheetImage(
@@ -186,7 +186,7 @@ def _kept_strips(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[She
 
 
 def _masked_strips(recipe: Recipe, masked: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
-    samples = _evenly_sampled(masked, NUM_KEPT_STRIPS * NUM_PER_STRIP)
+    samples = _evenly_spaced(masked, NUM_KEPT_STRIPS * NUM_PER_STRIP)
     of_masks, kinds = side_input_sources_of(recipe, MASKS.recipe_key), MASKS.sources(recipe)
     shown = [
         SheetImage(
@@ -220,7 +220,7 @@ def _side_input_rows(
         return []
 
     of_files = side_input_sources_of(recipe, side_input.recipe_key)
-    samples = _evenly_sampled(table.drop_nulls(images_column), NUM_REFERENCE_ROWS)
+    samples = _evenly_spaced(table.drop_nulls(images_column), NUM_REFERENCE_ROWS)
 
     rows: list[SheetRow] = []
     for row in samples.iter_rows(named=True):
@@ -253,9 +253,10 @@ def _in_strips(shown: Sequence[SheetImage], label: str) -> list[SheetRow]:
 def _rejected_strips(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
     """Return one strip for each of the most frequent reasons."""
     strips: list[SheetRow] = []
+    # The most frequent reasons first, since a sheet has space for a few only.
     counts = rejected.group_by("reason").len().sort("len", "reason", descending=[True, False])
     for reason, count in counts.head(NUM_STRIPS).rows():
-        samples = _evenly_sampled(rejected.filter(pl.col("reason") == reason), NUM_PER_STRIP)
+        samples = _evenly_spaced(rejected.filter(pl.col("reason") == reason), NUM_PER_STRIP)
 
         # Files that the scan did not read stay closed: they may be pipes, or links that lead out.
         shown = [

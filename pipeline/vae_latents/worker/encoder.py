@@ -95,6 +95,8 @@ class LatentEncoder:
 
         yield from self._encode_probes(islice(decoded, NUM_PROBES))
         pending: _Pending = deque()
+        # Only images of one shape fit into a batch. The jobs are sorted so that equal shapes follow each
+        # other.
         for _, group in groupby(decoded, key=lambda pair: _tensor(pair[0]).shape):
             yield from self._encode_one_shape(group, pending)
         yield from self._finish(pending, keep=0)
@@ -175,6 +177,7 @@ class LatentEncoder:
 
     def _file(self, root: str, path: str) -> File:
         """Return a file of a dataset, which is opened once for all its images."""
+        # Decoding threads share the sources, and opening an address takes a connection.
         with self._sources_lock:
             if root not in self._sources:
                 limit = self._settings.get("max_file_bytes", MAX_FILE_BYTES)
@@ -211,6 +214,7 @@ class LatentEncoder:
                 "inspect or remove the image; if many images are affected, the base model's VAE is damaged",
             )
 
+        # float16 ends at 65,504, so a value may be finite in the VAE and infinite in the entry.
         dtype = _tensor(job).dtype
         stored = {name: value.to(getattr(torch, dtype)) for name, value in values.items()}
         if not _all_finite(stored):
@@ -289,6 +293,8 @@ def _pixels_or_outcome(future: Future[Pixels | None]) -> Pixels | Outcome:
     if isinstance(error, StalledError):
         fix = "make sure that its disk responds and that it is a regular file, then start the job again"
         return Failure("stalled", f"reading and decoding it was given up: {error}", fix)
+
+    # A decoder may raise anything on a damaged image, and one image must not stop the rest.
     if isinstance(error, Exception) and not isinstance(error, LatentlineError):
         fix = "export the image again, or remove it"
         return Failure("undecodable", f"{type(error).__name__}: {error}", fix)

@@ -55,18 +55,18 @@ def some_rows(number: int, **columns: Any) -> pl.DataFrame:
 @pytest.mark.parametrize("number", [3, 8, 64, 5000])
 def test_the_sample_does_not_depend_on_row_order_and_has_the_requested_size(number: int) -> None:
     rows = some_rows(number)
-    sample = decoded.sample_of(rows, 8)
+    sample = decoded.choose(rows, 8)
     assert len(sample) == min(8, number)
-    assert sample.equals(decoded.sample_of(rows.sample(fraction=1.0, shuffle=True, seed=1), 8))
+    assert sample.equals(decoded.choose(rows.sample(fraction=1.0, shuffle=True, seed=1), 8))
     assert sample["content_hash"].to_list() == sorted(rows["content_hash"].to_list())[:8]
 
 
 def test_the_sample_contains_each_image_once_and_no_mirrored_latents() -> None:
     rows = pl.concat([some_rows(5), some_rows(5, flipped=[True] * 5), some_rows(5, key=list("abcde"))])
-    sample = decoded.sample_of(rows, 8)
+    sample = decoded.choose(rows, 8)
     assert sample["content_hash"].n_unique() == len(sample) == 5
     assert not sample["flipped"].any()
-    assert decoded.sample_of(rows.clear(), 8).is_empty()
+    assert decoded.choose(rows.clear(), 8).is_empty()
 
 
 def test_psnr_equals_that_of_scikit_image_and_is_finite_for_equal_images() -> None:
