@@ -1,6 +1,5 @@
-"""The command line in a separate process, as a user runs it."""
+"""The command line: errors, hints and help of all commands."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ from PIL import Image
 
 from pipeline.cli.main import COMMANDS
 from pipeline.recipe.deployment import read_deployment
+from tests import command_line
+from tests.command_line import Completed
 
 MAIN = "from pipeline.cli.main import main; main()"
 
@@ -21,14 +22,8 @@ model: {{base: {base}}}
 """
 
 
-def latentline(*arguments: str, configs: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", MAIN, *arguments],
-        env={**os.environ, "LATENTLINE_CONFIGS": str(configs)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def latentline(*arguments: str, configs: Path) -> Completed:
+    return command_line.latentline(*arguments, LATENTLINE_CONFIGS=str(configs))
 
 
 def write(folder: Path, cache: str = "cache", base: str = "a/b", name: str = "flowers.yaml") -> Path:
