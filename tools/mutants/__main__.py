@@ -15,7 +15,7 @@ import click
 
 from tools.mutants import results
 from tools.mutants.copies import ROOT, ProjectCopy
-from tools.mutants.places import Mutant, lines_of_change, mutants_of, sample
+from tools.mutants.places import Mutant, function_at, lines_of_change, mutants_of, sample
 from tools.mutants.results import Result
 
 LIMIT_S = 400.0
@@ -75,14 +75,20 @@ def summarize(found: list[Result]) -> list[Result]:
     """Print the totals and the survivors; return the survivors that are not accepted."""
     reasons = results.accepted()
     survivors = [each for each in found if each.outcome == "survived"]
-    unexpected = [each for each in survivors if (each.module, each.was, each.becomes) not in reasons]
+    keys = {each: _accepted_key(each) for each in survivors}
+    unexpected = [each for each in survivors if keys[each] not in reasons]
     counted = len(found) - len(survivors) + len(unexpected)
     share = (counted - len(unexpected)) / counted if counted else 1.0
     click.echo(f"{len(found)} mutants, {len(survivors) - len(unexpected)} accepted as equivalent")
     click.echo(f"{counted - len(unexpected)} of {counted} others noticed ({share:.1%})")
     for each in unexpected:
-        click.echo(f"survived: {each}")
+        click.echo(f"survived: {each}\n    {keys[each]}")
     return unexpected
+
+
+def _accepted_key(result: Result) -> str:
+    source = (ROOT / result.module).read_text(encoding="utf-8")
+    return results.accepted_key(function_at(source, result.line), result.was, result.becomes)
 
 
 @click.command()

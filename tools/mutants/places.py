@@ -49,12 +49,25 @@ class Mutant:
 
 def lines_of_change(before: str, after: str) -> tuple[str, str]:
     """Return the changed lines before and after, without indentation and joined by one space."""
-    delta = [
-        line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[:2] in ("- ", "+ ")
-    ]
+    old, new = before.splitlines(), after.splitlines()
+    # The difference of complete files takes a hundred times as long.
+    first = next(
+        (n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+    )
+    while len(old) > first and len(new) > first and old[-1] == new[-1]:
+        old, new = old[:-1], new[:-1]
+    delta = [line for line in difflib.ndiff(old[first:], new[first:]) if line[:2] in ("- ", "+ ")]
     removed = " ".join(line[2:].strip() for line in delta if line.startswith("-"))
     added = " ".join(line[2:].strip() for line in delta if line.startswith("+"))
     return removed, added
+
+
+def function_at(source: str, line: int) -> str:
+    """Return the name of the innermost function or class that contains a line, or "<module>"."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    starts = [(min([node.lineno, *(each.lineno for each in node.decorator_list)]), node) for node in nodes]
+    around = [(start, node.name) for start, node in starts if start <= line <= (node.end_lineno or start)]
+    return max(around, default=(0, "<module>"))[1]
 
 
 def mutants_of(module: str, source: str) -> list[Mutant]:

@@ -54,10 +54,14 @@ def append(file: Path, result: Result) -> None:
         opened.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
 
 
-def accepted() -> dict[tuple[str, str, str], str]:
-    """Return the reason of each accepted survivor by module, lines before and lines after."""
-    entries = tomllib.loads((FOLDER / "accepted.toml").read_text(encoding="utf-8")).get("accepted", [])
-    return {(each["module"], each["was"], each["becomes"]): each["reason"] for each in entries}
+def accepted() -> dict[str, str]:
+    """Return the reason of each accepted survivor by its key; see `accepted_key`."""
+    return tomllib.loads((FOLDER / "accepted.toml").read_text(encoding="utf-8"))
+
+
+def accepted_key(function: str, was: str, becomes: str) -> str:
+    """Return the key of a mutant in `accepted.toml`, which contains no path, because files move."""
+    return f"{function}: {was} → {becomes}"
 
 
 def tests_by_module() -> dict[str, list[str]]:

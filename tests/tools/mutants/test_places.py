@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tools.mutants.places import lines_of_change, mutants_of, sample
+from tools.mutants.places import function_at, lines_of_change, mutants_of, sample
 
 SOURCE = '''
 from __future__ import annotations
@@ -73,3 +73,8 @@ def test_a_sample_depends_on_the_seed_and_has_one_mutant_per_place() -> None:
     assert len(complete) == len({each.span for each in complete}) == len(places)
     assert sample(every, 5, seed=1) == sample(every, 5, seed=1)
     assert sample(every, 5, seed=1) != sample(every, 5, seed=2)
+
+
+def test_a_line_belongs_to_the_innermost_function_with_its_decorators() -> None:
+    source = "X = 1\nclass A:\n    @cache\n    def f(self):\n        return 2\n"
+    assert [function_at(source, line) for line in range(1, 6)] == ["<module>", "A", "f", "f", "f"]
