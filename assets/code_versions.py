@@ -22,7 +22,7 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
 }
 """Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
 
-_ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
+ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
     "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
     "vae_latents": (PREPROCESSING_VERSION,),
     "trained_lora": (TRAINING_VERSION,),
@@ -43,7 +43,7 @@ def code_version(recipe: Recipe, asset: str) -> str:
     The base model decides whether its text encoder sees references. It is not read here, so every recipe with
     references counts as one whose text encoder does.
     """
-    fields, versions = _RECIPE_FIELDS[asset], _ALGORITHM_VERSIONS.get(asset, ())
+    fields, versions = _RECIPE_FIELDS[asset], ALGORITHM_VERSIONS.get(asset, ())
     if asset == "text_embeddings" and _has_references(recipe):
         more_fields, more_versions = _SEEN_BY_TEXT_ENCODER
         fields, versions = fields | more_fields, versions + more_versions

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STAGE = "aspect_buckets"
 
-_CHUNK_ROWS = 10_000
+CHUNK_ROWS = 10_000
 """Number of samples per call of the geometry. Its temporary arrays take half a kilobyte per sample."""
 
 MAX_LOGGED_BUCKETS = 8
@@ -42,7 +42,7 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
     placement = placement_of(recipe.buckets)
 
     # In chunks, because the geometry's arrays of a large dataset would not fit into memory at once.
-    chunks = [_place(placement, chunk) for chunk in validated.iter_slices(_CHUNK_ROWS)]
+    chunks = [_place(placement, chunk) for chunk in validated.iter_slices(CHUNK_ROWS)]
     placed = pl.concat(chunks) if chunks else _place(placement, validated)
 
     table = placed.filter(~pl.col("too_small")).drop("too_small").sort("sample_id", "bucket")

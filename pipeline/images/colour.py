@@ -22,7 +22,7 @@ _PROFILE_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 _BITS_PER_SAMPLE_TAG = 258
 
-_STRIP_PX = 1_000_000
+STRIP_PX = 1_000_000
 """Number of pixels converted at a time. A strip's intermediate results take up to 30 bytes per pixel."""
 
 _Levels = tuple[float, float]
@@ -42,11 +42,11 @@ def to_srgb(image: Image.Image, background: Background) -> Image.Image:
     if is_srgb(image):
         return image
     levels = _levels(image)
-    if image.width * image.height <= _STRIP_PX:
+    if image.width * image.height <= STRIP_PX:
         return _strip_to_srgb(image, background, levels)
 
     rgb = Image.new("RGB", image.size)
-    strip_height = max(1, _STRIP_PX // image.width)
+    strip_height = max(1, STRIP_PX // image.width)
     for top in range(0, image.height, strip_height):
         strip = image.crop((0, top, image.width, min(top + strip_height, image.height)))
         rgb.paste(_strip_to_srgb(strip, background, levels), (0, top))
@@ -140,7 +140,7 @@ def _range(image: Image.Image) -> _Levels:
         ValueError: A level is NaN or infinite.
     """
     lowest, highest = np.inf, -np.inf
-    strip_height = max(1, _STRIP_PX // image.width)
+    strip_height = max(1, STRIP_PX // image.width)
     for top in range(0, image.height, strip_height):
         box = (0, top, image.width, min(top + strip_height, image.height))
         levels = np.asarray(image.crop(box)).astype(np.float64)

@@ -36,7 +36,7 @@ class _Plugin(NamedTuple):
     register: str | None
 
 
-_PLUGINS = {
+PLUGINS = {
     "HEIF": _Plugin("pillow-heif", "pillow_heif", "register_heif_opener"),
     "JXL": _Plugin("pillow-jxl-plugin", "pillow_jxl", None),
 }
@@ -92,8 +92,8 @@ def require_image(start: bytes) -> None:
         raise ImageError("not_an_image", detail, fix="copy or download it again, or remove it")
 
     image_format = sniff(start)
-    if image_format in _PLUGINS and not formats_of(start):
-        package = _PLUGINS[image_format].package
+    if image_format in PLUGINS and not formats_of(start):
+        package = PLUGINS[image_format].package
         detail = f"it is {image_format}, which Pillow can only open with {package}"
         fix = f"install the plug-in with pip install {package}, or convert it to PNG or JPEG"
         raise ImageError("plugin_missing", detail, fix=fix)
@@ -126,7 +126,7 @@ def formats_of(start: bytes) -> list[str]:
     Pillow only tries the recognised format, because some of its others start external programs.
     """
     image_format = sniff(start)
-    if image_format is None or (image_format in _PLUGINS and not _has_plugin(image_format)):
+    if image_format is None or (image_format in PLUGINS and not has_plugin(image_format)):
         return []
     return [image_format]
 
@@ -137,9 +137,9 @@ def plugin_version(image_format: str | None) -> str | None:
 
     None if Pillow opens the format itself, or if the plug-in is not installed.
     """
-    if image_format not in _PLUGINS:
+    if image_format not in PLUGINS:
         return None
-    package = _PLUGINS[image_format].package
+    package = PLUGINS[image_format].package
     try:
         return f"{package}-{metadata.version(package)}"
     except metadata.PackageNotFoundError:
@@ -148,13 +148,13 @@ def plugin_version(image_format: str | None) -> str | None:
 
 def plugin_versions() -> Iterator[str]:
     """Yield `plugin_version` of every installed plug-in."""
-    yield from (version for name in _PLUGINS if (version := plugin_version(name)) is not None)
+    yield from (version for name in PLUGINS if (version := plugin_version(name)) is not None)
 
 
 @cache
-def _has_plugin(image_format: str) -> bool:
+def has_plugin(image_format: str) -> bool:
     """Import and register the format's plug-in, because Pillow finds none by itself."""
-    plugin = _PLUGINS[image_format]
+    plugin = PLUGINS[image_format]
     try:
         module = importlib.import_module(plugin.module)
     except ImportError:

@@ -22,7 +22,7 @@ from pipeline.storage.atomic import write_text
 
 _MEMORY_FILE = "fingerprints.json"
 
-_RACY_NS = 2_000_000_000
+RACY_NS = 2_000_000_000
 """Minimum age of a file for its hash to be remembered. A younger file may change again within one tick of its
 time stamp, which would not show it."""
 
@@ -138,7 +138,7 @@ class Fingerprints:
                 digest.update(memoryview(buffer)[:num_read])
                 self._num_hashed_bytes += num_read
 
-        if started_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) > _RACY_NS:
+        if started_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) > RACY_NS:
             new_entries[str(real)] = [*_stat_numbers(stat), digest.hexdigest()]
         return digest.hexdigest()
 

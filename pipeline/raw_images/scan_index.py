@@ -78,7 +78,7 @@ SIDECAR = "sidecar:"
 
 _REJECTED_FILE = "refused.parquet"
 
-_BATCH_FILES = 2_000
+BATCH_FILES = 2_000
 """Number of local files whose stats are read between two progress updates."""
 
 
@@ -175,7 +175,7 @@ def read_stats(
         for dataset, source in sources.items():
             in_dataset = files.filter(pl.col("dataset") == dataset)
             # A remote source lists each folder once per call, so it gets all paths together.
-            batch_size = max(1, len(in_dataset)) if source.threads else _BATCH_FILES
+            batch_size = max(1, len(in_dataset)) if source.threads else BATCH_FILES
             parts = [pl.DataFrame(schema={"sample_id": pl.String, **dict.fromkeys(STAT, pl.Int64)})]
             for batch in in_dataset.iter_slices(batch_size):
                 now = pl.DataFrame(source.stats(batch["path"].to_list()), schema=list(STAT))

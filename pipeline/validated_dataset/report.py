@@ -55,7 +55,7 @@ NUM_PER_STRIP = 6
 NUM_REFERENCE_ROWS = 8
 """Maximum number of images on the sheet of references."""
 
-_REPORT_FORMAT = "3: tags"
+REPORT_FORMAT = "3: tags"
 """Part of the digest, so that reports of earlier versions are drawn again."""
 
 PREVIEW_COLUMNS = ("sample_id", "before", "after")
@@ -163,7 +163,7 @@ def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
     side_inputs = [each.hash_column for each in SIDE_INPUTS if each.hash_column in table.columns]
     kept = table.select("sample_id", "content_hash", "caption", *side_inputs)
     rules = [(each.name, each.captions.replace) for each in recipe.datasets if each.captions.replace]
-    more = f"{_REPORT_FORMAT}, {rules}" if rules else _REPORT_FORMAT
+    more = f"{REPORT_FORMAT}, {rules}" if rules else REPORT_FORMAT
     return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)
 
 

@@ -52,7 +52,7 @@ def test_L04_a_new_algorithm_version_changes_the_code_version_of_its_asset(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {asset: code_version(recipe, asset) for asset in SPECS}
-    monkeypatch.setitem(code_versions._ALGORITHM_VERSIONS, "vae_latents", (99,))
+    monkeypatch.setitem(code_versions.ALGORITHM_VERSIONS, "vae_latents", (99,))
     assert {asset for asset in SPECS if code_version(recipe, asset) != before[asset]} == {"vae_latents"}
 
 

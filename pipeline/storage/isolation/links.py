@@ -29,7 +29,7 @@ def links_into(searched: Identified, folders: Mapping[str, Identified]) -> Itera
     are followed, each folder once, so that loops end. Folders that cannot be listed are skipped. Only links
     are resolved; other files cost nothing beyond the scandir of their folder.
     """
-    targets = _Targets(folders)
+    targets = Targets(folders)
     mounts = mount_table()
     pending, visited = [searched.real], {searched.real}
     while pending:
@@ -70,7 +70,7 @@ def shallow_links_into(
             yield from shallow_links_into(subfolder, folders, depth=depth - 1)
 
 
-class _Targets:
+class Targets:
     """Targets of links. The parent folder that many targets share is resolved and identified once."""
 
     def __init__(self, folders: Mapping[str, Identified]) -> None:

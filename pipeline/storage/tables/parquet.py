@@ -19,7 +19,7 @@ from pipeline.errors import RUN_RECIPE, TableError
 from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables.schemas import ASSETS, empty, row_names, selected, validated
 
-_ROWS_AT_ONCE = 8_192
+ROWS_AT_ONCE = 8_192
 """Number of rows encoded in memory at a time; about a third of a kilobyte each."""
 
 _COMPRESSION_LEVEL = 1
@@ -121,7 +121,7 @@ class Tables:
 
 def write_rows(table: pl.DataFrame, file: BinaryIO) -> None:
     """Write the table to a binary file as Parquet, one row group at a time."""
-    table.write_parquet(file, compression_level=_COMPRESSION_LEVEL, row_group_size=_ROWS_AT_ONCE)
+    table.write_parquet(file, compression_level=_COMPRESSION_LEVEL, row_group_size=ROWS_AT_ONCE)
 
 
 def read_rows(
@@ -153,7 +153,7 @@ def content_digest(*tables: pl.DataFrame, more: str = "") -> str:
     for table in tables:
         # In slices, so that only a few thousand rows are text at a time.
         digest.update(table.clear().write_csv().encode("utf-8"))
-        for rows in table.iter_slices(_ROWS_AT_ONCE):
+        for rows in table.iter_slices(ROWS_AT_ONCE):
             digest.update(rows.write_csv(include_header=False).encode("utf-8"))
     digest.update(more.encode("utf-8"))
     return digest.hexdigest()

@@ -52,14 +52,14 @@ class TextEncoder:
         Raises:
             LaunchError: They do not fit into memory.
         """
-        self._family = load_family(order.model_folder, order.component_folders)
+        self.family = load_family(order.model_folder, order.component_folders)
         self._device = device
-        self._captions_per_pass = captions_per_pass(self._family, device)
+        self._captions_per_pass = captions_per_pass(self.family, device)
         self._progress = progress
         self._settings = order.settings
         self._sources: dict[str, Source] = {}
         dtype: str = order.settings["compute_dtype"]
-        self._dtypes = self._family.text_compute_dtypes(dtype)
+        self._dtypes = self.family.text_compute_dtypes(dtype)
         self._is_exact = set(self._dtypes.values()) == {"float32"}
         with out_of_memory_as(self._memory_error):
             self._encoders = self._load(dtype)
@@ -102,7 +102,7 @@ class TextEncoder:
                 encoded = [self._encode(*waiting[0])]
             else:
                 captions = [job.work["caption"] for job, _ in waiting]
-                encoded = self._family.text.encode_captions(self._encoders, captions)
+                encoded = self.family.text.encode_captions(self._encoders, captions)
                 encoded = [
                     caption if _all_finite(caption.tensors) else self._encode(job, images)
                     for caption, (job, images) in zip(encoded, waiting, strict=True)
@@ -119,7 +119,7 @@ class TextEncoder:
 
     def _encode(self, job: Job, images: Sequence[SeenImage]) -> EncodedCaption:
         """Encode in the compute dtype, and again in float32 if that overflows."""
-        encoded = self._family.text.encode_caption(self._encoders, job.work["caption"], images)
+        encoded = self.family.text.encode_caption(self._encoders, job.work["caption"], images)
         if _all_finite(encoded.tensors) or self._is_exact:
             return encoded
         self._progress.say(
@@ -129,12 +129,12 @@ class TextEncoder:
         # Loaded on demand: both copies together may take more memory than the device has.
         if self._exact_encoders is None:
             self._exact_encoders = self._load("float32")
-        return self._family.text.encode_caption(self._exact_encoders, job.work["caption"], images)
+        return self.family.text.encode_caption(self._exact_encoders, job.work["caption"], images)
 
     def _load(self, dtype: str) -> Any:
         setting = self._settings["offload"]
         offload = LayerOffload(setting, free_bytes(self._device), self._progress.say)
-        return self._family.text.load(dtype, self._device, offload)
+        return self.family.text.load(dtype, self._device, offload)
 
     def _seen_images(self, job: Job) -> list[SeenImage] | Failure:
         """Return the reference images of a job, or why one of them cannot be used."""
@@ -190,7 +190,7 @@ class TextEncoder:
             largest = max(float(tensor.abs().max()) for tensor in caption.tensors.values())
             raise ModelError(
                 f"the text embedding of {job.name} is not finite (largest value {largest:.4g})",
-                where=str(self._family.folder),
+                where=str(self.family.folder),
                 fix="set text.dtype to bfloat16 or float32; if that does not help, the encoder's weights are "
                 "damaged",
             )

@@ -46,7 +46,13 @@ _Pending: TypeAlias = deque[tuple[_Batch, PendingBatch | None]]
 
 
 class LatentEncoder:
-    """A VAE on one device, and threads that read and decode images ahead of it."""
+    """A VAE on one device, and threads that read and decode images ahead of it.
+
+    Attributes:
+        family: The base model.
+        batches: Forward passes of its VAE.
+        device: Device of the VAE.
+    """
 
     def __init__(self, order: Order, device: str, progress: Progress, *, threads: int | None = None) -> None:
         """Load the VAE of the order's model.
@@ -57,13 +63,13 @@ class LatentEncoder:
             progress: Receives the current job and warnings.
             threads: Number of decoding threads, by default `decode_threads()`.
         """
-        self._family = load_family(order.model_folder, order.component_folders)
+        self.family = load_family(order.model_folder, order.component_folders)
         self._settings = order.settings
         self._progress = progress
         self._sources: dict[str, Source] = {}
         self._sources_lock = threading.Lock()
         self._dtype: str = order.settings["compute_dtype"]
-        self._batches = VaeBatches(self._family, dtype=self._dtype, device=device, say=progress.say)
+        self.batches = VaeBatches(self.family, dtype=self._dtype, device=device, say=progress.say)
         self._threads = threads or decode_threads()
         self.device = device
 
@@ -84,7 +90,7 @@ class LatentEncoder:
             return
 
         # Deep enough to fill the next batch while one is on the device.
-        depth = self._threads + 2 * self._batches.batch_size(first.cost)
+        depth = self._threads + 2 * self.batches.batch_size(first.cost)
         decoded = ahead(
             chain([first], source),
             lambda job: self._missing_pixels(job, store),
@@ -117,8 +123,8 @@ class LatentEncoder:
         # The smallest size suffices to test the weights, and takes the least time and memory.
         size = Geometry.from_row(smallest.work).target_size
         grey = np.full((size.height, size.width, 3), 127, dtype=np.uint8)
-        (image,) = self._batches.encode([("a grey image", grey)])
-        outcome = self._outcome(smallest, grey, image)
+        (image,) = self.batches.encode([("a grey image", grey)])
+        outcome = self.outcome(smallest, grey, image)
         if not isinstance(outcome, Failure):
             return
 
@@ -128,7 +134,7 @@ class LatentEncoder:
         names = ", ".join(job.name for job in probes)
         raise ModelError(
             f"the VAE gives no valid latent, not even for a grey image: {outcome.detail} (first: {names})",
-            where=str(self._family.component_folder("vae")),
+            where=str(self.family.component_folder("vae")),
             fix=fix,
         )
 
@@ -143,14 +149,14 @@ class LatentEncoder:
                 continue
 
             batch.append((job, pixels))
-            if len(batch) >= self._batches.batch_size(job.cost):
+            if len(batch) >= self.batches.batch_size(job.cost):
                 self._start(batch, pending)
                 batch = []
-                yield from self._finish(pending, keep=self._batches.overlap)
+                yield from self._finish(pending, keep=self.batches.overlap)
 
         if batch:
             self._start(batch, pending)
-            yield from self._finish(pending, keep=self._batches.overlap)
+            yield from self._finish(pending, keep=self.batches.overlap)
 
     def _missing_pixels(self, job: Job, store: Store) -> Pixels | None:
         """Return `image`, or None if another process has written the entry meanwhile."""
@@ -186,26 +192,26 @@ class LatentEncoder:
 
     def picture(self, latent: Tensor) -> Tensor | None:
         """See `VaeBatches.decode`."""
-        return self._batches.decode(latent)
+        return self.batches.decode(latent)
 
     def _start(self, batch: _Batch, pending: _Pending) -> None:
-        pending.append((batch, self._batches.start([(job.name, pixels) for job, pixels in batch])))
+        pending.append((batch, self.batches.start([(job.name, pixels) for job, pixels in batch])))
 
     def _finish(self, pending: _Pending, *, keep: int) -> Iterator[tuple[Job, Outcome]]:
         """Yield the outcomes of all pending batches but the last `keep`."""
         while len(pending) > keep:
             batch, started = pending.popleft()
-            images = self._batches.finish([(job.name, pixels) for job, pixels in batch], started)
+            images = self.batches.finish([(job.name, pixels) for job, pixels in batch], started)
             for (job, pixels), image in zip(batch, images, strict=True):
-                yield job, self._outcome(job, pixels, image)
+                yield job, self.outcome(job, pixels, image)
 
-    def _outcome(self, job: Job, pixels: Pixels, image: EncodedImage) -> Outcome:
+    def outcome(self, job: Job, pixels: Pixels, image: EncodedImage) -> Outcome:
         """Return the entry of one image; if half precision overflowed, encode it again in float32."""
-        values = self._tensors(job, image.posterior)
+        values = self.tensors(job, image.posterior)
         if not _all_finite(values) and self._dtype != "float32":
             self._progress.say(f"{job.name}: not finite in {self._dtype}, encoding again in float32")
-            image = self._batches.encode_exact(job.name, pixels)
-            values = self._tensors(job, image.posterior)
+            image = self.batches.encode_exact(job.name, pixels)
+            values = self.tensors(job, image.posterior)
         self._require_shape(job, values)
         if not _all_finite(values):
             return Failure(
@@ -231,16 +237,16 @@ class LatentEncoder:
         if wrong:
             raise ModelError(
                 f"the VAE's latent of {job.name} must have the shape {expected}, got {wrong.pop()}",
-                where=str(self._family.component_folder("vae")),
+                where=str(self.family.component_folder("vae")),
                 fix="download the base model again: its weights do not match its config.json",
             )
 
-    def _tensors(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:
+    def tensors(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:
         """Return float32 tensors (C, h, w): the mean, a draw seeded by the entry's key, or both moments.
 
         A family's normalisation is affine, so a standard deviation is normalised without its shift.
         """
-        raw_latent, normalise = posterior.mean, self._family.vae.normalise
+        raw_latent, normalise = posterior.mean, self.family.vae.normalise
         # References have their own, because the pipelines do not sample them.
         stored = job.work.get("posterior") or self._settings["posterior"]
         if stored == "moments":

@@ -69,24 +69,28 @@ class VaeBatches:
     next batch in between has it computed while the results of the last one are processed.
 
     Attributes:
+        family: The base model.
+        vae: The VAE in its compute dtype.
         overlap: Number of batches worth queueing besides the one that is awaited.
+        max_px: Number of pixels in one pass; halved when memory runs out.
+        tuning: Choice of cuDNN's kernels; None on the CPU.
     """
 
     def __init__(self, family: WorkerFamily, *, dtype: str, device: str, say: Callable[[str], None]) -> None:
         """Load the VAE in `dtype`; `say` receives a message when memory runs out."""
-        self._family = family
+        self.family = family
         self._device = device
         self._say = say
-        self._vae = family.vae.load(dtype, device)
-        self._exact_vae: nn.Module | None = self._vae if dtype == "float32" else None
+        self.vae = family.vae.load(dtype, device)
+        self._exact_vae: nn.Module | None = self.vae if dtype == "float32" else None
         self.overlap = 1 if device != "cpu" else 0
-        self._max_px = GPU_BATCH_PX if device != "cpu" else 1
+        self.max_px = GPU_BATCH_PX if device != "cpu" else 1
         self._too_large_px: float = float("inf")
-        self._tuning = CudnnTuning() if device != "cpu" else None
+        self.tuning = CudnnTuning() if device != "cpu" else None
 
     def batch_size(self, image_px: int) -> int:
         """Return how many images of this area fit into one batch now; at least 1."""
-        return max(1, self._max_px // image_px)
+        return max(1, self.max_px // image_px)
 
     def encode(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[EncodedImage]:
         """Encode named images of one shape, in their order.
@@ -105,9 +109,9 @@ class VaeBatches:
         # A size that ran out of memory before would do so again; the caller tiles the image at once.
         if len(batch) == 1 and _area(images[0]) >= self._too_large_px:
             return None
-        if self._tuning is not None:
-            self._tuning.before_batch((len(images), *images[0].shape[:2]))
-        return self._try(partial(self._pass, self._vae, images))
+        if self.tuning is not None:
+            self.tuning.before_batch((len(images), *images[0].shape[:2]))
+        return self._try(partial(self._pass, self.vae, images))
 
     def finish(
         self, batch: Sequence[tuple[str, Pixels]], pending: PendingBatch | None
@@ -125,12 +129,12 @@ class VaeBatches:
             return
 
         if len(batch) == 1:
-            yield self._encode_tiled(self._vae, *batch[0])
+            yield self._encode_tiled(self.vae, *batch[0])
             return
 
         # The limit falls for all later batches too, because they would fail in the same way.
         half = len(batch) // 2
-        self._max_px = half * _area(batch[0][1])
+        self.max_px = half * _area(batch[0][1])
         self._say(f"memory ran out with a batch of {len(batch)} images, continuing with {half}")
         yield from self.encode(batch[:half])
         yield from self.encode(batch[half:])
@@ -153,14 +157,14 @@ class VaeBatches:
 
         If half precision overflows, decode again in float32. None if memory runs out.
         """
-        image = self._try(partial(self._family.vae.decode, self._vae, latent))
-        if image is not None and not torch.isfinite(image).all() and self._vae is not self._exact_vae:
-            image = self._try(lambda: self._family.vae.decode(self._float32_vae(), latent))
+        image = self._try(partial(self.family.vae.decode, self.vae, latent))
+        if image is not None and not torch.isfinite(image).all() and self.vae is not self._exact_vae:
+            image = self._try(lambda: self.family.vae.decode(self._float32_vae(), latent))
         return None if image is None else image[0].cpu()
 
     def _float32_vae(self) -> nn.Module:
         if self._exact_vae is None:
-            self._exact_vae = self._family.vae.load("float32", self._device)
+            self._exact_vae = self.family.vae.load("float32", self._device)
         return self._exact_vae
 
     def _encode_tiled(self, vae: nn.Module, name: str, pixels: Pixels) -> EncodedImage:
@@ -196,7 +200,7 @@ class VaeBatches:
         return None
 
     def _pass(self, vae: nn.Module, images: Sequence[Pixels]) -> PendingBatch:
-        posterior = self._family.vae.posterior(vae, self._to_device(images))
+        posterior = self.family.vae.posterior(vae, self._to_device(images))
 
         # A copy from a GPU goes to pinned memory and does not block.
         moments = (posterior.mean, posterior.std)
@@ -208,7 +212,7 @@ class VaeBatches:
         return PendingBatch(on_cpu, copied)
 
     def _pass_tiled(self, vae: nn.Module, pixels: Pixels, tile_px: int) -> Posterior:
-        encode, multiple = partial(self._family.vae.posterior, vae), self._family.size_multiple()
+        encode, multiple = partial(self.family.vae.posterior, vae), self.family.size_multiple()
         return tiled_posterior(encode, self._to_device([pixels]), tile_px=tile_px, multiple=multiple)
 
     def _to_device(self, images: Sequence[Pixels]) -> Tensor:

@@ -77,7 +77,7 @@ def test_the_chunk_size_does_not_matter(
     sizes = [Size(*pair) for pair in random.integers(10, 130, (50, 2)).tolist()]
     table = dataset(sizes).with_columns(focus_x=pl.Series(random.random(50)))
     together = assign_buckets(recipe, table, log=folder.log.append)
-    monkeypatch.setattr(buckets, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(buckets, "CHUNK_ROWS", 7)
     apart = assign_buckets(recipe, table, log=folder.log.append)
     assert apart.table.equals(together.table)
     assert apart.rejected.equals(together.rejected)

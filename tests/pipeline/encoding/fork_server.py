@@ -107,14 +107,14 @@ def _log_encoded(folder: Path) -> None:
     """Log the key of each image that this process encodes."""
     from pipeline.vae_latents.worker.encoder import LatentEncoder
 
-    original = LatentEncoder._outcome
+    original = LatentEncoder.outcome
     file = os.open(folder / ENCODED_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def logging_outcome(self: LatentEncoder, job: Any, *rest: Any) -> Any:
         os.write(file, f"{job.spec.key}\n".encode())
         return original(self, job, *rest)
 
-    LatentEncoder._outcome = logging_outcome  # type: ignore[method-assign]
+    LatentEncoder.outcome = logging_outcome  # type: ignore[method-assign]
 
 
 def _encode(task: dict[str, Any]) -> None:

@@ -35,8 +35,8 @@ def main(order: Path, allowance: int) -> None:
 
     def limited_init(self: latent_encoder.LatentEncoder, *arguments: object) -> None:
         original_init(self, *arguments)  # type: ignore[arg-type]
-        batches = self._batches
-        batches._family.vae.posterior(batches._vae, torch.zeros((1, 3, WARM_UP_PX, WARM_UP_PX)))
+        batches = self.batches
+        batches.family.vae.posterior(batches.vae, torch.zeros((1, 3, WARM_UP_PX, WARM_UP_PX)))
         current_bytes = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (current_bytes + allowance, resource.RLIM_INFINITY))
 

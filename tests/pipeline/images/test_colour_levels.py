@@ -89,7 +89,7 @@ def test_a_profile_that_changes_only_full_levels_is_converted() -> None:
 def test_deep_levels_are_converted_in_the_memory_of_one_strip(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.images.colour._STRIP_PX", 10_000)
+    monkeypatch.setattr("pipeline.images.colour.STRIP_PX", 10_000)
     image = Image.new(mode, (1_000, 1_000), 1)
     tracemalloc.start()
     try:

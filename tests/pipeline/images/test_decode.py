@@ -119,15 +119,15 @@ def test_the_error_for_a_missing_plug_in_has_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nowhere = {
-        kind: plugin._replace(module="no_such_module") for kind, plugin in image_formats._PLUGINS.items()
+        kind: plugin._replace(module="no_such_module") for kind, plugin in image_formats.PLUGINS.items()
     }
-    monkeypatch.setattr(image_formats, "_PLUGINS", nowhere)
-    image_formats._has_plugin.cache_clear()
+    monkeypatch.setattr(image_formats, "PLUGINS", nowhere)
+    image_formats.has_plugin.cache_clear()
     try:
         with pytest.raises(ImageError, match=r"plugin_missing: it is HEIF.*") as excinfo:
             read_header(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     finally:
-        image_formats._has_plugin.cache_clear()
+        image_formats.has_plugin.cache_clear()
     assert "pip install pillow-heif" in excinfo.value.fix
 
 

@@ -176,6 +176,6 @@ def test_converting_in_strips_changes_no_pixel(monkeypatch: pytest.MonkeyPatch) 
     whole = [np.asarray(decode(data, (9, 99, 199))) for data in images]
     # Strips of two rows, and of one, as for an image that is wider than a strip.
     for strip_px in (100, 10):
-        monkeypatch.setattr("pipeline.images.colour._STRIP_PX", strip_px)
+        monkeypatch.setattr("pipeline.images.colour.STRIP_PX", strip_px)
         for data, expected in zip(images, whole, strict=True):
             np.testing.assert_array_equal(np.asarray(decode(data, (9, 99, 199))), expected)

@@ -9,7 +9,7 @@ import pytest
 from pipeline.images.decode import read_header
 from pipeline.images.decoder_warnings import counted_warnings
 from tests.hostile_images import png_with_warnings
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 
 
 def test_the_warnings_of_one_file_are_one_line_in_scan_and_validation(

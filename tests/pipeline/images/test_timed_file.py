@@ -10,7 +10,7 @@ from pipeline.images.decode import read_header
 from pipeline.images.formats import ImageError
 from pipeline.images.timed_file import TimedFile
 from tests.hostile_images import png, png_chunk
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 
 LONG_HEADER = png(edge_px=16, bit_depth=8, colour_type=2, chunks=png_chunk(b"quIz", b"") * 100_000)
 

@@ -157,7 +157,7 @@ def test_L15_names_paths_versions_and_the_order_of_settings_do_not(tmp_path: Pat
 def test_an_unchanged_file_is_hashed_once_and_the_stored_hash_is_not_a_cache_entry(
     tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch, progress_lines: list[str]
 ) -> None:
-    monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
+    monkeypatch.setattr("pipeline.models.fingerprints.RACY_NS", -(10**18))
     before = fingerprint(tmp_path, part)
     again = Fingerprints(tmp_path / "cache", log=progress_lines.append)
     assert again.of([part]) == before
@@ -244,7 +244,7 @@ def test_L04_a_file_with_the_same_size_and_time_stamp_is_hashed_again(
     tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     """Copying tools restore the modification time, so only the change time and the inode show the change."""
-    monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
+    monkeypatch.setattr("pipeline.models.fingerprints.RACY_NS", -(10**18))
     path = part.contents[0]
     old(path)
     before, size = fingerprint(tmp_path, part), path.stat().st_size

@@ -22,7 +22,7 @@ from pipeline.storage.addresses import Url
 from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.source import LocalSource
 from pipeline.validated_dataset import stage
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 
 ALL = ["a.png", "c.png", "sub/b.png"]
 """Images of `filled`, in the order in which their captions are read."""
@@ -182,7 +182,7 @@ class SlowSource(LocalSource):
 
 def test_comparing_files_reports_progress(filled: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.02)
-    monkeypatch.setattr(scan_index, "_BATCH_FILES", 1)
+    monkeypatch.setattr(scan_index, "BATCH_FILES", 1)
     raw = filled.scan().table
     (filled.root / "c.png").unlink()
     lines: list[str] = []

@@ -154,7 +154,7 @@ def test_a_remote_folder_gets_all_paths_at_once_and_a_local_one_gets_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A remote folder is listed once per call, however many of its files are compared."""
-    monkeypatch.setattr(scan_index, "_BATCH_FILES", 2)
+    monkeypatch.setattr(scan_index, "BATCH_FILES", 2)
     fsspec.filesystem("memory").pipe_file("/parts/4.png", b"pixels")
     (tmp_path / "4.png").write_bytes(b"pixels")
     local, remote = CountedFolder(tmp_path), CountedBucket(Url("memory://parts"))

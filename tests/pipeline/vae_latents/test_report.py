@@ -207,14 +207,14 @@ def test_images_that_are_unreadable_or_too_large_for_memory_are_logged_and_the_r
 ) -> None:
     drawing = Drawing(cache, in_process_launch)
     (cache.photos / "cat.png").unlink()
-    decode = drawing.encoder._family.vae.decode
+    decode = drawing.encoder.family.vae.decode
 
     def decode_with_little_memory(vae: Any, latent: torch.Tensor) -> torch.Tensor:
         if latent.shape[-1] > latent.shape[-2]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return decode(vae, latent)
 
-    drawing.encoder._family.vae.decode = decode_with_little_memory  # type: ignore[method-assign]
+    drawing.encoder.family.vae.decode = decode_with_little_memory  # type: ignore[method-assign]
     wide = cache.buckets().filter(pl.col("target_width") > pl.col("target_height"))
     decoded_latents = drawing.draw()
     assert len(decoded_latents) == 5 - 1 - len(wide)

@@ -69,7 +69,7 @@ def test_pictures_are_drawn_again_only_if_a_table_changes(filled: Any) -> None:
 
 def test_a_report_of_an_earlier_version_is_drawn_again(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as earlier:
-        earlier.setattr("pipeline.validated_dataset.report._REPORT_FORMAT", "")
+        earlier.setattr("pipeline.validated_dataset.report.REPORT_FORMAT", "")
         report = write(filled)
         (report / KEPT_FILE).write_bytes(b"without names")
     write(filled)

@@ -112,13 +112,13 @@ def test_only_links_are_resolved_one_by_one(data: Path, monkeypatch: pytest.Monk
         (data / f"{index}.jpg").touch()
     (data / "one.jpg").symlink_to("1.jpg")
     resolved: list[str] = []
-    resolve = links._Targets.resolve  # pyright: ignore[reportPrivateUsage]
+    resolve = links.Targets.resolve
 
-    def counting(self: links._Targets, link: str) -> tuple[str, bool]:  # pyright: ignore[reportPrivateUsage]
+    def counting(self: links.Targets, link: str) -> tuple[str, bool]:
         resolved.append(Path(link).name)
         return resolve(self, link)
 
-    monkeypatch.setattr(links._Targets, "resolve", counting)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(links.Targets, "resolve", counting)
     assert links_found(data, data.parent / "cache") == []
     assert resolved == ["one.jpg"]
 

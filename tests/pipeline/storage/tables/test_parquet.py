@@ -257,5 +257,5 @@ def test_a_digest_does_not_depend_on_how_many_rows_are_encoded_at_a_time(
     csv = table.write_csv() + table.clear().write_csv() + "run"
     expected = hashlib.sha256(csv.encode()).hexdigest()
     for number in (1, 5, 23, 100):
-        monkeypatch.setattr("pipeline.storage.tables.parquet._ROWS_AT_ONCE", number)
+        monkeypatch.setattr("pipeline.storage.tables.parquet.ROWS_AT_ONCE", number)
         assert content_digest(table, table.clear(), more="run") == expected

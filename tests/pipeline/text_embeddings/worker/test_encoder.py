@@ -37,7 +37,7 @@ def test_a_caption_written_by_another_job_is_skipped_and_the_others_are_encoded_
     zeros = {name: np.zeros(spec.shape, "<f2") for name, spec in present.spec.tensors.items()}
     store.write(present.spec, zeros, {})
     encoder: Any = encoder_of(order, Listener())
-    text = encoder._family.text
+    text = encoder.family.text
     passes: list[str] = []
     encode = text.encode_caption
     text.encode_captions = None  # it is for GPUs

@@ -68,7 +68,7 @@ def encoder_of(order: Order, listener: Listener, device: str = "cpu") -> LatentE
 def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = float("inf")) -> list[int]:
     """Record the batch size of each forward pass; fail above `limit` images or `limit_px` pixels."""
     sizes: list[int] = []
-    inner = encoder._family.vae.posterior
+    inner = encoder.family.vae.posterior
 
     def posterior(vae, pixels) -> Posterior:
         sizes.append(len(pixels))
@@ -76,7 +76,7 @@ def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = f
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return inner(vae, pixels)
 
-    encoder._family.vae.posterior = posterior  # type: ignore[method-assign]
+    encoder.family.vae.posterior = posterior  # type: ignore[method-assign]
     return sizes
 
 
@@ -90,7 +90,7 @@ def test_the_cpu_encodes_one_image_per_forward_pass(order: Order, listener: List
 def test_a_batch_gives_nearly_the_same_latents_as_single_images(order: Order, listener: Listener) -> None:
     single = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
-    encoder._batches._max_px = 10**9
+    encoder.batches.max_px = 10**9
     sizes = sizes_of_passes(encoder)
     together = encode(encoder, order)
     assert max(sizes) >= 2
@@ -102,7 +102,7 @@ def test_a_batch_gives_nearly_the_same_latents_as_single_images(order: Order, li
 def test_L09_out_of_memory_halves_the_batch_and_loses_no_image(order: Order, listener: Listener) -> None:
     single = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
-    encoder._batches._max_px = 10**9
+    encoder.batches.max_px = 10**9
     sizes = sizes_of_passes(encoder, limit=1)
     together = encode(encoder, order)
     assert together.keys() == single.keys()
@@ -118,7 +118,7 @@ def test_with_overlap_a_pass_starts_before_the_previous_one_has_finished(
     """Overlap is used on GPUs; it changes neither the latents nor their order."""
     plain = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
-    encoder._batches.overlap = 1
+    encoder.batches.overlap = 1
     sizes = sizes_of_passes(encoder)
     started_passes: list[int] = []
     latents: dict[str, np.ndarray] = {}
@@ -134,8 +134,8 @@ def test_with_overlap_a_pass_starts_before_the_previous_one_has_finished(
 
 def test_L09_images_encoded_before_memory_ran_out_are_not_lost(order: Order, listener: Listener) -> None:
     encoder = encoder_of(order, listener)
-    encoder._batches.overlap = 1
-    inner = encoder._family.vae.posterior
+    encoder.batches.overlap = 1
+    inner = encoder.family.vae.posterior
     passes: list[int] = []
 
     def until_the_last(vae, pixels) -> Posterior:
@@ -144,7 +144,7 @@ def test_L09_images_encoded_before_memory_ran_out_are_not_lost(order: Order, lis
             torch.empty(2**60, dtype=torch.uint8)
         return inner(vae, pixels)
 
-    encoder._family.vae.posterior = until_the_last  # type: ignore[method-assign]
+    encoder.family.vae.posterior = until_the_last  # type: ignore[method-assign]
     ended: list[str] = []
     with pytest.raises(LaunchError, match="memory ran out"):
         ended += (job.name for job, _ in encoder.encoded(order.jobs, Store(order.store_root)))
@@ -265,13 +265,13 @@ def test_L05_if_a_plain_image_encodes_correctly_the_failing_images_are_rejected(
 ) -> None:
     """This happens on the second run of a dataset when only rejected images are missing."""
     encoder = encoder_of(order, listener)
-    inner = encoder._family.vae.posterior
+    inner = encoder.family.vae.posterior
 
     def only_plain(vae, pixels) -> Posterior:
         answer = inner(vae, pixels)
         return answer if pixels.std() == 0 else Posterior(answer.mean * float("nan"), answer.std)
 
-    encoder._family.vae.posterior = only_plain  # type: ignore[method-assign]
+    encoder.family.vae.posterior = only_plain  # type: ignore[method-assign]
     outcomes = [outcome for _, outcome in encoder.encoded(order.jobs, Store(order.store_root))]
     assert [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)] == [
         "latent_not_finite"
@@ -282,13 +282,13 @@ def test_L03_a_vae_output_that_contradicts_its_configuration_is_an_immediate_err
     order: Order, listener: Listener
 ) -> None:
     encoder = encoder_of(order, listener)
-    inner = encoder._family.vae.posterior
+    inner = encoder.family.vae.posterior
 
     def halved(vae, pixels) -> Posterior:
         answer = inner(vae, pixels)
         return Posterior(answer.mean[..., ::2], answer.std[..., ::2])
 
-    encoder._family.vae.posterior = halved  # type: ignore[method-assign]
+    encoder.family.vae.posterior = halved  # type: ignore[method-assign]
     with pytest.raises(
         ModelError, match=r"latent of \S+\.png must have the shape \(4, \d+, \d+\), got \(4, "
     ):

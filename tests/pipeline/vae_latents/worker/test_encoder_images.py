@@ -89,7 +89,7 @@ def test_an_infinite_latent_in_float32_is_not_encoded_again(cache: Any, tmp_path
     order, listener = order_of(cache, tmp_path), Listener()
     encoder = encoder_of(order, listener)
     passes: list[int] = []
-    posterior_of = encoder._family.vae.posterior
+    posterior_of = encoder.family.vae.posterior
 
     def posterior(vae: Any, pixels: torch.Tensor) -> Posterior:
         passes.append(len(pixels))
@@ -97,7 +97,7 @@ def test_an_infinite_latent_in_float32_is_not_encoded_again(cache: Any, tmp_path
         factor = 1.0 if pixels.std() == 0 else float("inf")
         return Posterior(posterior.mean * factor, posterior.std)
 
-    encoder._family.vae.posterior = posterior  # type: ignore[method-assign]
+    encoder.family.vae.posterior = posterior  # type: ignore[method-assign]
     ((_, outcome),) = encoder.encoded(order.jobs, Store(order.store_root))
     assert isinstance(outcome, Failure)
     assert passes == [1, 1], "the image, and a grey image because all images have failed"
@@ -107,7 +107,7 @@ def test_an_infinite_latent_in_float32_is_not_encoded_again(cache: Any, tmp_path
 def test_missing_images_say_nothing_about_the_model(cache: Any, tmp_path: Path) -> None:
     order = order_of(cache, tmp_path, {"path": "missing.png"})
     encoder = encoder_of(order)
-    encoder._family.vae.posterior = None  # type: ignore[method-assign]
+    encoder.family.vae.posterior = None  # type: ignore[method-assign]
     ((_, outcome),) = encoder.encoded(order.jobs, Store(order.store_root))
     assert isinstance(outcome, Failure)
     assert outcome.reason == "vanished"
@@ -126,14 +126,14 @@ def test_a_stored_deviation_is_scaled_but_not_shifted(cache: Any, tmp_path: Path
     """FLUX.1 subtracts a shift from its latents, which tiny Stable Diffusion does not."""
     order = order_of(cache, tmp_path, posterior="moments")
     encoder = encoder_of(order)
-    vae: Any = encoder._family.vae
+    vae: Any = encoder.family.vae
     vae.normalise = lambda raw: (raw - 0.5) * 2.0
     mean, std = torch.randn(1, 4, 8, 8), torch.rand(1, 4, 8, 8) + 0.1
     shape = (4, 8, 8)
     spec = order.jobs[0].spec
     tensors = {name: replace(spec_of, shape=shape) for name, spec_of in spec.tensors.items()}
     job = replace(order.jobs[0], spec=replace(spec, tensors=tensors))
-    values = encoder._tensors(job, Posterior(mean, std))
+    values = encoder.tensors(job, Posterior(mean, std))
     torch.testing.assert_close(values["mean"], ((mean - 0.5) * 2.0)[0])
     torch.testing.assert_close(values["std"], (std * 2.0)[0])
 

@@ -210,7 +210,7 @@ class Tuning:
 
 def test_algorithms_are_tuned_for_the_number_and_size_of_images(batches: Any) -> None:
     tuning = Tuning()
-    batches._tuning = tuning
+    batches.tuning = tuning
     list(batches.encode(images(2)))
     list(batches.encode(images(1, 40, 24)))
     assert tuning.shapes == [(2, 32, 64), (1, 40, 24)]
