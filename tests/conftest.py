@@ -10,9 +10,11 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from pipeline.processes.launch import Meanwhile
+from tests.in_process_worker import InProcessLaunch
 from tests.remote_folders import S3_ENVIRONMENT, s3_server
 
 # Set before torch is imported: spinning OpenMP threads lose all progress on a shared machine.
@@ -25,6 +27,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # No deadline, because the duration of an example depends on the load of the machine.
 settings.register_profile("latentline", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("latentline")
+
+pytest_plugins = [
+    "tests.pipeline.bind_mounts",
+    "tests.pipeline.cache_case",
+    "tests.pipeline.trained_lora.project",
+]
+"""Modules of fixtures that tests in several folders use."""
 
 CROPS = {
     "astronaut": ("astronaut.png", (100, 0, 340, 180), "portrait of a smiling astronaut"),
@@ -52,32 +61,42 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+Build = Callable[[Path], object]
+
+
 @pytest.fixture(scope="session")
-def tiny_sd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Build], Path]:
+    """Return a function that builds a folder once per session for all xdist workers; tests only read it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
+
+    def build_once(name: str, build: Build) -> Path:
+        folder, complete = shared / name, shared / f"{name}.complete"
+        with FileLock(shared / f"{name}.lock"):
+            if not complete.exists():
+                # A worker that failed has left a part of the folder.
+                shutil.rmtree(folder, ignore_errors=True)
+                build(folder)
+                complete.touch()
+        return folder
+
+    return build_once
+
+
+@pytest.fixture(scope="session")
+def tiny_sd(shared_folder: Callable[[str, Build], Path]) -> Path:
     """The tiny Stable Diffusion with epsilon prediction; tests must not write to it."""
-    return _build_once("tiny_sd", "make_tiny", tmp_path_factory, worker_id)
+    from demo.tiny_models import make_tiny
+
+    return shared_folder("tiny_sd", make_tiny)
 
 
 @pytest.fixture(scope="session")
-def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def tiny_sdxl(shared_folder: Callable[[str, Build], Path]) -> Path:
     """The tiny Stable Diffusion XL; tests must not write to it."""
-    return _build_once("tiny_sdxl", "make_tiny_sdxl", tmp_path_factory, worker_id)
+    from demo.tiny_models import make_tiny_sdxl
 
-
-def _build_once(name: str, maker: str, factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """Return a tiny model's folder, which is built once per session for all xdist workers."""
-    base = factory.getbasetemp()
-    shared = (base if worker_id == "master" else base.parent) / name
-    if not shared.is_dir():
-        from demo import tiny_models as tiny
-
-        folder = factory.mktemp("build") / name
-        getattr(tiny, maker)(folder)
-        try:
-            folder.rename(shared)
-        except OSError:  # another worker was faster; its bytes are the same
-            shutil.rmtree(folder)
-    return shared
+    return shared_folder("tiny_sdxl", make_tiny_sdxl)
 
 
 @pytest.fixture
@@ -93,32 +112,6 @@ def photos(tmp_path: Path) -> Path:
             image.convert("RGB").crop(box).save(folder / f"{name}.png", compress_level=1, icc_profile=None)
         (folder / f"{name}.txt").write_text(caption + "\n", encoding="utf-8")
     return folder
-
-
-class InProcessLaunch:
-    """A `Launch` that runs the encoder in this process and counts its calls."""
-
-    def __init__(self) -> None:
-        self.modules: list[str] = []
-        self.lines: list[str] = []
-
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-        from pipeline.encoding.fill import WORKERS
-        from tests.in_process_worker import run
-
-        if meanwhile is not None:
-            meanwhile()
-        assert module in WORKERS.values()
-        self.modules.append(module)
-        run(order, self, rank=0, num_ranks=1)
-
-    def info(self, text: str) -> None:
-        self.lines.append(text)
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        self.lines.append(f"{done}/{total} {text}")
 
 
 @pytest.fixture

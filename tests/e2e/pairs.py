@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tests.e2e.conftest import Workspace
+from tests.e2e.workspace import Workspace
 
 NUM_PAIRS = 12
 

@@ -26,7 +26,7 @@ from tests.e2e.postgres_server import PASSWORD, USER, postgres_server, programs
 from tests.e2e.served import LAUNCH
 
 if TYPE_CHECKING:
-    from tests.e2e.conftest import Workspace
+    from tests.e2e.workspace import Workspace
 
 BIN = programs()
 DEPLOY = ROOT / "deploy"

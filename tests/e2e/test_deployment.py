@@ -15,8 +15,8 @@ import pytest
 from assets.metadata import content_version
 from pipeline.recipe import project_root
 from tests.e2e.daemon import make_home
+from tests.e2e.finished_runs import processes_of, wait_for_the_end, weights
 from tests.e2e.problems import last_problem
-from tests.e2e.test_stopping import processes_of, wait_for_the_end, weights
 
 SECRET = "hunter2hunter2"
 BROKEN = f"executor: multiprocesss\npassword: {SECRET}\n"
@@ -79,6 +79,7 @@ def test_dg_and_steps_in_other_processes_end_with_one_summary(fresh: Any) -> Non
     assert (fresh.out / "tables" / "raw_images.parquet").is_file()
 
 
+@pytest.mark.slow
 def test_dg_checks_the_definitions(fresh: Any) -> None:
     completed = dg(fresh, "check", "defs")
     assert completed.returncode == 0, completed.stderr[-3000:]

@@ -11,7 +11,7 @@ import pytest
 from dagster import AssetKey, AssetSelection
 from PIL import Image
 
-from tests.e2e.conftest import Workspace
+from tests.e2e.workspace import Workspace
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Workspace, write_photographs
 from tests.e2e.daemon import make_home
+from tests.e2e.workspace import Workspace, write_photographs
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534

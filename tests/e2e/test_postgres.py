@@ -11,13 +11,13 @@ import psutil
 import pytest
 from dagster import AssetKey, DagsterInstance, DagsterRunStatus
 
+from tests.command_line import latentline_command
 from tests.e2e.daemon import ROOT, make_home, running, until
 from tests.e2e.postgres_server import PASSWORD, USER, PostgresServer, postgres_server, programs
 from tests.e2e.problems import problem_of
-from tests.e2e.test_run_command import latentline
 
 if TYPE_CHECKING:
-    from tests.e2e.conftest import Workspace
+    from tests.e2e.workspace import Workspace
 
 BIN = programs()
 TRAINING = {"batch_size": 2, "checkpoint_every": 300, "sample_every": 0, "lora": {"rank": 2, "alpha": 2.0}}
@@ -127,7 +127,7 @@ def test_a_run_without_its_database_ends_with_what_to_check(
     cached: Workspace, home: Path, server: PostgresServer
 ) -> None:
     server.stop()
-    problem = problem_of(cached.run(latentline("run", "small"), DAGSTER_HOME=str(home)))
+    problem = problem_of(cached.run(latentline_command("run", "small"), DAGSTER_HOME=str(home)))
     assert problem.what.startswith("Dagster's database cannot be used: (psycopg2.OperationalError)")
     assert problem.where == f"{home} (DAGSTER_HOME)"
     assert "`storage` in dagster.yaml" in problem.fix

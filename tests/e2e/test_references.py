@@ -15,8 +15,8 @@ from diffusers import Flux2KleinPipeline
 from PIL import Image
 
 from demo.tiny_models import make_tiny_flux2_klein
-from tests.e2e.conftest import Workspace
 from tests.e2e.pairs import NUM_PAIRS, closed_gates, preview_references, write_pairs
+from tests.e2e.workspace import Workspace
 
 
 @pytest.fixture

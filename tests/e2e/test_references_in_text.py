@@ -19,8 +19,8 @@ from PIL import Image
 
 from demo.tiny_models import make_tiny_qwen_image21, make_tiny_qwen_image_edit
 from pipeline.models.worker.family import load_family
-from tests.e2e.conftest import Workspace
 from tests.e2e.pairs import NUM_PAIRS, closed_gates, write_pairs
+from tests.e2e.workspace import Workspace
 from tests.pipeline.models.families.qwen_image21_case import small_references
 
 

@@ -25,7 +25,7 @@ from pipeline.recipe.check_specs import SPECS
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
-from tests.e2e.test_stopping import lora_weights
+from tests.e2e.finished_runs import lora_weights
 
 CACHE_ASSETS = [asset for asset in SPECS if asset != "trained_lora"]
 

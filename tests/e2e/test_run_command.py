@@ -17,10 +17,11 @@ from dagster import AssetKey, DagsterInstance, DagsterRunStatus
 from assets.names import GPU_POOL
 from pipeline.recipe.check_specs import SPECS
 from resources.run_worker import MACHINE_TAG
+from tests.command_line import latentline_command
 from tests.e2e.daemon import make_home
+from tests.e2e.gpu_pool import is_blocked, waiting
 from tests.e2e.problems import problem_of
 from tests.e2e.pseudo_terminal import Transcript, run_on_terminal
-from tests.e2e.test_two_runs import is_blocked, waiting
 
 ENDLESS = {
     "steps": 100_000,
@@ -35,10 +36,6 @@ CI_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "run" / "ci.yaml"
 pytestmark = pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
 
 
-def latentline(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments]
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return make_home(tmp_path / "dagster home")
@@ -46,7 +43,7 @@ def home(tmp_path: Path) -> Path:
 
 def run_small(workspace: Any, home: Path, *options: str, **keywords: Any) -> Transcript:
     environment = {**workspace.environment(), "DAGSTER_HOME": str(home)}
-    command = latentline("run", "small", *options)
+    command = latentline_command("run", "small", *options)
     return run_on_terminal(command, environment=environment, cwd=workspace.root, **keywords)
 
 
@@ -54,13 +51,14 @@ def training_has_started(workspace: Any) -> bool:
     return any(file.stat().st_size > 0 for file in workspace.out.glob("runs/*/logs/metrics.jsonl"))
 
 
-def test_a_run_prints_a_line_per_asset_and_a_summary_and_is_in_the_instance(cached, home) -> None:
-    transcript = run_small(cached, home)
+def test_a_run_prints_a_line_per_asset_and_a_summary_and_is_in_the_instance(fresh, home) -> None:
+    """The only complete job of the default tests that starts each of its processes."""
+    transcript = run_small(fresh, home)
     assert transcript.status == 0, transcript.text
     assert len(transcript.lines) < 40
     names = [line.split()[0] for line in transcript.lines[: len(SPECS)]]
     assert sorted(names) == sorted(SPECS), "one line per asset"
-    assert transcript.lines[-1] == f"  LoRA      {cached.out / 'lora'}"
+    assert transcript.lines[-1] == f"  LoRA      {fresh.out / 'lora'}"
     assert "DEBUG" not in transcript.raw
     assert "steps, loss" in transcript.raw, "a progress bar was drawn"
 
@@ -161,14 +159,16 @@ def test_a_ctrl_c_that_a_destructor_discards_still_stops_the_start(cached, home)
 
 
 def test_a_missing_instance_folder_is_an_error_with_a_fix(cached) -> None:
-    completed = cached.run(latentline("run", "small"), DAGSTER_HOME=str(cached.root / "nowhere"))
+    completed = cached.run(latentline_command("run", "small"), DAGSTER_HOME=str(cached.root / "nowhere"))
     problem = problem_of(completed)
     assert str(cached.root / "nowhere") in problem.what
     assert "unset DAGSTER_HOME" in problem.fix
 
 
 @pytest.mark.parametrize("config", [None, pytest.param(CI_CONFIG, marks=pytest.mark.slow)])
-def test_dagster_job_execute_prints_a_closed_gate_once(cached, home, config: Path | None) -> None:
+def test_O02_dagster_job_execute_prints_a_closed_gate_once_with_what_where_and_fix(
+    cached, home, config: Path | None
+) -> None:
     (cached.data / "photo1.txt").unlink()
     command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
     command += [] if config is None else ["-c", str(config)]
@@ -179,6 +179,10 @@ def test_dagster_job_execute_prints_a_closed_gate_once(cached, home, config: Pat
     assert completed.stderr.count("GateClosedError: ") == 1
     assert "Traceback" not in completed.stderr
     assert "Stack Trace" not in completed.stderr
+    problem = problem_of(completed)
+    assert "captions_present" in problem.what
+    assert "photo1" in problem.what + problem.where
+    assert problem.fix
 
 
 @pytest.mark.slow
@@ -186,7 +190,7 @@ def test_O08_a_run_starts_although_an_earlier_one_was_killed_while_it_used_the_g
     cached.recipe(training=ENDLESS)
     environment = {**cached.environment(), "DAGSTER_HOME": str(home)}
     killed = subprocess.Popen(
-        latentline("run", "small"), env=environment, cwd=cached.root, stderr=subprocess.DEVNULL
+        latentline_command("run", "small"), env=environment, cwd=cached.root, stderr=subprocess.DEVNULL
     )
     while not training_has_started(cached):
         assert killed.poll() is None

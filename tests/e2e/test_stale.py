@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dagster import AssetKey, AssetSelection, DagsterInstance, RepositoryDefinition, materialize
+from dagster import AssetKey, AssetSelection, DagsterInstance, RepositoryDefinition
 from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
 from dagster._core.loader import LoadingContextForTest
 
-from assets.definitions import build_definitions
-from pipeline.recipe import load_recipe
+from tests.e2e.workspace import Workspace
 
 CACHED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
 
@@ -20,19 +19,17 @@ CACHED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "t
 class History:
     """Materializations of one workspace, and the stale assets that follow."""
 
-    def __init__(self, workspace, instance: DagsterInstance) -> None:
+    def __init__(self, workspace: Workspace, instance: DagsterInstance) -> None:
         self.workspace = workspace
         self.instance = instance
 
     def repository(self) -> RepositoryDefinition:
-        return build_definitions([load_recipe(self.workspace.file)]).get_repository_def()
+        return self.workspace.definitions().get_repository_def()
 
     def materialize(self, *assets: str) -> None:
         """Materialize only these assets, with their checks."""
         keys = [AssetKey(["small", name]) for name in assets]
-        selection = AssetSelection.assets(*keys)
-        definitions = [*self.repository().asset_graph.assets_defs]
-        assert materialize(definitions, selection=selection, instance=self.instance).success
+        assert self.workspace.select(AssetSelection.assets(*keys), self.instance).success
 
     def stale(self) -> dict[str, list[str]]:
         """Return the reasons for each stale asset."""

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from assets.definitions import build_definitions
-from pipeline.recipe import load_recipe
-
 MODULE = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
@@ -40,7 +37,6 @@ def test_the_file_is_compared_with_the_rank_that_the_run_overrides(fresh) -> Non
     (fresh.data / "photo1.txt").unlink()
     lora = {"rank": 2, "start_from": str(fresh.root / "start.safetensors")}
     fresh.recipe(training={"steps": 4, "lora": lora})
-    job = build_definitions([load_recipe(fresh.file)]).resolve_job_def("small_train")
     config = {"ops": {"small__trained_lora": {"config": {"rank": 3}}}}
-    result = job.execute_in_process(run_config=config, raise_on_error=False)
+    result = fresh.execute("train", run_config=config)
     assert [event.step_key for event in result.get_step_failure_events()] == ["small__validated_dataset"]

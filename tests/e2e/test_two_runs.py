@@ -13,6 +13,7 @@ from dagster import DagsterEventType, DagsterInstance, DagsterRun, DagsterRunSta
 
 from assets.names import GPU_POOL
 from tests.e2e.daemon import make_home, running, runs_of, until
+from tests.e2e.gpu_pool import holders, is_blocked, waiting
 from tests.e2e.served import CodeServer
 
 ENDLESS = {"steps": 100_000, "batch_size": 2, "checkpoint_every": 100_000, "sample_every": 0}
@@ -28,23 +29,6 @@ def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[
     return {
         entry.get_dagster_event().event_type: entry.timestamp for entry in entries if entry.step_key == step
     }
-
-
-def holders(instance: DagsterInstance) -> set[str]:
-    """Return the ids of the runs that hold the GPU pool."""
-    info = instance.event_log_storage.get_concurrency_info(GPU_POOL)
-    return {slot.run_id for slot in info.claimed_slots}
-
-
-def is_blocked(instance: DagsterInstance, run_id: str) -> bool:
-    """Return whether a step of the run waits for a pool."""
-    entries = instance.all_logs(run_id, of_type=DagsterEventType.ENGINE_EVENT)
-    return any("Step blocked by limit for pool" in entry.user_message for entry in entries)
-
-
-def waiting(instance: DagsterInstance) -> set[str]:
-    """Return the ids of the runs that wait for the GPU pool, and of those that hold it."""
-    return {step.run_id for step in instance.event_log_storage.get_concurrency_info(GPU_POOL).pending_steps}
 
 
 # Dagster captures logs with `tail` processes, which it ends without waiting for them.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Generator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.machines import ceph
 from tests.machines.counting_proxy import CountingProxy
 from tests.machines.machine import Machine, machines
 from tests.machines.network import Network, reason_to_skip
+from tests.machines.pair import Pair
 from tests.machines.project import Project
 
 _STORAGE = """
@@ -95,23 +95,6 @@ def two_machines(network: Network, tmp_path: Path) -> Generator[list[Machine]]:
     """Two running machines, `a` and `b`."""
     with machines("a", "b", folder=tmp_path, network=network, environment={}) as started:
         yield started
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The same project on two machines, with a cache and a database in common.
-
-    Attributes:
-        a: Project on the first machine.
-        b: Project on the second machine, at the same paths.
-        instance: Dagster's instance, opened by the test.
-        proxy: Proxy through which both machines reach the S3 gateway.
-    """
-
-    a: Project
-    b: Project
-    instance: DagsterInstance
-    proxy: CountingProxy
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import write_photographs
 from tests.e2e.daemon import SETTINGS
+from tests.e2e.workspace import write_photographs
 from tests.machines.children import Child
 from tests.machines.machine import Machine
 

@@ -15,7 +15,7 @@ from tests.machines.outputs import TABLES, downloaded, lora, names_at, table
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from tests.machines.conftest import Pair
+    from tests.machines.pair import Pair
 
 
 @pytest.mark.slow

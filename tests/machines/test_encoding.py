@@ -20,7 +20,7 @@ from tests.machines.outputs import names_at
 from tests.machines.project import Project, latentline, step_of
 
 if TYPE_CHECKING:
-    from tests.machines.conftest import Pair
+    from tests.machines.pair import Pair
 
 NUM_SHARDS = 4
 NUM_IMAGES = 21

@@ -24,7 +24,7 @@ from tests.machines.outputs import downloaded, lora
 from tests.machines.project import latentline
 
 if TYPE_CHECKING:
-    from tests.machines.conftest import Pair
+    from tests.machines.pair import Pair
 
 OUTAGE_S = 30
 

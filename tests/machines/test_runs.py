@@ -15,7 +15,7 @@ from tests.machines.children import Child, until
 from tests.machines.project import Project, latentline
 
 if TYPE_CHECKING:
-    from tests.machines.conftest import Pair
+    from tests.machines.pair import Pair
 
 END_EVENTS = (DagsterEventType.RUN_FAILURE, DagsterEventType.RUN_SUCCESS)
 

@@ -13,7 +13,7 @@ from tests.machines.machine import Machine
 from tests.machines.project import ROOT, latentline
 
 if TYPE_CHECKING:
-    from tests.machines.conftest import Pair
+    from tests.machines.pair import Pair
 
 USE_CACHE = """
 import sys

@@ -20,7 +20,7 @@ from tests.machines.project import Project, latentline, step_of
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from tests.machines.conftest import Pair
+    from tests.machines.pair import Pair
 
 STEPS = 60
 

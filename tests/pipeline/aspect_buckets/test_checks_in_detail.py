@@ -14,7 +14,7 @@ from pipeline.recipe import Recipe
 from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.storage.tables import SCHEMAS
 from pipeline.validated_dataset.holdout import held_out
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 
 
 def blank(asset: str, columns: dict[str, list[Any]]) -> pl.DataFrame:

@@ -15,7 +15,7 @@ from pipeline.cli.new import command
 from pipeline.cli.validate import command as validate
 from pipeline.errors import DatasetError, LatentlineError, ModelError, RecipeError
 from pipeline.recipe import Recipe, load_recipe
-from tests.conftest import InProcessLaunch
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"

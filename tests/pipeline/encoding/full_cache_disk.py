@@ -25,7 +25,7 @@ from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
-from tests.conftest import InProcessLaunch
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import recipe_of
 
 DISK = "size=80m"

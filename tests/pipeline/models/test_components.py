@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,9 @@ from pipeline.models.worker.family import load_family
 from pipeline.recipe import recipe_from_mapping
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora.provenance import shareable
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.model_recipe import recipe
-from tests.pipeline.models.families.complete_job import InProcessLaunch, complete_job, settings
+from tests.pipeline.models.families.complete_job import complete_job, settings
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def test_another_vae_changes_the_keys_of_latents_but_not_of_captions(
 
 
 def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
-    tmp_path: Path, photos: Path, tiny_sd: Path, other: Path, in_process_launch: Any
+    tmp_path: Path, photos: Path, tiny_sd: Path, other: Path
 ) -> None:
     base = shutil.copytree(tiny_sd, tmp_path / "base")
     shutil.rmtree(base / "vae")
     values = settings(tmp_path, photos, base)
     values["model"]["components"] = {"vae": str(other)}
     requested = recipe_from_mapping("demo", values)
-    tables, launch = Tables(requested.output_dir), InProcessLaunch(in_process_launch)
+    tables, launch = Tables(requested.output_dir), InProcessLaunch()
     entries, order = complete_job(requested, tables, launch)
     assert order.component_folders == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)

@@ -19,7 +19,7 @@ from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.remote_source import source_at
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.stage import validate
-from tests.pipeline.conftest import picture
+from tests.pipeline.dataset_folder import picture
 from tests.remote_folders import published_in_bucket
 
 ROWS = [

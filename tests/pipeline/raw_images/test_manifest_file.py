@@ -12,7 +12,7 @@ from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.stage import validate
-from tests.pipeline.conftest import picture
+from tests.pipeline.dataset_folder import picture
 
 
 @pytest.fixture

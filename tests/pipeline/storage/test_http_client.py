@@ -13,7 +13,7 @@ import pytest
 from pipeline.errors import DatasetError
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_source import RemoteSource
-from tests.pipeline.conftest import Folder, picture
+from tests.pipeline.dataset_folder import Folder, picture
 
 INTERNAL = b"the answer of an internal service"
 SECRET = "s3cr3t-query"

@@ -16,7 +16,7 @@ from pipeline.raw_images import checks as raw_images
 from pipeline.reporting.findings import CheckContext
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.report import write_dataset_report
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 from tests.remote_folders import PublishedFolder, published_in_archive, published_in_bucket, web_server
 
 BACKENDS = ("zip", "tar", "tar.gz", "dir", "memory", "web", "s3", "zip on s3")

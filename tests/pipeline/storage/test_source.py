@@ -18,7 +18,7 @@ from pipeline.storage.addresses import Url
 from pipeline.storage.regular_files import RefusedFileError
 from pipeline.storage.remote_source import RemoteSource
 from tests.hostile_images import png
-from tests.pipeline.conftest import Folder, picture
+from tests.pipeline.dataset_folder import Folder, picture
 
 BOMB_BYTES = 7_500_000_000
 

@@ -31,7 +31,7 @@ from pipeline.recipe import Recipe
 from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION, file_images, text_rows
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.prompts import recipe_prompts
-from tests.conftest import InProcessLaunch
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
 
 QUIET: dict[str, Any] = {"log": lambda _: None}

@@ -12,20 +12,18 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from pipeline.cache.pack_copies import CopySettings
 from pipeline.cache.store import Store
-from pipeline.errors import LaunchError
-from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.in_process_worker import InProcessLaunch
 
 if TYPE_CHECKING:
-    from conftest import Project
-
     from pipeline.reporting.reports import StageResult
+    from tests.pipeline.trained_lora.project import Project
 
 FILES = [
     "demo_comfyui.safetensors",
@@ -33,30 +31,6 @@ FILES = [
     "provenance.json",
     "pytorch_lora_weights.safetensors",
 ]
-
-
-class InProcessLaunch:
-    """A launcher that trains in this process, records its launches, and can stop early."""
-
-    def __init__(self) -> None:
-        self.launched: list[Path] = []
-        self.stop_after: int | None = None
-        self.copies: CopySettings | None = None
-
-    def __call__(self, module: str, job_file: Path) -> None:
-        assert module == "pipeline.trained_lora.worker"
-        self.launched.append(job_file)
-        self._stop = StopRequest()
-        if not train(read_job(job_file, copies=self.copies), self, self._stop):
-            raise LaunchError("stopped", where=module, fix="start again")
-
-    def info(self, text: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, completed: int, total: int, text: str, **details: str) -> None:
-        if self.stop_after is not None and completed >= self.stop_after:
-            self._stop.requested = True
 
 
 def run(project: Project, launch: InProcessLaunch, log: list[str] | None = None) -> StageResult:

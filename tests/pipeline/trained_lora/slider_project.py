@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from tests.pipeline.trained_lora.conftest import write_tables
+from tests.pipeline.trained_lora.project import write_tables
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 SLIDER: dict[str, dict[str, Any]] = {"bright": {"slider": 1}, "dark": {"slider": -1}}
 

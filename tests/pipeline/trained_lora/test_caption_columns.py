@@ -34,8 +34,8 @@ from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkp
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import StopRequest, train
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
-from tests.pipeline.models.families.training_launch import InProcessLaunch
 from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until
 
 QUIET: dict[str, Any] = {"log": lambda _: None}
@@ -85,13 +85,13 @@ def trained(
     meanwhile(job)
     tables = (job.tables.read(name) for name in ("vae_latents", "text_embeddings"))
     train_lora(recipe, *tables, launch=launch, **QUIET)
-    return job, read_job(launch.orders[0])
+    return job, read_job(launch.orders[-1])
 
 
 @pytest.fixture
-def launch(in_process_launch: Any, monkeypatch: pytest.MonkeyPatch) -> InProcessLaunch:
+def launch(monkeypatch: pytest.MonkeyPatch) -> InProcessLaunch:
     monkeypatch.setattr(edit_plus, "VAE_IMAGE_SIZE", 96 * 96)  # a megapixel in previews takes long on a CPU
-    return InProcessLaunch(in_process_launch)
+    return InProcessLaunch()
 
 
 def test_a_run_trains_on_captions_with_references_and_its_lora_changes_the_pipelines_picture(

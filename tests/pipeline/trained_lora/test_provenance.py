@@ -24,7 +24,7 @@ from pipeline.trained_lora.fingerprint import run_facts
 from pipeline.trained_lora.provenance import caption_hash, find_in_provenance, provenance, shareable
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def sha256(text: str) -> str:

@@ -16,11 +16,12 @@ from pipeline.errors import LaunchError, StoreError
 from pipeline.maintenance.old_runs import delete_run
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.registered_run import run_entry_keys
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.namespaces import namespace
-from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders
+from tests.pipeline.trained_lora.runs import run, run_folders
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class RecordingLaunch(InProcessLaunch):
@@ -62,7 +63,7 @@ def test_L13_a_training_registers_its_entries_until_it_has_finished(
     launch = RecordingLaunch(recipe.cache_dir)
     result = run(project, launch)
     (user,) = launch.users
-    job = read_job(launch.launched[0])
+    job = read_job(launch.orders[0])
     assert (user.output_dir, user.recipe) == (recipe.output_dir, recipe.name)
     assert user.run_keys == {result.report["run"]: entries_read(job)}
     previews = {RecipeEntries(recipe).text_spec(text).key for text in ("", "a cat", "a dog")}
@@ -89,7 +90,7 @@ def test_L13_a_cache_job_keeps_the_registration_of_an_unfinished_run(
     launch.stop_after = 2
     with pytest.raises(LaunchError):
         run(project, launch)
-    recipe, keys = project.recipe, entries_read(read_job(launch.launched[0]))
+    recipe, keys = project.recipe, entries_read(read_job(launch.orders[0]))
     for kind in ("latents", "text"):
         register_user(
             recipe.cache_dir, recipe.registered_output, recipe=recipe.name, kind=kind, keys=["0" * 64]
@@ -145,7 +146,7 @@ def test_L13_a_training_that_cannot_register_does_not_start(make_project: Callab
         run(project, launch)
     assert excinfo.value.where == str(outputs)
     assert excinfo.value.fix
-    assert launch.launched == []
+    assert launch.orders == []
 
 
 REGISTER = """

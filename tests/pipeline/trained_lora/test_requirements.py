@@ -26,12 +26,12 @@ from pipeline.trained_lora.requirements import (
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
-from tests.pipeline.trained_lora.runs import InProcessLaunch, run
+from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.runs import run
 
 if TYPE_CHECKING:
-    from conftest import Project
-
     from pipeline.models.families import Prediction
+    from tests.pipeline.trained_lora.project import Project
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_run_with_a_shift_that_the_family_ignores_is_not_launched(
     project = make_project(prediction="ideogram", steps=1, timesteps={"shift": 3.0})
     with pytest.raises(TrainingError, match=r"timesteps\.shift 3\.0 is not available for Ideogram 4"):
         run(project, launch)
-    assert launch.launched == []
+    assert launch.orders == []
 
 
 def test_text_encoders_are_trained_only_if_the_recipe_says_so_and_the_family_can(

@@ -12,7 +12,7 @@ from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.sample_losses import loss_trend, sample_statistics, share_below_half
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def test_the_outlier_is_listed_first_although_its_losses_are_not_the_largest(

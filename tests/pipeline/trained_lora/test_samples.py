@@ -34,7 +34,7 @@ from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def with_mirrored_rows(latents: pl.DataFrame) -> pl.DataFrame:

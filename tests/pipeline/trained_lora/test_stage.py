@@ -26,12 +26,13 @@ from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.packs_case import pack_everything
-from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
+from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def test_a_finished_run_writes_its_files_table_and_provenance(
@@ -42,7 +43,7 @@ def test_a_finished_run_writes_its_files_table_and_provenance(
     lora = project.recipe.output_dir / "lora"
     assert [path.name for path in sorted(lora.glob("*[nrs]"))] == FILES
     table = validated("trained_lora", result.table, "the result")
-    assert table["times_seen"].sum() == sum(step.num_samples for step in read_job(launch.launched[0]).plan())
+    assert table["times_seen"].sum() == sum(step.num_samples for step in read_job(launch.orders[0]).plan())
     assert result.report["samples"] == 8
     assert result.report["launched"]
     assert result.report["startup_seconds"] >= 0
@@ -92,14 +93,14 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     project, launch, log = make_project(), InProcessLaunch(), list[str]()
     first = run(project, launch)
     second = run(project, launch, log)
-    assert len(launch.launched) == 1, "the second run must not launch a training"
+    assert len(launch.orders) == 1, "the second run must not launch a training"
     assert second.report["launched"] is False
     assert "nothing is launched" in "\n".join(log)
     assert second.table.equals(first.table)
     original = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     (run_folders(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
     third = run(project, launch)
-    assert len(launch.launched) == 2
+    assert len(launch.orders) == 2
     assert third.report["resumed_from"] == 6
     exported = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     assert differing_tensors(exported, original) == []
@@ -114,7 +115,7 @@ def test_packing_the_cache_changes_neither_a_finished_run_nor_its_provenance(
     record = read_provenance(lora)
     pack_everything(project.recipe.cache_dir)
     second = run(project, launch)
-    assert len(launch.launched) == 1
+    assert len(launch.orders) == 1
     assert second.table.equals(first.table)
     assert read_provenance(lora) == record
 
@@ -125,7 +126,7 @@ def test_a_training_from_packs_gives_the_lora_of_single_entries(make_project: Ca
     pack_everything(project.recipe.cache_dir)
     other = project.changed("from packs")
     run(other, launch)
-    assert len(launch.launched) == 2
+    assert len(launch.orders) == 2
     single, packed = (
         load_file(each.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
         for each in (project, other)
@@ -244,7 +245,7 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     (difference,) = [line for line in log if "is new; it differs from" in line]
     assert f"differs from {old} in optimizer.learning_rate 0.01 -> 0.02" in difference
     changed_back = run(project, launch)
-    assert len(launch.launched) == 2
+    assert len(launch.orders) == 2
     assert changed_back.report["run"] == old
     record = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())
     assert record["run"] == old
@@ -279,7 +280,7 @@ def test_epochs_are_converted_to_steps_and_plan_completed_uses_that_number(
     project = make_project(datasets=weighted, steps=None, epochs=2, exhausted="end_epoch")
     launch = InProcessLaunch()
     result = run(project, launch)
-    plan = read_job(launch.launched[0]).plan()
+    plan = read_job(launch.orders[0]).plan()
     assert [plan[-1].epoch, plan.num_epochs] == [1, 2]
     assert result.report["steps"] == len(plan)
     assert completed(project)
@@ -347,7 +348,7 @@ def test_O10_training_does_not_start_if_the_cache_fails_a_gate(make_project: Cal
     with pytest.raises(GateClosedError) as excinfo:
         run(project, launch)
     assert "vae_latents" in excinfo.value.where
-    assert launch.launched == []
+    assert launch.orders == []
 
 
 def test_O10_B09_training_alone_does_not_start_with_more_processes_than_a_bucket_fills(
@@ -362,7 +363,7 @@ def test_O10_B09_training_alone_does_not_start_with_more_processes_than_a_bucket
     ) as excinfo:
         run(changed, launch)
     assert "aspect_buckets" in excinfo.value.where
-    assert launch.launched == []
+    assert launch.orders == []
 
 
 def test_O10_training_alone_applies_the_dataset_gates_without_reading_the_dataset(
@@ -382,13 +383,13 @@ def test_O10_training_alone_applies_the_dataset_gates_without_reading_the_datase
     with pytest.raises(GateClosedError, match="captions_present: 1 image has no caption") as excinfo:
         run(project, launch)
     assert "validated_dataset" in excinfo.value.where
-    assert launch.launched == []
+    assert launch.orders == []
     checks = project.recipe.checks.model_copy(
         update={"allow": ("captions_present", "conservation"), "max_rejected_fraction": 0.5}
     )
     project.recipe = project.recipe.model_copy(update={"checks": checks})
     run(project, launch)
-    assert len(launch.launched) == 1
+    assert len(launch.orders) == 1
 
 
 def test_a_sample_without_a_text_embedding_is_an_error(make_project: Callable[..., Project]) -> None:

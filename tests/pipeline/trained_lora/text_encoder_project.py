@@ -14,7 +14,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.engine import Engine
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")

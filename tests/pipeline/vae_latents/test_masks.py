@@ -26,7 +26,7 @@ from pipeline.side_inputs import MASKS
 from pipeline.vae_latents import checks
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
-from tests.conftest import InProcessLaunch
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
 
 

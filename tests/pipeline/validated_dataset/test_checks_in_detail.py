@@ -9,7 +9,7 @@ from pipeline.recipe import recipe_from_mapping
 from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.reporting.reports import report_path
 from pipeline.validated_dataset import checks
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 
 
 def checked(folder: Folder, *, sources: bool = True) -> dict[str, Finding]:

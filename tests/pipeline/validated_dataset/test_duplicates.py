@@ -17,7 +17,7 @@ from scipy.fft import dctn
 from skimage import data
 
 from pipeline.validated_dataset.duplicates import duplicate_groups, perceptual_hash
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 
 PHOTOS = [Image.fromarray(photo) for photo in (data.astronaut(), data.coffee(), data.cat(), data.rocket())]
 

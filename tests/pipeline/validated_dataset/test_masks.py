@@ -17,7 +17,7 @@ from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.reporting.reports import StageResult
 from pipeline.validated_dataset.checks import run
 from pipeline.validated_dataset.report import write_dataset_report
-from tests.pipeline.conftest import Folder
+from tests.pipeline.dataset_folder import Folder
 
 SIZE_WH = (40, 24)
 """Size of the pictures of `Folder`."""

@@ -14,7 +14,7 @@ from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.reporting.reports import StageResult
 from pipeline.validated_dataset.checks import run
 from pipeline.validated_dataset.report import write_dataset_report
-from tests.pipeline.conftest import Folder, picture
+from tests.pipeline.dataset_folder import Folder, picture
 
 
 def draw(path: Path, seed: int = 0, size_hw: tuple[int, int] = (24, 40)) -> Path:

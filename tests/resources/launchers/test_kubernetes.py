@@ -11,14 +11,13 @@ from dagster import DagsterExecutionInterruptedError
 from pipeline.errors import LaunchError
 from pipeline.vae_latents.stage import cache_latents
 from tests.launcher_steps import encode, in_step
-from tests.pipeline.cache_case import cache, entry_bytes
 
 pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
 
 from resources.launchers.kubernetes import KubernetesLauncher
 from tests.kubernetes_api import Server, api, stop_during_creation
 
-__all__ = ["api", "cache", "entry_bytes"]  # fixtures
+__all__ = ["api"]  # fixtures
 
 
 def test_a_manifest_that_the_server_rejects_is_an_error_with_its_message(cache: Any, api: Server) -> None:

@@ -20,15 +20,11 @@ from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from tests.free_ports import free_ports
 from tests.launcher_steps import encode, encode_without_model, in_step
 from tests.machines.counting_proxy import Answer, CountingProxy, Request
-from tests.pipeline.cache_case import cache, entry_bytes
 from tests.ray_cluster import NODES, RayCluster, ray_cluster
-
-__all__ = ["cache", "entry_bytes", "make_project", "one_thread", "tiny_bases"]  # fixtures
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from resources.launchers.ray import RayLauncher, job_environment
-from tests.pipeline.trained_lora.conftest import make_project, one_thread, tiny_bases
 from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 
 # Ray's client passes ssl=None to aiohttp, which deprecates it.

@@ -20,10 +20,9 @@ from pipeline.recipe import AccelerateSettings
 from resources.launchers import slurm
 from resources.launchers.slurm import SlurmLauncher
 from tests.launcher_steps import encode, encode_without_model, in_step
-from tests.pipeline.cache_case import cache, entry_bytes
 from tests.slurm_cluster import SlurmCluster, cluster, slurm_cluster, why_no_slurm
 
-__all__ = ["cache", "cluster", "entry_bytes"]  # fixtures
+__all__ = ["cluster"]  # fixtures
 
 WORKER = "pipeline.vae_latents.worker"
 

@@ -32,20 +32,20 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.models.families.case import Case
-from tests.pipeline.models.families.training_launch import InProcessLaunch
 from tests.tensor_differences import differing_tensors
 
 ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 
 
-def check_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
+def check_case(case: Case, folder: Path, photos: Path) -> None:
     """Run the complete job in `folder`, and fail where it differs from diffusers."""
     base = folder / "base"
     case.make(base)
     recipe = recipe_from_mapping("demo", settings(folder, photos, base) | case.sections(folder, photos))
-    tables, launch = Tables(recipe.output_dir), InProcessLaunch(encode)
+    tables, launch = Tables(recipe.output_dir), InProcessLaunch()
     entries, job = complete_job(recipe, tables, launch)
     family = load_family(base)
     pipe = case.pipeline(base)
@@ -104,7 +104,7 @@ def complete_job(recipe: Any, tables: Tables, launch: InProcessLaunch) -> tuple[
     text = write_table("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
     assert len(latents) == len(text) == 5
     train_lora(recipe, latents, text, launch=launch, log=log)
-    return RecipeEntries(recipe), read_job(launch.orders[0])
+    return RecipeEntries(recipe), read_job(launch.orders[-1])
 
 
 def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeEntries, pipe: Any) -> None:

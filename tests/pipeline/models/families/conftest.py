@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def check_family(tmp_path: Path, photos: Path, in_process_launch: Any) -> Callable[[Case], None]:
+def check_family(tmp_path: Path, photos: Path) -> Callable[[Case], None]:
     """Return a function that runs a case's complete job and compares each step with diffusers."""
-    return lambda case: check_case(case, tmp_path, photos, in_process_launch)
+    return lambda case: check_case(case, tmp_path, photos)

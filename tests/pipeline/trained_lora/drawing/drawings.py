@@ -15,7 +15,7 @@ from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 from pipeline.trained_lora.drawing.worker.draw import draw_pictures
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class InProcessDrawing:

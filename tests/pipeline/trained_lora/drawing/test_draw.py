@@ -12,11 +12,12 @@ from PIL import Image
 from pipeline.storage.atomic import temp_path_for
 from pipeline.trained_lora.drawing.draw import draw, num_drawn
 from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing
-from tests.pipeline.trained_lora.runs import InProcessLaunch, run
+from tests.pipeline.trained_lora.runs import run
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from pipeline.recipe import PreviewPrompt
 from pipeline.trained_lora.drawing.job import DrawingJob, read_drawing_job
 from pipeline.trained_lora.drawing.prepare import MAX_PICTURES, Request, prepare_drawing
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
-from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders
+from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.runs import run, run_folders
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 PROMPTS = ("a red cat", "a blue rocket")
 

@@ -21,11 +21,13 @@ from pipeline.trained_lora.export.earlier_step import exportable_run, exported_s
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
-from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
+from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 
 if TYPE_CHECKING:
     from click.testing import Result
-    from conftest import Project
+
+    from tests.pipeline.trained_lora.project import Project
 
 
 @pytest.fixture
@@ -102,10 +104,10 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     assert read_provenance(project.recipe.output_dir)["step"] == 4
     assert "| steps | 4 of 6, " in earlier["README.md"].decode()
     assert "| steps | 6, " in last["README.md"].decode()
-    assert_samples_are_those_of_step_4(project, read_job(launch.launched[0]))
+    assert_samples_are_those_of_step_4(project, read_job(launch.orders[0]))
 
     again = run(project, launch, log)
-    assert len(launch.launched) == 1
+    assert len(launch.orders) == 1
     assert published(project) == earlier
     assert again.report["published_step"] == 4
     assert [line for line in log if "step 4" in line and "--latest" in line] != [], log

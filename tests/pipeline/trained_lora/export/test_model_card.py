@@ -8,7 +8,7 @@ from pipeline.trained_lora.provenance import shareable
 from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def card_of(project: Project) -> str:

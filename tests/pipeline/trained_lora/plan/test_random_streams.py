@@ -16,7 +16,7 @@ from pipeline.trained_lora.plan.random_streams import hash_bits, stream
 from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 THREE: dict[str, dict[str, Any]] = {
     "photos": {"repeats": 2, "validation_fraction": 0.3},

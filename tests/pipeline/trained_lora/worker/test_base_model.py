@@ -42,7 +42,7 @@ from tests.pipeline.trained_lora.worker.test_loop import outcome
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None

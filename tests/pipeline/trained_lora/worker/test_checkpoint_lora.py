@@ -20,7 +20,7 @@ from tests.pipeline.trained_lora.runs import bits, run_until, steps_kept
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def test_every_checkpoint_loads_in_diffusers_as_the_lora_of_its_step(

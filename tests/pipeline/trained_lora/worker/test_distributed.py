@@ -20,7 +20,7 @@ from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.pipeline.trained_lora.worker.test_loop import outcome
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),

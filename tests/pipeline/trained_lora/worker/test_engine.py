@@ -30,7 +30,7 @@ from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 CHANGED_NOISE = {"offset": 0.3, "input_perturbation": 0.5}
 """Settings with which the noise of the target differs from that of the input."""

@@ -26,7 +26,7 @@ from tests.pipeline.trained_lora.worker.engine_steps import (
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def adapter_after_a_step(job: TrainingJob) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def finds_unused(engine: Engine) -> bool:

@@ -17,7 +17,7 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def shuffled(job: TrainingJob) -> TrainingJob:

@@ -34,7 +34,7 @@ from tests.pipeline.reference_family import with_references
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 BOTH: list[dict[str, Any]] = [{"path": "/before"}, {"path": "/style"}]
 

@@ -42,7 +42,7 @@ from tests.pipeline.trained_lora.runs import (
 from tests.pipeline.trained_lora.slider_project import slider_project
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 TWO_DATASETS: dict[str, dict[str, Any]] = {
     "photos": {"weight": 2.0, "repeats": 2, "validation_fraction": 0.3},

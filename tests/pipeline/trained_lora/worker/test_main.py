@@ -28,7 +28,7 @@ from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 STEPS = 40
 

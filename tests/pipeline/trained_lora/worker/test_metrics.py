@@ -21,7 +21,7 @@ from pipeline.trained_lora.worker.validation import ValidationLoss
 from tests.pipeline.disk_calls import DiskCalls
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def append(path: Path, *lines: tuple[int, float]) -> None:

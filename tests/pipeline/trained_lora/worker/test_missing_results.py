@@ -17,9 +17,8 @@ from pipeline.trained_lora.worker.missing_results import MissingResults
 from tests.pipeline.trained_lora.runs import outcome, run_until
 
 if TYPE_CHECKING:
-    from conftest import Project
-
     from pipeline.trained_lora.job import TrainingJob
+    from tests.pipeline.trained_lora.project import Project
 
 EVERY: dict[str, Any] = {
     "steps": 4,

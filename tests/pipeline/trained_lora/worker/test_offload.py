@@ -34,7 +34,7 @@ from tests.pipeline.trained_lora.worker.engine_steps import engine_of, one_step
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 FAMILIES = ["Stable Diffusion XL", "Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Z-Image", "Chroma", "HiDream"]
 

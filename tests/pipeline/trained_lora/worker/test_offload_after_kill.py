@@ -29,7 +29,7 @@ from tests.pipeline.models.worker.offload.streamed import KillingStore, Poisonin
 from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 STEPS = 5
 

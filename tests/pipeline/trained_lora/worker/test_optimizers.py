@@ -20,7 +20,7 @@ from pipeline.trained_lora.worker.optimizers import fuses_steps, make_optimizer,
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 ON_THE_CPU = [name for name, known in OPTIMIZERS.items() if known.package is None]
 

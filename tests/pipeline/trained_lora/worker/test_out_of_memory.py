@@ -13,7 +13,7 @@ from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
 from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class Silent:

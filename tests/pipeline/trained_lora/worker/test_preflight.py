@@ -22,7 +22,7 @@ from pipeline.trained_lora.worker.stop_request import StopRequest
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class Silent:

@@ -24,7 +24,7 @@ from tests.pipeline.packs_case import pack_everything
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(

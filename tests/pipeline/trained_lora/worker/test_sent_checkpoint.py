@@ -21,7 +21,7 @@ from tests.pipeline.trained_lora.rank_server import Rank, RankServer
 from tests.pipeline.trained_lora.two_machines import copied_order, free_port, wait_for_steps
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 STEPS = 14
 

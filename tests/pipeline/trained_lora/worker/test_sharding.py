@@ -29,7 +29,7 @@ from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 WORKER = "pipeline.trained_lora.worker"
 

@@ -29,7 +29,7 @@ from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},

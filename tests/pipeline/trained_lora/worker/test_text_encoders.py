@@ -24,7 +24,7 @@ from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
 from pipeline.trained_lora.fingerprint import run_facts
-from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import train_lora
@@ -36,6 +36,7 @@ from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import Validation
+from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,
     engine_of,
@@ -46,7 +47,7 @@ from tests.pipeline.trained_lora.text_encoder_project import (
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 # diffusers' Euler scheduler converts a tensor in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -257,13 +258,6 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
     assert {"text_encoder", "text_encoder_2"} < {name.split(".")[0] for name in actual}
     for name, weight in expected.items():
         torch.testing.assert_close(actual[name], weight, rtol=1e-2, atol=1e-5)
-
-
-class InProcessLaunch(Silent):
-    """A launcher that trains in this process."""
-
-    def __call__(self, module: str, job_file: Path) -> None:
-        assert train(read_job(job_file), self, StopRequest())
 
 
 def test_a_complete_run_passes_its_gates(make_project: Callable[..., Project]) -> None:

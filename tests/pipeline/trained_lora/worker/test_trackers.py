@@ -18,7 +18,7 @@ from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class StopsAt:

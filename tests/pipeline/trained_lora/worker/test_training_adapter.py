@@ -31,12 +31,13 @@ from pipeline.trained_lora.worker.export.read_back import loaded_weights
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.trial_step import require_adapter_effect
-from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders, run_until
+from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.runs import run, run_folders, run_until
 from tests.pipeline.trained_lora.text_encoder_project import project_of as text_encoders_project
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},

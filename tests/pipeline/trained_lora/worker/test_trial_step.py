@@ -17,7 +17,7 @@ from pipeline.trained_lora.worker.trial_step import largest_step, run_trial_step
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class Phases:

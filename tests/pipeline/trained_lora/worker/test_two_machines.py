@@ -20,7 +20,7 @@ from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.pipeline.trained_lora.two_machines import Machine, copied_order, wait_for_steps
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 pytestmark = [pytest.mark.machines, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from pipeline.trained_lora.worker.update_on_device import UpdateOnDevice
 from tests.pipeline.trained_lora.runs import bits, outcome, poisoned, run_until
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 @pytest.fixture

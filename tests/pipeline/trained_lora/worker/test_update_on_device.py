@@ -19,7 +19,7 @@ from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 FUSED: dict[str, Any] = {"optimizer": "torch.optim.AdamW", "optimizer_arguments": {"fused": True}}
 

@@ -21,7 +21,7 @@ from pipeline.trained_lora.worker.validation import NOISE_LEVELS, Validation
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 def test_the_loss_is_measured_at_the_centres_of_five_equal_ranges_of_noise_levels() -> None:

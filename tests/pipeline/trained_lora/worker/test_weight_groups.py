@@ -19,7 +19,7 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.weight_groups import weight_groups
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 SGD = {"optimizer": "torch.optim.SGD", "learning_rate": 1.0, "max_grad_norm": 1e9}
 PATTERNS = [

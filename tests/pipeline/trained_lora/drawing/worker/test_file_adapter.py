@@ -16,11 +16,12 @@ from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter
 from pipeline.trained_lora.worker.adapter.lora import delta_weights
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
-from tests.pipeline.trained_lora.runs import InProcessLaunch, run
+from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.runs import run
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 NAMES = ("pytorch_lora_weights.safetensors", "demo_kohya.safetensors", "demo_comfyui.safetensors")
 

@@ -14,12 +14,13 @@ from pipeline.encoding.jobs import Job, Order, write_order
 from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 from pipeline.trained_lora.drawing.worker.texts import prompt_texts
 from pipeline.trained_lora.worker.loader import read_entry
+from tests.in_process_worker import InProcessLaunch
 from tests.in_process_worker import run as encode
 from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing
-from tests.pipeline.trained_lora.runs import InProcessLaunch, run
+from tests.pipeline.trained_lora.runs import run
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -15,7 +15,7 @@ from peft.tuners.lokr.layer import factorization
 from safetensors.torch import load_file
 
 from demo.tiny_models import TINY
-from pipeline.errors import TrainingError
+from pipeline.errors import LaunchError, TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.lora import lokr_shapes
@@ -24,7 +24,7 @@ from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import LoraModule, layout_file, read_lora_file
 from pipeline.trained_lora.export.metadata import header_metadata
-from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
@@ -32,11 +32,10 @@ from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_denoiser
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.in_process_worker import InProcessLaunch
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 # diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -164,27 +163,6 @@ def test_ranks_and_scales_follow_the_recipe(make_project: Callable[..., Project]
     assert {scale for name, scale in scales.items() if name.endswith("to_q")} == {2.0 / 4**0.5}
 
 
-class InProcessLaunch:
-    """A launcher that trains in this process and can stop after a number of steps."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.stop_after = stop_after
-
-    def __call__(self, module: str, job_file: Path) -> None:
-        self.stop = StopRequest()
-        self.finished = train(read_job(job_file), self, self.stop)
-        if not self.finished:
-            raise InterruptedError
-
-    def info(self, text: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        if self.stop_after is not None and done + 1 >= self.stop_after:
-            self.stop.requested = True
-
-
 def test_a_loha_is_a_product_of_two_products_and_its_files_hold_a_lora_of_squared_rank(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
@@ -244,7 +222,7 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
 
     def files(which: Project, *stops: int) -> dict[str, list[bytes]]:
         for stop in stops:
-            with pytest.raises(InterruptedError):
+            with pytest.raises(LaunchError, match="stopped"):
                 train_lora(which.recipe, which.latents, which.text, launch=InProcessLaunch(stop), log=print)
         train_lora(which.recipe, which.latents, which.text, launch=InProcessLaunch(), log=print)
         paths = (which.recipe.output_dir / "lora").glob("*.safetensors")

@@ -30,7 +30,7 @@ from pipeline.trained_lora.worker.export.exporter import Exporter
 from tests.pipeline.trained_lora.adapters import delta_weights
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 KINDS = {"plain": {}, "dora": {"dora": True}, "locon": {"conv_rank": 2}}
 

@@ -33,7 +33,7 @@ from tests.pipeline.trained_lora.adapters import delta_weights
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class Trained:

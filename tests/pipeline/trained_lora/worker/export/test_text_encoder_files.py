@@ -27,7 +27,7 @@ from tests.pipeline.trained_lora.text_encoder_project import (
 )
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 
 class Exported:

@@ -33,7 +33,7 @@ from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
 from tests.pipeline.trained_lora.runs import run_until
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 GIB = 2**30
 NUM_BLOCKS = 8
