@@ -167,7 +167,7 @@ def failing(sources: Path, files: Iterable[str], *, first_only: bool = False) ->
     """Return the test files, of `files`, with a test that fails on the copy."""
     report = sources / "report.xml"
     report.unlink(missing_ok=True)
-    arguments = [f"--junitxml={report}", "-m", "not slow", f"--rootdir={sources}"]
+    arguments = [f"--junitxml={report}", f"--rootdir={sources}"]
     # pytest cannot rewrite the assertions of a plugin that the preloaded libraries import, such as anyio.
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments += [f"{sources}/tests/pipeline/models/families/{name}" for name in files]
