@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 DEMO   := configs/demo.yaml
 # Tests wait for other processes a third of the time, so three workers keep two cores busy.
 PYTEST_WORKERS ?= 3
+# A file's tests stay with one worker: others would build its models and fill its caches again.
+PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 UV := uv==0.13.9
 
 # Folder of the Dagster instance, as in `latentline run`.
@@ -50,10 +52,10 @@ demo: install
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m demo.checks
 
 test: install
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-full: install
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+	$(PYTEST)
 
 SAMPLE ?= 50
 SEED   ?= 0
