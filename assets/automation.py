@@ -1,4 +1,7 @@
-"""Automatic cache updates: a schedule, and a sensor that watches the files of the datasets."""
+"""Automatic cache updates: a schedule, and a sensor that watches the files of the datasets.
+
+Another sensor, of all recipes, ends runs that died without reporting it, since those would block updates.
+"""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +28,7 @@ from assets.names import RECIPE_TAG
 from pipeline.errors import DatasetError
 from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Address
+from resources.dead_runs import end_dead_runs
 
 _ENDED = {
     DagsterRunStatus.SUCCESS,
@@ -35,6 +39,9 @@ _ENDED = {
 
 IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
 """Statuses of runs that have not ended. Also those that a later Dagster adds, such as SUSPENDED."""
+
+DEAD_RUNS_S = 30
+"""Seconds between two searches for dead runs."""
 
 SLICE_S = 20.0
 """Seconds for which one tick lists files. Dagster ends a tick after 60 s by default."""
@@ -141,6 +148,18 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         return SensorResult(run_requests=[RunRequest(tags={RECIPE_TAG: recipe.name})], cursor=cursor)
 
     return dataset_changed
+
+
+@sensor(
+    name="dead_runs",
+    minimum_interval_seconds=DEAD_RUNS_S,
+    default_status=DefaultSensorStatus.RUNNING,
+    description="Marks runs as failed if their process died without reporting it: they would block others.",
+)
+def dead_runs_sensor(context: SensorEvaluationContext) -> SkipReason:
+    """End the dead runs of the code server's machine."""
+    ended = end_dead_runs(context.instance)
+    return SkipReason(f"ended {', '.join(ended)}" if ended else "no dead runs")
 
 
 def watched_addresses(recipe: Recipe) -> list[Address]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from dagster import AssetKey, AssetSpec, Definitions, JobDefinition, OpDefinition, job, op
 
-from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, TABLES_RESOURCE
+from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG
 from pipeline.errors import RecipeError
 from pipeline.escaping import markdown_block
 from pipeline.recipe import BrokenRecipe
@@ -61,8 +61,7 @@ def _graph(name: str, error: RecipeError) -> Definitions:
 
 
 def _failing_op(name: str, error: RecipeError) -> OpDefinition:
-    # The table IO manager prints the error after Dagster's own last line (assets/run_summary.py).
-    @op(name=f"{name}__{ERROR_ASSET}", required_resource_keys={TABLES_RESOURCE})
+    @op(name=f"{name}__{ERROR_ASSET}")
     def recipe_error() -> None:
         """Fail with the error of the recipe."""
         with errors_as_failures():

@@ -5,22 +5,24 @@ Nothing imported from here may import torch, diffusers, transformers or accelera
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import click
-from dagster import Definitions, colored_console_logger
+from dagster import Definitions, colored_console_logger, definitions
 
+from assets.automation import dead_runs_sensor
 from assets.broken_recipe import broken_recipe_graphs
 from assets.deployment import build_executor, build_launcher, gpu_pool
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
-from assets.run_summary import print_summary_at_exit, run_tables
-from assets.summarized_executor import summarized
 from pipeline.errors import RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder
 from pipeline.recipe.deployment import Deployment, load_deployment
 from pipeline.reporting.terminal import find_terminal
+from resources.summarized_executor import summarized
+from resources.tables import table_io_manager
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 
@@ -43,11 +45,12 @@ def build_definitions(
     deployment = load_deployment() if deployment is None else deployment
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: run_tables(recipes),
+            TABLES_RESOURCE: table_io_manager(recipes),
             LAUNCHER_RESOURCE: build_launcher(deployment),
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
         executor=summarized(build_executor(deployment), recipes),
+        sensors=[dead_runs_sensor],
     )
     usable_graphs = [recipe_graph(recipe, pool=gpu_pool(deployment)) for recipe in recipes]
     names = [recipe.name for recipe in recipes]
@@ -72,13 +75,17 @@ def load_project_recipes() -> RecipeFolder:
     return RecipeFolder(usable, broken)
 
 
-def _load_definitions() -> Definitions:
-    print_summary_at_exit()
+@definitions
+def defs() -> Definitions:
+    """Return the definitions of the project's recipes, for Dagster's commands and code servers."""
+    return _project_definitions()
+
+
+# Dagster may load the definitions several times, the last time when standard error is no longer the terminal.
+@cache
+def _project_definitions() -> Definitions:
     find_terminal()
     recipes, broken = load_project_recipes()
     for each in broken:
         click.echo(printable_lines(f"warning: {each.summary()}"), err=True)
     return build_definitions(recipes, broken)
-
-
-defs = _load_definitions()

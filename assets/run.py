@@ -19,7 +19,7 @@ from pipeline.errors import RUN_RECIPE
 if TYPE_CHECKING:
     from dagster import DagsterInstance, JobDefinition
 
-    from assets.run_summary import RunSummary
+    from resources.run_summary import RunSummary
 
 FAILED_STATUS = 1
 STOPPED_STATUS = 130
@@ -30,7 +30,7 @@ def load_job(name: str) -> "JobDefinition":
     """Return a job of the project; an executor that starts processes calls this in each of them."""
     from assets.definitions import defs
 
-    return defs.resolve_job_def(name)
+    return defs().resolve_job_def(name)
 
 
 def main(recipe_file: Path, job_name: str) -> int:
@@ -46,21 +46,20 @@ def main(recipe_file: Path, job_name: str) -> int:
 
 
 def _run(recipe_file: Path, job_name: str, command: str) -> int:
-    from assets.problems import BUG, command_problem
-    from assets.run_summary import write_parts
+    from resources.problems import BUG, error_problem
+    from resources.run_summary import write_parts, write_summary
 
     try:
         with _noted_interrupts() as interrupts:
             summary = _execute(recipe_file, job_name, command, interrupts)
     except Exception as err:
-        problem = command_problem(err, command)
+        problem = error_problem(err, command)
         if BUG in problem:
             traceback.print_exc()
         write_parts([problem], sys.stderr)
         return FAILED_STATUS
 
-    numbers = [] if summary.stopped else summary.numbers.values()
-    write_parts([*numbers, *summary.problems], sys.stderr if summary.problems else sys.stdout)
+    write_summary(summary)
     if summary.stopped:
         return STOPPED_STATUS
     return FAILED_STATUS if summary.problems else 0
@@ -78,9 +77,9 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
         in_process_executor,
     )
 
-    from assets.run_summary import fetch_reports, summarize_run
     from pipeline.recipe import load_recipe
-    from resources.run_launcher import end_dead_runs
+    from resources.dead_runs import end_dead_runs
+    from resources.run_summary import summarize_run
     from resources.terminal_log import TERMINAL_LOGGER, show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.
@@ -92,23 +91,24 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
         end_dead_runs(instance)
         if interrupts:
             raise KeyboardInterrupt
+        stop: BaseException | None = None
         in_process = executor.name == in_process_executor.name
         with _redirected_output() as stream, show_run(stream, None if in_process else instance) as handler:
             try:
                 execute_job(job, instance, run_config={"loggers": {TERMINAL_LOGGER: {}}})
-            except (DagsterExecutionInterruptedError, KeyboardInterrupt):
+            except (DagsterExecutionInterruptedError, KeyboardInterrupt) as err:
                 if handler.run_id is None:
                     raise KeyboardInterrupt from None
-        output_dirs = {recipe.name: recipe.output_dir}
-        fetch_reports([recipe])
-        return summarize_run(instance, str(handler.run_id), output_dirs, restart=f"run {command} again")
+                stop = err
+        restart = f"run {command} again"
+        return summarize_run(instance, str(handler.run_id), [recipe], error=stop, restart=restart)
 
 
 @contextmanager
 def _noted_interrupts() -> Generator[list[int]]:
     """Provide a list to which each SIGINT is added, besides raising KeyboardInterrupt as usual.
 
-    Python discards an exception that is raised in a destructor or a callback, of which imports run many, so
+    Python discards an exception that is raised in a destructor or a callback. Imports run many of them, so
     Ctrl-C during the start could be lost.
     """
     interrupts: list[int] = []
@@ -139,7 +139,7 @@ def _redirected_output() -> Generator[TextIO]:
     """Discard what is written to standard output and error, and provide the original standard error.
 
     Dagster captures the output of each step for the UI and copies it to standard error, with the help of two
-    processes, of which one prints a traceback when it receives Ctrl-C. The terminal shows none of this.
+    processes; one of them prints a traceback when it receives Ctrl-C. The terminal shows none of this.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,14 +1,86 @@
-"""`python -m resources.dead_runs`: end the runs of this machine that died without reporting it.
+"""End the runs of this machine that died without reporting it.
 
-deploy/compose.yaml runs it before the code server. When the container of the code server is replaced, the
-processes of its runs are killed with it, and the daemon in another container cannot see that. It also creates
-the tables of a new database, before several programs could do so at the same time.
+Dagster notices the death of a process that its own code server started, as long as that server lives. If the
+server was killed as well, or if `dagster job execute` started the run, the run would stay "started" forever.
+It would hold its place in the pool, and neither sensor nor schedule would start another run (FAILURES O08).
+
+A sensor, `latentline run` and `python -m resources.dead_runs` call `end_dead_runs`. deploy/compose.yaml runs
+the command before the code server: when the container of the code server is replaced, the processes of its
+runs are killed with it. The command also creates the tables of a new database, before several programs could
+do so at the same time.
 """
 
-from dagster import DagsterInstance
+from __future__ import annotations
 
-from resources.run_launcher import end_dead_runs
+import platform
+
+from dagster import (
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    DagsterRunStatus,
+    DefaultRunLauncher,
+    EventLogEntry,
+    RunsFilter,
+)
+
+from resources.run_worker import MACHINE_TAG
+
+CLOCK_TOLERANCE_S = 2.0
+"""Seconds by which a process may appear to start after its first event; its start is counted in ticks."""
+
+
+def end_dead_runs(instance: DagsterInstance) -> list[str]:
+    """Mark the started runs of dead processes as failed, free their slots in the pool, and return their ids.
+
+    Only runs count that name this machine, because processes of other machines cannot be seen from here.
+    Nothing happens if `instance` does not have Dagster's default run launcher: its runs may be in containers,
+    with process ids of their own.
+    """
+    if not isinstance(instance.run_launcher, DefaultRunLauncher):
+        return []
+    ended: list[str] = []
+    of_this_machine = RunsFilter(statuses=[DagsterRunStatus.STARTED], tags={MACHINE_TAG: platform.node()})
+    for run in instance.get_runs(of_this_machine):
+        pid = _dead_process(instance, run)
+        if pid is not None:
+            instance.report_run_failed(
+                run, f"The run has failed: its process {pid} ended without reporting it."
+            )
+            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+            ended.append(run.run_id)
+    return ended
+
+
+def _dead_process(instance: DagsterInstance, run: DagsterRun) -> int | None:
+    """Return the id of the process of this machine that last executed `run`; None if it lives."""
+    events = instance.all_logs(run.run_id, of_type=DagsterEventType.ENGINE_EVENT)
+    for event in reversed(events):
+        if (pid := _process_id(event)) is not None:
+            return None if _lived_at(pid, event.timestamp) else pid
+    return None
+
+
+def _process_id(event: EventLogEntry) -> int | None:
+    """Return the process id in an engine event's metadata, or None."""
+    metadata = event.get_dagster_event().engine_event_data.metadata
+    value = metadata["pid"].value if "pid" in metadata else None
+    return int(value) if isinstance(value, str) and value.isdecimal() else None
+
+
+def _lived_at(pid: int, time_s: float) -> bool:
+    """Return whether process `pid` lives and already did at `time_s`; the system may have reused the id."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return process.create_time() <= time_s + CLOCK_TOLERANCE_S
+    except psutil.NoSuchProcess:
+        return False
+
 
 if __name__ == "__main__":
-    with DagsterInstance.get() as instance:
-        end_dead_runs(instance)
+    with DagsterInstance.get() as dagster_instance:
+        end_dead_runs(dagster_instance)

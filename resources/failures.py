@@ -24,7 +24,7 @@ def errors_as_failures() -> Generator[None]:
     try:
         yield
     except LatentlineError as err:
-        # The three parts explain the error. Dagster would print those of a cause again, with its traceback.
+        # The three parts explain the error. Dagster would print a cause as well, with its traceback.
         raise _failure(err) from None
     except Exception as err:
         access_error = as_file_access_error(err)

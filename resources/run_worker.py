@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dagster import DagsterInstance
 
 MACHINE_TAG = "latentline/machine"
-"""Tag of a run with the host name of the machine whose process executes it."""
+"""Tag of a run with the host name of the machine that executes it."""
 
 
 def record_machine(instance: DagsterInstance, run_id: str) -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dagster import AssetKey, InputContext, IOManager, OutputContext
+from dagster import (
+    AssetKey,
+    InitResourceContext,
+    InputContext,
+    IOManager,
+    IOManagerDefinition,
+    OutputContext,
+    io_manager,
+)
 
 from pipeline.outputs.stage_files import table_file
 from resources.failures import errors_as_failures
+from resources.run_worker import end_with_code_server
 
 if TYPE_CHECKING:
     import polars as pl
 
     from pipeline.outputs.folder import OutputFolder
+    from pipeline.recipe import Recipe
     from pipeline.storage.tables import Tables
 
 
@@ -62,3 +72,17 @@ class TableIOManager(IOManager):
         recipe, asset = key.path
         outputs = self._outputs[recipe]
         return Tables(outputs.folder), outputs, asset
+
+
+def table_io_manager(recipes: Sequence[Recipe]) -> IOManagerDefinition:
+    """Return the table IO manager of the recipes."""
+
+    @io_manager(config_schema={}, description="Parquet tables below each recipe's output_dir.")
+    def tables(_: InitResourceContext) -> TableIOManager:
+        from pipeline.outputs.folder import outputs_of
+
+        # Every step uses this resource. A step in a process of its own must end with the process of the run.
+        end_with_code_server()
+        return TableIOManager({recipe.name: outputs_of(recipe) for recipe in recipes})
+
+    return tables

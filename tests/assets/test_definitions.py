@@ -121,7 +121,10 @@ def test_O03_loading_definitions_imports_no_heavy_package(tmp_path: Path) -> Non
     (configs / "flowers.yaml").write_text(
         "datasets: [{name: photos, path: data/flowers}]\noutput_dir: out\nmodel: {base: models/none}\n"
     )
-    code = "import assets.definitions, json, sys; print(json.dumps([m.split('.')[0] for m in sys.modules]))"
+    code = (
+        "import json, sys; from assets.definitions import defs; defs(); "
+        "print(json.dumps([m.split('.')[0] for m in sys.modules]))"
+    )
     process = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "LATENTLINE_CONFIGS": str(configs)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +18,9 @@ class Problem(NamedTuple):
 
 def last_problem(errors: str) -> Problem:
     """Return the last block of standard error, which must have three parts and no traceback."""
-    block = errors.rstrip("\n").rsplit("\n\n", 1)[-1]
+    # After the summary, Dagster reports that the run failed.
+    text = re.sub(r"\nError: .* (resulted in failure|failed)\.\n$", "", errors)
+    block = text.rstrip("\n").rsplit("\n\n", 1)[-1]
     assert "Traceback" not in block, block
     assert block.count("\n  where: ") == block.count("\n  fix:   ") == 1, errors[-3000:]
     what, location_and_fix = block.split("\n  where: ")

@@ -17,7 +17,6 @@ from dagster_graphql.test.utils import execute_dagster_graphql
 
 SETTINGS = """\
 run_coordinator: {module: dagster._core.run_coordinator, class: DefaultRunCoordinator}
-run_launcher: {module: resources.run_launcher, class: WatchedRunLauncher}
 telemetry: {enabled: false}
 """
 """The project's settings without the run queue, which needs the daemon."""

@@ -61,7 +61,7 @@ def test_a_broken_deployment_ends_each_kind_of_command_with_its_error(fresh: Any
     ):
         completed = fresh.run(command, **variables)
         assert (completed.returncode, completed.stdout) == (1, ""), completed
-        assert "Traceback" not in completed.stderr
+        assert ("Traceback" in completed.stderr) == ("dagster" in command), "Dagster shows where it loaded it"
         assert SECRET not in completed.stderr
         message = completed.stderr[completed.stderr.index("DeploymentError: 2 mistakes in") :]
         assert "did you mean" in message or "use in_process, multiprocess or k8s" in message

@@ -9,6 +9,7 @@ import json
 import shutil
 import signal
 import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_the_error_of_a_full_disk_below_dagsters_history_names_dagster_home(cach
     """Empty, its tables take 300 KB; on a smaller disk Dagster fails before it loads the definitions."""
     home = cached.root / "home"
     home.mkdir()
-    command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    command = [sys.executable, "-m", "assets.run", str(cached.file), "small_cache"]
     problem = problem_of(cached.run(on_small_disk(str(home), "460k", command), DAGSTER_HOME=str(home)))
     what, _, message = problem.what.partition(": ")
     assert what == "Dagster cannot write its history"

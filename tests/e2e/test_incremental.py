@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IN_PROCESS = """
 import json, sys
 from assets.definitions import defs
-result = defs.resolve_job_def("small_cache").execute_in_process(raise_on_error=False)
+result = defs().resolve_job_def("small_cache").execute_in_process(raise_on_error=False)
 heavy = {"torch", "diffusers", "transformers", "accelerate", "peft"} & set(sys.modules)
 print(json.dumps({"success": result.success, "heavy": sorted(heavy)}))
 """

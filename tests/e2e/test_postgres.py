@@ -116,9 +116,9 @@ def test_a_database_that_fails_between_two_steps_is_the_reason_that_a_command_pr
         server.execute(REFUSE.replace("ALSO_REFUSED", also_refused))
     command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
     completed = cached.run(command, DAGSTER_HOME=str(home))
-    problem = problem_of(completed)
-    assert problem.what.startswith("Dagster's database cannot be used: (psycopg2.errors.RaiseException)")
-    assert "`storage` in dagster.yaml" in problem.fix
+    assert completed.returncode == 1
+    assert "\nDagster's database cannot be used: (psycopg2.errors.RaiseException)" in completed.stderr
+    assert "`storage` in dagster.yaml" in completed.stderr
     assert "Stopped: " not in completed.stderr
     assert "small_cache: stopped" not in completed.stderr
 

@@ -1,13 +1,15 @@
 """What, where and fix of an error that ended a step, a run or a command, as text for a terminal."""
 
+from __future__ import annotations
+
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dagster import DagsterEvent, DagsterExecutionInterruptedError
 
-from pipeline.errors import LatentlineError
 from pipeline.recipe.check_specs import SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
@@ -15,6 +17,9 @@ from resources.failures import failure_text
 BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
 STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
 FINISHED_WORK = "finished work is kept"
+INTERRUPTIONS = (DagsterExecutionInterruptedError, KeyboardInterrupt)
+
+_OUR_ERRORS = "pipeline.errors."
 
 _DATABASE_FIX = (
     "check that the database accepts connections from this machine, and `storage` in dagster.yaml; then "
@@ -22,87 +27,67 @@ _DATABASE_FIX = (
 )
 
 
-def command_problem(err: BaseException, command: str) -> str:
-    """Return what, where and fix of an error that ended `command`; the fix is `BUG` if it is unexpected."""
-    causes = list(_causes(err))
-    for cause in causes:
-        if isinstance(cause, LatentlineError):
-            return f"{type(cause).__name__}: {cause}"
+def error_problem(error: Any, where: str) -> str:
+    """Return what, where and fix of an error outside of the steps; the fix is `BUG` if it is unexpected.
 
-    if is_interruption(err):
-        fix = f"start it again; {FINISHED_WORK}"
-        return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
-
-    for message, fix in SQLITE_FIXES.items():
-        if message in str(err):
-            where = _dagster_home()
-            return f"Dagster cannot write its history: {message}\n  where: {where}\n  fix:   {fix}"
-    for cause in causes:
-        if type(cause).__module__.startswith("sqlalchemy"):
-            return _database_problem(str(cause))
-
-    what = f"{type(err).__name__}: {str(err).strip()}".replace("\n", "\n    ")
-    return f"{what}\n  where: {command}\n  fix:   {_command_fix(err)}"
-
-
-def is_interruption(err: BaseException) -> bool:
-    """Return whether a command ended because it was stopped."""
-    return isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt)
-
-
-def between_steps_problem(event: DagsterEvent) -> str:
-    """Return what, where and fix of the failure of a run by an error outside of its steps."""
-    errors = list(_stored_causes(event.job_failure_data.error))
-    if (problem := _stored_database_problem(errors)) is not None:
+    Args:
+        error: An exception, or the error of an event, as Dagster stores it.
+        where: The command that the error ended, or another place for an error that names none itself.
+    """
+    messages = list(_messages(error))
+    for message in messages:
+        if message.startswith(_OUR_ERRORS):
+            return message.removeprefix(_OUR_ERRORS)
+    if (problem := _storage_problem(messages)) is not None:
         return problem
-    what = errors[-1].message.strip().replace("\n", "\n    ") if errors else "the run failed"
-    return f"{what}\n  where: between two steps\n  fix:   {BUG}"
+    if isinstance(error, BaseException) and (access_error := as_file_access_error(error)) is not None:
+        return f"{type(access_error).__name__}: {access_error}"
+
+    fix = BUG
+    if messages[0].startswith("dagster."):
+        fix = "compare the command and its configuration with the names in the message"
+    kind, separator, text = messages[0].partition(": ")
+    what = _indented(kind.rpartition(".")[2] + separator + text)
+    return f"{what}\n  where: {where}\n  fix:   {fix}"
 
 
-def _stored_causes(error: Any) -> Iterator[Any]:
-    """Yield an error of an event, the error that caused it, and so on."""
+def _messages(error: Any) -> Iterator[str]:
+    """Yield type and message of an error, of the error that caused it, and so on."""
     while error is not None:
-        yield error
-        error = error.cause or error.context
+        if isinstance(error, BaseException):
+            yield "".join(traceback.format_exception_only(error)).strip()
+            error = error.__cause__ or error.__context__
+        else:
+            yield error.message.strip()
+            error = error.cause or error.context
 
 
-def _stored_database_problem(errors: Iterable[Any]) -> str | None:
-    """Return what, where and fix if one of the errors is that of a database, or None."""
-    for error in errors:
-        if error.message.startswith("sqlalchemy."):
-            return _database_problem(error.message.partition(": ")[2])
+def _storage_problem(messages: list[str]) -> str | None:
+    """Return what, where and fix if Dagster's storage is the cause of an error, or None."""
+    home = os.environ.get("DAGSTER_HOME", "")
+    where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
+    for text, fix in SQLITE_FIXES.items():
+        if any(text in message for message in messages):
+            return f"Dagster cannot write its history: {text}\n  where: {where}\n  fix:   {fix}"
+    for message in messages:
+        if message.startswith("sqlalchemy."):
+            detail = " ".join(message.partition(": ")[2].split())
+            what = f"Dagster's database cannot be used: {detail}"
+            return f"{what}\n  where: {where}\n  fix:   {_DATABASE_FIX}"
     return None
 
 
-def _database_problem(detail: str) -> str:
-    what = f"Dagster's database cannot be used: {' '.join(detail.split())}"
-    return f"{what}\n  where: {_dagster_home()}\n  fix:   {_DATABASE_FIX}"
-
-
-def _dagster_home() -> str:
-    home = os.environ.get("DAGSTER_HOME", "")
-    return f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
-
-
-def _causes(err: BaseException) -> Iterator[BaseException]:
-    """Yield the error, the error that caused it, and so on."""
-    cause: BaseException | None = err
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
-def _command_fix(err: BaseException) -> str:
-    access_error = as_file_access_error(err)
-    if access_error is not None:
-        return access_error.fix
-    if type(err).__module__.startswith("dagster"):
-        return "compare the command and its configuration with the names in the message"
-    return BUG
+def _indented(message: str) -> str:
+    return message.replace("\n", "\n    ")
 
 
 def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
-    """Return what, where and fix of a failed step."""
+    """Return what, where and fix of a failed step.
+
+    Args:
+        event: The failure.
+        output_dirs: `output_dir` by recipe name.
+    """
     failure = event.step_failure_data
     recipe, _ = _step_asset(event)
 
@@ -112,7 +97,7 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     if text:
         return text.replace("<recipe>", recipe)
 
-    if (problem := _stored_database_problem(_stored_causes(failure.error))) is not None:
+    if (problem := _storage_problem(list(_messages(failure.error)))) is not None:
         return problem
 
     # Anything else is a bug: the innermost error and its line help most.
@@ -123,8 +108,7 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     if error is None:
         return f"{where} failed\n  where: {where}\n  fix:   {BUG}"
     line = "".join(error.stack[-1:]).strip().split("\n")[0]
-    what = error.message.strip().replace("\n", "\n    ")
-    return f"{what}\n  where: {where}\n         {line}\n  fix:   {BUG}"
+    return f"{_indented(error.message.strip())}\n  where: {where}\n         {line}\n  fix:   {BUG}"
 
 
 def stopped_step_problem(

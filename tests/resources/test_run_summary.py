@@ -1,9 +1,8 @@
-"""The summary of a run, and when and where a `dagster` command prints it."""
+"""The summary of a run; test_summarized_executor.py has when and where a `dagster` command prints it."""
 
 import logging
 import os
-import subprocess
-import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,97 +30,56 @@ from dagster import (
 )
 from sqlalchemy.exc import OperationalError
 
-from assets.problems import BUG
-from assets.run_summary import RunSummary, summarize_run
 from pipeline.errors import TableError
+from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reporting.reports import write_report
 from resources.failures import errors_as_failures
+from resources.problems import BUG
+from resources.run_summary import RunSummary, summarize_run, write_parts, write_summary
 
-COMMAND = """
-import sys
-import click
-from assets import run_summary
-
-sys.argv = ["dagster", "job", "execute", "-j", "demo_train"]
-with click.Context(click.Command("cli"), info_name={program!r}):
-    run_summary.print_summary_at_exit()
-    run_summary.print_summary_at_exit()
-run_summary._summaries["123"] = run_summary.RunSummary({{"demo": "demo_train: done \u2714"}}, [])
-{body}
-"""
-
-FAILURE = """
-run_summary._summaries["123"].problems.extend(["StoreError: one", "StoreError: one", "StoreError: two"])
-print("Error: Run 123 resulted in failure.", file=sys.stderr)
-sys.exit(1)
-"""
+GOOD = RunSummary(["demo_train: done \u2714"], [])
+BAD = RunSummary(["demo_train: failed"], ["StoreError: one", "StoreError: two"])
 
 
-def run_command(program: str, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND.format(program=program, body=body)],
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_a_good_run_is_written_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    write_summary(GOOD)
+    assert capfd.readouterr() == ("\ndemo_train: done \u2714\n", "")
 
 
-@pytest.mark.parametrize("program", ["dagster", "python -m dagster", "dg"])
-def test_each_problem_is_printed_once_after_dagsters_own_last_line(program: str) -> None:
-    completed = run_command(program, FAILURE)
-    assert completed.returncode == 1
-    assert completed.stdout == ""
-    summary = "Error: Run 123 resulted in failure.\n\ndemo_train: done \u2714\n"
-    assert completed.stderr == f"{summary}\nStoreError: one\n\nStoreError: two\n"
+def test_all_of_a_bad_run_is_written_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    write_summary(BAD)
+    assert capfd.readouterr() == ("", "\ndemo_train: failed\n\nStoreError: one\n\nStoreError: two\n")
 
 
-def test_the_numbers_of_a_good_run_are_the_only_text_on_standard_output() -> None:
-    """They are printed once, although COMMAND loads the definitions twice, as an executor may."""
-    completed = run_command("dagster", "print('log', file=sys.stderr)")
-    assert (completed.returncode, completed.stdout, completed.stderr) == (
-        0,
-        "\ndemo_train: done \u2714\n",
-        "log\n",
-    )
+def test_characters_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    with (tmp_path / "terminal").open("w", encoding="ascii") as stream:
+        write_parts(GOOD.numbers, stream)
+    assert (tmp_path / "terminal").read_text() == "\ndemo_train: done \\u2714\n"
 
 
-def test_characters_that_the_terminal_cannot_show_are_escaped() -> None:
-    completed = run_command("dagster", "", PYTHONIOENCODING="ascii")
-    assert completed.stdout == "\ndemo_train: done \\u2714\n"
+def test_a_closed_stream_is_not_an_error(tmp_path: Path) -> None:
+    with (tmp_path / "terminal").open("w") as stream:
+        pass
+    write_parts(GOOD.numbers, stream)
 
 
-def test_a_closed_standard_output_is_not_an_error() -> None:
-    completed = run_command("dagster", "import os; os.close(1)")
-    assert (completed.returncode, completed.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("program", ["pytest", "latentline"])
-def test_other_programs_that_import_the_definitions_print_nothing(program: str) -> None:
-    completed = run_command(program, FAILURE)
-    assert (completed.stdout, completed.stderr) == ("", "Error: Run 123 resulted in failure.\n")
-
-
-def test_a_bug_that_ends_the_command_is_printed_after_its_traceback() -> None:
-    completed = run_command("dagster", "raise ValueError('no such job')")
-    assert completed.returncode == 1
-    assert "Traceback" in completed.stderr
-    assert completed.stderr.rsplit("\n\n", 1)[-1].startswith("ValueError: no such job\n")
-
-
-def test_an_error_that_a_user_can_correct_is_printed_without_a_traceback() -> None:
-    completed = run_command("dagster", "raise OSError(28, 'No space left', '/mnt/home/runs.db')")
-    assert completed.returncode == 1
-    assert "Traceback" not in completed.stderr
-    what, where, fix = completed.stderr.rsplit("\n\n", 1)[-1].splitlines()
-    assert what == "OSError: [Errno 28] No space left: '/mnt/home/runs.db'"
-    assert where == "  where: dagster job execute -j demo_train"
-    assert fix.startswith("  fix:   free space on that disk and start the job again")
+def make_recipe(name: str, output_dir: Path) -> Recipe:
+    values = {
+        "datasets": [{"name": "photos", "path": output_dir / "data"}],
+        "cache_dir": output_dir / "cache",
+        "output_dir": output_dir / "out",
+        "model": {"base": "models/none"},
+    }
+    return recipe_from_mapping(name, values)
 
 
 @pytest.fixture
-def run_step(tmp_path) -> Any:
+def small(tmp_path: Path) -> Recipe:
+    return make_recipe("small", tmp_path)
+
+
+@pytest.fixture
+def run_step(small: Recipe, tmp_path: Path) -> Any:
     """Execute a body as a real run of the asset small/<name>, and return the run's summary."""
 
     def run(body: Any, asset_name: str = "trained_lora") -> RunSummary:
@@ -130,7 +88,7 @@ def run_step(tmp_path) -> Any:
         @asset(key=["small", asset_name], name=None, check_specs=[check])
         def step() -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
             body()
-            write_report(tmp_path, asset_name, {"steps": 3, "launched": True, "first_loss": None})
+            write_report(small.output_dir, asset_name, {"steps": 3, "launched": True, "first_loss": None})
             yield MaterializeResult()
             yield AssetCheckResult(passed=True)
 
@@ -140,7 +98,7 @@ def run_step(tmp_path) -> Any:
             except BaseException:
                 [record] = instance.get_run_records()
                 run_id = record.dagster_run.run_id
-            return summarize_run(instance, run_id, {"small": tmp_path, "other": Path("/nowhere")})
+            return summarize_run(instance, run_id, [small, make_recipe("other", tmp_path / "other")])
 
     return run
 
@@ -153,23 +111,23 @@ def raises(error: BaseException) -> Any:
     return body
 
 
-def test_a_good_run_has_the_numbers_of_its_recipe_and_no_problem(run_step, tmp_path) -> None:
+def test_a_good_run_has_the_numbers_of_its_recipe_and_no_problem(run_step, small: Recipe) -> None:
     summary = run_step(lambda: None)
     assert summary.problems == []
-    assert set(summary.numbers) == {"small"}
-    title, *lines = summary.numbers["small"].splitlines()
+    [numbers] = summary.numbers
+    title, *lines = numbers.splitlines()
     assert title.startswith("small: done after"), "a run without a job is titled with its recipe"
     assert lines == [
         "  gates     0 passed, 0 warnings",
         "  training  3 steps",
-        f"  LoRA      {tmp_path}/lora",
+        f"  LoRA      {small.output_dir}/lora",
     ]
 
 
 def test_an_error_of_ours_keeps_its_text_and_names_the_recipe(run_step) -> None:
     summary = run_step(raises(TableError("no table", where="x.parquet", fix="run <recipe>_cache")))
     assert summary.problems == ["TableError: no table\n  where: x.parquet\n  fix:   run small_cache"]
-    assert summary.numbers == {}
+    assert summary.numbers == []
 
 
 def test_a_bug_is_reported_with_the_innermost_error_the_asset_and_the_line(run_step) -> None:
@@ -208,12 +166,13 @@ def complete_checkpoint(run: Path, step: int) -> Path:
     return checkpoint
 
 
-def test_a_stopped_training_names_the_checkpoint_it_resumes_from(run_step, tmp_path) -> None:
-    checkpoint = complete_checkpoint(tmp_path / "runs" / "ab", 4)
+def test_a_stopped_training_names_the_checkpoint_it_resumes_from(run_step, small: Recipe) -> None:
+    run = small.output_dir / "runs" / "ab"
+    checkpoint = complete_checkpoint(run, 4)
     os.utime(checkpoint / "COMPLETE", (1, 1))  # written by an earlier run that this one resumed
 
     def body() -> None:
-        (tmp_path / "runs" / "ab" / "run.json").write_text("{}")
+        (run / "run.json").write_text("{}")
         raise DagsterExecutionInterruptedError
 
     [problem] = run_step(body).problems
@@ -225,8 +184,8 @@ def test_a_stopped_training_names_the_checkpoint_it_resumes_from(run_step, tmp_p
     ]
 
 
-def test_R11_a_stopped_training_names_no_checkpoint_of_another_run(run_step, tmp_path) -> None:
-    other = tmp_path / "runs" / "other settings"
+def test_R11_a_stopped_training_names_no_checkpoint_of_another_run(run_step, small: Recipe) -> None:
+    other = small.output_dir / "runs" / "other settings"
     complete_checkpoint(other, 400)
     (other / "run.json").write_text("{}")
     os.utime(other / "run.json", (1, 1))
@@ -235,8 +194,8 @@ def test_R11_a_stopped_training_names_no_checkpoint_of_another_run(run_step, tmp
     assert problem.endswith("finished work is kept")
 
 
-def test_a_stopped_run_has_stopped_rather_than_failed(tmp_path) -> None:
-    write_report(tmp_path, "raw_images", {"in": 3, "kept": 3, "rejected": 0})
+def test_a_stopped_run_has_stopped_rather_than_failed(small: Recipe) -> None:
+    write_report(small.output_dir, "raw_images", {"in": 3, "kept": 3, "rejected": 0})
 
     @asset(key=["small", "raw_images"])
     def scan() -> None: ...
@@ -250,9 +209,9 @@ def test_a_stopped_run_has_stopped_rather_than_failed(tmp_path) -> None:
             materialize([scan, encode], instance=instance)
         [record] = instance.get_run_records()
         run_id = record.dagster_run.run_id
-        summary = summarize_run(instance, run_id, {"small": tmp_path}, restart="run it again")
+        summary = summarize_run(instance, run_id, [small], restart="run it again")
     assert summary.stopped
-    assert summary.numbers["small"].startswith("small: stopped after ")
+    assert summary.numbers == []
     assert summary.problems[0].endswith("\n  fix:   run it again; finished work is kept")
 
 
@@ -285,7 +244,7 @@ def failing_logger(error: Exception) -> LoggerDefinition:
     ids=["database", "bug"],
 )
 def test_an_error_between_two_steps_is_not_a_stop(
-    tmp_path: Path, error: Exception, what: str, fix: str
+    small: Recipe, error: Exception, what: str, fix: str
 ) -> None:
     @asset(key=["small", "raw_images"])
     def scan() -> None: ...
@@ -296,7 +255,7 @@ def test_an_error_between_two_steps_is_not_a_stop(
         run = definitions.resolve_job_def("small_cache").execute_in_process(
             run_config={"loggers": {"failing": {}}}, instance=instance, raise_on_error=False
         )
-        summary = summarize_run(instance, run.run_id, {"small": tmp_path})
+        summary = summarize_run(instance, run.run_id, [small])
     assert not summary.stopped
     [problem] = summary.problems
     first, second, third = problem.splitlines()
@@ -318,11 +277,11 @@ def broken_job() -> JobDefinition:
     return Definitions([scan], jobs=jobs).resolve_job_def("small_cache")
 
 
-def test_a_run_that_cannot_be_initialized_is_not_a_stop(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_initialized_is_not_a_stop(small: Recipe, tmp_path: Path) -> None:
     with DagsterInstance.local_temp(str(tmp_path)) as instance:
         execute_job(reconstructable(broken_job), instance)
         [record] = instance.get_run_records()
-        summary = summarize_run(instance, record.dagster_run.run_id, {"small": tmp_path})
+        summary = summarize_run(instance, record.dagster_run.run_id, [small])
     assert not summary.stopped
     assert "no such cluster\n  where: " in summary.problems[0]
 
@@ -331,3 +290,23 @@ def test_a_stopped_cache_job_says_that_finished_work_is_kept(run_step) -> None:
     [problem] = run_step(raises(DagsterExecutionInterruptedError()), "vae_latents").problems
     assert "asset small/vae_latents\n" in problem
     assert problem.endswith("finished work is kept")
+
+
+def test_reports_at_an_address_that_cannot_be_read_are_missing_from_the_summary(tmp_path: Path) -> None:
+    recipe = recipe_from_mapping(
+        "small",
+        {
+            "datasets": [{"name": "photos", "path": tmp_path / "data"}],
+            "cache_dir": tmp_path / "cache",
+            "output_dir": f"memory://{uuid.uuid4().hex}",
+            "model": {"base": "models/none"},
+        },
+    )
+    (recipe.output_dir / ".mirror.lock").mkdir(parents=True)  # in the place of a file
+
+    @asset(key=["small", "raw_images"])
+    def scan() -> None: ...
+
+    with DagsterInstance.ephemeral() as instance:
+        run_id = materialize([scan], instance=instance).run_id
+        assert summarize_run(instance, run_id, [recipe]) == RunSummary([], [])

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from dagster import DagsterExecutionInterruptedError, DagsterInvariantViolationError
+from dagster import DagsterInvariantViolationError
 
-from assets.problems import command_problem
 from pipeline.errors import StoreError
+from resources.problems import error_problem
 
 
 @pytest.mark.parametrize(
@@ -14,11 +14,11 @@ from pipeline.errors import StoreError
     [
         (ValueError("no such\njob"), "ValueError: no such\n    job", "report it with the traceback above"),
         (DagsterInvariantViolationError("no job x"), "DagsterInvariantViolationError: no job x", "compare"),
-        (DagsterExecutionInterruptedError(), "Stopped: the command was stopped by SIGINT", "start it again"),
+        (OSError(28, "No space left", "runs.db"), "FileAccessError: the disk is full", "free space"),
     ],
 )
 def test_each_kind_of_error_has_its_own_fix(error: BaseException, what: str, fix: str) -> None:
-    text = command_problem(error, "dagster job execute")
+    text = error_problem(error, "dagster job execute")
     assert text.startswith(what)
     assert fix in text[text.index("\n  fix:   ") :]
 
@@ -28,19 +28,19 @@ def test_a_full_disk_below_dagsters_history_is_reported_with_its_folder(
 ) -> None:
     error = RuntimeError("(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]")
     monkeypatch.setenv("DAGSTER_HOME", "/mnt/home")
-    assert command_problem(error, "dagster job execute").splitlines() == [
+    assert error_problem(error, "dagster job execute").splitlines() == [
         "Dagster cannot write its history: database or disk is full",
         "  where: /mnt/home (DAGSTER_HOME)",
         "  fix:   free space on that disk and start the command again; finished work is kept",
     ]
     monkeypatch.delenv("DAGSTER_HOME")
-    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in command_problem(error, "dagster job execute")
+    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in error_problem(error, "dagster job execute")
 
 
 def test_an_error_of_ours_that_dagster_wrapped_is_the_one_that_is_printed() -> None:
     error = RuntimeError("step")
     error.__cause__ = StoreError("cut short", where="cache/ab", fix="again")
     assert (
-        command_problem(error, "dagster job execute")
+        error_problem(error, "dagster job execute")
         == "StoreError: cut short\n  where: cache/ab\n  fix:   again"
     )

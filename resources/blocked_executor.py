@@ -1,0 +1,79 @@
+"""Let SIGINT and SIGTERM end a run that waits for a pool in Dagster's in-process executor.
+
+The executor defers signals to the next step that starts, so that a run which waits for a pool ignores them
+until it gets its place. docs/dagster_blocked_executor.md describes this defect of Dagster and reproduces it.
+Remove this module when Dagster has corrected it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from dagster import DagsterEvent, DagsterEventType, DagsterExecutionInterruptedError
+
+_STARTS = {DagsterEventType.STEP_START, DagsterEventType.STEP_RESTARTED}
+_ENDS = {DagsterEventType.STEP_SUCCESS, DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
+
+
+def end_waits_at_signals(events: Iterator[DagsterEvent]) -> Iterator[DagsterEvent]:
+    """Yield the events of an in-process executor; after a pool has blocked a step, a signal ends any wait.
+
+    Raises:
+        DagsterExecutionInterruptedError: A signal arrived while a step was blocked and none was running.
+    """
+    is_blocked = is_running = is_waiting = has_signal = False
+    dagsters: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_waiting, has_signal
+        has_signal = True
+        if is_waiting:
+            # A second signal must not interrupt the clean-up after the first one.
+            is_waiting = False
+            raise DagsterExecutionInterruptedError
+        dagsters[number](number, frame)
+
+    try:
+        while True:
+            # Dagster sets its own handlers around each step.
+            _handle_signals(handle, dagsters)
+            is_waiting = is_blocked and not is_running
+            if is_waiting and has_signal:
+                raise DagsterExecutionInterruptedError
+            event = next(events, None)
+            is_waiting = False
+
+            if event is None:
+                return
+            is_blocked = is_blocked or _is_blocked_by_pool(event)
+            if event.event_type in _STARTS | _ENDS:
+                is_running = event.event_type in _STARTS
+            yield event
+    finally:
+        is_waiting = False
+        for number, handler in dagsters.items():
+            if signal.getsignal(number) == handle:
+                signal.signal(number, handler)
+
+
+def _is_blocked_by_pool(event: DagsterEvent) -> bool:
+    """Return whether an event reports that a step waits for its pool."""
+    return event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata
+
+
+def _handle_signals(
+    handle: Callable[[int, FrameType | None], object],
+    former: dict[int, Callable[[int, FrameType | None], object]],
+) -> None:
+    """Set the handler of SIGINT and SIGTERM, and store each handler that it replaces in `former`."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread receives signals
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        # Handlers that are not functions ignore the signal, or end the process at once.
+        if callable(handler) and handler != handle:
+            former[number] = handler
+            signal.signal(number, handle)

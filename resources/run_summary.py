@@ -1,0 +1,242 @@
+"""The summary of a run: what it did, or what failed, where and its fix.
+
+`latentline run` prints it last. Under `dagster` and `dg` commands, the executor prints it when the run ends
+(summarized_executor.py), and Dagster's own last line may follow.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from dagster import (
+    AssetCheckSeverity,
+    DagsterEvent,
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    DagsterRunStatus,
+)
+
+from pipeline.errors import LatentlineError
+from pipeline.storage.addresses import Url
+from resources.problems import (
+    INTERRUPTIONS,
+    error_problem,
+    step_problem,
+    stopped_problem,
+    stopped_step_problem,
+)
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
+    from pipeline.reporting.summary import CheckResult, RunResult
+
+BETWEEN_STEPS = "between two steps"
+
+_EVENT_TYPES = {
+    DagsterEventType.ASSET_MATERIALIZATION,
+    DagsterEventType.ASSET_CHECK_EVALUATION,
+    DagsterEventType.STEP_FAILURE,
+    DagsterEventType.RUN_FAILURE,
+}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The outcome of one run.
+
+    Attributes:
+        numbers: Text of several lines for each recipe; empty if the run was interrupted.
+        problems: What, where and fix of each failed step in order, or of what ended the run.
+        stopped: True if the run was interrupted.
+    """
+
+    numbers: list[str]
+    problems: list[str]
+    stopped: bool = False
+
+
+def print_summary(
+    instance: DagsterInstance, run_id: str, recipes: Sequence[Recipe], *, error: BaseException | None
+) -> None:
+    """Print the summary of a run that ends, with all of a bad run on standard error.
+
+    A summary that fails, because of Dagster's database for example, is a warning: it must not end the run.
+
+    Args:
+        instance: Instance that holds the events.
+        run_id: Id of the run.
+        recipes: All recipes.
+        error: Error or interruption that ends the run; None after its last step.
+    """
+    try:
+        summary = summarize_run(instance, run_id, recipes, error=error)
+    except Exception as err:
+        reason = f"{type(err).__name__}: {err}".splitlines()[0]
+        warning = f"warning: the run {run_id} cannot be summarized: {reason}"
+        problems = (
+            [] if error is None or isinstance(error, INTERRUPTIONS) else [_problem_between_steps(error)]
+        )
+        write_parts([warning, *problems], sys.stderr)
+        return
+    write_summary(summary)
+
+
+def write_summary(summary: RunSummary) -> None:
+    """Write the numbers of a good run to standard output, or all of a bad one to standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    write_parts([*summary.numbers, *summary.problems], sys.stderr if summary.problems else sys.stdout)
+
+
+def write_parts(parts: Sequence[str], stream: TextIO) -> None:
+    """Write each part after an empty line."""
+    text = "".join(f"\n{part}\n" for part in parts)
+
+    # The stream's encoding may lack a character, and its reader may have gone away.
+    with suppress(OSError, ValueError):
+        os.write(stream.fileno(), text.encode(stream.encoding or "utf-8", "backslashreplace"))
+
+
+def summarize_run(
+    instance: DagsterInstance,
+    run_id: str,
+    recipes: Sequence[Recipe],
+    *,
+    error: BaseException | None = None,
+    restart: str = "start the same job again",
+) -> RunSummary:
+    """Read the run's events and return its summary.
+
+    Args:
+        instance: Instance that holds the events.
+        run_id: Id of a run that has no more steps to execute.
+        recipes: Recipes to report on.
+        error: Error or interruption that ends the run and is not an event yet.
+        restart: How to continue a stopped run, as an imperative.
+    """
+    from pipeline.reporting.summary import run_summary
+
+    run = instance.get_run_by_id(run_id)
+    entries = instance.all_logs(run_id, of_type=_EVENT_TYPES)
+    events = [entry.dagster_event for entry in entries if entry.dagster_event is not None]
+    started_s = instance.get_run_stats(run_id).start_time
+    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
+
+    failures = [event for event in events if event.is_step_failure]
+    interrupted = [event for event in failures if _is_interrupted(event)]
+    problems = [
+        stopped_step_problem(event, output_dirs, started_s, restart)
+        if event in interrupted
+        else step_problem(event, output_dirs)
+        for event in failures
+    ]
+    stopped = bool(interrupted)
+    if not failures and (ending := _ending(run, events, error)) is not None:
+        stopped = isinstance(ending, INTERRUPTIONS)
+        problem = stopped_problem(BETWEEN_STEPS, restart) if stopped else _problem_between_steps(ending)
+        problems = [problem]
+
+    # Who stopped a run knows what it did; how to continue must not scroll away.
+    if stopped:
+        return RunSummary([], list(dict.fromkeys(problems)), stopped)
+    duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
+    outcome = "failed" if problems else "done"
+    numbers = [
+        f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}"
+        for result in _run_results(events, recipes)
+    ]
+    return RunSummary(numbers, list(dict.fromkeys(problems)))
+
+
+def _problem_between_steps(error: Any) -> str:
+    return error_problem(error, BETWEEN_STEPS)
+
+
+def _ending(run: DagsterRun | None, events: Sequence[DagsterEvent], error: BaseException | None) -> Any:
+    """Return the error or interruption that ended a run outside of its steps, or None.
+
+    Args:
+        run: The run, as stored.
+        events: Its events.
+        error: Error or interruption that is not an event yet.
+    """
+    if error is not None:
+        return error
+    if run is None or run.status not in {DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED}:
+        return None
+
+    # Dagster stores an interruption as a failure for this reason, or as a cancellation.
+    for event in events:
+        if event.event_type == DagsterEventType.RUN_FAILURE:
+            failure = event.job_failure_data
+            reason = failure.failure_reason
+            if reason is not None and reason.value != "UNEXPECTED_TERMINATION":
+                return failure.error
+    return KeyboardInterrupt()
+
+
+def _run_title(run: DagsterRun | None, recipe: str) -> str:
+    """Return the name of the run's job, or of the recipe for Dagster's hidden job of hand-selected assets."""
+    return recipe if run is None or run.job_name.startswith("__") else run.job_name
+
+
+def _run_results(events: Sequence[DagsterEvent], recipes: Sequence[Recipe]) -> Iterator[RunResult]:
+    """Yield the reports and checks of each recipe that has any in the run."""
+    from pipeline.reporting.reports import read_report
+    from pipeline.reporting.summary import RunResult
+
+    for recipe in recipes:
+        checks: list[CheckResult] = []
+        materialized: list[str] = []
+        for event in events:
+            if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
+                if event.asset_check_evaluation_data.asset_key.path[0] == recipe.name:
+                    checks.append(_check_result(event))
+            elif (key := event.asset_key) is not None and key.path[0] == recipe.name:
+                materialized.append(key.path[-1])
+
+        _fetch_reports(recipe, materialized)
+        reports = {asset: read_report(recipe.output_dir, asset) for asset in materialized}
+        written = {asset: report for asset, report in reports.items() if report is not None}
+        if written or checks:
+            yield RunResult(recipe.name, recipe.output_dir, written, checks)
+
+
+def _fetch_reports(recipe: Recipe, assets: Sequence[str]) -> None:
+    """Fetch the reports of a recipe with its outputs at an address: steps may have run on other machines.
+
+    If the service does not answer, or the disk is full, the summary lacks the numbers of those steps.
+    """
+    from pipeline.outputs.folder import outputs_of
+    from pipeline.outputs.stage_files import report_file
+
+    if isinstance(recipe.output_address, Url):
+        with suppress(LatentlineError, OSError):
+            outputs_of(recipe).fetch(*(report_file(asset) for asset in assets))
+
+
+def _check_result(event: DagsterEvent) -> CheckResult:
+    from pipeline.reporting.summary import CheckResult
+
+    evaluation = event.asset_check_evaluation_data
+    error = evaluation.severity == AssetCheckSeverity.ERROR
+    return CheckResult(
+        asset=evaluation.asset_key.path[-1],
+        name=evaluation.check_name,
+        passed=evaluation.passed,
+        gate=bool(evaluation.blocking),
+        closes=bool(evaluation.blocking) and error and not evaluation.passed,
+        text=(evaluation.description or "").split("\n")[0],
+    )
+
+
+def _is_interrupted(event: DagsterEvent) -> bool:
+    return event.step_failure_data.error_source.value == "INTERRUPT"

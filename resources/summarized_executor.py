@@ -1,0 +1,105 @@
+"""An executor that prints the summary of the run when its last step has ended, however the run ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from dagster import (
+    DagsterEvent,
+    DagsterExecutionInterruptedError,
+    DagsterInstance,
+    Executor,
+    ExecutorDefinition,
+    in_process_executor,
+)
+
+from resources.blocked_executor import end_waits_at_signals
+from resources.problems import INTERRUPTIONS
+from resources.run_summary import print_summary
+from resources.run_worker import end_with_code_server, record_machine
+
+if TYPE_CHECKING:
+    from dagster import InitExecutorContext
+
+    from pipeline.recipe import Recipe
+
+KUBERNETES_EXECUTOR = "k8s"
+"""Name of `dagster_k8s.k8s_job_executor`, whose steps run in pods."""
+
+
+def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:
+    """Return the executor with a summary at its end.
+
+    Args:
+        executor: Executor with the same name, configuration and requirements.
+        recipes: All recipes.
+    """
+    create = executor.executor_creation_fn
+    if create is None:
+        return executor
+
+    def create_summarized(context: InitExecutorContext) -> Executor:
+        return _SummarizedExecutor(create(context), recipes, executor.name)
+
+    return ExecutorDefinition(
+        name=executor.name,
+        config_schema=executor.config_schema,  # pyright: ignore[reportArgumentType] - as in Dagster's `configured`
+        requirements=executor.get_requirements,
+        executor_creation_fn=create_summarized,
+        description=executor.description,
+    )
+
+
+class _SummarizedExecutor(Executor):
+    """Delegates to another executor."""
+
+    def __init__(self, executor: Executor, recipes: Sequence[Recipe], name: str) -> None:
+        self._executor = executor
+        self._recipes = recipes
+        self._name = name
+
+    @property
+    def retries(self) -> Any:
+        """See `Executor.retries`."""
+        return self._executor.retries
+
+    @property
+    def step_dependency_config(self) -> Any:
+        """See `Executor.step_dependency_config`."""
+        return self._executor.step_dependency_config
+
+    def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[DagsterEvent]:
+        """Execute the plan, and print the summary of a run that a `dagster` or `dg` command started."""
+        instance, run_id = plan_context.instance, plan_context.run_id
+        if self._name != KUBERNETES_EXECUTOR:
+            record_machine(instance, run_id)
+            end_with_code_server()
+
+        events = self._executor.execute(plan_context, execution_plan)
+        if self._name == in_process_executor.name:
+            events = _with_interruptible_waits(events, instance, run_id)
+        try:
+            yield from events
+        except (Exception, *INTERRUPTIONS) as err:
+            self._print_summary(instance, run_id, err)
+            raise
+        self._print_summary(instance, run_id, None)
+
+    def _print_summary(self, instance: DagsterInstance, run_id: str, error: BaseException | None) -> None:
+        # Dagster's commands use click. `latentline run` prints the summary itself, below its own output, and
+        # the runs of the UI, of schedules and of sensors have no terminal.
+        if click.get_current_context(silent=True) is not None:
+            print_summary(instance, run_id, self._recipes, error=error)
+
+
+def _with_interruptible_waits(
+    events: Iterator[DagsterEvent], instance: DagsterInstance, run_id: str
+) -> Iterator[DagsterEvent]:
+    try:
+        yield from end_waits_at_signals(events)
+    except DagsterExecutionInterruptedError:
+        # The step may have claimed its place in the pool just before the signal.
+        instance.event_log_storage.free_concurrency_slots_for_run(run_id)
+        raise
