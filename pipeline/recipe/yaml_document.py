@@ -1,12 +1,12 @@
 """A YAML document as plain data, with the line of every key and all of its YAML flaws.
 
 ruamel.yaml composes the nodes; `_Reader` converts them into plain data. ruamel's own loaders stop at the
-first duplicate key, bad alias or unknown tag, and a user should see all flaws at once.
+first duplicate key or unknown tag, and a user should see all flaws at once. Anchors (&name), aliases (*name)
+and merges (<<) are flaws: a key then has one value, in one line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ MAX_CHARACTERS = 1_000_000
 """Maximum length of a document."""
 
 MAX_VALUES = 10_000
-"""Maximum number of values in a document; an alias counts as all values that it refers to."""
+"""Maximum number of values in a document."""
 
 MAX_DEPTH = 100
 """Maximum number of lists and mappings around a value."""
@@ -130,11 +130,10 @@ class _Reader:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        self._ancestors: set[int] = set()
         self._num_values = 0
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        """Return a node as a dict, list or scalar, and record its line as that of `path`.
+        """Return a node as a dict, list or scalar, and record its line as the line of `path`.
 
         Raises:
             _LimitExceededError: The document has too many values, or the node has too many ancestors.
@@ -143,39 +142,40 @@ class _Reader:
         if len(path) > MAX_DEPTH:
             raise _LimitExceededError(_too_deep(node.start_mark.line + 1))
         self._document.lines.setdefault(path, node.start_mark.line + 1)
+        if node.anchor is not None:
+            # ruamel.yaml composes an alias as the node of its anchor, perhaps within that node itself.
+            line = self._document.lines[path]
+            what = f"anchors and aliases of YAML are not supported, got &{node.anchor} or *{node.anchor}"
+            fix = "write the values in each place; if it is text, put it in quotes"
+            self._document.flaws.append(Flaw(path, line, what, fix))
+            return None
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
-        if id(node) in self._ancestors:
-            self._flaw(
-                path, node, "an alias refers to a mapping or list that contains it", "repeat the values"
-            )
-            return None
-
-        self._ancestors.add(id(node))
-        try:
-            if isinstance(node, SequenceNode):
-                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-            if isinstance(node, MappingNode):
-                return self._mapping(node, path)
-        finally:
-            self._ancestors.discard(id(node))
+        if isinstance(node, SequenceNode):
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, MappingNode):
+            return self._mapping(node, path)
         raise AssertionError(f"ruamel.yaml composed an unknown node {type(node)}")
 
     def _count(self, node: Node) -> None:
-        """Count a value, because a few aliases of aliases could otherwise fill the memory.
+        """Count a value.
 
         Raises:
             _LimitExceededError: The document has too many values.
         """
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            what = f"the document must have at most {MAX_VALUES:,} values, counting each alias as its values"
-            fix = "remove aliases (*name) of lists and mappings that contain aliases, or use a smaller file"
-            raise _LimitExceededError(Flaw((), node.start_mark.line + 1, what, fix))
+            what = f"the document must have at most {MAX_VALUES:,} values"
+            raise _LimitExceededError(Flaw((), node.start_mark.line + 1, what, "use a smaller file"))
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for key_node, value_node in self._pairs(node):
+        for key_node, value_node in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                self._flaw(
+                    path, key_node, "merging with << is not supported", "write the keys that it merges"
+                )
+                continue
             if not isinstance(key_node, ScalarNode):
                 self._flaw(
                     path, key_node, "a key must be text, got a list or a mapping", "use text as the key"
@@ -196,34 +196,6 @@ class _Reader:
             self._document.lines[key_path] = key_node.start_mark.line + 1
             values[key] = self.value(value_node, key_path)
         return values
-
-    def _pairs(self, node: MappingNode) -> Iterator[tuple[Node, Node]]:
-        """Yield the node's own pairs, then those merged with `<<` that it does not override."""
-        merged: list[Node] = []
-        seen: set[str] = set()
-        for key_node, value_node in node.value:
-            if key_node.tag == f"{_TAG}merge":
-                merged += value_node.value if isinstance(value_node, SequenceNode) else [value_node]
-            else:
-                seen.add(str(key_node.value))
-                yield key_node, value_node
-
-        for source in merged:
-            self._count(source)
-            if len(self._ancestors) > MAX_DEPTH:
-                raise _LimitExceededError(_too_deep(source.start_mark.line + 1))
-            if not isinstance(source, MappingNode):
-                self._flaw((), source, "<< must merge a mapping", "name an anchored mapping")
-            elif id(source) in self._ancestors:
-                self._flaw((), source, "<< merges a mapping into itself", "repeat the values")
-            else:
-                self._ancestors.add(id(source))
-                for key_node, value_node in self._pairs(source):
-                    self._count(key_node)
-                    if str(key_node.value) not in seen:
-                        seen.add(str(key_node.value))
-                        yield key_node, value_node
-                self._ancestors.discard(id(source))
 
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         kind = str(node.tag).removeprefix(_TAG)
@@ -269,6 +241,17 @@ _ADVICE = (
     ("simple key", True, "write a colon and a space after the key: key: value"),
     ("cannot start any token", False, _QUOTE),
     ("undefined alias", False, _QUOTE),
+    (
+        "mapping values are not allowed",
+        False,
+        "put text that contains a colon and a space in quotes, and indent "
+        "a key like the other keys of its section",
+    ),
+    (
+        "<block end>",
+        False,
+        "indent it like the other keys of its section, and put text in one pair of quotes",
+    ),
 )
 """Text in the parser's message, whether the flaw is on the line where the construct begins, and the fix."""
 
@@ -277,7 +260,7 @@ def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
     """Return the flaw of a document that cannot be parsed."""
     line, problem, fix = 1, str(error), _FIRST_LINE_ONLY
     if isinstance(error, MarkedYAMLError):
-        line, fix = _line_and_fix(error, text)
+        line, fix = _line_and_fix(error)
         problem = ", ".join(part for part in (error.context, error.problem) if part)
     elif (position := getattr(error, "position", None)) is not None:
         line = text.count("\n", 0, position) + 1
@@ -286,7 +269,7 @@ def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
     return Flaw((), line, f"not valid YAML: {' '.join(problem.split())}", fix)
 
 
-def _line_and_fix(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+def _line_and_fix(error: MarkedYAMLError) -> tuple[int, str]:
     """Return the line to correct, counted from 1, and what to write there."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 1
@@ -299,32 +282,7 @@ def _line_and_fix(error: MarkedYAMLError, text: str) -> tuple[int, str]:
             return start_line, f"close the bracket that opens here with {bracket}"
         return line, f"put text that contains : or {bracket} in quotes, and separate items with commas"
 
-    if "mapping values are not allowed" in problem or "<block end>" in problem:
-        return line, _block_fix(problem, text.splitlines(), line)
-
     for phrase, at_start, fix in _ADVICE:
         if phrase in problem or phrase in context:
             return start_line if at_start else line, fix
     return line, _FIRST_LINE_ONLY
-
-
-def _block_fix(problem: str, lines: list[str], line: int) -> str:
-    """Return the fix for a line that does not continue the block above it."""
-    current = lines[line - 1] if line <= len(lines) else ""
-    if "'}'" in problem or "']'" in problem:
-        return "remove the closing bracket, or add its opening bracket"
-    if "<scalar>" in problem:
-        return "put all of the text in one pair of quotes"
-    if current.partition("#")[0].count(": ") > 1:
-        return "put text that contains a colon and a space in quotes"
-
-    previous = next((each for each in reversed(lines[: line - 1]) if each.partition("#")[0].strip()), "")
-    if _column(current) == _column(previous):
-        return f"write a space after the colon in the previous line: {previous.strip()}"
-    columns = f"it begins in column {_column(current)}, the previous line in column {_column(previous)}"
-    return f"indent it like the other keys of its section: {columns}"
-
-
-def _column(line: str) -> int:
-    """Return the column of a line's first key, counted from 1, after the dash of a list item."""
-    return len(line) - len(line.lstrip(" -")) + 1
