@@ -141,6 +141,10 @@ class CacheFolder(ABC):
         """Return the sorted names of the files directly in a folder; none if it does not exist."""
 
     @abstractmethod
+    def files_in(self, folder: str) -> list[CacheFile]:
+        """Return the files directly in a folder, named without it; none if it does not exist."""
+
+    @abstractmethod
     def stats(self, folder: str) -> dict[str, FileStat]:
         """Return the stat of each file directly in a folder, by name; none if it does not exist."""
 

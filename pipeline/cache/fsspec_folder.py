@@ -207,6 +207,12 @@ class FsspecFolder(CacheFolder):
         """See `CacheFolder.names`."""
         return sorted(self.stats(folder))
 
+    def files_in(self, folder: str) -> list[CacheFile]:
+        """See `CacheFolder.files_in`."""
+        infos = self.remote.list_files(folder).items()
+        named = ((name.removeprefix(f"{folder}/"), info) for name, info in infos)
+        return [_cache_file(name, info) for name, info in named if "/" not in name]
+
     def stats(self, folder: str) -> dict[str, FileStat]:
         """See `CacheFolder.stats`."""
         infos = self.remote.list_files(folder).items()

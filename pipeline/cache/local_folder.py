@@ -160,6 +160,11 @@ class LocalFolder(CacheFolder):
         path = self._root / folder
         return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
 
+    def files_in(self, folder: str) -> list[CacheFile]:
+        """See `CacheFolder.files_in`."""
+        stats = self.stats(folder).items()
+        return [CacheFile(name, num_bytes, mtime_ns / 1e9) for name, (num_bytes, mtime_ns, _, _) in stats]
+
     def stats(self, folder: str) -> dict[str, FileStat]:
         """See `CacheFolder.stats`."""
         found: dict[str, FileStat] = {}

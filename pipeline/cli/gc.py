@@ -1,36 +1,74 @@
-"""`latentline gc`: list caches or training runs, and delete entries or old runs that no recipe needs."""
+"""`latentline gc`: list caches or training runs, and delete what no job has used for a while, or old runs."""
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
+import polars as pl
 
 from pipeline.cache.backends import cache_folder
-from pipeline.cache.users import access_fix, unregister_user
+from pipeline.cache.used_keys import RUNNING_S
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
 from pipeline.errors import RecipeError, StoreError, counted
-from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
+from pipeline.maintenance.gc import KEEP_S, Survey, delete, survey
 from pipeline.maintenance.gc_packs import Pack, Packs
-from pipeline.maintenance.needed_keys import StaleRun
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
+from pipeline.maintenance.recipe_keys import recipe_keys
 from pipeline.maintenance.remote_runs import RemoteRuns
-from pipeline.outputs.folder import OutputFolder, outputs_of
-from pipeline.recipe import Recipe
+from pipeline.outputs.folder import outputs_of
+from pipeline.recipe import Recipe, RecipeFolder
 from pipeline.storage.addresses import Address, Url, absolute
 
 MAX_SHOWN = 10
 """Maximum number of foreign files shown."""
 
+_DAY_S, _HOUR_S = 24 * 3600.0, 3600.0
 
-@click.command(short_help="List and delete unneeded cache entries or old runs.")
+
+class _Age(click.ParamType[float]):
+    """An age in days or hours, such as `30d` or `12h`, as seconds."""
+
+    name = "age"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number of seconds."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([dh])", str(value))
+        if match is None:
+            self.fail(
+                f"an age must be a number of days or hours, such as 30d or 12h, got {value}", param, ctx
+            )
+        return float(match[1]) * (_DAY_S if match[2] == "d" else _HOUR_S)
+
+
+def _refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    """Reject an option of version 0.2, and name what replaces it."""
+    if value:
+        raise click.UsageError(
+            f"{param.opts[0]} no longer exists: gc deletes what no job has used for --keep (30d by default). "
+            "To keep only what the recipes need, pass --keep 0d.",
+            ctx,
+        )
+
+
+@click.command(short_help="List and delete unused cache entries or old runs.")
 @click.argument("recipes", metavar="[RECIPE]...", nargs=-1, type=RECIPE)
 @click.option(
-    "--delete", "do_delete", is_flag=True, help="Delete what is not needed. By default it is only listed."
+    "--delete", "do_delete", is_flag=True, help="Delete what is not used. By default it is only listed."
+)
+@click.option(
+    "--keep",
+    "keep_s",
+    type=_Age(),
+    metavar="AGE",
+    help="Keep cache entries that were used or written within this time, in days or hours, such as 12h. The "
+    "default is 30d. With 0d, only entries that recipes of the recipes folder need are kept, and entries of "
+    f"running jobs: everything used or written within {RUNNING_S / 3600:.0f} hours.",
 )
 @click.option(
     "--keep-runs",
@@ -40,45 +78,31 @@ MAX_SHOWN = 10
     help="List training runs instead of cache entries, and keep the newest N of each output folder.",
 )
 @click.option(
-    "--grace-hours",
-    type=click.FloatRange(0),
-    default=GRACE_S / 3600,
-    show_default=True,
-    help="Keep cache entries younger than this. A running job may still be about to use them.",
-)
-@click.option(
     "--cache-dir",
     "cache_dirs",
     multiple=True,
     help="Cache to examine, a folder or an address as in a recipe. Repeat it for several. By default the "
     "caches of the given recipes, or of all.",
 )
-@click.option(
-    "--forget",
-    "forgotten",
-    multiple=True,
-    help="Output folder or address that you have deleted for good. The cache then no longer keeps the "
-    "entries that only it needed. Repeat it for several.",
-)
+@click.option("--forget", multiple=True, hidden=True, expose_value=False, callback=_refuse)
+@click.option("--grace-hours", hidden=True, expose_value=False, callback=_refuse)
 def command(
     recipes: tuple[Recipe, ...],
     *,
     do_delete: bool,
+    keep_s: float | None,
     num_kept_runs: int | None,
-    grace_hours: float,
     cache_dirs: tuple[str, ...],
-    forgotten: tuple[str, ...],
 ) -> None:
-    """List cache entries that nothing needs, or old training runs, and delete them with --delete.
+    """List cache entries that no job has used for a while, or old training runs; delete them with --delete.
 
-    By default, the command examines the caches of the given recipes, or of all. A cache may be shared, so
-    each output folder that uses it is registered in it, also those of other projects. An entry is needed if
-    the last jobs of a registered folder requested it, if a table in the folder names it, or if an unfinished
-    run in the folder trains on it. A training registers its entries too, so other machines keep them. If you
-    may not read a folder, what it has registered is kept.
+    By default, the command examines the caches of the given recipes, or of all. Each job records in the cache
+    which entries it uses, on whatever machine, and a training continues to do so while it runs. An entry is
+    deleted if no job has used it for --keep, and if it was not written within that time either. Deleted
+    entries are encoded again by the next job that needs them.
 
     The files of entries that are also in packs are not needed (see latentline pack). Before one is deleted,
-    its copy in the pack is read and verified. A pack is deleted if nothing needs any of its entries.
+    its copy in the pack is read and verified. A pack is deleted if no job has used any of its entries.
 
     With --keep-runs N, the command examines the training runs of these recipes instead. A run is kept if it
     is one of the newest N, if its LoRA is in lora/, if start_from of a recipe or of a run in training names
@@ -86,34 +110,59 @@ def command(
     and LoRA files too.
     """
     if num_kept_runs is not None:
-        source = click.get_current_context().get_parameter_source("grace_hours")
-        if cache_dirs or forgotten or source is ParameterSource.COMMANDLINE:
-            raise click.UsageError(
-                "--keep-runs excludes --grace-hours, --cache-dir and --forget, which are about caches."
-            )
+        if cache_dirs or keep_s is not None:
+            raise click.UsageError("--keep-runs excludes --keep and --cache-dir, which are about caches.")
         _collect_runs(recipes, num_kept_runs, do_delete=do_delete)
         return
     if recipes and cache_dirs:
         raise click.UsageError("Pass recipes or --cache-dir, not both.")
 
     given = [absolute(text, Path()) for text in cache_dirs]
-    caches = given or sorted({recipe.cache_dir for recipe in recipes or reported_recipes().recipes}, key=str)
+    folder = reported_recipes() if keep_s == 0 or not (recipes or given) else RecipeFolder([], [])
+    # A recipe given by its path may be outside the folder.
+    all_recipes = {recipe.source: recipe for recipe in (*recipes, *folder.recipes)}.values()
+    caches = given or sorted({recipe.cache_dir for recipe in recipes or all_recipes}, key=str)
     if not caches:
         echo("no recipes were found, so no cache is known; pass one with --cache-dir")
+    if keep_s == 0 and do_delete:
+        _require_readable(folder)
+
+    age_s = max(KEEP_S if keep_s is None else keep_s, RUNNING_S)
     for cache_dir in caches:
-        _forget(cache_dir, [absolute(text, Path.cwd()) for text in forgotten])
-        surveyed = survey(cache_dir, grace_s=grace_hours * 3600)
+        needed = _keys_of_recipes(all_recipes, cache_dir) if keep_s == 0 else None
+        surveyed = survey(cache_dir, keep_s=age_s, recipe_keys=needed)
         if given:
             _require_cache(cache_dir, surveyed)
-        _show(cache_dir, surveyed, grace_hours)
+        _show(cache_dir, surveyed, age_s)
         packs = surveyed.packs
         has_garbage = bool(surveyed.orphans or surveyed.leftovers or surveyed.old_orders)
-        has_garbage |= bool(packs.single or packs.old or surveyed.stale_runs)
+        has_garbage |= bool(packs.single or packs.old or surveyed.expired_lists)
         if has_garbage and do_delete:
             num_files, num_bytes = delete(cache_dir, surveyed, log=log_to_stderr)
             echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
         elif has_garbage:
-            echo("  nothing was deleted; run latentline gc --delete to delete the unneeded files")
+            echo("  nothing was deleted; run latentline gc --delete to delete the unused files")
+
+
+def _keys_of_recipes(recipes: Iterable[Recipe], cache_dir: Address) -> list[pl.Series]:
+    """Return the keys that recipes need in a cache, in groups."""
+    groups: list[pl.Series] = []
+    for recipe in recipes:
+        if recipe.cache_dir == cache_dir:
+            outputs_of(recipe, log_to_stderr).fetch("tables/")
+            groups += recipe_keys(recipe, log=log_to_stderr)
+    return groups
+
+
+def _require_readable(folder: RecipeFolder) -> None:
+    """Raise RecipeError if a recipe has mistakes, so the entries that it needs are unknown."""
+    if folder.broken:
+        names = ", ".join(broken.name for broken in folder.broken)
+        raise RecipeError(
+            f"nothing was deleted, because a recipe with mistakes may need entries: {names}",
+            where=str(folder.broken[0].file.parent),
+            fix="correct the recipe, move its file to another folder, or pass --keep with a longer time",
+        )
 
 
 def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool) -> None:
@@ -150,7 +199,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
         num_folders = len(surveyed.old) + len(surveyed.leftovers)
         if num_folders and do_delete:
             for run in surveyed.old:
-                delete_one(run.folder, log=log_to_stderr)
+                delete_one(run.folder)
             for leftover in surveyed.leftovers:
                 delete_rest(leftover)
             echo(f"  deleted {counted(num_folders, 'folder')}, {bytes_text(num_bytes)}")
@@ -175,17 +224,9 @@ def _show_runs(surveyed: RunSurvey) -> None:
         echo(f"  {counted(len(surveyed.leftovers), 'folder')} of interrupted deletions, {size}")
 
 
-def _forget(cache_dir: Address, forgotten: Sequence[Address]) -> None:
-    for output_dir in forgotten:
-        _require_deleted(output_dir)
-        was_registered = unregister_user(cache_dir, output_dir)
-        state = "forgotten by" if was_registered else "was not registered on this machine in"
-        echo(f"{output_dir}: {state} {cache_dir}")
-
-
 def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
     """Raise StoreError if the folder holds only foreign files, and so cannot be a cache."""
-    if surveyed.foreign and not surveyed.users and not surveyed.entries and not surveyed.packs.all:
+    if surveyed.foreign and not surveyed.used.num_lists and not surveyed.entries and not surveyed.packs.all:
         raise StoreError(
             f"not a cache: the folder holds only {counted(len(surveyed.foreign), 'file')} of other programs",
             where=str(cache_dir),
@@ -193,66 +234,29 @@ def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
         )
 
 
-def _require_deleted(output_dir: Address) -> None:
-    """Raise StoreError if the output folder still exists, or if this user may not see whether it does."""
-    try:
-        exists = _exists(output_dir)
-    except PermissionError as err:
-        raise StoreError(
-            "the output folder may still exist, because this user may not read the folders above it, and "
-            "--forget is only for deleted ones",
-            where=str(output_dir),
-            fix=access_fix(output_dir, err),
-        ) from err
-    if exists:
-        raise StoreError(
-            "the output folder still exists, and --forget is only for deleted ones",
-            where=str(output_dir),
-            fix="delete the folder first if you no longer need it",
-        )
-
-
-def _exists(output_dir: Address) -> bool:
-    """Return whether an output folder exists; at an address, whether it holds a table or a run.
-
-    Raises:
-        PermissionError: This user may not read the folders above it.
-    """
-    if isinstance(output_dir, Url):
-        return any(OutputFolder(output_dir, Path()).names(top) for top in ("tables", "runs"))
-    try:
-        return stat.S_ISDIR(output_dir.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
+def _show(cache_dir: Address, surveyed: Survey, age_s: float) -> None:
     entries = counted(surveyed.entries, "entry", "entries")
     echo(f"{cache_dir}: {entries}, {bytes_text(surveyed.entry_bytes)}")
-    for user in surveyed.users:
-        note = ""
-        if not user.is_here:
-            note = f"   on {user.machine}: entries kept"
-        elif user.id in surveyed.unreadable:
-            note = "   cannot be read: registered entries kept"
-        elif not _exists(user.output_dir):
-            note = "   folder is missing: entries kept, see --forget"
-        echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
-        for run, keys in user.run_keys.items():
-            is_stale = StaleRun(user.output_dir, run) in surveyed.stale_runs
-            state = "finished or deleted: registration not needed" if is_stale else "unfinished: entries kept"
-            echo(f"  {len(keys):>9,} read by run {run} of {user.recipe}, {state}")
+    reason = f"used in the last {_age_text(age_s)}"
+    if surveyed.recipe_keys is not None:
+        reason = f"needed by recipes of this project, or {reason}"
+    echo(f"  {surveyed.num_used:>9,} {reason}")
 
     orphan_bytes = bytes_text(sum(surveyed.orphans.values()))
-    echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")
-    if surveyed.young:
-        echo(f"  {surveyed.young:>9,} not needed but younger than {grace_hours:g} h: kept")
-    _show_packs(cache_dir, surveyed.packs, grace_hours)
+    echo(f"  {len(surveyed.orphans):>9,} not used, {orphan_bytes}")
+    if surveyed.young and surveyed.is_use_known:
+        echo(f"  {surveyed.young:>9,} not used but written in the last {_age_text(age_s)}: kept")
+    elif surveyed.young:
+        echo(f"  {surveyed.young:>9,} kept, {_unknown_use(surveyed, age_s)}")
+    _show_packs(cache_dir, surveyed.packs, age_s)
+    if surveyed.expired_lists:
+        list_bytes = bytes_text(sum(surveyed.expired_lists.values()))
+        echo(f"  {len(surveyed.expired_lists):>9,} old lists of used entries, {list_bytes}")
     if surveyed.leftovers:
         leftover_bytes = bytes_text(sum(surveyed.leftovers.values()))
         echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
     if surveyed.num_young_orders:
-        echo(f"  {surveyed.num_young_orders:>9,} encoding orders younger than {grace_hours:g} h: kept")
+        echo(f"  {surveyed.num_young_orders:>9,} encoding orders younger than a day: kept")
     if surveyed.num_old_orders:
         order_bytes = bytes_text(sum(surveyed.old_orders.values()))
         echo(f"  {surveyed.num_old_orders:>9,} encoding orders of jobs that failed, {order_bytes}")
@@ -262,7 +266,21 @@ def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
         echo(f"  {len(surveyed.foreign):>9,} from other programs, never touched: {names}")
 
 
-def _show_packs(cache_dir: Address, packs: Packs, grace_hours: float) -> None:
+def _unknown_use(surveyed: Survey, age_s: float) -> str:
+    since_s = surveyed.used.since_s
+    if since_s is None:
+        return "because no job has recorded yet which entries it uses"
+    since = datetime.fromtimestamp(since_s, tz=UTC).astimezone()
+    until = datetime.fromtimestamp(since_s + age_s, tz=UTC).astimezone()
+    return f"because jobs record what they use only since {since:%Y-%m-%d}: at least until {until:%Y-%m-%d}"
+
+
+def _age_text(age_s: float) -> str:
+    is_days = age_s >= 2 * _DAY_S
+    return f"{age_s / _DAY_S:g} days" if is_days else f"{age_s / _HOUR_S:g} h"
+
+
+def _show_packs(cache_dir: Address, packs: Packs, age_s: float) -> None:
     if packs.all:
         entries = counted(packs.num_entries, "entry", "entries")
         echo(f"  {len(packs.all):>9,} packs with {entries}, {_pack_bytes(packs.all)}")
@@ -270,9 +288,9 @@ def _show_packs(cache_dir: Address, packs: Packs, grace_hours: float) -> None:
         single_bytes = bytes_text(sum(packs.single.values()))
         echo(f"  {len(packs.single):>9,} single entries are also in packs, {single_bytes}")
     if packs.young:
-        echo(f"  {len(packs.young):>9,} packs not needed but younger than {grace_hours:g} h: kept")
+        echo(f"  {len(packs.young):>9,} packs not used but written in the last {_age_text(age_s)}: kept")
     if packs.old:
-        echo(f"  {len(packs.old):>9,} packs not needed, {_pack_bytes(packs.old)}")
+        echo(f"  {len(packs.old):>9,} packs not used, {_pack_bytes(packs.old)}")
     for name in packs.damaged[:MAX_SHOWN]:
         echo(
             f"  the header of a pack is damaged: {cache_folder(cache_dir).where(name)}. Its entries count as "

@@ -14,7 +14,7 @@ import polars as pl
 from pipeline.cache.recipe_entries import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
 from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
-from pipeline.cache.users import record_speed, register_user
+from pipeline.cache.used_keys import KeyLists
 from pipeline.encoding.checks import ROWS_AT_A_TIME, check_entries
 from pipeline.encoding.jobs import (
     Failure,
@@ -27,6 +27,7 @@ from pipeline.encoding.jobs import (
     write_jobs,
     write_order,
 )
+from pipeline.encoding.speed import record_speed
 from pipeline.errors import StoreError, counted
 from pipeline.processes.launch import Launch
 from pipeline.recipe.deployment import load_deployment
@@ -106,8 +107,8 @@ def fill(
 ) -> FillResult:
     """Check every requested entry, and encode those that are missing or wrong.
 
-    An entry is trusted while its stat is as recorded; any other is read and verified. The output folder is
-    registered as a user of the entries. Nothing is launched if nothing is missing.
+    An entry is trusted while its stat is as recorded; any other is read and verified. Before, the entries are
+    recorded as used. Nothing is launched if nothing is missing.
 
     Args:
         entries: Entries of the recipe.
@@ -120,10 +121,10 @@ def fill(
         StoreError: The disk is too small or not writable, or an encoded entry is not valid.
         LatentlineError: See `Launch`; entries that were encoded before stay in the cache.
     """
-    recipe, store = entries.recipe, entries.store
-    keys = requests.rows["key"]
-    register_user(store.address, recipe.registered_output, recipe=recipe.name, kind=requests.kind, keys=keys)
-    return _Fill(entries, requests, launch, log, watch).run()
+    used = KeyLists(entries.store.address, [requests.rows["key"]], log=log)
+    # Before the first entry is checked, so that latentline gc deletes none that was seen as valid.
+    used.mark()
+    return _Fill(entries, requests, used, launch, log, watch).run()
 
 
 def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
@@ -150,11 +151,18 @@ class _Fill:
     """One call of `fill`; see there for the arguments."""
 
     def __init__(
-        self, entries: RecipeEntries, requests: EntryRequests, launch: Launch, log: Log, watch: Stopwatch
+        self,
+        entries: RecipeEntries,
+        requests: EntryRequests,
+        used: KeyLists,
+        launch: Launch,
+        log: Log,
+        watch: Stopwatch,
     ) -> None:
         self._entries = entries
         self._store = entries.store
         self._requests = requests
+        self._used = used
         self._launch = launch
         self._log = log
         self._watch = watch
@@ -259,7 +267,8 @@ class _Fill:
 
             order_file = write_order(order, Path(folder), jobs_follow=True)
             launch_start_s = time.perf_counter()
-            self._launch(WORKERS[kind], order_file, write_missing_jobs)
+            with self._used.kept_marked():
+                self._launch(WORKERS[kind], order_file, write_missing_jobs)
             launched_s = time.perf_counter() - launch_start_s
             results = read_results(Path(folder))
 

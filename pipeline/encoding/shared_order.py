@@ -24,9 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.backends import cache_folder
+from pipeline.cache.backends import access_fix, cache_folder
 from pipeline.cache.folder import CacheFile
-from pipeline.cache.users import access_fix
 from pipeline.encoding.jobs import JOBS_FILE, ORDER_FILE
 from pipeline.errors import StoreError
 from pipeline.recipe.deployment import load_deployment

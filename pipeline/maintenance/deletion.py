@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from pipeline.cache.backends import access_fix
 from pipeline.cache.folder import CacheFolder
-from pipeline.cache.users import access_fix
 from pipeline.errors import StoreError
 
 _AT_ONCE = 16
@@ -15,15 +17,18 @@ _AT_ONCE = 16
 _FILES_AT_ONCE = 32
 
 
-def delete_files(cache: CacheFolder, sizes: Mapping[str, int]) -> dict[str, int]:
+def delete_files(
+    cache: CacheFolder, sizes: Mapping[str, int], *, until_s: float = math.inf
+) -> dict[str, int]:
     """Delete files from several threads.
 
     Args:
         cache: Files of the cache.
         sizes: Size of each file in bytes, by name.
+        until_s: Time in seconds since 1970 after which no more files are deleted.
 
     Returns:
-        The files that still existed, with their sizes.
+        The files that were deleted, with their sizes.
 
     Raises:
         StoreError: A file cannot be deleted. Others may have been deleted before.
@@ -32,6 +37,8 @@ def delete_files(cache: CacheFolder, sizes: Mapping[str, int]) -> dict[str, int]
     def delete(names: Sequence[str]) -> list[str]:
         deleted: list[str] = []
         for name in names:
+            if time.time() > until_s:
+                break
             try:
                 cache.delete(name)
             except FileNotFoundError:

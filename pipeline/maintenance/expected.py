@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.cache.recipe_entries import RecipeEntries, is_unchanged, with_recorded
-from pipeline.cache.users import recorded_speed
 from pipeline.encoding.checks import check_entries
+from pipeline.encoding.speed import recorded_speed
 from pipeline.reporting.progress import phase
 from pipeline.side_inputs.side_input import VIEW
 

@@ -1,32 +1,42 @@
-"""Garbage collection: find cache entries that no recipe needs and files left by interrupted writers."""
+"""Garbage collection: find cache entries that no job used for a while, and files of interrupted writers."""
 
 from __future__ import annotations
 
-import time
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from pipeline.cache.backends import cache_folder
+import numpy as np
+import polars as pl
+
+from pipeline.cache import used_keys
+from pipeline.cache.backends import access_fix, cache_folder
 from pipeline.cache.folder import CacheFile, CacheFolder
 from pipeline.cache.packs import PACKS
 from pipeline.cache.store import KINDS, SUFFIX
-from pipeline.cache.users import FOLDER, CacheUser, access_fix
+from pipeline.cache.used_keys import KeyLists, Keys, UsedKeys, are_in
 from pipeline.encoding.shared_order import ORDERS
 from pipeline.errors import StoreError
+from pipeline.log import Log, discard
 from pipeline.maintenance.deletion import delete_files
 from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
-from pipeline.maintenance.needed_keys import NeededKeys, StaleRun, delete_stale
-from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Address
-from pipeline.storage.atomic import is_temp_name
+from pipeline.storage.atomic import OLD_S, is_temp_name
 
-GRACE_S = 24 * 3600.0
-"""Age below which an entry is never an orphan: the job that needs it may not have registered it yet."""
+KEEP_S = 30 * 24 * 3600.0
+"""Time for which an entry is kept after its last use."""
 
-_DELETE_BATCH = 500
-"""Number of files that are deleted before the users' keys are read again."""
+_EARLIER_FOLDER = "outputs"
+"""Folder in which version 0.2 registered the output folders that use a cache."""
+
+_BATCH = 500
+"""Number of files that are deleted before the lists of used keys are read again."""
+
+_CLASSIFIED_AT_ONCE = 10_000
+
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass
@@ -34,112 +44,145 @@ class Survey:
     """Contents of a cache. Files are named by their path below the cache.
 
     Attributes:
-        users: Registered output folders, sorted by id.
-        unreadable: Ids of the output folders that this user may not read, or not completely.
-        stale_runs: Registrations of training runs that have finished or were deleted.
+        used: Keys that jobs used recently.
+        packs: Packs, and the single entries that packs also hold.
+        recipe_keys: Keys that recipes need, see `survey`; None if they were not determined.
         entries: Number of single entries.
         entry_bytes: Size of all single entries.
-        orphans: Size of each single entry that no user needs and that is older than the grace period.
-        young: Number of single entries that no user needs within the grace period, or of unknown age.
-        leftovers: Size of each temporary file older than the grace period.
-        old_orders: Size of each file of an order whose newest file is older than the grace period.
+        num_used: Number of single entries that were used recently.
+        orphans: Size of each single entry that was not used or written recently.
+        young: Number of single entries that were not used, but written recently or at an unknown time.
+        expired_lists: Size of each list of used keys that does not count any more.
+        leftovers: Size of each old temporary file, and of each old registration of version 0.2.
+        old_orders: Size of each file of an order without a recent file.
         num_old_orders: Number of these orders.
-        num_young_orders: Number of the other orders, which workers may be encoding.
-        packs: Packs, and the single entries that packs also hold.
+        num_young_orders: Number of orders with a recent file, which workers may be encoding.
         foreign: Files that Latentline did not write and never touches.
     """
 
+    used: UsedKeys
     packs: Packs
-    users: list[CacheUser] = field(default_factory=list[CacheUser])
-    unreadable: Set[str] = frozenset()
-    stale_runs: list[StaleRun] = field(default_factory=list[StaleRun])
+    recipe_keys: Sequence[pl.Series] | None = None
     entries: int = 0
     entry_bytes: int = 0
+    num_used: int = 0
     orphans: dict[str, int] = field(default_factory=dict[str, int])
     young: int = 0
+    expired_lists: dict[str, int] = field(default_factory=dict[str, int])
     leftovers: dict[str, int] = field(default_factory=dict[str, int])
     old_orders: dict[str, int] = field(default_factory=dict[str, int])
     num_old_orders: int = 0
     num_young_orders: int = 0
     foreign: list[str] = field(default_factory=list[str])
 
+    @property
+    def is_use_known(self) -> bool:
+        """Whether an entry without a recent list was not used for so long.
+
+        Jobs of version 0.2 wrote no lists. So nothing is known until lists are older than the entries may be.
+        """
+        since_s = self.used.since_s
+        return self.recipe_keys is not None or (since_s is not None and since_s < self.used.oldest_kept_s)
+
+    def is_old(self, file: CacheFile) -> bool:
+        """Return whether an entry or a pack that is not in a list may be deleted."""
+        return self.is_use_known and self.used.is_old(file)
+
+    def add_entries(self, kind: str, files: Sequence[CacheFile]) -> None:
+        """Classify single entries of one kind."""
+        keys = _keys_of(file.name for file in files)
+        for file, is_used, pack in zip(
+            files, are_in(keys, self.used.keys), self.packs.holders(kind, keys), strict=True
+        ):
+            self.entries += 1
+            self.entry_bytes += file.num_bytes
+            self.num_used += int(is_used)
+            if not is_used and self.is_old(file):
+                self.orphans[file.name] = file.num_bytes
+            elif pack is not None:
+                pack.single[file.name] = file.num_bytes
+            elif not is_used:
+                self.young += 1
+
     def add_orders(self, orders: Mapping[str, Sequence[CacheFile]], oldest_kept_s: float) -> None:
         """Add orders, by id. One with a file of unknown age counts as young."""
         for files in orders.values():
-            if all(file.modified_s is not None and file.modified_s < oldest_kept_s for file in files):
+            if all(_is_before(file, oldest_kept_s) for file in files):
                 self.num_old_orders += 1
                 self.old_orders |= {file.name: file.num_bytes for file in files}
             else:
                 self.num_young_orders += 1
 
 
-def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
+def survey(
+    cache_dir: Address, *, keep_s: float = KEEP_S, recipe_keys: Sequence[pl.Series] | None = None
+) -> Survey:
     """Classify every file of a cache, without changing any.
 
-    An entry is needed if the last jobs of a registered output folder requested it, if a table there names it,
-    if an unfinished run there trains on it, or if a run is registered that reads it. Of a folder that this
-    user may not read, only the registrations count.
+    Args:
+        cache_dir: Address of the cache.
+        keep_s: Age in seconds up to which lists and entries are kept.
+        recipe_keys: Hex keys that recipes need, in groups as for `KeyLists`. They are kept, and all other
+            entries that are as old count as unused, even if lists are not that old yet.
 
     Raises:
-        StoreError: The cache cannot be listed, or a registration cannot be read.
-        TableError: A table of a registered output folder cannot be read.
+        StoreError: The cache cannot be listed, or a list of used keys cannot be read.
     """
-    result = Survey(_read_packs(cache_dir))
-    needed_keys = NeededKeys(cache_dir)
-    needed = needed_keys.read()
-    result.users, result.unreadable = needed_keys.users, needed_keys.unreadable
-    result.stale_runs = needed_keys.stale_runs
-    oldest_kept_s = time.time() - grace_s
+    used = UsedKeys(cache_dir, keep_s, also=(key for group in recipe_keys or () for key in group))
+    used.read()
+    result = Survey(used, _read_packs(cache_dir), recipe_keys, expired_lists=used.expired)
+    # Orders and temporary files belong to jobs of the last hours, whatever the age of entries.
+    oldest_job_s = used.oldest_kept_s + keep_s - OLD_S
 
     # An order is old only if all of its files are, so these are classified together.
     orders: defaultdict[str, list[CacheFile]] = defaultdict(list)
     old_pack_files = set[str]()
+    entries = _Entries(result)
     for file in _list_files(cache_dir):
         path = PurePosixPath(file.name)
-        is_old = file.modified_s is not None and file.modified_s < oldest_kept_s
         if _is_entry(path):
-            result.entries += 1
-            result.entry_bytes += file.num_bytes
-            if path.stem not in needed and is_old:
-                result.orphans[file.name] = file.num_bytes
-            elif result.packs.add_single(path.parts[0], path.stem, file):
-                continue
-            elif path.stem not in needed:
-                result.young += 1
+            entries.add(path.parts[0], file)
         elif path.parts[0] == ORDERS and len(path.parts) > 2:
             orders[path.parts[1]].append(file)
         elif file.name in result.packs:
-            old_pack_files |= {file.name} if is_old else set()
+            old_pack_files |= {file.name} if result.is_old(file) else set()
         elif _is_leftover(path):
-            if is_old:
+            if _is_before(file, oldest_job_s):
+                result.leftovers[file.name] = file.num_bytes
+        elif _is_registration(path):
+            # Another machine may still have the earlier version.
+            if result.is_old(file):
                 result.leftovers[file.name] = file.num_bytes
         elif not _is_bookkeeping(path):
             result.foreign.append(file.name)
 
-    result.add_orders(orders, oldest_kept_s)
-    result.packs.classify(needed, old_pack_files.__contains__)
+    entries.classify()
+    result.add_orders(orders, oldest_job_s)
+    result.packs.classify(used.keys, old_pack_files.__contains__)
     return result
 
 
 def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple[int, int]:
-    """Delete the survey's orphans, leftovers and old orders, except entries that a user has requested since.
+    """Delete the survey's orphans, packs, leftovers and old orders, except entries that a job uses since.
 
-    Single entries that packs hold are deleted too, packs that no user needs, and registrations of runs that
-    need nothing any more. `log` receives warnings about damaged packs.
+    Single entries that packs hold are deleted too, and lists that do not count any more. `log` receives
+    warnings about damaged packs.
 
     Returns:
         Number of deleted files, and their total size in bytes.
 
     Raises:
-        StoreError: A registration cannot be read, or a file cannot be deleted.
-        TableError: A table of a registered output folder cannot be read.
+        StoreError: A list of used keys cannot be read, or a file cannot be deleted.
     """
-    cache, needed_keys = cache_folder(cache_dir), NeededKeys(cache_dir)
-    unregistered = [stale.num_bytes for stale in surveyed.stale_runs if delete_stale(cache_dir, stale)]
+    cache, used = cache_folder(cache_dir), surveyed.used
+    if surveyed.recipe_keys:
+        # Their lists may be deleted below, and a later gc must not take the entries for unused.
+        KeyLists(cache_dir, surveyed.recipe_keys, log=log).mark()
+
     leftovers = {**surveyed.leftovers, **surveyed.old_orders}
     try:
         deleted = delete_single(cache, surveyed.packs, log=log)
-        deleted |= delete_old(cache, surveyed.packs, needed_keys.read)
+        deleted |= delete_old(cache, surveyed.packs, used)
     except OSError as err:
         raise StoreError(
             f"a pack cannot be read: {err.strerror or err}",
@@ -148,19 +191,52 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
         ) from err
 
     names = sorted(surveyed.orphans)
-    for start in range(0, len(names), _DELETE_BATCH):
-        # A job may have started since the survey, and may need entries that were orphans then.
-        needed = needed_keys.read()
-        batch = [name for name in names[start : start + _DELETE_BATCH] if _key_of(name) not in needed]
-        deleted |= delete_files(cache, {name: surveyed.orphans[name] for name in batch})
+    for start in range(0, len(names), _BATCH):
+        batch = names[start : start + _BATCH]
+        # A job may have started since the survey, and may use entries that were orphans then.
+        with used.deleting() as until_s:
+            is_used = are_in(_keys_of(batch), used.keys)
+            unused = {
+                name: surveyed.orphans[name]
+                for name, used_now in zip(batch, is_used, strict=True)
+                if not used_now
+            }
+            deleted |= delete_files(cache, unused, until_s=until_s)
 
+    if surveyed.expired_lists:
+        with used.deleting() as until_s:
+            deleted |= delete_files(cache, used.expired, until_s=until_s)
     deleted |= delete_files(cache, leftovers)
     cache.tidy(sorted({str(PurePosixPath(name).parent) for name in deleted}, reverse=True))
-    return len(deleted) + len(unregistered), sum(deleted.values()) + sum(unregistered)
+    return len(deleted), sum(deleted.values())
 
 
-def _key_of(name: str) -> str:
-    return PurePosixPath(name).stem
+class _Entries:
+    """Single entries in the order of a listing, which are classified in groups of one kind."""
+
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+        self._kind = ""
+        self._files: list[CacheFile] = []
+
+    def add(self, kind: str, file: CacheFile) -> None:
+        if kind != self._kind or len(self._files) == _CLASSIFIED_AT_ONCE:
+            self.classify()
+            self._kind = kind
+        self._files.append(file)
+
+    def classify(self) -> None:
+        self._survey.add_entries(self._kind, self._files)
+        self._files = []
+
+
+def _keys_of(names: Iterator[str] | Sequence[str]) -> Keys:
+    """Return the keys of entries in the order of their names, not sorted."""
+    return np.array([bytes.fromhex(PurePosixPath(name).stem) for name in names], "S32")
+
+
+def _is_before(file: CacheFile, time_s: float) -> bool:
+    return file.modified_s is not None and file.modified_s < time_s
 
 
 def _read_packs(cache_dir: Address) -> Packs:
@@ -189,7 +265,7 @@ def _listing_error(cache: CacheFolder, err: OSError) -> StoreError:
 
 def _is_entry(path: PurePosixPath) -> bool:
     """Return whether the path is `<kind>/<first two digits>/<key>.safetensors`."""
-    if path.suffix != SUFFIX or len(path.stem) != 64 or len(path.parts) != 3:
+    if path.suffix != SUFFIX or len(path.parts) != 3 or _KEY.fullmatch(path.stem) is None:
         return False
     return path.parts[0] in KINDS and path.parts[1] == path.stem[:2]
 
@@ -199,11 +275,17 @@ def _is_leftover(path: PurePosixPath) -> bool:
     *folders, name = path.parts
     in_entry_folder = len(folders) == 2 and folders[0] in KINDS and len(folders[1]) == 2
     in_pack_folder = len(folders) == 2 and folders[0] == PACKS and folders[1] in KINDS
-    return is_temp_name(name) and (folders in ([], [FOLDER]) or in_entry_folder or in_pack_folder)
+    in_folder = folders in ([], [used_keys.FOLDER], [_EARLIER_FOLDER])
+    return is_temp_name(name) and (in_folder or in_entry_folder or in_pack_folder)
+
+
+def _is_registration(path: PurePosixPath) -> bool:
+    """Return whether the path is a registration of version 0.2."""
+    return len(path.parts) == 2 and path.parts[0] == _EARLIER_FOLDER and path.suffix in {".json", ".keys"}
 
 
 def _is_bookkeeping(path: PurePosixPath) -> bool:
-    """Return whether the path is a user's registration or state of this machine."""
+    """Return whether the path is state of this machine, or belongs to the lists of used keys."""
     if len(path.parts) == 1:
         return path.suffix == ".json"
-    return len(path.parts) == 2 and path.parts[0] == FOLDER and path.suffix in {".json", ".keys"}
+    return len(path.parts) == 2 and path.parts[0] == used_keys.FOLDER and used_keys.is_used_file(path.name)

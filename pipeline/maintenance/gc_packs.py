@@ -1,25 +1,29 @@
-"""Packs in a garbage collection: single entries with a copy in a pack, and packs that no recipe needs.
+"""Packs in a garbage collection: single entries with a copy in a pack, and packs that no job uses.
 
-A single entry is deleted after its packed copy was read and verified, so that every needed entry stays
+A single entry is deleted after its packed copy was read and verified, so that every used entry stays
 readable, wherever a process is killed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline.cache import packs as cache_packs
 from pipeline.cache.entry_format import KINDS, Kind
-from pipeline.cache.folder import CacheFile, CacheFolder
+from pipeline.cache.folder import CacheFolder
 from pipeline.cache.packs import list_packs, wrong_members
 from pipeline.cache.store import SUFFIX
+from pipeline.cache.used_keys import Keys, UsedKeys, are_in, key_array
 from pipeline.errors import counted
+from pipeline.log import Log
 from pipeline.maintenance.deletion import delete_files
-from pipeline.reporting.reports import Log
 
 _PACKS_AT_ONCE = 64
-"""Number of packs that are deleted before the users' keys are read again."""
+"""Number of packs that are deleted before the lists of used keys are read again."""
 
 
 @dataclass(eq=False)
@@ -30,19 +34,19 @@ class Pack:
         kind: Kind of its entries.
         file: The pack's file and keys.
         num_bytes: Size of the pack.
-        keys: Keys of its entries, 32 bytes each.
+        keys: Keys of its entries.
         single: Files of entries that the pack also holds, and their sizes.
     """
 
     kind: Kind
     file: cache_packs.Pack
     num_bytes: int
-    keys: frozenset[bytes]
+    keys: Keys
     single: dict[str, int] = field(default_factory=dict[str, int])
 
-    def is_needed(self, needed: Set[str]) -> bool:
-        """Return whether one of the keys is needed."""
-        return any(key.hex() in needed for key in self.keys)
+    def is_used(self, used: Keys) -> bool:
+        """Return whether one of the keys is used."""
+        return bool(are_in(self.keys, used).any())
 
 
 class Packs:
@@ -50,8 +54,8 @@ class Packs:
 
     Attributes:
         all: Packs with a valid header.
-        young: Packs that nothing needs, within the grace period or of unknown age.
-        old: Packs that nothing needs and that are older.
+        young: Packs without a used entry that were written recently, or at an unknown time.
+        old: Packs without a used entry that are older.
         damaged: Packs with a damaged header. They are never deleted.
     """
 
@@ -70,45 +74,59 @@ class Packs:
                 if pack.problem:
                     self.damaged.append(pack.name)
                 else:
-                    keys = frozenset(map(bytes.fromhex, pack.keys))
-                    self.all.append(Pack(kind, pack, pack.stat[0], keys))
-        # If several packs hold an entry, readers use the first one, so that copy is the one to verify.
-        self._by_key: dict[tuple[str, bytes], Pack] = {
-            (pack.kind, key): pack for pack in reversed(self.all) for key in pack.keys
-        }
+                    self.all.append(Pack(kind, pack, pack.stat[0], key_array(pack.keys)))
+        self._lookups = {kind: _Lookup([pack for pack in self.all if pack.kind == kind]) for kind in KINDS}
         self._files = {pack.file.name for pack in self.all} | {*self.damaged}
 
     @property
     def num_entries(self) -> int:
         """Number of entries; an entry in several packs counts once."""
-        return len(self._by_key)
+        return sum(lookup.num_keys for lookup in self._lookups.values())
 
     @property
     def single(self) -> dict[str, int]:
         """Size of each single entry that a pack also holds, by path."""
         return {name: size for pack in self.all for name, size in pack.single.items()}
 
-    def add_single(self, kind: str, key: str, file: CacheFile) -> bool:
-        """Record the file of an entry, and return whether a pack holds the entry too."""
-        pack = self._by_key.get((kind, bytes.fromhex(key)))
-        if pack is not None:
-            pack.single[file.name] = file.num_bytes
-        return pack is not None
+    def holders(self, kind: str, keys: Keys) -> list[Pack | None]:
+        """Return the pack that holds each entry, None without one. Of several, readers use the first one."""
+        return self._lookups[kind].holders(keys) if len(keys) else []
 
     def __contains__(self, name: str) -> bool:
         """Return whether a file is a pack."""
         return name in self._files
 
-    def classify(self, needed: Set[str], is_old: Callable[[str], bool]) -> None:
-        """Find the packs that nothing needs.
+    def classify(self, used: Keys, is_old: Callable[[str], bool]) -> None:
+        """Find the packs without a used entry.
 
         Args:
-            needed: Keys that users need.
-            is_old: Returns whether a file is older than the grace period.
+            used: Keys of the used entries.
+            is_old: Returns whether a file is old enough to be deleted.
         """
         for pack in self.all:
-            if not pack.is_needed(needed):
+            if not pack.is_used(used):
                 (self.old if is_old(pack.file.name) else self.young).append(pack)
+
+
+class _Lookup:
+    """Packs of one kind by key."""
+
+    def __init__(self, packs: list[Pack]) -> None:
+        self._packs = packs
+        keys = np.concatenate([key_array([]), *(pack.keys for pack in packs)])
+        numbers = np.repeat(np.arange(len(packs)), [len(pack.keys) for pack in packs])
+        # np.unique returns the first of equal keys, so the first pack.
+        self._keys, first = np.unique(keys, return_index=True)
+        self._numbers: npt.NDArray[np.intp] = numbers[first]
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
+
+    def holders(self, keys: Keys) -> list[Pack | None]:
+        is_held = are_in(keys, self._keys)
+        at = np.searchsorted(self._keys, keys)
+        return [self._packs[self._numbers[n]] if held else None for n, held in zip(at, is_held, strict=True)]
 
 
 def delete_single(cache: CacheFolder, packs: Packs, *, log: Log) -> dict[str, int]:
@@ -147,20 +165,23 @@ def _key_of(name: str) -> str:
     return name.rpartition("/")[2].removesuffix(SUFFIX)
 
 
-def delete_old(cache: CacheFolder, packs: Packs, needed: Callable[[], Set[str]]) -> dict[str, int]:
-    """Delete packs that nothing needs; return the deleted files and their sizes.
+def delete_old(cache: CacheFolder, packs: Packs, used: UsedKeys) -> dict[str, int]:
+    """Delete packs without a used entry; return the deleted files and their sizes.
 
     Args:
         cache: Files of the cache.
         packs: Packs to delete.
-        needed: Returns the keys that users need now; a job may have started since the survey.
+        used: Keys of the used entries, which are read again because a job may have started since the survey.
 
     Raises:
-        StoreError: See `needed` and `delete_files`.
+        StoreError: See `UsedKeys.deleting` and `delete_files`.
     """
     deleted: dict[str, int] = {}
     for start in range(0, len(packs.old), _PACKS_AT_ONCE):
-        needed_now = needed()
-        batch = [pack for pack in packs.old[start : start + _PACKS_AT_ONCE] if not pack.is_needed(needed_now)]
-        deleted |= delete_files(cache, {pack.file.name: pack.num_bytes for pack in batch})
+        with used.deleting() as until_s:
+            batch = [
+                pack for pack in packs.old[start : start + _PACKS_AT_ONCE] if not pack.is_used(used.keys)
+            ]
+            files = {pack.file.name: pack.num_bytes for pack in batch}
+            deleted |= delete_files(cache, files, until_s=until_s)
     return deleted

@@ -13,13 +13,11 @@ from typing import Any
 
 from pipeline.errors import TrainingError
 from pipeline.recipe import Recipe
-from pipeline.reporting.reports import Log, discard
 from pipeline.storage.atomic import is_temp_name, temp_path_for
 from pipeline.trained_lora.export.earlier_step import exported_step
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.job import JOB_FILE
-from pipeline.trained_lora.registered_run import unregister_folder
 from pipeline.trained_lora.run_folder import (
     RunLayout,
     checkpoint_list,
@@ -105,14 +103,8 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
     return survey
 
 
-def delete_run(folder: Path, *, log: Log = discard) -> None:
+def delete_run(folder: Path) -> None:
     """Delete a run's folder; an interruption leaves a folder that no program takes for a run.
-
-    The run's registration in its cache is deleted too.
-
-    Args:
-        folder: Folder of the run.
-        log: Receives a warning if the registration cannot be deleted.
 
     Raises:
         TrainingError: The run was published or is trained since the survey, or cannot be deleted.
@@ -121,7 +113,6 @@ def delete_run(folder: Path, *, log: Log = discard) -> None:
     with hold_idle_run(layout), hold_training(layout, wait_s=0.0):
         if reason := published_reason(folder):
             raise needed_error(folder.name, reason, where=str(folder))
-        unregister_folder(folder, folder.parents[1], log=log)
         delete_run_folder(folder)
 
 

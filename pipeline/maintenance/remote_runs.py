@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.log import Log, discard
 from pipeline.maintenance.old_runs import (
     Run,
     RunSurvey,
@@ -29,7 +28,6 @@ from pipeline.recipe import Recipe
 from pipeline.storage.remote_stat import stat_from_info
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
-from pipeline.trained_lora.registered_run import unregister_folder
 from pipeline.trained_lora.run_folder import (
     MARKER,
     RunLayout,
@@ -131,14 +129,13 @@ class RemoteRuns:
         ]
         return survey
 
-    def delete(self, folder: Path, *, log: Log = discard) -> None:
+    def delete(self, folder: Path) -> None:
         """Delete a run at the address and in the local folder, or the rest of an interrupted deletion.
 
         The run's lease is held meanwhile: a job that wants to train the run waits, and then starts it again.
 
         Args:
             folder: Local folder of the run.
-            log: Receives a warning if the registration of the run cannot be deleted.
 
         Raises:
             StoreError: The service does not answer.
@@ -169,7 +166,6 @@ class RemoteRuns:
                     raise needed_error(run, "its files have changed", where=outputs.where(top))
 
                 outputs.remove(f"{top}/{_FIRST_DELETED}", guard=require_lease)
-                unregister_folder(folder, outputs.address, log=log)
                 outputs.remove(*(f"{top}/{name}" for name in versions), guard=require_lease)
             delete_run_folder(folder)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.earlier_entries import register_earlier, unregister_earlier
 from pipeline.cache.entry_format import TEXT
 from pipeline.cache.recipe_entries import SEEN, STAT_COLUMNS, STATS, RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryState
@@ -110,9 +109,7 @@ def cache_text(
     captions = text_rows(entries, selected("validated_dataset", validated_table, CAPTION_COLUMNS))
     previous = tables.read_previous(ASSET, ("key", "text_length", *_TOKEN_COUNTS, *STAT_COLUMNS))
     requests = _entry_requests(entries, needed_texts(entries, captions), previous)
-    register_earlier(entries, "text", None if previous is None else previous["key"], requests.rows["key"])
     result = fill(entries, requests, launch=launch, log=log, watch=watch)
-    unregister_earlier(entries, ("text",))
 
     # Keys are computed again for all rows, because `requests` has each caption only once.
     keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))

@@ -17,7 +17,8 @@ import numpy as np
 import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
-from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.cache.recipe_entries import SEEN, RecipeEntries
+from pipeline.cache.used_keys import KeyLists
 from pipeline.errors import counted
 from pipeline.models.families import detect
 from pipeline.models.preview_prompts import require_preview_prompts
@@ -28,10 +29,12 @@ from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
-from pipeline.side_inputs import REFERENCES
+from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
+from pipeline.text_embeddings.caption_rows import with_seen_images
+from pipeline.text_embeddings.stage import needed_texts
 from pipeline.trained_lora.export.earlier_step import (
     exported_step,
     forget_exported_step,
@@ -56,7 +59,6 @@ from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts,
 from pipeline.trained_lora.job import TrainingJob, with_steps
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
-from pipeline.trained_lora.registered_run import register_entries, unregister_entries
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import (
     require_objective,
@@ -117,7 +119,7 @@ def train_lora(
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.
         TrainingError: The LoRA in `start_from` cannot be used, training failed, or left no usable result.
         LaunchError: The worker died or was stopped; its last checkpoint remains.
-        StoreError: The entries of the run cannot be registered in the cache.
+        StoreError: The entries that the run uses cannot be recorded in the cache.
         RecipeError: The overrides are invalid or contradict the recipe, or a preview prompt or the references
             do not suit the base model.
     """
@@ -127,30 +129,49 @@ def train_lora(
     if changes:
         log(f"overridden for this run: {', '.join(f'{name} {value}' for name, value in changes.items())}")
     require_start_file(recipe)
+    entries = RecipeEntries(recipe, log=log)
+    used = KeyLists(recipe.cache_dir, _used_keys(entries, latents, text), log=log)
+    # Before the gates find each entry in the cache, so that latentline gc deletes none of them after that.
+    used.mark()
     require_open_gates(recipe, log=log)
 
     # A run is the same whether its length is given in epochs or in steps, so its recipe always counts steps.
     epochs = recipe.training.epochs
-    job, facts, table = _plan_run(recipe, latents, text, overrides=changes, log=log)
+    job, facts, table = _plan_run(entries, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
 
-    with hold_run(layout, log):
-        with uploaded_run(recipe, layout, log) as run:
-            finished, launched = _finished(job, facts, table, launch=run.uploading(launch), log=log)
-            if launched:
-                watch.startup_s = finished["startup_s"]
-            _record_epochs(layout, finished, epochs)
-            with run.publishing():
-                published_step = _publish(job, finished, launched=launched, log=log)
-            if not (layout.report / LOSSES_FILE).is_file():
-                write_run_report(job, layout)
-            mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
-        # The address shows that the run has finished before the registration is deleted.
-        unregister_entries(recipe.cache_dir, recipe.registered_output, job.run, log=log)
+    with used.kept_marked(), hold_run(layout, log), uploaded_run(recipe, layout, log) as run:
+        finished, launched = _finished(job, facts, table, launch=run.uploading(launch), log=log)
+        if launched:
+            watch.startup_s = finished["startup_s"]
+        _record_epochs(layout, finished, epochs)
+        with run.publishing():
+            published_step = _publish(job, finished, launched=launched, log=log)
+        if not (layout.report / LOSSES_FILE).is_file():
+            write_run_report(job, layout)
+        mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
 
     report = _report(job, finished, launched=launched)
     report |= {"published_step": published_step, "overrides": changes, **watch.numbers()}
     return StageResult(table, empty("rejected"), report)
+
+
+def _used_keys(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataFrame) -> list[pl.Series]:
+    """Return the keys of the entries that a training may read.
+
+    They are divided like the keys of the cache jobs, so that a training after these jobs writes no lists.
+    """
+    by_kind: dict[str, list[pl.Series]] = {"latents": [latents["key"]]}
+    for side_input in SIDE_INPUTS:
+        if side_input.keys_column in latents.columns:
+            keys = latents[side_input.keys_column].drop_nulls().str.split(" ").explode()
+            by_kind.setdefault(side_input.kind, []).append(keys)
+
+    # The empty caption and the preview prompts have no row.
+    texts = needed_texts(entries, with_seen_images(entries, text.clear()))
+    more_texts = entries.text_keys(texts["caption"], texts.get_column(SEEN, default=None))
+    by_kind["text"] = [text["key"], more_texts]
+    return [pl.concat(parts) for parts in by_kind.values()]
 
 
 def _record_epochs(layout: RunLayout, finished: dict[str, Any], epochs: float | None) -> None:
@@ -180,10 +201,15 @@ def require_open_gates(recipe: Recipe, *, log: Log) -> None:
 
 
 def _plan_run(
-    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, overrides: Mapping[str, Any], log: Log
+    entries: RecipeEntries,
+    latents: pl.DataFrame,
+    text: pl.DataFrame,
+    *,
+    overrides: Mapping[str, Any],
+    log: Log,
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora."""
-    entries = RecipeEntries(recipe, log=log)
+    recipe = entries.recipe
     require_objective(recipe.training, entries.family.prediction_type())
     require_replaceable_shift(recipe.training, entries.family)
     require_text_encoders(recipe.training, entries.family)
@@ -281,8 +307,6 @@ def _train(
         with suppress(FileNotFoundError):
             stale.unlink()
 
-    # After the lines above, because `latentline gc` takes a registration with a finished run for a stale one.
-    register_entries(job, log=log)
     write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
     log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.earlier_entries import register_earlier
 from pipeline.cache.entry_format import MASK
 from pipeline.cache.recipe_entries import STATS, RecipeEntries, with_recorded
 from pipeline.cache.store import Store
-from pipeline.cache.users import register_user
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Encoded, Failure, Job, Outcome, ResultsWriter, read_order
 from pipeline.images.decoder_warnings import counted_warnings
@@ -57,11 +55,7 @@ def cache_masks(
         StoreError: The cache cannot be read or written.
     """
     recipe = entries.recipe
-    register_earlier(entries, "masks", recorded["key"], masks["key"])
     if not MASKS.numbers(recipe):
-        if not recorded.is_empty():
-            output = recipe.registered_output
-            register_user(entries.store.address, output, recipe=recipe.name, kind="masks", keys=[])
         return None
     requests = _entry_requests(entries, masks, recorded)
     return fill(entries, requests, launch=_encode_here(recipe, log), log=log, watch=watch)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.earlier_entries import register_earlier, unregister_earlier
 from pipeline.cache.recipe_entries import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
@@ -107,10 +106,8 @@ def cache_latents(
 
     # An image of a side input may also be a sample, with the same entry; the entry stays one row.
     rows = pl.concat([latents, *images], how="diagonal").unique("key", keep="first", maintain_order=True)
-    register_earlier(entries, "latents", None if recorded is None else recorded["key"], rows["key"])
     work = _entry_requests(entries, rows, picture_rows)
     result = fill(entries, work, launch=launch, log=log, watch=watch)
-    unregister_earlier(entries, ("latents", "masks"))
 
     # A failed entry rejects every sample that needs it.
     requests = requests.with_row_index("row")

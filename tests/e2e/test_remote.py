@@ -77,7 +77,7 @@ def test_a_cache_in_a_bucket_works_for_encoding_gates_commands_and_training(
     files.pipe_file(entry, files.cat_file(entry)[:-1])
     assert fresh.latentline("verify", "small").returncode == 1
     assert f"s3://{entry}" in fresh.latentline("verify", "small", "--repair").stdout
-    assert "11 needed by small" in fresh.latentline("gc").stdout
+    assert "11 used in the last 30 days" in fresh.latentline("gc").stdout
     shutil.rmtree(fresh.data)  # training needs only the cache
     materialize = ("asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora")
     trained = fresh.dagster(*materialize)

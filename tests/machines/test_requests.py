@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.cache.entry_format import EntrySpec, TensorSpec
 from pipeline.cache.store import Store
+from pipeline.cache.used_keys import KeyLists
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import FileChangedError, RemoteFolder
 from tests.machines.ceph import Gateway
@@ -90,6 +91,17 @@ def test_a_valid_entry_that_exists_costs_no_second_put(
     assert store.write(spec, values, {})
     assert not store.write(spec, values, {})
     assert proxy.counts()["PUT"] == 2, "one put of each writer"
+
+
+def test_a_job_with_unchanged_entries_records_their_use_with_three_requests(
+    s3: str, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+    keys = [f"{number:064x}" for number in range(100)]
+    KeyLists(Url(f"{s3}/cache"), [keys], log=print).mark()
+    proxy.requests.clear()
+    KeyLists(Url(f"{s3}/cache"), [keys], log=print).mark()
+    assert proxy.counts() == {"PUT": 1, "LIST": 2}
 
 
 def test_H02_entries_of_a_large_cache_are_looked_up_without_listing_it(

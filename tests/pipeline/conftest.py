@@ -67,7 +67,6 @@ def job(
     if finished.is_dir():
         shutil.rmtree(photos)
         shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-        shutil.rmtree(tmp_path / "cache" / "outputs")  # contains paths of the first test
         cached_job.cache()  # encodes nothing, but records the stats of the copies
         assert in_process_launch.modules == []
     else:

@@ -1,4 +1,4 @@
-"""A process that seals or collects garbage in forks, each of which kills itself before one of its changes.
+"""A process that seals, records keys or collects garbage in forks, which kill themselves before a change.
 
 It reads lines "<action> <address> <number>" and answers each with the fork's exit status.
 The libraries are imported once. Polars starts its threads when it is first used, which is in a fork.
@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from pipeline.cache import sealing
 from pipeline.cache.store import Store
+from pipeline.cache.used_keys import KeyLists
 from pipeline.maintenance.gc import delete, survey
 from pipeline.reporting.reports import discard
 from pipeline.storage.addresses import address
@@ -27,6 +29,9 @@ from pipeline.storage.remote_folder import RemoteFolder
 from tests.pipeline.packs_case import spec_of
 
 NUM_ENTRIES = 5
+USED = sorted(range(NUM_ENTRIES), key=lambda number: spec_of(number).key)[3:]
+"""Numbers of the entries that "gc of all ages" keeps; the others are in another pack."""
+
 ENTRIES_PER_PACK = 3
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,14 +59,19 @@ def kill_before(number: int) -> None:
 
 
 def act(action: str, cache: str) -> None:
-    """Seal the entries in packs of three, or delete what is not needed."""
+    """Seal the entries in packs of three, record the keys of all, or delete what is not used."""
     where = address(cache)
     if action == "seal":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sealing, "MAX_ENTRIES", ENTRIES_PER_PACK)
             sealing.seal(Store(where), map(spec_of, range(NUM_ENTRIES)), log=discard)
+    elif action == "use":
+        KeyLists(where, [[spec_of(number).key for number in range(NUM_ENTRIES)]], log=discard).mark()
+    elif action == "gc of all ages":
+        used = [pl.Series([spec_of(number).key for number in USED])]
+        delete(where, survey(where, keep_s=-60.0, recipe_keys=used))
     else:
-        delete(where, survey(where, grace_s=0.0 if action == "gc of all ages" else 3600.0))
+        delete(where, survey(where))
 
 
 class Killer:

@@ -10,14 +10,14 @@ import fsspec
 import pytest
 
 from pipeline.cache.store import Store
-from pipeline.cache.users import register_user
 from pipeline.maintenance.gc import delete, survey
 from pipeline.storage.addresses import address
-from tests.pipeline.pack_killer import NUM_ENTRIES, Killer, act, killer
+from tests.pipeline.pack_killer import NUM_ENTRIES, USED, Killer, act, killer
 from tests.pipeline.packs_case import single_files, spec_of, write_entries
+from tests.pipeline.used_case import OLD_S, lists, make_old, use, used
 
 ALL = range(NUM_ENTRIES)
-MIN_CHANGES = {"seal": 2, "gc": 5, "gc of all ages": 1}
+MIN_CHANGES = {"seal": 2, "gc": 5, "gc of all ages": 1, "use": 2}
 """Number of files that each action writes or deletes; on a local disk, each file takes several changes."""
 
 
@@ -92,7 +92,7 @@ def test_a_kill_while_sealing_leaves_all_entries_and_a_rerun_completes(
 
 
 def test_a_kill_while_gc_deletes_single_entries_leaves_all_entries_readable(
-    new_cache: Callable[[], str], killed: Killer, tmp_path: Path
+    new_cache: Callable[[], str], killed: Killer
 ) -> None:
     opened_before = {}
 
@@ -100,9 +100,7 @@ def test_a_kill_while_gc_deletes_single_entries_leaves_all_entries_readable(
         cache = new_cache()
         store = Store(address(cache))
         specs = write_entries(store, NUM_ENTRIES)
-        register_user(
-            address(cache), tmp_path / "out", recipe="r", kind="latents", keys=[spec.key for spec in specs]
-        )
+        use(address(cache), [spec.key for spec in specs])
         act("seal", cache)
         opened_before[cache] = store
         return cache
@@ -117,11 +115,10 @@ def test_a_kill_while_gc_deletes_single_entries_leaves_all_entries_readable(
 
 
 def test_a_kill_while_gc_deletes_a_pack_leaves_the_other_packs(
-    new_cache: Callable[[], str], killed: Killer, tmp_path: Path
+    new_cache: Callable[[], str], killed: Killer
 ) -> None:
-    """The pack with three entries is not needed; the other one is."""
+    """The pack with three entries is not used; the other one is."""
     in_order = sorted(ALL, key=lambda number: spec_of(number).key)
-    needed = in_order[3:]
     caches: list[str] = []
 
     def prepare() -> str:
@@ -130,14 +127,12 @@ def test_a_kill_while_gc_deletes_a_pack_leaves_the_other_packs(
         write_entries(Store(address(cache)), NUM_ENTRIES)
         act("seal", cache)
         delete(address(cache), survey(address(cache)))
-        keys = [spec_of(number).key for number in needed]
-        register_user(address(cache), tmp_path / "out", recipe="r", kind="latents", keys=keys)
         return cache
 
     def check(cache: str) -> None:
         store = Store(address(cache))
         states = {number: store.check(spec_of(number)).status for number in ALL}
-        assert all(states[number] == "valid" for number in needed)
+        assert all(states[number] == "valid" for number in USED)
         assert len({states[number] for number in in_order[:3]}) == 1
         assert set(states.values()) <= {"valid", "missing"}
 
@@ -147,3 +142,52 @@ def test_a_kill_while_gc_deletes_a_pack_leaves_the_other_packs(
         packs = Store(address(cache)).folder.names("packs/latents")
         assert len(packs) == 1
         assert invalid(cache, ALL) == sorted(in_order[:3])
+
+
+def test_a_kill_while_keys_are_recorded_leaves_earlier_lists_and_a_rerun_completes(
+    new_cache: Callable[[], str], killed: Killer
+) -> None:
+    earlier = "ab" * 32
+
+    def prepare() -> str:
+        cache = new_cache()
+        write_entries(Store(address(cache)), NUM_ENTRIES)
+        use(address(cache), [earlier])
+        return cache
+
+    def check(cache: str) -> None:
+        assert used(address(cache)) in ({earlier}, {earlier, *(spec_of(number).key for number in ALL)})
+        delete(address(cache), survey(address(cache)))
+        assert invalid(cache, ALL) == []
+
+    num_changes = each_kill(killed, "use", prepare, check)
+    assert num_changes >= MIN_CHANGES["use"]
+
+
+def test_a_kill_while_gc_deletes_single_entries_and_lists_keeps_used_ones(
+    local_killer: Killer, tmp_path: Path
+) -> None:
+    keys = {number: spec_of(number).key for number in ALL}
+    caches: list[Path] = []
+
+    def prepare() -> str:
+        cache = tmp_path / uuid.uuid4().hex
+        caches.append(cache)
+        write_entries(Store(cache), NUM_ENTRIES)
+        use(cache, [keys[number] for number in ALL if number not in USED])
+        make_old(cache, lists_too=True)
+        use(cache, [keys[number] for number in USED])
+        return str(cache)
+
+    def check(cache: str) -> None:
+        states = {number: Store(Path(cache)).check(spec_of(number)).status for number in ALL}
+        assert all(states[number] == "valid" for number in USED)
+        assert set(states.values()) <= {"valid", "missing"}
+        young = [path for path in lists(Path(cache)) if path.stat().st_mtime > OLD_S]
+        assert [path.stat().st_size for path in young] == [32 * len(USED)]
+
+    num_changes = each_kill(local_killer, "gc", prepare, check)
+    assert num_changes >= NUM_ENTRIES - len(USED) + 1
+    for cache in caches:
+        assert invalid(str(cache), ALL) == sorted(set(ALL) - set(USED))
+        assert len(lists(cache)) == 1

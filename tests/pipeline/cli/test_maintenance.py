@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
-from pipeline.cache.users import register_run
 from pipeline.cli.main import latentline
 from pipeline.errors import LatentlineError, PathIsolationError, RecipeError, TrainingError
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.cached_job import Job
 from tests.pipeline.packs_case import pack_everything
+from tests.pipeline.used_case import forget_use, make_old, use
 
 OLD_S = 1_000_000_000
 
@@ -183,58 +184,80 @@ def test_verify_repairs_in_a_separate_process(cli: Any, job: Job) -> None:
     assert cli("verify", "sample").exit_code == 0
 
 
-def test_L13_gc_deletes_nothing_without_its_option(cli: Any, job: Job) -> None:
+def drop_cat(job: Job) -> Path:
+    """Delete an image, let all lists of used entries expire, and run the job; return the image's latent."""
     path = job.entry("vae_latents")
     for suffix in (".png", ".txt"):
         (job.recipe.datasets[0].path / f"cat{suffix}").unlink()
+    forget_use(job.recipe.cache_dir)
     job.run()
-    assert "2 not needed but younger than 24 h: kept" in cli("gc").stdout
+    return path
+
+
+def test_L13_gc_deletes_nothing_without_its_option(cli: Any, job: Job) -> None:
+    path = drop_cat(job)
+    assert "2 kept, because jobs record what they use only since" in cli("gc").stdout
+    os.utime(job.recipe.cache_dir / "used" / "since", (OLD_S, OLD_S))
+    assert "2 not used but written in the last 30 days: kept" in cli("gc").stdout
     os.utime(path, (OLD_S, OLD_S))
     completed = cli("gc")
     assert completed.exit_code == 0
-    assert "1 not needed, 2.56 kB" in completed.stdout
+    assert "9 used in the last 30 days" in completed.stdout
+    assert "1 not used, 2.56 kB" in completed.stdout
+    assert "2 old lists of used entries" in completed.stdout
     assert "nothing was deleted" in completed.stdout
     assert path.exists()
-    assert "deleted 1 file, 2.56 kB" in cli("gc", "--delete").stdout
+    assert "deleted 3 files" in cli("gc", "--delete").stdout
     assert not path.exists()
     assert cli("verify", "sample").exit_code == 0
 
 
-def test_L13_gc_shows_registered_runs_and_deletes_the_registration_of_a_finished_one(
-    cli: Any, job: Job
-) -> None:
-    cache_dir, output_dir = job.recipe.cache_dir, job.recipe.output_dir
-    run = add_run(output_dir, "1" * 16, changed_s=OLD_S)
-    register_run(cache_dir, output_dir, recipe="sample", run=run.name, keys=["0" * 64])
-    shown = cli("gc").stdout
-    assert f"1 read by run {run.name} of sample, unfinished: entries kept" in shown
-    assert "nothing was deleted" not in shown
-    (run / "finished.json").write_text("{}")
-    assert f"run {run.name} of sample, finished or deleted: registration not needed" in cli("gc").stdout
-    assert "deleted 1 file, 32 bytes" in cli("gc", "--delete").stdout
-    assert run.name not in cli("gc").stdout
+def test_L13_gc_can_keep_only_what_the_recipes_need(cli: Any, job: Job, tmp_path: Path) -> None:
+    path = drop_cat(job)
+    make_old(job.recipe.cache_dir, lists_too=True)
+    assert "0 used in the last 30 days" in cli("gc").stdout
+    listing = cli("gc", "--keep", "0d")
+    assert "9 needed by recipes of this project, or used in the last 6 h" in listing.stdout, listing.output
+
+    (tmp_path / "configs" / "broken.yaml").write_text("datasets: [")
+    completed = cli("gc", "--keep", "0d", "--delete")
+    assert isinstance(completed.exception, RecipeError)
+    assert "nothing was deleted, because a recipe with mistakes may need entries: broken" in str(
+        completed.exception
+    )
+    (tmp_path / "configs" / "broken.yaml").unlink()
+    assert path.exists()
+    cli("gc", "--keep", "0d", "--delete")
+    assert not path.exists()
+    assert cli("verify", "sample").exit_code == 0
+    make_old(job.recipe.cache_dir)
+    assert "9 used in the last 30 days" in cli("gc").stdout, "gc has recorded what the recipes need"
 
 
-def test_gc_shows_where_the_damaged_index_of_a_pack_is_and_what_to_do(cli: Any, job: Job) -> None:
+def test_L13_no_recipe_keeps_an_entry_of_a_running_job_from_being_kept(cli: Any, job: Job) -> None:
+    make_old(job.recipe.cache_dir)
+    use(job.recipe.cache_dir, ["ab" * 32])
+    for path in job.recipe.output_dir.glob("tables/*"):
+        path.unlink()
+    assert "11 needed by recipes" in cli("gc", "--keep", "0d").stdout
+    assert "0 not used" in cli("gc", "--keep", "0d").stdout
+
+
+def test_a_cache_that_recorded_no_use_yet_is_kept(cli: Any, job: Job) -> None:
+    shutil.rmtree(job.recipe.cache_dir / "used")
+    for path in job.recipe.cache_dir.rglob("*"):
+        os.utime(path, (OLD_S, OLD_S))
+    assert "11 kept, because no job has recorded yet which entries it uses" in cli("gc").stdout
+    assert "nothing was deleted" not in cli("gc").stdout
+
+
+def test_gc_shows_where_a_damaged_pack_is_and_what_to_do(cli: Any, job: Job) -> None:
     pack_everything(job.recipe.cache_dir)
-    index = next((job.recipe.cache_dir / "packs" / "text").glob("*.parquet"))
-    index.write_bytes(b"damaged")
+    pack = next((job.recipe.cache_dir / "packs" / "text").glob("*.pack"))
+    pack.write_bytes(b"damaged")
     shown = cli("gc").stdout
-    assert f"its entries count as missing: {index}. Start the cache jobs" in shown
-    assert "Then delete this file: latentline gc deletes the pack when it is older than 24 h." in shown
-
-
-def test_L13_an_output_folder_is_forgotten_only_after_it_was_deleted(
-    cli: Any, job: Job, tmp_path: Path
-) -> None:
-    completed = cli("gc", "--forget", str(job.recipe.output_dir))
-    assert isinstance(completed.exception, LatentlineError)
-    assert "still exists" in completed.exception.what
-    job.recipe.output_dir.rename(tmp_path / "moved")
-    assert "folder is missing: entries kept" in cli("gc", "--grace-hours", "0").stdout
-    output = cli("gc", "--grace-hours", "0", "--forget", str(job.recipe.output_dir)).stdout
-    entries = len(list(job.recipe.cache_dir.rglob("*.safetensors")))
-    assert f"{entries} not needed" in output
+    assert f"the header of a pack is damaged: {pack}. Its entries count as missing." in shown
+    assert "Then delete this file." in shown
 
 
 def test_I27_gc_rejects_a_folder_that_is_not_a_cache(cli: Any, tmp_path: Path) -> None:
@@ -295,8 +318,9 @@ def test_gc_deletes_no_run_while_a_recipe_has_mistakes(cli: Any, job: Job, tmp_p
     "options",
     [
         ["--keep-runs", "1", "--cache-dir", "x"],
-        ["--keep-runs", "1", "--forget", "x"],
-        ["--keep-runs", "1", "--grace-hours", "24"],
+        ["--keep-runs", "1", "--keep", "30d"],
+        ["--keep", "30"],
+        ["--keep", "-1d"],
         ["sample", "--cache-dir", "x"],
         ["--keep-runs", "-1"],
     ],
@@ -304,6 +328,13 @@ def test_gc_deletes_no_run_while_a_recipe_has_mistakes(cli: Any, job: Job, tmp_p
 )
 def test_gc_refuses_options_that_exclude_each_other(cli: Any, options: list[str]) -> None:
     assert cli("gc", *options).exit_code == 2
+
+
+@pytest.mark.parametrize("option", [["--forget", "outputs/old"], ["--grace-hours", "24"]], ids=" ".join)
+def test_an_option_of_version_0_2_is_an_error_that_names_its_replacement(cli: Any, option: list[str]) -> None:
+    completed = cli("gc", *option)
+    assert completed.exit_code == 2
+    assert f"{option[0]} no longer exists: gc deletes what no job has used for --keep" in completed.stderr
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])

@@ -182,14 +182,15 @@ def test_a_worker_that_ends_early_is_reported_and_a_restart_of_its_shard_encodes
 
 
 def test_gc_lists_orders_of_failed_jobs_keeps_young_ones_and_deletes_old_ones(
-    cache: Cache, address: str, in_process_launch: Any
+    cache: Cache, address: str, in_process_launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = at(cache, address)
     with pytest.raises(LaunchError):
         latents(shared, OnWorkers(in_process_launch, lambda _: []))
     young = gc.survey(shared.recipe.cache_dir)
     assert (young.num_young_orders, young.num_old_orders, young.foreign) == (1, 0, [])
-    old = gc.survey(shared.recipe.cache_dir, grace_s=0)
+    monkeypatch.setattr(gc, "OLD_S", -60.0)
+    old = gc.survey(shared.recipe.cache_dir)
     assert (old.num_young_orders, old.num_old_orders) == (0, 1)
     assert sorted(old.old_orders) == other_files(shared.recipe)
     gc.delete(shared.recipe.cache_dir, old)

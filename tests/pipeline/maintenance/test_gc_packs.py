@@ -1,8 +1,7 @@
-"""`latentline gc` deletes single entries with a verified copy in a pack, and packs that nothing needs."""
+"""`latentline gc` deletes single entries with a verified copy in a pack, and packs that no job uses."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,11 @@ from pipeline.cache.folder import entry_name
 from pipeline.cache.packs import build_pack
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntrySpec, Store
-from pipeline.cache.users import register_user
 from pipeline.errors import StoreError
 from pipeline.maintenance.gc import delete, survey
 from pipeline.reporting.reports import discard
-from pipeline.storage.addresses import address
 from pipeline.storage.atomic import temp_name
+from tests.pipeline import used_case
 from tests.pipeline.packs_case import (
     any_store,
     flip_bit,
@@ -32,29 +30,30 @@ from tests.pipeline.packs_case import (
 
 __all__ = ["any_store"]
 
-OLD_S = 1_000_000_000
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "cache")
 
 
-def register(store: Store, specs: list[EntrySpec]) -> None:
-    register_user(
-        store.address, address("memory://out"), recipe="r", kind="latents", keys=[spec.key for spec in specs]
-    )
+def use(store: Store, specs: list[EntrySpec]) -> None:
+    used_case.use(store.address, [spec.key for spec in specs])
 
 
-def make_all_files_old(store: Store) -> None:
-    for path in Path(str(store.address)).rglob("*"):
-        os.utime(path, (OLD_S, OLD_S))
+def forget_use(store: Store) -> None:
+    used_case.forget_use(Path(str(store.address)))
+
+
+def make_old(store: Store) -> None:
+    """Make all files old, and record the use of another entry long ago, so that use is known."""
+    used_case.use(store.address, ["0" * 64])
+    used_case.make_old(Path(str(store.address)))
 
 
 def test_single_entries_are_deleted_after_sealing_and_stay_readable(any_store: Store) -> None:
     specs = write_entries(any_store, 3)
     alone = write_entries(any_store, 2, start=3)
-    register(any_store, [*specs, *alone])
+    use(any_store, [*specs, *alone])
     seal(any_store, specs, log=discard)
     surveyed = survey(any_store.address)
     assert len(surveyed.packs.all) == 1
@@ -72,7 +71,7 @@ def test_single_entries_are_deleted_after_sealing_and_stay_readable(any_store: S
 
 def test_a_single_entry_stays_if_its_packed_copy_is_damaged(any_store: Store) -> None:
     specs = write_entries(any_store, 3)
-    register(any_store, specs)
+    use(any_store, specs)
     seal(any_store, specs, log=discard)
     (pack,) = pack_names(any_store.folder)
     flip_bit(any_store.folder, pack, offset_of(any_store.folder, pack, specs[0]) + DATA_START + 3)
@@ -86,46 +85,44 @@ def test_a_single_entry_stays_if_its_packed_copy_is_damaged(any_store: Store) ->
     assert all(reopened(any_store).check(spec).valid for spec in specs)
 
 
-def test_a_pack_is_deleted_when_nothing_needs_any_of_its_entries(store: Store) -> None:
+def test_a_pack_is_deleted_when_no_job_uses_any_of_its_entries(store: Store) -> None:
     specs = write_entries(store, 3)
-    register(store, specs[:1])
+    use(store, specs[:1])
     seal(store, specs, log=discard)
     delete(store.address, survey(store.address))
-    make_all_files_old(store)
+    make_old(store)
     surveyed = survey(store.address)
     assert (surveyed.packs.old, surveyed.packs.young) == ([], []), "one entry is needed"
 
-    register(store, [])
-    assert len(survey(store.address, grace_s=1e12).packs.young) == 1
+    forget_use(store)
     surveyed = survey(store.address)
     (pack,) = pack_names(store.folder)
-    num_bytes = len(store.folder.read(pack))
-    assert delete(store.address, surveyed) == (1, num_bytes)
+    num_bytes = len(store.folder.read(pack)) + sum(surveyed.expired_lists.values())
+    assert delete(store.address, surveyed) == (1 + len(surveyed.expired_lists), num_bytes)
     assert pack_names(store.folder) == []
     assert reopened(store).check(specs[0]).status == "missing"
 
 
-def test_a_pack_needed_since_the_survey_is_kept(store: Store) -> None:
+def test_a_pack_used_since_the_survey_is_kept(store: Store) -> None:
     specs = write_entries(store, 2)
-    register(store, [])
     seal(store, specs, log=discard)
-    make_all_files_old(store)
+    make_old(store)
     surveyed = survey(store.address)
     assert len(surveyed.packs.old) == 1
-    register(store, specs)
+    use(store, specs)
     delete(store.address, surveyed)
     assert len(pack_names(store.folder)) == 1
 
 
 def test_a_store_that_was_open_notices_that_a_pack_was_deleted(store: Store) -> None:
     specs = write_entries(store, 2)
-    register(store, specs)
+    use(store, specs)
     seal(store, specs, log=discard)
     delete(store.address, survey(store.address))
     opened = reopened(store)
     assert opened.check(specs[0]).valid
-    register(store, [])
-    make_all_files_old(store)
+    forget_use(store)
+    make_old(store)
     delete(store.address, survey(store.address))
     with pytest.raises(StoreError, match="start the cache job again"):
         opened.read(specs[0])
@@ -148,7 +145,7 @@ def test_gc_verifies_the_copy_that_readers_use_if_two_packs_hold_an_entry(
     """The packs' names are hashes, so the number decides which pack comes first."""
     (spec,) = write_entries(store, 1)
     alone = write_entries(store, 1, start=number)
-    register(store, [spec, *alone])
+    use(store, [spec, *alone])
     first = seal_twice(store, [spec], alone)
     assert len(survey(store.address).packs.all[0].keys) == num_in_first
     flip_bit(store.folder, first, offset_of(store.folder, first, spec) + DATA_START + 3)
@@ -162,12 +159,11 @@ def test_gc_verifies_the_copy_that_readers_use_if_two_packs_hold_an_entry(
 
 def test_an_error_of_a_deletion_names_the_file(store: Store) -> None:
     specs = write_entries(store, 2)
-    register(store, [])
     blocked = store.path(specs[0])
     blocked.unlink()
     blocked.mkdir()
     (blocked / "mine").write_text("a folder in place of the entry")
-    surveyed = survey(store.address, grace_s=-60)
+    surveyed = survey(store.address)
     surveyed.orphans[entry_name(specs[0].kind, specs[0].key)] = 5
     with pytest.raises(StoreError, match="a file of the cache cannot be deleted: ") as excinfo:
         delete(store.address, surveyed)
@@ -177,22 +173,21 @@ def test_an_error_of_a_deletion_names_the_file(store: Store) -> None:
 
 def test_a_temporary_file_is_left_over_after_the_grace_period(store: Store) -> None:
     specs = write_entries(store, 2)
-    register(store, specs)
+    use(store, specs)
     seal(store, specs, log=discard)
     temp = Path(store.folder.where(f"packs/latents/{temp_name()}"))
     temp.write_bytes(b"unfinished")
     assert survey(store.address).leftovers == {}
-    make_all_files_old(store)
+    make_old(store)
     assert set(survey(store.address).leftovers) == {f"packs/latents/{temp.name}"}
 
 
 def test_a_pack_with_a_damaged_header_is_reported_and_never_deleted(store: Store) -> None:
     specs = write_entries(store, 2)
-    register(store, [])
     seal(store, specs, log=discard)
     (pack,) = pack_names(store.folder)
     store.folder.replace(pack, b"damaged")
-    make_all_files_old(store)
+    make_old(store)
     surveyed = survey(store.address)
     assert surveyed.packs.damaged == [pack]
     assert surveyed.packs.single == {}

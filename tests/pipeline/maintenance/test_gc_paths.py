@@ -8,21 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.users import register_user
 from pipeline.errors import StoreError
 from pipeline.maintenance.gc import delete, survey
+from tests.pipeline.used_case import make_old, use
 
 KEY = "0" * 64
 TEMP = ".4570-a2391e24edeef39f.tmp"
 OLD_S = 1_000_000_000
 
 ENTRIES = (f"latents/00/{KEY}.safetensors", f"text/00/{KEY}.safetensors", f"masks/00/{KEY}.safetensors")
-LEFTOVERS = (TEMP, f"outputs/{TEMP}", f"latents/ab/{TEMP}", f"packs/latents/{TEMP}")
-BOOKKEEPING = ("speed.json", "outputs/other-text.keys", "packs/latents/changed")
+LEFTOVERS = (
+    *(TEMP, f"used/{TEMP}", f"outputs/{TEMP}", f"latents/ab/{TEMP}", f"packs/latents/{TEMP}"),
+    *("outputs/other.json", "outputs/other-text.keys"),  # of version 0.2
+)
+BOOKKEEPING = ("speed.json", "used/since", "used/clock", "used/lock")
 FOREIGN = (
     # Not quite entries.
     f"latents/00/{KEY}.txt",
     f"latents/00/{KEY[1:]}.safetensors",
+    f"latents/00/{KEY[1:]}z.safetensors",
     f"latents/00/{KEY}0.safetensors",
     f"latents/01/{KEY}.safetensors",
     f"latents/000/{KEY}.safetensors",
@@ -44,6 +48,9 @@ FOREIGN = (
     # Not quite bookkeeping.
     "speed.txt",
     "photos/a.json",
+    "used/notes.txt",
+    "used/a.json",
+    "used/deep/since",
     "outputs/notes.txt",
     "outputs/deep/a.json",
     "packs/a.json",
@@ -64,7 +71,8 @@ def put(root: Path, name: str, modified_s: float = OLD_S) -> None:
 
 @pytest.mark.parametrize("name", [*ENTRIES, *LEFTOVERS, *FOREIGN, *BOOKKEEPING])
 def test_I27_a_file_of_a_cache_is_classified_by_its_path(tmp_path: Path, name: str) -> None:
-    register_user(tmp_path, tmp_path.with_name("user"), recipe="r", kind="text", keys=[])
+    use(tmp_path, ["1" * 64])
+    make_old(tmp_path)
     put(tmp_path, name)
     surveyed = survey(tmp_path)
     expected = {
@@ -78,6 +86,8 @@ def test_I27_a_file_of_a_cache_is_classified_by_its_path(tmp_path: Path, name: s
 def test_a_survey_of_each_kind_of_file_is_complete_and_deletion_leaves_no_empty_folder(
     tmp_path: Path,
 ) -> None:
+    use(tmp_path, ["2" * 64])
+    make_old(tmp_path)
     for name in (*ENTRIES, *LEFTOVERS, "orders/1/order.json", "orders/1/shard/0.json"):
         put(tmp_path, name)
     put(tmp_path, "notes/of/mine.txt")
@@ -90,17 +100,19 @@ def test_a_survey_of_each_kind_of_file_is_complete_and_deletion_leaves_no_empty_
     assert surveyed.old_orders == dict.fromkeys(("orders/1/order.json", "orders/1/shard/0.json"), 3)
     assert (surveyed.num_old_orders, surveyed.num_young_orders) == (1, 1)
     assert surveyed.foreign == ["notes/of/mine.txt"]
-    assert (surveyed.users, surveyed.stale_runs) == ([], [])
 
-    assert delete(tmp_path, surveyed) == (9, 27)
-    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert delete(tmp_path, surveyed) == (12, 36)
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    left = sorted(name for name in left if not name.startswith("used/"))
     assert left == [f"latents/11/{'1' * 64}.safetensors", "notes/of/mine.txt", "orders/2/order.json"]
-    for folder in ("latents/00", "latents/ab", "text/00", "masks/00", "orders/1"):
+    for folder in ("latents/00", "latents/ab", "text/00", "masks/00", "orders/1", "outputs"):
         assert not (tmp_path / folder).exists(), folder
 
 
 def test_more_orphans_than_one_batch_are_all_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.maintenance.gc._DELETE_BATCH", 2)
+    monkeypatch.setattr("pipeline.maintenance.gc._BATCH", 2)
+    use(tmp_path, ["2" * 64])
+    make_old(tmp_path)
     for number in range(5):
         put(tmp_path, f"latents/00/{number:064x}.safetensors")
     surveyed = survey(tmp_path)

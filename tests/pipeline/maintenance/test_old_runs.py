@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.cache.users import read_users, register_run
 from pipeline.errors import TrainingError
 from pipeline.maintenance.old_runs import Run, delete_run, delete_run_folder, read_json, survey_runs
 from pipeline.recipe import Recipe, recipe_from_mapping
@@ -206,18 +205,6 @@ def test_an_output_folder_that_publishes_no_run_keeps_none(output_dir: Path, lor
         (output_dir / "lora" / "provenance.json").write_text(json.dumps(facts))
     reason = "lora/provenance.json does not name its run" if lora == "of no run" else ""
     assert set(kept(output_dir).values()) == {reason}
-
-
-def test_the_registration_of_a_deleted_run_is_deleted(output_dir: Path, tmp_path: Path) -> None:
-    run = RunLayout(output_dir / "runs" / OTHER)
-    values = recipe(output_dir).model_dump(mode="json")
-    (run.folder / JOB_FILE).write_text(json.dumps({"recipe": values}))
-    register_run(tmp_path / "cache", output_dir, recipe="flowers", run=OTHER, keys=["ab" * 32])
-    (user,) = read_users(tmp_path / "cache")
-    assert set(user.run_keys) == {OTHER}
-    delete_run(run.folder)
-    (user,) = read_users(tmp_path / "cache")
-    assert user.run_keys == {}
 
 
 def test_an_interrupted_deletion_leaves_a_folder_without_locks(

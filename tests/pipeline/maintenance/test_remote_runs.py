@@ -12,7 +12,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pipeline.cache.users import read_users, register_run
 from pipeline.errors import TrainingError
 from pipeline.maintenance.old_runs import RunSurvey
 from pipeline.maintenance.remote_runs import SILENCE_S, RemoteRuns
@@ -105,19 +104,6 @@ def test_an_old_run_is_deleted_at_the_address_and_in_the_working_copy(address: U
     assert len(names(address, PUBLISHED)) == 5
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [PUBLISHED, NEWEST]
     assert not survey(machine(address, tmp_path / "another")).leftovers
-
-
-def test_L13_the_registration_of_a_deleted_run_is_deleted_too(address: Url, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    for run in (OTHER, PUBLISHED):
-        register_run(cache, address, recipe="flowers", run=run, keys=["0" * 64])
-        order = json.dumps({"recipe": {"cache_dir": str(cache)}}).encode()
-        RemoteFolder(address).put(f"runs/{run}/order.json", order)
-    runs = machine(address, tmp_path / "copy")
-    survey(runs)
-    runs.delete(run_folder(tmp_path / "copy", OTHER))
-    (user,) = read_users(cache)
-    assert set(user.run_keys) == {PUBLISHED}
 
 
 def test_a_run_that_is_being_trained_on_either_machine_is_kept(address: Url, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.cache.users import read_users, register_user
 from pipeline.errors import PathIsolationError, RecipeError
 from pipeline.outputs.folder import outputs_of
 from pipeline.outputs.stage_files import fetch_stage
@@ -62,14 +61,6 @@ def test_a_working_copy_inside_a_dataset_is_refused_before_anything_is_written()
     with pytest.raises(PathIsolationError, match="the working copy of output_dir is inside dataset photos"):
         fetch_stage(outputs_of(recipe), "raw_images", checks_only=False)
     assert recipe.output_dir.exists() == existed
-
-
-def test_all_machines_with_the_same_address_are_one_user_of_the_cache(tmp_path: Path) -> None:
-    keys = ["0" * 64]
-    for _machine in ("anna", "ben"):
-        register_user(tmp_path, Url("s3://bucket/out"), recipe="flowers", kind="latents", keys=keys)
-    (user,) = read_users(tmp_path)
-    assert (user.output_dir, user.is_here) == (Url("s3://bucket/out"), True)
 
 
 @pytest.mark.parametrize("address", ["sftp://host/out", "gs://bucket/out", "zip://out::s3://bucket/a.zip"])

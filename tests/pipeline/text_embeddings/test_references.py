@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.prompts import recipe_prompts
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
+from tests.pipeline.used_case import make_old
 
 QUIET: dict[str, Any] = {"log": lambda _: None}
 
@@ -218,8 +217,7 @@ def swapped(rows: pl.DataFrame) -> pl.DataFrame:
 
 def test_a_lost_entry_closes_the_gate_and_is_found_and_encoded_again(job: EditJob) -> None:
     cache = Path(str(job.recipe.cache_dir))
-    for path in cache.rglob("*.safetensors"):
-        os.utime(path, (time.time() - 10**6,) * 2)
+    make_old(cache)
     assert survey(job.recipe.cache_dir).orphans == {}
     assert verify(job.recipe, needed_entries(job.recipe, job.tables), **QUIET) == []
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from pipeline.validated_dataset.stage import validate
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
 from tests.pipeline.reference_family import multiples_of_16, with_references
+from tests.pipeline.used_case import make_old
 
 QUIET: dict[str, Any] = {"log": lambda _: None}
 
@@ -240,8 +239,7 @@ def test_a_lost_reference_closes_the_gate_and_is_encoded_again_and_gc_spares_it(
         REFERENCES.entry_rows(entries, referenced.result.table).row(0, named=True)
     )
     cache = referenced.recipe.cache_dir
-    for path in Path(str(cache)).rglob("*.safetensors"):
-        os.utime(path, (time.time() - 10**6,) * 2)
+    make_old(Path(str(cache)))
     assert survey(cache).orphans == {}
 
     entries.store.path(spec).unlink()
