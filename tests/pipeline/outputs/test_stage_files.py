@@ -139,10 +139,16 @@ def names_at(outputs: OutputFolder) -> list[str]:
     return sorted(RemoteFolder(Url(str(outputs.address))).list_files())
 
 
-def run_step(outputs: OutputFolder, error: Exception | None = None, *, blocked: bool = False) -> None:
+def run_step(
+    outputs: OutputFolder,
+    error: Exception | None = None,
+    *,
+    blocked: bool = False,
+    picture: str = "picture.jpg",
+) -> None:
     """Write a report, results of checks and a picture, then raise `error`."""
     with stage_files(outputs, "raw_images", checks_only=False, log=print):
-        for name in ("raw_images.json", "raw_images_checks.json", "raw_images/picture.jpg"):
+        for name in ("raw_images.json", "raw_images_checks.json", f"raw_images/{picture}"):
             write_text(outputs.folder / "reports" / name, "{}")
         if blocked:
             # A file in place of the folder: nothing can be written below it.
@@ -163,10 +169,9 @@ def test_results_are_uploaded_if_the_step_succeeds_and_if_a_gate_closes(outputs:
         "reports/raw_images_checks.json",
     ]
     assert names_at(outputs) == expected
-    (outputs.folder / "reports/raw_images/picture.jpg").rename(outputs.folder / "reports/raw_images/old.jpg")
     with pytest.raises(GateClosedError):
-        run_step(outputs, closed())
-    assert names_at(outputs) == sorted([*expected, "reports/raw_images/old.jpg"])
+        run_step(outputs, closed(), picture="other.jpg")
+    assert names_at(outputs) == sorted([*expected, "reports/raw_images/other.jpg"])
 
 
 def test_a_step_that_fails_otherwise_uploads_nothing(outputs: OutputFolder) -> None:
