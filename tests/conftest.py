@@ -32,6 +32,7 @@ pytest_plugins = [
     "tests.pipeline.bind_mounts",
     "tests.pipeline.cache_case",
     "tests.pipeline.trained_lora.project",
+    "tests.tiny_models",
 ]
 """Modules of fixtures that tests in several folders use."""
 
@@ -81,22 +82,6 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> C
         return folder
 
     return build_once
-
-
-@pytest.fixture(scope="session")
-def tiny_sd(shared_folder: Callable[[str, Build], Path]) -> Path:
-    """The tiny Stable Diffusion with epsilon prediction; tests must not write to it."""
-    from demo.tiny_models import make_tiny
-
-    return shared_folder("tiny_sd", make_tiny)
-
-
-@pytest.fixture(scope="session")
-def tiny_sdxl(shared_folder: Callable[[str, Build], Path]) -> Path:
-    """The tiny Stable Diffusion XL; tests must not write to it."""
-    from demo.tiny_models import make_tiny_sdxl
-
-    return shared_folder("tiny_sdxl", make_tiny_sdxl)
 
 
 @pytest.fixture

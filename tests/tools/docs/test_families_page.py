@@ -8,6 +8,7 @@ from diffusers import PRXTransformer2DModel
 from demo.tiny_models import TINY
 from pipeline.models.families import FAMILIES, detect
 from pipeline.recipe import project_root
+from tests.tiny_models import TinyModel
 from tools.docs.families_page import FAMILIES as FAMILIES_MARKER
 from tools.docs.families_page import NOISE_LEVELS, PAGE, UNSUPPORTED, proof, table, with_table
 from tools.docs.noise_levels import noise_table
@@ -30,11 +31,10 @@ def test_the_page_is_generated_from_the_families(tmp_path: Path) -> None:
     assert page == expected, "run python -m tools.docs.families_page"
 
 
-def test_every_family_has_a_tiny_model_and_a_test_of_the_complete_job(tmp_path: Path) -> None:
+def test_every_family_has_a_tiny_model_and_a_test_of_the_complete_job(tiny_model: TinyModel) -> None:
     tested: set[str] = set()
-    for number, make in enumerate(TINY.values()):
-        make(tmp_path / str(number))
-        family = detect(tmp_path / str(number))
+    for kind in TINY:
+        family = detect(tiny_model(kind))
         tested.add(family.name)
         text = (FAMILY_TESTS / proof(family)).read_text(encoding="utf-8")
         assert family.pipeline_classes[0] in text

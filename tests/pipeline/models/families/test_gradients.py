@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +12,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
+from tests.tiny_models import TinyModel
 
 # diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
 pytestmark = [
@@ -28,9 +28,8 @@ CAPTIONS = ("a cat", "a white cat on a brick wall")
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_every_default_adapter_gets_a_gradient_in_one_backward_pass(tmp_path: Path, kind: str) -> None:
-    TINY[kind](tmp_path)
-    family = load_family(tmp_path)
+def test_every_default_adapter_gets_a_gradient_in_one_backward_pass(tiny_model: TinyModel, kind: str) -> None:
+    family = load_family(tiny_model(kind))
     denoiser = family.denoiser.load("float32", "cpu")
     add_lora(cast("Any", denoiser), LoraSettings(rank=2), targets=family.lora_targets(), seed=1)
     backward(family, denoiser.train())

@@ -26,6 +26,7 @@ from tests.pipeline.models.convert.transformer_originals import (
     sd3_transformer,
 )
 from tests.pipeline.models.convert.unet_originals import unet
+from tests.tiny_models import TinyModel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
@@ -151,13 +152,13 @@ def adapted(family: Family, module: str) -> bool:
 
 @pytest.mark.parametrize("kind", TINY)
 def test_every_module_has_the_name_of_its_weights_in_the_code_that_reads_the_file(
-    kind: str, tmp_path: Path
+    kind: str, tiny_model: TinyModel
 ) -> None:
-    TINY[kind](tmp_path)
-    family, names = detect(tmp_path), NAMES[kind]
-    state = weights(tmp_path / family.denoiser_name)
-    kohya = layers_by_module(state, names.kohya(tmp_path / family.denoiser_name))
-    comfyui = layers_by_module(state, (names.comfyui or names.kohya)(tmp_path / family.denoiser_name))
+    folder = tiny_model(kind)
+    family, names = detect(folder), NAMES[kind]
+    state = weights(folder / family.denoiser_name)
+    kohya = layers_by_module(state, names.kohya(folder / family.denoiser_name))
+    comfyui = layers_by_module(state, (names.comfyui or names.kohya)(folder / family.denoiser_name))
 
     wrong = list[str]()
     named = set[str]()

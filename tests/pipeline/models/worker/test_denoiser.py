@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from demo.tiny_models import TINY
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import WorkerFamily, load_family
+from tests.tiny_models import TinyModel
 
 MASKED = ["Qwen-Image", "Krea 2", "Bria FIBO"]
 WITHOUT_WAITING = [*MASKED, "Kandinsky 5 (image)", "Ideogram 4", "Z-Image"]
@@ -23,15 +23,13 @@ Loaded = tuple[WorkerFamily, nn.Module]
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
-    """Return a function that makes a tiny model of a kind once, and loads its denoiser."""
+def loaded(tiny_model: TinyModel) -> Callable[[str], Loaded]:
+    """Return a function that loads the denoiser of a kind of tiny model once."""
     models: dict[str, Loaded] = {}
 
     def load(kind: str) -> Loaded:
         if kind not in models:
-            folder = tmp_path_factory.mktemp("models") / "tiny"
-            TINY[kind](folder)
-            family = load_family(folder)
+            family = load_family(tiny_model(kind))
             models[kind] = family, family.denoiser.load("float32", "cpu")
         return models[kind]
 

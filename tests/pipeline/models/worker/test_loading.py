@@ -20,6 +20,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import load_component, read_component, read_text_encoder
 from pipeline.models.worker.offload.streamed_blocks import move_weights
 from tests.tensor_differences import differing_tensors
+from tests.tiny_models import TinyModel
 
 
 class Payload:
@@ -98,10 +99,9 @@ WITH_UNUSED_PARTS = {
 
 @pytest.mark.parametrize("kind", WITH_UNUSED_PARTS)
 def test_the_vision_encoder_and_the_output_layer_are_dropped_and_embeddings_stay_bit_equal(
-    tmp_path: Path, kind: str
+    tiny_model: TinyModel, kind: str
 ) -> None:
-    TINY[kind](tmp_path / "tiny")
-    family = load_family(tmp_path / "tiny")
+    family = load_family(tiny_model(kind))
     encoders = family.text.load("float32", "cpu")
     for path, replacement in WITH_UNUSED_PARTS[kind].items():
         parent, _, name = path.rpartition(".")

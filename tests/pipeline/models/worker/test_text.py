@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from demo.tiny_models import TINY
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import chat_prompt, count_within_template, own_tokens, unpadded
+from tests.tiny_models import TinyModel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
@@ -28,10 +29,9 @@ MIXED = {
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_auto_loads_each_encoder_in_its_own_dtype_and_embeds_almost_as_in_float32(
-    tmp_path: Path, kind: str
+    tiny_model: TinyModel, kind: str
 ) -> None:
-    TINY[kind](tmp_path / "tiny")
-    family = load_family(tmp_path / "tiny")
+    family = load_family(tiny_model(kind))
     encoders = family.text.load("auto", "cpu")
     roles = [role for role in family.text_roles() if role.startswith("text_encoder")]
     dtypes = [str(next(getattr(encoders, role).parameters()).dtype) for role in roles]
@@ -45,10 +45,9 @@ def test_auto_loads_each_encoder_in_its_own_dtype_and_embeds_almost_as_in_float3
 
 @pytest.mark.parametrize("kind", TINY)
 def test_every_kind_of_model_embeds_with_default_dtypes_almost_as_in_float32(
-    tmp_path: Path, kind: str
+    tiny_model: TinyModel, kind: str
 ) -> None:
-    TINY[kind](tmp_path / "tiny")
-    family = load_family(tmp_path / "tiny")
+    family = load_family(tiny_model(kind))
     expected = family.text.encode_caption(family.text.load("float32", "cpu"), "a red cat").tensors
     tensors = family.text.encode_caption(family.text.load("auto", "cpu"), "a red cat").tensors
     assert tensors.keys() == expected.keys()
@@ -78,9 +77,8 @@ def test_a_chatglm_stored_in_half_precision_runs_in_the_default_dtype(tmp_path: 
         assert torch.equal(encoded[name], tensor), name
 
 
-def test_masked_embeddings_are_padded_with_zeros_to_the_longest_of_a_batch(tmp_path: Path) -> None:
-    TINY["Lumina Image 2"](tmp_path / "tiny")
-    family = load_family(tmp_path / "tiny")
+def test_masked_embeddings_are_padded_with_zeros_to_the_longest_of_a_batch(tiny_model: TinyModel) -> None:
+    family = load_family(tiny_model("Lumina Image 2"))
     assert family.text_padding == "masked"
     short, long = (torch.full((length, 4), float(length)) for length in (2, 5))
     stacked = family.text.stack([{"text_embedding": short}, {"text_embedding": long}])
@@ -91,19 +89,19 @@ def test_masked_embeddings_are_padded_with_zeros_to_the_longest_of_a_batch(tmp_p
     assert torch.equal(stacked["text_embedding"][1], long)
 
 
-def test_other_tensors_are_stacked_as_they_are(tmp_path: Path) -> None:
-    TINY["Stable Diffusion XL"](tmp_path / "tiny")
+def test_other_tensors_are_stacked_as_they_are(tiny_model: TinyModel) -> None:
     texts = [{"text_embedding": torch.rand(7, 4), "pooled_text_embedding": torch.rand(3)} for _ in range(2)]
-    stacked = load_family(tmp_path / "tiny").text.stack(texts)
+    stacked = load_family(tiny_model("Stable Diffusion XL")).text.stack(texts)
     assert stacked.keys() == texts[0].keys()
     for name, value in stacked.items():
         assert torch.equal(value, torch.stack([text[name] for text in texts]))
 
 
 @pytest.mark.parametrize("kind", ["Stable Diffusion 1.x and 2.x", "Stable Diffusion XL", "Lumina Image 2"])
-def test_a_caption_beyond_the_limit_reports_its_tokens_and_where_it_is_cut(tmp_path: Path, kind: str) -> None:
-    TINY[kind](tmp_path / "tiny")
-    family = load_family(tmp_path / "tiny")
+def test_a_caption_beyond_the_limit_reports_its_tokens_and_where_it_is_cut(
+    tiny_model: TinyModel, kind: str
+) -> None:
+    family = load_family(tiny_model(kind))
     encoders = family.text.load("float32", "cpu")
     (limit,) = set(family.token_limits().values())
 
@@ -122,10 +120,9 @@ def test_a_caption_beyond_the_limit_reports_its_tokens_and_where_it_is_cut(tmp_p
         assert abs(cut_from - 4 * fitting) <= 1, "the space before a word may belong to its token"
 
 
-def test_a_caption_that_one_of_several_encoders_reads_completely_is_not_cut(tmp_path: Path) -> None:
+def test_a_caption_that_one_of_several_encoders_reads_completely_is_not_cut(tiny_model: TinyModel) -> None:
     """Stable Diffusion 3 has two CLIPs of 77 tokens and a T5 of 256."""
-    TINY["Stable Diffusion 3 and 3.5"](tmp_path / "tiny")
-    family = load_family(tmp_path / "tiny")
+    family = load_family(tiny_model("Stable Diffusion 3 and 3.5"))
     encoders = family.text.load("float32", "cpu")
     limits = family.token_limits().values()
     for num_words, fits in ((3, True), (min(limits) + 1, True), (max(limits) + 1, False)):
@@ -169,9 +166,8 @@ def test_a_caption_in_a_template_is_cut_until_the_template_ends_within_the_limit
 
 
 @pytest.mark.parametrize("kind", ["Stable Diffusion XL", "Lumina Image 2"])
-def test_captions_are_embedded_together_as_one_by_one(tmp_path: Path, kind: str) -> None:
-    TINY[kind](tmp_path / "tiny")
-    family = load_family(tmp_path / "tiny")
+def test_captions_are_embedded_together_as_one_by_one(tiny_model: TinyModel, kind: str) -> None:
+    family = load_family(tiny_model(kind))
     encoders, captions = family.text.load("float32", "cpu"), ["a red cat", "", "two old cats"]
     alone = [family.text.encode_caption(encoders, caption) for caption in captions]
     expected = family.text.stack([each.tensors for each in alone])
@@ -204,10 +200,9 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_a_pipeline_gets_each_tensor_of_the_caption_and_of_the_negative_prompt(
-    tmp_path: Path, kind: str
+    tiny_model: TinyModel, kind: str
 ) -> None:
-    TINY[kind](tmp_path / "tiny")
-    text = load_family(tmp_path / "tiny").text
+    text = load_family(tiny_model(kind)).text
     caption, negative = (
         {name: torch.full((1, 2), value) for name in ("text_embedding", "pooled_text_embedding", "text_mask")}
         for value in (1.0, 2.0)
@@ -243,9 +238,8 @@ def test_each_sample_of_a_padded_batch_has_its_own_tokens() -> None:
     assert torch.equal(own_tokens(batch[:1], mask), batch[:1, 1:])
 
 
-def test_references_are_an_error_if_the_text_encoder_sees_no_images(tmp_path: Path) -> None:
-    TINY["Stable Diffusion 1.x and 2.x"](tmp_path / "tiny")
-    text = load_family(tmp_path / "tiny").text
+def test_references_are_an_error_if_the_text_encoder_sees_no_images(tiny_model: TinyModel) -> None:
+    text = load_family(tiny_model("Stable Diffusion 1.x and 2.x")).text
     with pytest.raises(NotImplementedError, match="sees no images"):
         text.embed_with_images(None, "a cat", [])
 
@@ -271,11 +265,10 @@ def test_C05_a_caption_of_exactly_the_limit_is_not_cut_and_one_more_token_is(tin
     ],
 )
 def test_a_limit_before_the_caption_cuts_all_of_it(
-    tmp_path: Path, kind: str, limit: int, cut_from: int
+    tiny_model: TinyModel, kind: str, limit: int, cut_from: int
 ) -> None:
     """The start mark, or the beginning of the template, takes all places."""
-    TINY[kind](tmp_path / "tiny")
-    text = load_family(tmp_path / "tiny").text
+    text = load_family(tiny_model(kind)).text
     encoders = text.load("float32", "cpu")
     text.token_limit = lambda encoders, role: limit  # type: ignore[method-assign]
     num_tokens, num_cut, first = text.count_tokens(encoders, "tokenizer", "a red cat")

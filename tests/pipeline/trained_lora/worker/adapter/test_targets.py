@@ -14,6 +14,7 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.targets import rank_patterns, target_modules
+from tests.tiny_models import TinyModel
 
 # diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -33,9 +34,10 @@ def test_conv_rank_is_an_error_for_a_transformer(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("preset", ["attention", "blocks"])
 @pytest.mark.parametrize("kind", TINY)
-def test_the_layers_of_each_preset_have_names_in_every_layout(tmp_path: Path, kind: str, preset: Any) -> None:
-    TINY[kind](tmp_path)
-    family = load_family(tmp_path)
+def test_the_layers_of_each_preset_have_names_in_every_layout(
+    tiny_model: TinyModel, kind: str, preset: Any
+) -> None:
+    family = load_family(tiny_model(kind))
     denoiser = family.denoiser.load("float32", "cpu")
     chosen = target_modules(denoiser, LoraSettings(targets=preset), family.lora_targets())
     assert [name for name in chosen if not (family.kohya_layer(name).key and family.comfyui_key(name))] == []
