@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.in_process_worker import forget_precision
+from tests.pipeline.trained_lora.rank_server import RankServer
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,6 +18,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """Return the server of training processes, which has imported torch once for all tests."""
+    with RankServer(tmp_path_factory.mktemp("server")) as started:
+        yield started
 
 
 @pytest.fixture

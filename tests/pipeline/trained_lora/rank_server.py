@@ -22,6 +22,8 @@ from typing import Any
 from pipeline.processes.launch import ERROR_FILE_VARIABLE, PARENT_VARIABLE, launch_environment
 from pipeline.processes.machines import Machines
 from pipeline.recipe import AccelerateSettings
+from pipeline.trained_lora.job import TrainingJob
+from tests.pipeline.trained_lora.two_machines import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -95,6 +97,12 @@ class RankServer:
             "variables": {k: str(v) for k, v in variables.items()},
         }
         return Rank(self, int(self.request({"start": request})), output, error)
+
+    def train(self, job: TrainingJob) -> None:
+        """Train a job in two processes of one machine, which must succeed."""
+        order, port = job.write(), free_port()
+        ranks = [self.start(order, rank, port, machines=1) for rank in (0, 1)]
+        assert [rank.end() for rank in ranks] == [0, 0], "\n".join(rank.text() for rank in ranks)
 
     def request(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from demo.tiny_models import TINY
-from pipeline.processes.launch import LocalLaunch
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS
+from tests.pipeline.trained_lora.rank_server import RankServer
 from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.tensor_differences import differing_tensors
 
@@ -117,7 +117,7 @@ def test_R01_R12_a_stopped_and_then_killed_process_ends_with_the_weights_of_an_u
     ids=["plain", "with prior prediction"],
 )
 def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one_process(
-    make_project: Callable[..., Project], more: dict[str, Any]
+    make_project: Callable[..., Project], rank_server: RankServer, more: dict[str, Any]
 ) -> None:
     project = make_project(
         batch_size=4,
@@ -133,7 +133,7 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
     assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
     shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
-    _require_the_same_training(alone, pair)
+    _require_the_same_training(alone, pair, rank_server)
     rates = [read_metrics(RunLayout(job.folder).metrics, 6)[-1]["learning_rate"] for job in (alone, pair)]
     assert rates[0] == rates[1]
     _require_the_same_validation(alone, pair)
@@ -141,18 +141,23 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_R03_two_processes_train_a_slider_like_one_process(make_project: Callable[..., Project]) -> None:
+def test_R03_two_processes_train_a_slider_like_one_process(
+    make_project: Callable[..., Project], rank_server: RankServer
+) -> None:
     sizes = {"64x64": 6, "32x96": 4}
     project = slider_project(make_project, sizes=sizes, batch_size=4, learning_rate=1e-3, steps=4)
     alone = project.changed("alone").job()
     pair = project.changed("pair", num_processes=2, batch_size=2).job()
-    _require_the_same_training(alone, pair)
+    _require_the_same_training(alone, pair, rank_server)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_processes_train_a_model_with_unused_text_layers_like_one_process(
-    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+    make_project: Callable[..., Project],
+    rank_server: RankServer,
+    tiny_bases: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     TINY["Qwen-Image"](tmp_path / "qwen")
     tiny_bases["qwen"] = tmp_path / "qwen"
@@ -160,12 +165,12 @@ def test_two_processes_train_a_model_with_unused_text_layers_like_one_process(
     project = make_project(prediction="qwen", batch_size=4, learning_rate=1e-3, steps=3, lora=lora)
     alone = project.changed("alone").job()
     pair = project.changed("pair", num_processes=2, batch_size=2).job()
-    _require_the_same_training(alone, pair)
+    _require_the_same_training(alone, pair, rank_server)
 
 
-def _require_the_same_training(alone: TrainingJob, pair: TrainingJob) -> None:
+def _require_the_same_training(alone: TrainingJob, pair: TrainingJob, ranks: RankServer) -> None:
     """Train one job in this process and one in two, and compare their losses and weights."""
-    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
+    ranks.train(pair)
     expected, actual = in_this_process(alone), outcome(pair)
     assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
     for name, weight in expected[1].items():

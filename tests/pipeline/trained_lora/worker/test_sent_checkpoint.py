@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +26,12 @@ if TYPE_CHECKING:
 STEPS = 14
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    with RankServer(tmp_path_factory.mktemp("server")) as started:
-        yield started
-
-
-def start(server: RankServer, job: TrainingJob, disk: Path | None = None, **changes: Any) -> list[Rank]:
-    """Start two processes: on one machine, or with another disk for the second one.
+def start(server: RankServer, job: TrainingJob, disk: Path, **changes: Any) -> list[Rank]:
+    """Start two processes, with another disk for the second one.
 
     `changes` replace keys of the recipe in the order of machine 1.
     """
     order, port = job.write(), free_port()
-    if disk is None:
-        return [server.start(order, rank, port, machines=1) for rank in (0, 1)]
     copy = copied_order(job, disk)
     values = json.loads(copy.read_text(encoding="utf-8"))
     values["recipe"] |= changes
@@ -53,16 +45,16 @@ def error(rank: Rank) -> dict[str, str]:
 
 @pytest.mark.timeout(600)
 def test_H03_a_run_resumes_bit_for_bit_on_a_machine_that_lost_its_disk(
-    make_project: Callable[..., Project], tmp_path: Path, server: RankServer
+    make_project: Callable[..., Project], tmp_path: Path, rank_server: RankServer
 ) -> None:
     project = make_project(steps=STEPS, checkpoint_every=4, gradient_accumulation=1)
     alone = project.changed("one_machine", num_processes=2).job()
     job = project.changed("two_machines", num_processes=2).job()
     disk = tmp_path / "disk"
-    assert [rank.end() for rank in start(server, alone)] == [0, 0]
+    rank_server.train(alone)
 
     # Machine 1 dies: machine 0 ends at once, with an error that says what to do.
-    ranks = start(server, job, disk)
+    ranks = start(rank_server, job, disk)
     wait_for_steps(job, 6)
     ranks[1].kill()
     killed_s = time.monotonic()
@@ -74,7 +66,7 @@ def test_H03_a_run_resumes_bit_for_bit_on_a_machine_that_lost_its_disk(
     assert not list(disk.rglob("checkpoints")), "machine 1 has written to the run's folder"
 
     shutil.rmtree(disk)
-    ranks = start(server, job, disk)
+    ranks = start(rank_server, job, disk)
     assert [rank.end() for rank in ranks] == [0, 0], ranks[1].text()
     resumed_from = json.loads(RunLayout(job.folder).result.read_text(encoding="utf-8"))["resumed_from"]
     assert 4 <= resumed_from < STEPS
@@ -86,7 +78,7 @@ def test_H03_a_run_resumes_bit_for_bit_on_a_machine_that_lost_its_disk(
     longer = project.changed("two_machines", num_processes=2, steps=STEPS + 1).job()
     for step in (STEPS, STEPS + 1):
         _write_other_checkpoint(disk / "runs" / job.run / "checkpoints" / f"step-{step:08d}", job.run, step)
-    ranks = start(server, longer, disk)
+    ranks = start(rank_server, longer, disk)
     assert [rank.end() for rank in ranks] == [0, 0], ranks[1].text()
     result = json.loads(RunLayout(job.folder).result.read_text(encoding="utf-8"))
     assert (result["resumed_from"], result["steps"]) == (STEPS, STEPS + 1)
@@ -106,11 +98,11 @@ def _write_other_checkpoint(folder: Path, run: str, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_error_of_one_machine_is_the_error_of_both(
-    make_project: Callable[..., Project], tmp_path: Path, server: RankServer
+    make_project: Callable[..., Project], tmp_path: Path, rank_server: RankServer
 ) -> None:
     job = make_project(steps=STEPS).changed("two_machines", num_processes=2).job()
     (tmp_path / "empty").mkdir()
-    ranks = start(server, job, tmp_path / "disk", cache_dir=str(tmp_path / "empty"))
+    ranks = start(rank_server, job, tmp_path / "disk", cache_dir=str(tmp_path / "empty"))
     assert [rank.end() for rank in ranks] == [1, 1]
     own, other = error(ranks[1]), error(ranks[0])
     assert own["kind"] == other["kind"] == "StoreError"
@@ -120,11 +112,11 @@ def test_an_error_of_one_machine_is_the_error_of_both(
 
 @pytest.mark.timeout(600)
 def test_machines_with_different_orders_do_not_train(
-    make_project: Callable[..., Project], tmp_path: Path, server: RankServer
+    make_project: Callable[..., Project], tmp_path: Path, rank_server: RankServer
 ) -> None:
     job = make_project(steps=STEPS).changed("two_machines", num_processes=2).job()
     training = json.loads(job.recipe.model_dump_json())["training"] | {"steps": STEPS - 1}
-    ranks = start(server, job, tmp_path / "disk", training=training)
+    ranks = start(rank_server, job, tmp_path / "disk", training=training)
     assert [rank.end() for rank in ranks] == [1, 1]
     for rank in ranks:
         assert (

@@ -27,6 +27,7 @@ from pipeline.recipe.yaml_document import dotted
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS
+from tests.pipeline.trained_lora.rank_server import RankServer
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -53,11 +54,11 @@ def launch(job: TrainingJob) -> None:
     LocalLaunch(job.recipe.accelerate)(WORKER, job.write())
 
 
-def assert_same_results(project: Project, *, steps: int) -> None:
+def assert_same_results(project: Project, ranks: RankServer, *, steps: int) -> None:
     replicated, sharded = pair(project, shard=False), pair(project, shard=True)
     assert replicated.run == sharded.run
     for job in (replicated, sharded):
-        launch(job)
+        ranks.train(job)
 
     expected, actual = RunLayout(replicated.folder), RunLayout(sharded.folder)
     results = [json.loads(layout.result.read_text(encoding="utf-8")) for layout in (expected, actual)]
@@ -93,7 +94,11 @@ def assert_same_results(project: Project, *, steps: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_sharded_base_model_trains_the_lora_of_ddp(
-    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path, steps: int
+    make_project: Callable[..., Project],
+    rank_server: RankServer,
+    tiny_bases: dict[str, Path],
+    tmp_path: Path,
+    steps: int,
 ) -> None:
     project = flux_project(
         make_project,
@@ -108,7 +113,7 @@ def test_a_sharded_base_model_trains_the_lora_of_ddp(
     buckets = Counter(item.bucket for item in pair(project, shard=True).inputs.held_out)
     num_batches = sum(math.ceil(len(NOISE_LEVELS) * size / 2) for size in buckets.values())
     assert num_batches % 2 == 1, "one process has one batch of the holdout more than the other"
-    assert_same_results(project, steps=steps)
+    assert_same_results(project, rank_server, steps=steps)
 
 
 @pytest.mark.slow
@@ -116,7 +121,7 @@ def test_a_sharded_base_model_trains_the_lora_of_ddp(
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 def test_a_sharded_unet_with_samples_of_the_class_trains_the_adapter_of_ddp(
-    make_project: Callable[..., Project], checkpointing: bool, kind: str
+    make_project: Callable[..., Project], rank_server: RankServer, checkpointing: bool, kind: str
 ) -> None:
     """Only one of the processes may have a sample that needs the base model's prediction."""
     project = make_project(
@@ -132,7 +137,7 @@ def test_a_sharded_unet_with_samples_of_the_class_trains_the_adapter_of_ddp(
         loss={"prior": "prediction"},
         gradient_checkpointing=checkpointing,
     )
-    assert_same_results(project, steps=8)
+    assert_same_results(project, rank_server, steps=8)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from demo.tiny_models import TINY
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
-from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import LoraSettings
 from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables
@@ -37,6 +36,7 @@ from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import Validation
 from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.rank_server import RankServer
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,
     engine_of,
@@ -239,7 +239,7 @@ def same_bits(one: Engine, other: Engine) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
-    make_project: Callable[..., Project],
+    make_project: Callable[..., Project], rank_server: RankServer
 ) -> None:
     text = {"learning_rate": 5e-4}
     settings = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "sizes": {"64x64": 5, "32x96": 5}}
@@ -249,7 +249,7 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
     assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
     shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
-    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
+    rank_server.train(pair)
     assert train(alone, Silent(), StopRequest())
     expected, actual = (
         load_checkpoint(checkpoint_path(RunLayout(job.folder).checkpoints, 3), job.run).adapter
