@@ -65,7 +65,7 @@ class Workspace:
                 "batch_size": 2,
                 "checkpoint_every": 2,
                 "sample_every": 0,
-                "lora": {"rank": 2, "alpha": 2.0},
+                "lora": {"rank": 2, "alpha": 2.0, "modules": ["mid_block.*.to_q"]},
             },
             **changes,
         }

@@ -27,6 +27,12 @@ SIZES = {"64x64": 5, "32x96": 3}
 """Number of samples per bucket. With batches of 2, both buckets end in a partial batch."""
 
 
+FEW_MODULES = {"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.attn?.to_?", "mid_block.*.attn?.to_out.0"]}
+"""Adapter of 8 modules of a UNet instead of 32, for tests of runs.
+
+Half of the time of a run with all modules is spent on files that are written and read back.
+"""
+
 PLACEMENT = Placement((ladder(64, 32, 3.0),))
 
 
