@@ -79,6 +79,8 @@ materialize([work], resources={"launcher": AccelerateLauncher(grace_s=float(sys.
 def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "entry_under_test.py").write_text(ENTRY, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    # Accelerate's launcher takes seconds to import torch, and adds nothing to tests of one process.
+    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ("entry_under_test",))
 
 
 def order(folder: Path, do: str) -> Path:
@@ -147,7 +149,10 @@ def start_step(
     return step, processes
 
 
-def test_the_messages_of_a_worker_are_in_dagsters_log_and_a_good_launch_returns(tmp_path: Path) -> None:
+def test_the_messages_of_a_worker_are_in_dagsters_log_and_a_good_launch_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ())
     messages, error = launch_in_process(order(tmp_path, "return"))
     assert error is None
     assert "rank 0 of 1 is up" in messages
