@@ -57,7 +57,7 @@ class DiffusersLoop:
         self._base = base
         self._paths = list(paths)
         self._settings = settings
-        self._vae: Any = _frozen(AutoencoderKL, base / "vae")
+        self.vae: Any = _frozen(AutoencoderKL, base / "vae")
         self._text: Any = _frozen(CLIPTextModel, base / "text_encoder")
         self._tokenizer: Any = CLIPTokenizer.from_pretrained(base / "tokenizer")
         self._scheduler: Any = DDPMScheduler.from_pretrained(base / "scheduler")
@@ -95,7 +95,7 @@ class DiffusersLoop:
     @torch.no_grad()
     def _encoded(self, paths: list[Path]) -> Batch:
         pixels = torch.stack([centre_square(path, self._settings.resolution) for path in paths])
-        latents = self._vae.encode(pixels).latent_dist.sample() * self._vae.config.scaling_factor
+        latents = self.vae.encode(pixels).latent_dist.sample() * self.vae.config.scaling_factor
         captions = [path.with_suffix(".txt").read_text(encoding="utf-8").strip() for path in paths]
         tokens = self._tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt")
         return latents, self._text(tokens.input_ids)[0]

@@ -48,7 +48,7 @@ def test_the_loop_uses_each_sample_once_per_epoch_and_caching_in_memory_saves_en
         steps.append(sum(float(grad.abs().sum()) for grad in grads))
 
     hooks = [
-        loop._vae.encoder.register_forward_hook(count_images),
+        loop.vae.encoder.register_forward_hook(count_images),
         register_optimizer_step_post_hook(count_step),
     ]
     try:
