@@ -166,7 +166,7 @@ def test_a_missing_instance_folder_is_an_error_with_a_fix(cached) -> None:
 
 
 @pytest.mark.parametrize("config", [None, pytest.param(CI_CONFIG, marks=pytest.mark.slow)])
-def test_O02_dagster_job_execute_prints_a_closed_gate_once_with_what_where_and_fix(
+def test_O02_dagster_job_execute_prints_a_closed_gate_once_with_its_fix(
     cached, home, config: Path | None
 ) -> None:
     (cached.data / "photo1.txt").unlink()
