@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +22,7 @@ from tools.docs.unsupported_pipelines import unsupported_table
 PAGE = Path("docs/families.md")
 
 FAMILIES = "families"
-"""Name of the markers around the tables of the families."""
+"""Name of the markers around the matrix of the families."""
 
 NOISE_LEVELS = "noise levels"
 """Name of the markers around the table of noise levels."""
@@ -30,12 +30,14 @@ NOISE_LEVELS = "noise levels"
 UNSUPPORTED = "unsupported pipelines"
 """Name of the markers around the table of pipelines without a family."""
 
-Row = tuple[str, Callable[[Family], str]]
+Column = tuple[str, Callable[[Family], str]]
 
 
 def table(work: Path) -> str:
-    """Return the tables in Markdown, one for each tiny model; the models are written below `work`."""
-    return "\n".join(_section(name, work / str(number)) for number, name in enumerate(TINY))
+    """Return the matrix in Markdown, one row for each tiny model; the models are written below `work`."""
+    headings = ("base model", *(heading for heading, _ in COLUMNS))
+    rows = [_row(name, work / str(number)) for number, name in enumerate(TINY)]
+    return "\n".join([_line(headings), _line(["---"] * len(headings)), *rows]) + "\n"
 
 
 def with_table(page: str, name: str, table: str) -> str:
@@ -64,15 +66,14 @@ def module_of(spec: FamilySpec) -> str:
     raise ValueError(f"{spec.name} is not declared in {families.__name__}")
 
 
-def _section(name: str, folder: Path) -> str:
+def _row(name: str, folder: Path) -> str:
     TINY[name](folder)
     family = detect(folder)
-    rows = [f"| {heading} | {cell(family)} |" for heading, cell in ROWS]
-    return "\n".join([f"| **{name}** | |", "|---|---|", *rows]) + "\n"
+    return _line([f"**{name}**", *(cell(family) for _, cell in COLUMNS)])
 
 
-def _code(name: str) -> str:
-    return f"`{name}`"
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _class(path: str) -> str:
@@ -80,81 +81,66 @@ def _class(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _codes(*names: str) -> str:
-    return ", ".join(_code(name) for name in names)
-
-
-def _vae(family: Family) -> str:
+def _latents(family: Family) -> str:
     size = Size(8 * family.size_multiple(), 8 * family.size_multiple())
     channels, height, _ = family.latent_shape(size)
-    kind = _code(_class(family.components["vae"]))
-    return f"{kind}, {channels} latent channels, {size.height // height} px per latent value"
+    return f"{channels} x {size.height // height} px"
 
 
 def _encoders(family: Family) -> str:
     roles = [role for role in family.text_roles() if role.startswith("text_encoder")]
-    shape = family.text_shapes()["text_embedding"]
-    return f"{_codes(*(_class(family.components[role]) for role in roles))}; {shape[0]} tokens"
+    classes = [_class(family.components[role]) for role in roles]
+    return "<br>".join(f"`{name}`" for name in classes)
 
 
-def _prediction(family: Family) -> str:
-    predictions = {"flow": "flow: noise minus latent", "epsilon": "epsilon or v, from the scheduler config"}
-    density = family.density.replace("_", "-")
-    shift = "; `training.timesteps.shift` is not available" if family.own_shift else ""
-    return f"{predictions[family.prediction_type()]}; {density} noise levels{shift}"
+def _tokens(family: Family) -> str:
+    return str(family.text_shapes()["text_embedding"][0])
 
 
-def _targets(family: Family) -> str:
-    # Targets with a block's number differ in nothing else.
-    suffixes = {re.sub(r"^\d+\.", "", target) for target in family.lora_targets()}
-    suffixes = {re.sub(r"(?<=blocks)\.\d+\.", ".*.", target) for target in suffixes}
-    encoders = _codes(*family.trainable_text_encoders())
-    return _codes(*sorted(suffixes)) + (
-        f"; with `training.lora.text_encoders` also {encoders}" if encoders else ""
-    )
+_PADDING = {"stored": "as encoded", "zeros": "zeros", "masked": "masked"}
+
+_PREDICTIONS = {"flow": "flow", "epsilon": "epsilon or v"}
+
+_FEED_FORWARD = re.compile(r"\bff\b|mlp|feed_forward|proj_out")
+"""Names of feed-forward layers in the LoRA targets of all families."""
+
+
+def _lora(family: Family) -> str:
+    has_more = any(_FEED_FORWARD.search(target) for target in family.lora_targets())
+    encoders = "<br>text encoders" if family.trainable_text_encoders() else ""
+    return ("attention, feed-forward" if has_more else "attention") + encoders
 
 
 def _kohya(family: Family) -> str:
-    return "read back by diffusers" if family.kohya_loads() else "read back by the layout's own rules"
+    return "diffusers" if family.kohya_loads() else "Latentline"
 
 
-def _previews(family: Family) -> str:
-    reason = family.no_negative_prompts
-    negative = f"no negative prompts, because {reason}" if reason else "negative prompts"
-    return f"guidance scale {family.guidance_scale:g}; {negative}"
+def _guidance(family: Family) -> str:
+    return f"{family.guidance_scale:g}" + (", positive only" if family.no_negative_prompts else "")
 
 
 def _references(family: Family) -> str:
     references = family.spec.references
     if references is None:
-        return "none"
+        return "-"
     number = "1" if references.max_number == 1 else f"up to {references.max_number}"
-    rule = "scaled and cropped" if references.crops else "stretched"
-    seen = "; the text encoder sees them too" if references.in_text is not None else ""
-    return f"{number}, {rule} as in the pipeline{seen}"
+    rule = "cropped" if references.crops else "stretched"
+    return f"{number}, {rule}" + (", in text too" if references.in_text is not None else "")
 
 
-_PADDING = {
-    "stored": "one length for all; the denoiser sees the encoder's output for padding tokens",
-    "zeros": "as long as the caption; the denoiser sees zeros for padding",
-    "masked": "as long as the caption; padding is masked",
-}
-
-ROWS: tuple[Row, ...] = (
-    ("pipeline", lambda family: _codes(*family.pipeline_classes)),
-    ("VAE", _vae),
+COLUMNS: tuple[Column, ...] = (
+    ("latents", _latents),
     ("text encoders", _encoders),
-    ("caption entries", lambda family: _PADDING[family.text_padding]),
-    ("denoiser", lambda family: _code(_class(family.components[family.denoiser_name]))),
-    ("predicts", _prediction),
-    ("reference images", _references),
-    ("size multiple", lambda family: f"{family.size_multiple()} px"),
-    ("LoRA on", _targets),
-    ("kohya's file", _kohya),
-    ("previews", _previews),
-    ("tested by", lambda family: _code(f"tests/pipeline/models/families/{proof(family)}")),
+    ("tokens", _tokens),
+    ("padding", lambda family: _PADDING[family.text_padding]),
+    ("predicts", lambda family: _PREDICTIONS[family.prediction_type()]),
+    ("edges", lambda family: f"{family.size_multiple()} px"),
+    ("references", _references),
+    ("LoRA on", _lora),
+    ("kohya read by", _kohya),
+    ("guidance", _guidance),
 )
-"""Heading of each row, and the function that returns its cell for a family."""
+"""Heading of each column, and the function that returns its cell for a family."""
 
 
 def main() -> None:
