@@ -52,7 +52,7 @@ def request(
     """
     data = None if body is None else json.dumps(body).encode("utf-8")
     headers = {"Content-Type": "application/json"}
-    # The addresses are those of local servers, which this module's callers started.
+    # The addresses belong to local servers, which this module's callers started.
     http_request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310
     try:
         with urllib.request.urlopen(http_request, timeout=timeout_s) as response:  # noqa: S310

@@ -105,7 +105,7 @@ datasets:
 | a column of a `.parquet`, `.jsonl` or `.csv` file | `captions: {from: column, columns: [text]}` |
 | masks in a folder, with the names of the images | `mask: {path: data/masks}` |
 | masks next to the images, such as `rose-masklabel.png` | `mask: {path: data/flowers, suffix: -masklabel}` |
-| transparent images, whose opacity is the mask | `mask: {from: alpha}` |
+| transparent images, with their opacity as the mask | `mask: {from: alpha}` |
 | control images in a folder, for a model that edits images | `references: [{path: data/before}]` |
 | control images next to the images | `references: [{path: data/flowers, suffix: -before}]` |
 | control images that the base model does not see | `exclude: [controls, "*-condlabel.png"]` |
@@ -130,7 +130,7 @@ the layout of diffusers, kohya or ComfyUI. Every run exports all three layouts.
 ## Equivalent settings
 
 Settings with the same name and meaning, such as `learning_rate`, are not listed. If a setting has no key, its
-note states what Latentline does instead. [recipes.md](recipes.md) describes every key.
+note says what Latentline does instead. [recipes.md](recipes.md) describes every key.
 
 ### Defaults that differ from sd-scripts
 

@@ -1,7 +1,7 @@
 """Generate the tables in docs/hardware.md: `python -m tools.docs.hardware_page`, some minutes.
 
-Memory is that of `latentline plan`, for the configurations of published models in `bench.gpu`. The size of
-cache entries follows from their shapes.
+Memory is computed as in `latentline plan`, for the configurations of published models in `bench.gpu`. The
+size of cache entries follows from their shapes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETTINGS = ("bf16", "checkpointing", "int8", "nf4")
 """Settings of a training, each with less memory than the one before; the last two include checkpointing."""
 
 CAPTION_TOKENS = 100
-"""Length of captions in the table of disk space, for models whose entries are as long as the caption."""
+"""Length of captions in the table of disk space, for models with entries as long as the caption."""
 
 ITEM_BYTES = 2
 """Bytes per value in entries of float16 or bfloat16."""

@@ -1,6 +1,6 @@
 """The table of noise levels in docs/families.md, written by `python -m tools.docs.families_page`.
 
-It compares the share of training's noise levels below 0.5 with other trainers, whose settings are in
+It compares the share of training's noise levels below 0.5 with other trainers, with their settings from
 `peer_noise_levels.toml`.
 """
 

@@ -36,9 +36,9 @@ Node = Mapping[str, Any]
 
 _OPTIMIZER_ARGUMENTS = "training.optimizer_arguments"
 _OPTIMIZER_ARGUMENTS_INTRO = """\
-Keyword arguments of the class that `training.optimizer` names. The table lists those of the named optimizers,
-with the defaults of their libraries. An optimizer given by its import path accepts the arguments of its
-class; their names are checked when training starts. The learning rate is always `training.learning_rate`.
+Keyword arguments of the class that `training.optimizer` names. The table lists the named optimizers'
+arguments with the defaults of their libraries. An optimizer given by its import path accepts the arguments of
+its class; their names are checked when training starts. The learning rate is always `training.learning_rate`.
 
 ```yaml
 training:
@@ -86,7 +86,7 @@ def page_path() -> Path:
 
 
 def _section(schema: Node, node: Node, prefix: str, title: str) -> Iterator[str]:
-    """Yield the lines of a section's table, followed by those of its subsections."""
+    """Yield the lines of a section's table, followed by the lines of its subsections."""
     yield f"## {title}\n"
     if prefix == f"{_OPTIMIZER_ARGUMENTS}.":
         yield from _optimizer_arguments()

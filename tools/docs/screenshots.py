@@ -88,7 +88,7 @@ def take_screenshots(browser: Browser, url: str, folder: Path, output: Path) -> 
 
     Args:
         browser: The browser.
-        url: Address of a UI whose demo has run once.
+        url: Address of a UI in which the demo has run once.
         folder: The demo's folder. A caption file in it is deleted.
         output: Folder of the screenshots.
     """
