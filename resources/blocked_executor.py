@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 
 from dagster import DagsterEvent, DagsterEventType, DagsterExecutionInterruptedError
@@ -18,7 +18,7 @@ _STARTS = {DagsterEventType.STEP_START, DagsterEventType.STEP_RESTARTED}
 _ENDS = {DagsterEventType.STEP_SUCCESS, DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
 
 
-def end_waits_at_signals(events: Iterator[DagsterEvent]) -> Iterator[DagsterEvent]:
+def end_waits_at_signals(events: Generator[DagsterEvent]) -> Iterator[DagsterEvent]:
     """Yield the events of an in-process executor; after a pool has blocked a step, a signal ends any wait.
 
     Raises:
@@ -42,8 +42,11 @@ def end_waits_at_signals(events: Iterator[DagsterEvent]) -> Iterator[DagsterEven
             _handle_signals(handle, dagsters)
             is_waiting = is_blocked and not is_running
             if is_waiting and has_signal:
-                raise DagsterExecutionInterruptedError
-            event = next(events, None)
+                # Raised within the executor, so that it first restores the output that it captures.
+                is_waiting = has_signal = False
+                event = events.throw(DagsterExecutionInterruptedError())
+            else:
+                event = next(events, None)
             is_waiting = False
 
             if event is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from dagster import (
@@ -98,7 +98,7 @@ def _with_interruptible_waits(
     events: Iterator[DagsterEvent], instance: DagsterInstance, run_id: str
 ) -> Iterator[DagsterEvent]:
     try:
-        yield from end_waits_at_signals(events)
+        yield from end_waits_at_signals(cast("Generator[DagsterEvent]", events))
     except DagsterExecutionInterruptedError:
         # The step may have claimed its place in the pool just before the signal.
         instance.event_log_storage.free_concurrency_slots_for_run(run_id)
