@@ -27,10 +27,10 @@ EXECUTORS = {
 """Import paths of the executors that have a name."""
 
 LAUNCHERS = {
-    "local": "resources.launchers.local.AccelerateLauncher",
-    "slurm": "resources.launchers.slurm.SlurmLauncher",
-    "kubernetes": "resources.launchers.kubernetes.KubernetesLauncher",
-    "ray": "resources.launchers.ray.RayLauncher",
+    "local": "resources.local_launcher.AccelerateLauncher",
+    "slurm": "launchers.slurm.SlurmLauncher",
+    "kubernetes": "launchers.kubernetes.KubernetesLauncher",
+    "ray": "launchers.ray.RayLauncher",
 }
 """Import path of each kind's launcher, a `ConfigurableResource` with a field for each setting of its kind."""
 

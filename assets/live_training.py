@@ -21,10 +21,10 @@ def observe_training(
     An observation that cannot be reported is a warning: the training continues without further ones.
     """
 
-    def follow(order_file: Path) -> Callable[[bool], None]:
+    def follow(job_file: Path) -> Callable[[bool], None]:
         from pipeline.trained_lora.live import LiveRun
 
-        run = LiveRun(order_file)
+        run = LiveRun(job_file)
         is_broken = False
 
         def poll(final: bool) -> None:

@@ -13,7 +13,7 @@ from assets.stage_outputs import stage_outputs
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
-from resources.launchers.local import AccelerateLauncher
+from resources.local_launcher import AccelerateLauncher
 
 DESCRIPTION = (
     "The cache entry of each caption's embedding: one for each distinct caption, and one for the empty "

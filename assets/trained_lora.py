@@ -26,7 +26,7 @@ from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
 from resources.failures import errors_as_failures
-from resources.launchers.local import AccelerateLauncher
+from resources.local_launcher import AccelerateLauncher
 
 DESCRIPTION = (
     "The LoRA in three layouts, trained from the cache with accelerate. A finished run with the same inputs "

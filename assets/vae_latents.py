@@ -22,7 +22,7 @@ from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
 from resources.failures import errors_as_failures
-from resources.launchers.local import AccelerateLauncher
+from resources.local_launcher import AccelerateLauncher
 
 DESCRIPTION = (
     "The cache entry of each image's latent. Its key covers everything that decides the bytes; "

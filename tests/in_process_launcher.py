@@ -9,7 +9,7 @@ from dagster import AssetExecutionContext
 
 from pipeline.processes.launch import Launch, Meanwhile, cpu_threads
 from pipeline.recipe import AccelerateSettings
-from resources.launchers.local import AccelerateLauncher, Observer
+from resources.local_launcher import AccelerateLauncher, Observer
 from tests.in_process_worker import InProcessLaunch, forget_precision
 
 

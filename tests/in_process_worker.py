@@ -7,24 +7,24 @@ from pathlib import Path
 
 from pipeline.cache.pack_copies import CopySettings
 from pipeline.encoding.fill import WORKERS
-from pipeline.encoding.jobs import read_order
+from pipeline.encoding.jobs import read_encoding
 from pipeline.encoding.progress import Report
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 
 
-def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
-    """Encode an order with the worker of its kind.
+def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
+    """Encode an encoding with the worker of its kind.
 
     The worker sets torch's number of threads for its process. It is reset here, because later tests of this
     process compare floating-point results bit for bit.
     """
     import torch
 
-    worker = import_module(f"{WORKERS[read_order(order_file).kind]}.__main__")
+    worker = import_module(f"{WORKERS[read_encoding(encoding_file).kind]}.__main__")
     threads = torch.get_num_threads()
     try:
-        worker.run(order_file, report, rank=rank, num_ranks=num_ranks)
+        worker.run(encoding_file, report, rank=rank, num_ranks=num_ranks)
     finally:
         torch.set_num_threads(threads)
 
@@ -42,29 +42,29 @@ class InProcessLaunch:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.modules: list[str] = []
-        self.orders: list[Path] = []
+        self.encodings: list[Path] = []
         self.lines: list[str] = []
         self.stop_after = stop_after
         self.copies: CopySettings | None = None
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile | None = None) -> None:
         if meanwhile is not None:
             meanwhile()
         self.modules.append(module)
-        self.orders.append(order)
+        self.encodings.append(encoding)
         if module == TRAINING_MODULE:
-            self._train(order)
+            self._train(encoding)
         else:
             assert module in WORKERS.values()
-            run(order, self, rank=0, num_ranks=1)
+            run(encoding, self, rank=0, num_ranks=1)
 
-    def _train(self, order: Path) -> None:
+    def _train(self, encoding: Path) -> None:
         from pipeline.trained_lora.job import read_job
         from pipeline.trained_lora.worker.loop import train
         from pipeline.trained_lora.worker.stop_request import StopRequest
 
         self._stop = StopRequest()
-        if not train(read_job(order, copies=self.copies), self, self._stop):
+        if not train(read_job(encoding, copies=self.copies), self, self._stop):
             raise LaunchError("stopped", where=TRAINING_MODULE, fix="start again")
 
     def info(self, text: str) -> None:

@@ -112,7 +112,11 @@ def test_every_message_on_the_troubleshooting_page_is_in_the_source() -> None:
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
     assert len(quoted) >= 15
-    files = [path for layer in ("pipeline", "resources", "assets") for path in (ROOT / layer).rglob("*.py")]
+    files = [
+        path
+        for layer in ("pipeline", "resources", "launchers", "assets")
+        for path in (ROOT / layer).rglob("*.py")
+    ]
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text("utf-8") for path in files))
     missing = [text for text in quoted if text not in code]
     assert missing == []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bench.gpu import bare
 from bench.gpu.experiment import Experiment, GpuSide, Pair, Part, Reading, usual_parts
 from bench.gpu.models import MODELS
-from bench.gpu.rig import Bench, Encoding, Silent
+from bench.gpu.rig import Bench, RecordedEncoding, Silent
 from bench.gpu.watch import Watch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _RUNS = count()
 class Encoder:
     """The encoder of a cache stage in this process, with its model loaded."""
 
-    def __init__(self, bench: Bench, encoding: Encoding, *, threads: int | None = None) -> None:
+    def __init__(self, bench: Bench, encoding: RecordedEncoding, *, threads: int | None = None) -> None:
         """Load the VAE."""
         from pipeline.encoding.progress import Progress
         from pipeline.vae_latents.worker.encoder import LatentEncoder
@@ -38,7 +38,7 @@ class Encoder:
         self._folder = bench.fresh_folder(f"encoding-{next(_RUNS)}")
         self._progress = Progress(Silent(), self._folder, jobs=self._jobs, what="latents", rank=1)
         self._encoder: LatentEncoder = LatentEncoder(
-            encoding.order, bench.device, self._progress, threads=threads
+            encoding.encoding, bench.device, self._progress, threads=threads
         )
 
     def __call__(self, watch: Watch, *, without_bytes: int = 0) -> Reading:

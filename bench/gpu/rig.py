@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
-    from pipeline.encoding.jobs import Job, Order
+    from pipeline.encoding.jobs import Encoding, Job
     from pipeline.processes.launch import Launch, Meanwhile
     from pipeline.recipe import Recipe
     from pipeline.reporting.reports import Log, StageResult
@@ -160,14 +160,14 @@ class Rig:
             for stage in (self.project.scan, self.project.validate, self.project.buckets):
                 stage()
 
-    def encoding(self) -> Encoding:
-        """Encode all latents into the rig's cache in this process, and return the stage's order for them."""
+    def encoding(self) -> RecordedEncoding:
+        """Encode all latents into the rig's cache in this process, and return the stage's encoding."""
         self.prepare()
         launch = _RecordingLaunch()
         shutil.rmtree(self.recipe.cache_dir, ignore_errors=True)
         self._keep("vae_latents", cache_latents, "aspect_buckets", launch)
-        assert launch.order is not None
-        return Encoding(launch.order, launch.jobs)
+        assert launch.encoding is not None
+        return RecordedEncoding(launch.encoding, launch.jobs)
 
     def training_job(self, **training: Any) -> TrainingJob:
         """Return a training job. An incomplete cache is filled in this process first."""
@@ -199,36 +199,36 @@ class _CacheStage(Protocol):
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Encoding order of a cache stage, with its jobs."""
+class RecordedEncoding:
+    """An encoding of a cache stage, with its jobs in memory."""
 
-    order: Order
+    encoding: Encoding
     jobs: Sequence[Job]
 
-    def computing(self, dtype: str, vae: Path | None = None) -> Encoding:
+    def computing(self, dtype: str, vae: Path | None = None) -> RecordedEncoding:
         """Return the same encoding with another compute dtype and optionally another VAE."""
         component_folders = {} if vae is None else {"vae": vae}
-        settings = {**self.order.settings, "compute_dtype": dtype}
+        settings = {**self.encoding.settings, "compute_dtype": dtype}
         return replace(
-            self, order=replace(self.order, settings=settings, component_folders=component_folders)
+            self, encoding=replace(self.encoding, settings=settings, component_folders=component_folders)
         )
 
 
 class _RecordingLaunch:
-    """A `Launch` that encodes in this process and records the order."""
+    """A `Launch` that encodes in this process and records the encoding."""
 
     def __init__(self) -> None:
-        self.order: Order | None = None
+        self.encoding: Encoding | None = None
         self.jobs: list[Job] = []
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-        from pipeline.encoding.jobs import read_order
+    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+        from pipeline.encoding.jobs import read_encoding
 
         if meanwhile is not None:
             meanwhile()
-        self.order = read_order(order)
-        self.jobs = list(self.order.jobs)
-        import_module(f"{module}.run").run(order, Silent(), rank=0, num_ranks=1)
+        self.encoding = read_encoding(job_file)
+        self.jobs = list(self.encoding.jobs)
+        import_module(f"{module}.__main__").run(job_file, Silent(), rank=0, num_ranks=1)
 
 
 class Silent:

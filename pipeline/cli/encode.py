@@ -1,4 +1,4 @@
-"""`latentline encode`: encode one shard of an order on any machine, as schedulers start it."""
+"""`latentline encode`: encode one shard of an encoding on any machine, as schedulers start it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from pipeline.cli.conventions import log_to_stderr
 from pipeline.encoding.shard import encode_shard
-from pipeline.encoding.shared_order import Shard, SharedOrder, parse_shard
+from pipeline.encoding.shared_encoding import Shard, SharedEncoding, parse_shard
 from pipeline.errors import LaunchError
 from pipeline.processes.guard import watch_parent
 from pipeline.storage.addresses import absolute
@@ -35,20 +35,20 @@ class _ShardType(click.ParamType[Shard]):
 
 
 @click.command(short_help="Encode one shard of a job; for schedulers and launchers.")
-@click.argument("order")
+@click.argument("encoding")
 @click.option(
     "--shard",
     type=_ShardType(),
     help="Shard to encode, counted from 0, so that 0/8 is the first of 8 and 7/8 the last. By default, I is "
-    f"the task's index from the scheduler ({' or '.join(INDEX_VARIABLES)}) and N is the order's number of "
-    "shards. Without such a variable, the complete order is encoded.",
+    f"the task's index from the scheduler ({' or '.join(INDEX_VARIABLES)}) and N is the encoding's number of "
+    "shards. Without such a variable, the complete encoding is encoded.",
 )
-def command(order: str, shard: Shard | None) -> None:
+def command(encoding: str, shard: Shard | None) -> None:
     """Encode one shard of the images or captions that a job needs, on any machine that can access the cache.
 
-    A job that encodes on other machines writes an order into its cache: the list of what is missing, divided
-    into shards. Its launcher then starts this command once per shard, for example as tasks of a Slurm array.
-    ORDER is the folder or address of the order.
+    A job that encodes on other machines writes an encoding into its cache: the list of what is missing,
+    divided into shards. Its launcher then starts this command once per shard, for example as tasks of a Slurm
+    array. ENCODING is the folder or address of the encoding.
 
     Entries that exist are skipped, so a shard can be started again at any time. An image that cannot be
     encoded does not fail the shard: it is recorded, and the job rejects it. The exit status is 0 only if the
@@ -59,32 +59,32 @@ def command(order: str, shard: Shard | None) -> None:
 
     watch_parent()
 
-    # A scheduler's rank is not that of the one encoding process, whose log is that of this command.
+    # One process encodes, whatever the scheduler's rank is, and it writes to the log of this command.
     for name in _FOREIGN_VARIABLES:
         os.environ.pop(name, None)
-    shared = SharedOrder(absolute(order, Path.cwd()))
+    shared = SharedEncoding(absolute(encoding, Path.cwd()))
     shard = shard or shard_of_environment(shared)
     encode_shard(shared, shard, log=log_to_stderr)
 
 
-def shard_of_environment(order: SharedOrder) -> Shard:
-    """Return the shard that the scheduler's variable names, or the complete order without one.
+def shard_of_environment(encoding: SharedEncoding) -> Shard:
+    """Return the shard that the scheduler's variable names, or the complete encoding without one.
 
-    N is the order's number of shards. Slurm's own count of tasks is smaller if only some are started again.
+    N is the encoding's number of shards. Slurm's own count of tasks is smaller if only some start again.
 
     Raises:
         LaunchError: The variable is not a number below the number of shards.
-        StoreError: The order cannot be read.
+        StoreError: The encoding cannot be read.
     """
     name = next((name for name in INDEX_VARIABLES if os.environ.get(name)), None)
     if name is None:
         return Shard(0, 1)
-    num_shards = order.settings()["num_shards"]
+    num_shards = encoding.settings()["num_shards"]
     try:
         return parse_shard(f"{os.environ[name]}/{num_shards}")
     except ValueError as err:
         raise LaunchError(
             f"{name} must be a number from 0 to {num_shards - 1}, got {os.environ[name]}",
-            where=str(order.address),
+            where=str(encoding.address),
             fix=f"start the tasks 0 to {num_shards - 1}, or pass --shard",
         ) from err

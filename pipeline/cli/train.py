@@ -11,9 +11,9 @@ import click
 
 from pipeline.cli.conventions import echo, log_to_stderr
 from pipeline.errors import counted
+from pipeline.processes.cluster_variables import MachineOptions, find_machines
 from pipeline.processes.guard import watch_parent
 from pipeline.processes.machines import Machines
-from pipeline.processes.schedulers import MachineOptions, find_machines
 from pipeline.recipe.deployment import WAIT_S
 from pipeline.storage.addresses import Address, absolute
 
@@ -22,7 +22,7 @@ GRACE_S = 20.0
 
 
 @click.command(short_help="Train as one of several machines.")
-@click.argument("order")
+@click.argument("job")
 @click.option("--machines", type=click.IntRange(min=1), help="Number of machines.")
 @click.option("--rank", type=click.IntRange(min=0), help="Rank of this machine: 0 for machine 0, and so on.")
 @click.option("--master", metavar="HOST:PORT", help="Host name or IP of machine 0, and a free port on it.")
@@ -45,14 +45,14 @@ GRACE_S = 20.0
     help="Time between a stop signal and the kill of processes, in which machine 0 writes a checkpoint.",
 )
 def command(
-    order: str, *, machines: int | None, rank: int | None, master: str | None, wait_s: int, grace_s: float
+    job: str, *, machines: int | None, rank: int | None, master: str | None, wait_s: int, grace_s: float
 ) -> None:
     """Run this machine's part of a training on several machines.
 
     Start the command once on each machine. Launchers do this for you; docs/several_machines.md explains how
     to do it by hand. It returns when the training ends.
 
-    ORDER is the training: the file order.json in the folder of a run, or that folder. Machine 0 must have the
+    JOB is the training: the file order.json in the folder of a run, or that folder. Machine 0 must have the
     folder on a disk, because it writes checkpoints there. The other machines read only order.json and
     inputs.parquet from it, possibly from an address. All need the base model and the cache.
 
@@ -64,17 +64,17 @@ def command(
     """
     watch_parent()  # its end stops the training's processes in turn, after a checkpoint
     chosen = find_machines(MachineOptions(machines, rank, master, wait_s=wait_s), os.environ)
-    _train(absolute(order, Path.cwd()), chosen, grace_s)
+    _train(absolute(job, Path.cwd()), chosen, grace_s)
 
 
-def _train(order: Address, machines: Machines, grace_s: float) -> None:
+def _train(job: Address, machines: Machines, grace_s: float) -> None:
     from pipeline.processes.foreground import run_in_foreground
     from pipeline.processes.launch import TRAINING_MODULE, launch_command, launch_environment, launch_error
     from pipeline.trained_lora.job import read_recipe_and_prompts
-    from pipeline.trained_lora.local_order import local_order, require_local_files
+    from pipeline.trained_lora.joining import local_job_file, require_local_files
 
     with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
-        file = local_order(order, Path(folder), rank=machines.rank)
+        file = local_job_file(job, Path(folder), rank=machines.rank)
         settings = read_recipe_and_prompts(file)[0].accelerate
         launch = launch_command(settings, TRAINING_MODULE, file, machines)
         require_local_files(file)

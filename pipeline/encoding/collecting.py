@@ -1,4 +1,4 @@
-"""Results of an order's workers on other machines, collected by the stage."""
+"""Results of an encoding's workers on other machines, collected by the stage."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from pipeline.encoding.jobs import DESCRIPTIONS, read_order
-from pipeline.encoding.shared_order import PICTURES, Shard, SharedOrder, publish_order
+from pipeline.encoding.jobs import DESCRIPTIONS, read_encoding
+from pipeline.encoding.shared_encoding import PICTURES, Shard, SharedEncoding, publish_encoding
 from pipeline.errors import LatentlineError, LaunchError, StoreError, counted
 from pipeline.escaping import without_secrets
 from pipeline.processes.launch import error_from_json
@@ -26,23 +26,23 @@ _ERROR = re.compile(r"error-(\d+)-of-(\d+)-[0-9a-f]+\.json")
 _MAX_NAMED = 10
 
 POLL_INTERVAL_S = 3.0
-"""Shortest time between two listings of an order's results."""
+"""Shortest time between two listings of an encoding's results."""
 
 RENEWAL_INTERVAL_S = 3600.0
-"""Time after which the stage renews its order. A job may wait in a queue for days, and `latentline gc`
-deletes orders without a file from the last 24 hours."""
+"""Time after which the stage renews its encoding. A job may wait in a queue for days, and `latentline gc`
+deletes encodings without a file from the last 24 hours."""
 
-RunWorkers: TypeAlias = Callable[[SharedOrder, int], Sequence[str]]
+RunWorkers: TypeAlias = Callable[[SharedEncoding, int], Sequence[str]]
 """Runs a worker for each of so many shards until all have ended, and returns their last lines of output."""
 
 
 def encode_on_workers(
-    order_file: Path, run_workers: RunWorkers, *, max_workers: int, cpu_threads: int, log: Log
+    encoding_file: Path, run_workers: RunWorkers, *, max_workers: int, cpu_threads: int, log: Log
 ) -> None:
-    """Let workers on other machines encode a local order, and copy their results to its folder.
+    """Let workers on other machines encode a local encoding, and copy their results to its folder.
 
     Args:
-        order_file: File of the order; its jobs are complete.
+        encoding_file: File of the encoding; its jobs are complete.
         run_workers: Runs the workers. It does not raise for workers that failed.
         max_workers: Number of shards, if there are enough jobs.
         cpu_threads: The recipe's `accelerate.cpu_threads`.
@@ -50,40 +50,40 @@ def encode_on_workers(
 
     Raises:
         StoreError: The cache cannot be read or written.
-        LatentlineError: See `Collector.require_finished`. The order stays, so that its workers can be started
-            again by hand; `latentline gc` deletes it later.
+        LatentlineError: See `Collector.require_finished`. The encoding stays, so that its workers can be
+            started again by hand; `latentline gc` deletes it later.
     """
-    local = read_order(order_file)
+    local = read_encoding(encoding_file)
     num_jobs = len(local.jobs)
 
     # A worker without a job would load the model for nothing.
     num_shards = max(1, min(max_workers, num_jobs))
-    order = publish_order(order_file, num_shards=num_shards, cpu_threads=cpu_threads)
-    collector = Collector(order, order_file.parent)
+    encoding = publish_encoding(encoding_file, num_shards=num_shards, cpu_threads=cpu_threads)
+    collector = Collector(encoding, encoding_file.parent)
     shards = counted(num_shards, "worker")
-    log(f"{counted(num_jobs, 'entry', 'entries')} for {shards}: {without_secrets(str(order.address))}")
+    log(f"{counted(num_jobs, 'entry', 'entries')} for {shards}: {without_secrets(str(encoding.address))}")
 
     with progress(collector.poll_sometimes, num_jobs, DESCRIPTIONS[local.kind], log=log):
-        last_output = run_workers(order, num_shards)
+        last_output = run_workers(encoding, num_shards)
     collector.poll()
     collector.require_finished(num_shards, last_output)
     if local.pictures is not None:
         collector.fetch_pictures(local.pictures.folder)
 
-    # Removed only after success: a failed order can be finished by starting its workers by hand.
-    order.remove()
+    # Removed only after success: a failed encoding can be finished by starting its workers by hand.
+    encoding.remove()
 
 
 @dataclass
 class Collector:
-    """Copies the results of all workers into the local folder of the order.
+    """Copies the results of all workers into the local folder of the encoding.
 
     Attributes:
-        order: Order of the workers.
+        encoding: Encoding of the workers.
         folder: Local folder; `read_results` reads the copies.
     """
 
-    order: SharedOrder
+    encoding: SharedEncoding
     folder: Path
     _ended: set[str] = field(default_factory=set[str])
     _finished: set[Shard] = field(default_factory=set[Shard])
@@ -100,26 +100,26 @@ class Collector:
         """Copy the files that are new or have grown since the last call.
 
         Raises:
-            StoreError: The order cannot be listed, or a file cannot be read.
+            StoreError: The encoding cannot be listed, or a file cannot be read.
         """
-        for file in self.order.files():
+        for file in self.encoding.files():
             # Results only grow, so an equal size means an equal file, and nothing is downloaded.
             if self._sizes.get(file.name) == file.num_bytes:
                 continue
             results, error = _RESULTS.fullmatch(file.name), _ERROR.fullmatch(file.name)
             if results is not None:
-                data = self.order.read(file.name)
+                data = self.encoding.read(file.name)
                 (self.folder / file.name).write_bytes(data)
                 self._count(_shard(results), data)
             elif error is not None:
-                self._errors[_shard(error)] = self.order.read(file.name).decode()
+                self._errors[_shard(error)] = self.encoding.read(file.name).decode()
             self._sizes[file.name] = file.num_bytes
 
     def poll_sometimes(self) -> int:
         """Return the number of jobs that have ended, after a poll if the last one was some time ago.
 
-        The order is renewed about once an hour. A failed poll is ignored: the last one, after the end of the
-        workers, counts. A failed renewal is repeated after the next poll.
+        The encoding is renewed about once an hour. A failed poll is ignored: the last one, after the end of
+        the workers, counts. A failed renewal is repeated after the next poll.
         """
         if time.monotonic() - self._polled_s >= POLL_INTERVAL_S:
             with suppress(StoreError, FileNotFoundError):
@@ -131,7 +131,7 @@ class Collector:
 
     def _renew_sometimes(self) -> None:
         if time.monotonic() - self._renewed_s >= RENEWAL_INTERVAL_S:
-            self.order.renew()
+            self.encoding.renew()
             self._renewed_s = time.monotonic()
 
     def fetch_pictures(self, folder: Path) -> None:
@@ -140,9 +140,9 @@ class Collector:
         Raises:
             StoreError: A picture cannot be read.
         """
-        for file in self.order.files():
+        for file in self.encoding.files():
             if file.name.startswith(f"{PICTURES}/"):
-                write_bytes(folder / file.name.removeprefix(f"{PICTURES}/"), self.order.read(file.name))
+                write_bytes(folder / file.name.removeprefix(f"{PICTURES}/"), self.encoding.read(file.name))
 
     def require_finished(self, num_shards: int, last_output: Sequence[str]) -> None:
         """Raise the error of a worker, or a LaunchError that names the shards which are not finished.
@@ -169,7 +169,7 @@ class Collector:
             raise LaunchError(
                 f"{counted(len(unfinished), 'shard is', 'shards are')} incomplete, although the encoding "
                 f"workers have ended: {names}",
-                where="\n".join([f"{self.order.address}, last output:", *(last_output or ["(none)"])]),
+                where="\n".join([f"{self.encoding.address}, last output:", *(last_output or ["(none)"])]),
                 fix="correct the cause that the output shows, often too little memory or time, and start the "
                 "job again; it encodes the missing entries only",
             )

@@ -17,15 +17,15 @@ from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
 from pipeline.cache.used_keys import KeyLists
 from pipeline.encoding.checks import ROWS_AT_A_TIME, check_entries
 from pipeline.encoding.jobs import (
+    Encoding,
+    EncodingModel,
     Failure,
     Job,
-    Order,
-    OrderedModel,
     PictureJobs,
     Results,
     read_results,
+    write_encoding,
     write_jobs,
-    write_order,
 )
 from pipeline.encoding.speed import record_speed
 from pipeline.errors import StoreError, counted
@@ -56,7 +56,7 @@ class EntryRequests:
         rows: One row per entry: `key` (unique), `num_bytes` (exact size, null if unknown), `about_bytes`
             (estimated size), `STAT_COLUMNS` and the columns in `facts` as the last table recorded them (null
             if it did not), `name`, `cost`, and the columns that `spec` and `job` need.
-        settings: Settings for `Order.settings`.
+        settings: Settings for `Encoding.settings`.
         spec: Returns the specification of a row's entry.
         job: Returns the job of a row.
         facts: Further columns of the result: each returns its value from the state of an entry that was read.
@@ -241,7 +241,7 @@ class _Fill:
     def _encode(self, find_missing: Callable[[], pl.DataFrame]) -> tuple[pl.DataFrame, Results]:
         """Launch processes, and call `find_missing` for their jobs while they start."""
         kind = self._requests.kind
-        order = Order(
+        encoding = Encoding(
             kind=kind,
             model_folder=self._entries.model_folder,
             store_root=self._store.address,
@@ -249,7 +249,7 @@ class _Fill:
             jobs=[],
             component_folders=self._entries.component_folders,
             pictures=self._requests.pictures,
-            model=_ordered_model(self._entries, kind),
+            model=_encoding_model(self._entries, kind),
         )
         missing = pl.DataFrame()
         find_s = 0.0
@@ -265,10 +265,10 @@ class _Fill:
                 write_jobs(_LazyJobs(missing, self._requests.job), Path(folder))
                 find_s = time.perf_counter() - start_s
 
-            order_file = write_order(order, Path(folder), jobs_follow=True)
+            encoding_file = write_encoding(encoding, Path(folder), jobs_follow=True)
             launch_start_s = time.perf_counter()
             with self._used.kept_marked():
-                self._launch(WORKERS[kind], order_file, write_missing_jobs)
+                self._launch(WORKERS[kind], encoding_file, write_missing_jobs)
             launched_s = time.perf_counter() - launch_start_s
             results = read_results(Path(folder))
 
@@ -323,12 +323,12 @@ class _Fill:
             self._log(f"damaged entry of {self._requests.job(row).name}: {state.reason} ({where})")
 
 
-def _ordered_model(entries: RecipeEntries, kind: Kind) -> OrderedModel | None:
+def _encoding_model(entries: RecipeEntries, kind: Kind) -> EncodingModel | None:
     if kind == "masks":
         return None
     recipe = entries.recipe
     settings = recipe.model.model_dump(mode="json")
-    return OrderedModel(settings, str(recipe.source), entries.fingerprint(kind))
+    return EncodingModel(settings, str(recipe.source), entries.fingerprint(kind))
 
 
 class _LazyJobs:

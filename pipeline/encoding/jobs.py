@@ -2,7 +2,7 @@
 
 All files are in one temporary folder:
 
-    order.json              written by the stage: model, store and settings
+    encoding.json           written by the stage: model, store and settings
     jobs.jsonl              written by the stage, possibly later: the number of jobs, then one job per line
     results-<rank>.jsonl    written by each process: one line per finished job, and a last line with its times
 """
@@ -22,7 +22,7 @@ from pipeline.cache.entry_format import Array
 from pipeline.cache.store import EntrySpec, Kind, TensorSpec
 from pipeline.storage.addresses import Address, address
 
-ORDER_FILE = "order.json"
+ENCODING_FILE = "encoding.json"
 JOBS_FILE = "jobs.jsonl"
 DESCRIPTIONS: dict[Kind, str] = {"latents": "latents encoded", "text": "text embeddings encoded"}
 """Description of the jobs of each kind for progress."""
@@ -110,7 +110,7 @@ class PictureJobs:
 
 
 @dataclass(frozen=True)
-class OrderedModel:
+class EncodingModel:
     """The base model as the recipe names it, for workers on machines without its folder.
 
     Attributes:
@@ -125,7 +125,7 @@ class OrderedModel:
 
 
 @dataclass(frozen=True)
-class Order:
+class Encoding:
     """Everything that the processes of one launch encode together.
 
     Attributes:
@@ -146,11 +146,11 @@ class Order:
     jobs: Jobs
     component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
     pictures: PictureJobs | None = None
-    model: OrderedModel | None = None
+    model: EncodingModel | None = None
 
 
 class JobsFile:
-    """Jobs of an order, read from the file by each iteration, so that only one is in memory.
+    """Jobs of an encoding, read from the file by each iteration, so that only one is in memory.
 
     Waits until the stage has written the file.
     """
@@ -196,40 +196,40 @@ class Results:
     aside_s: float = 0.0
 
 
-def write_order(order: Order, folder: Path, *, jobs_follow: bool = False) -> Path:
-    """Write an order into an existing folder that holds no other order.
+def write_encoding(encoding: Encoding, folder: Path, *, jobs_follow: bool = False) -> Path:
+    """Write an encoding into an existing folder that holds no other encoding.
 
     Args:
-        order: Order to write.
+        encoding: Encoding to write.
         folder: Folder of the files.
         jobs_follow: Whether to omit the jobs, for a later `write_jobs`.
 
     Returns:
-        Path of the order file.
+        Path of the encoding file.
     """
     if not jobs_follow:
-        write_jobs(order.jobs, folder)
+        write_jobs(encoding.jobs, folder)
 
     fields: dict[str, Any] = {
-        "kind": order.kind,
-        "model_folder": str(order.model_folder),
-        "component_folders": {role: str(path) for role, path in order.component_folders.items()},
-        "store_root": str(order.store_root),
-        "settings": dict(order.settings),
+        "kind": encoding.kind,
+        "model_folder": str(encoding.model_folder),
+        "component_folders": {role: str(path) for role, path in encoding.component_folders.items()},
+        "store_root": str(encoding.store_root),
+        "settings": dict(encoding.settings),
     }
-    if order.pictures is not None:
-        jobs = [_job_to_json(job) for job in order.pictures.jobs]
-        fields["pictures"] = {"folder": str(order.pictures.folder), "jobs": jobs}
-    if order.model is not None:
-        fields["model"] = asdict(order.model)
+    if encoding.pictures is not None:
+        jobs = [_job_to_json(job) for job in encoding.pictures.jobs]
+        fields["pictures"] = {"folder": str(encoding.pictures.folder), "jobs": jobs}
+    if encoding.model is not None:
+        fields["model"] = asdict(encoding.model)
 
-    path = folder / ORDER_FILE
+    path = folder / ENCODING_FILE
     path.write_text(json.dumps(fields), encoding="utf-8")
     return path
 
 
 def write_jobs(jobs: Jobs, folder: Path) -> None:
-    """Write the jobs of the order in `folder`; waiting processes see the complete file."""
+    """Write the jobs of the encoding in `folder`; waiting processes see the complete file."""
     unfinished = folder / f"{JOBS_FILE}.unfinished"
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(f"{len(jobs)}\n")
@@ -240,15 +240,15 @@ def write_jobs(jobs: Jobs, folder: Path) -> None:
     unfinished.rename(folder / JOBS_FILE)
 
 
-def read_order(path: Path) -> Order:
-    """Read an order; its jobs are read from their file by each iteration."""
+def read_encoding(path: Path) -> Encoding:
+    """Read an encoding; its jobs are read from their file by each iteration."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     pictures = None
     if "pictures" in fields:
         jobs = [_job_from_json(job) for job in fields["pictures"]["jobs"]]
         pictures = PictureJobs(Path(fields["pictures"]["folder"]), jobs)
 
-    return Order(
+    return Encoding(
         kind=fields["kind"],
         model_folder=Path(fields["model_folder"]),
         store_root=address(fields["store_root"]),
@@ -256,7 +256,7 @@ def read_order(path: Path) -> Order:
         jobs=JobsFile(path.parent / JOBS_FILE),
         component_folders={role: Path(folder) for role, folder in fields["component_folders"].items()},
         pictures=pictures,
-        model=OrderedModel(**fields["model"]) if "model" in fields else None,
+        model=EncodingModel(**fields["model"]) if "model" in fields else None,
     )
 
 
@@ -278,10 +278,10 @@ def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:
 class ResultsWriter:
     """Appends the results of one process, from any thread; each line is flushed at once."""
 
-    def __init__(self, order_file: Path, rank: int) -> None:
-        """Create `results-<rank>.jsonl` in the folder of the order."""
+    def __init__(self, encoding_file: Path, rank: int) -> None:
+        """Create `results-<rank>.jsonl` in the folder of the encoding."""
         self._lock = threading.Lock()
-        self._file: TextIO = (order_file.parent / f"results-{rank}.jsonl").open("w", encoding="utf-8")
+        self._file: TextIO = (encoding_file.parent / f"results-{rank}.jsonl").open("w", encoding="utf-8")
 
     def ended(self, key: str, outcome: Literal["made", "present"] | Failure) -> None:
         """Write the outcome of one job."""

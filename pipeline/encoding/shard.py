@@ -1,4 +1,4 @@
-"""Encode one shard of an order on any machine: `latentline encode`."""
+"""Encode one shard of an encoding on any machine: `latentline encode`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import Store
 from pipeline.encoding.collecting import Collector
 from pipeline.encoding.fill import WORKERS
-from pipeline.encoding.jobs import Job, Jobs, Order, ResultsWriter, read_order, share, write_order
-from pipeline.encoding.shared_order import PICTURES, ResultsUpload, Shard, SharedOrder
+from pipeline.encoding.jobs import Encoding, Job, Jobs, ResultsWriter, read_encoding, share, write_encoding
+from pipeline.encoding.shared_encoding import PICTURES, ResultsUpload, Shard, SharedEncoding
 from pipeline.errors import LatentlineError, ModelError, StoreError, counted
 from pipeline.models.components import resolve_components
 from pipeline.models.families import Use, detect
@@ -31,20 +31,20 @@ UPLOAD_INTERVAL_S = 2.0
 """Seconds between two copies of the results, which decide how current the stage's progress is."""
 
 
-def encode_shard(order: SharedOrder, shard: Shard, *, log: Log, launch: Launch | None = None) -> None:
-    """Encode the entries of a shard that the cache lacks; results and pictures go to the order.
+def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: Launch | None = None) -> None:
+    """Encode the entries of a shard that the cache lacks; results and pictures go to the encoding.
 
     A shard may be encoded any number of times, also at the same time: entries that exist are skipped, and a
     shard that an earlier attempt has finished is not read again.
 
     Args:
-        order: Order of a stage.
+        encoding: Encoding of a stage.
         shard: Shard to encode.
         log: Receives progress and warnings.
         launch: Starts the encoding process; by default as a subprocess on this machine.
 
     Raises:
-        StoreError: The order or the cache cannot be read or written.
+        StoreError: The encoding or the cache cannot be read or written.
         ModelError: The base model is not on this machine, or differs from the stage's.
         LatentlineError: The encoding process raised it.
         LaunchError: The encoding process died.
@@ -52,16 +52,16 @@ def encode_shard(order: SharedOrder, shard: Shard, *, log: Log, launch: Launch |
     with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
         own_folder, pictures = Path(folder, "shard"), Path(folder, PICTURES)
         own_folder.mkdir()
-        upload = ResultsUpload(order, shard, own_folder / "results-0.jsonl")
+        upload = ResultsUpload(encoding, shard, own_folder / "results-0.jsonl")
         with _error_uploaded(upload):
-            order_file, settings = order.fetch(Path(folder))
-            if is_finished(order, shard):
-                log(f"shard {shard} of {order.order_id} was finished earlier")
+            encoding_file, settings = encoding.fetch(Path(folder))
+            if is_finished(encoding, shard):
+                log(f"shard {shard} of {encoding.encoding_id} was finished earlier")
                 return
 
-            complete = read_order(order_file)
-            own = _own_order(_with_model(complete, Path(folder), log), shard, pictures)
-            own_file = write_order(own, own_folder)
+            complete = read_encoding(encoding_file)
+            own = _own_encoding(_with_model(complete, Path(folder), log), shard, pictures)
+            own_file = write_encoding(own, own_folder)
             with _uploaded(upload, log):
                 if len(own.jobs) or (own.pictures is not None and own.pictures.jobs):
                     accelerate = AccelerateSettings(cpu_threads=settings["cpu_threads"])
@@ -70,20 +70,20 @@ def encode_shard(order: SharedOrder, shard: Shard, *, log: Log, launch: Launch |
                     with ResultsWriter(own_file, 0) as results:
                         results.finish(0.0)
                 for file in pictures.glob("*"):
-                    order.put(f"{PICTURES}/{file.name}", file.read_bytes())
+                    encoding.put(f"{PICTURES}/{file.name}", file.read_bytes())
                 if settings.get("seal_packs", False):
                     seal_new(Store(own.store_root), [job.spec for job in own.jobs], log=log)
-        log(f"shard {shard} of {order.order_id} is complete: {counted(len(own.jobs), 'job')}")
+        log(f"shard {shard} of {encoding.encoding_id} is complete: {counted(len(own.jobs), 'job')}")
 
 
-def is_finished(order: SharedOrder, shard: Shard) -> bool:
+def is_finished(encoding: SharedEncoding, shard: Shard) -> bool:
     """Return whether an attempt at the shard has finished.
 
     Raises:
-        StoreError: The order cannot be read.
+        StoreError: The encoding cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
-        collector = Collector(order, Path(folder))
+        collector = Collector(encoding, Path(folder))
         collector.poll()
         return collector.has_finished(shard)
 
@@ -106,63 +106,63 @@ class _ShardJobs:
         return sum(1 for _ in self)
 
 
-def _own_order(order: Order, shard: Shard, pictures: Path) -> Order:
-    """Return the order of one shard, with its jobs and the pictures of its latents.
+def _own_encoding(encoding: Encoding, shard: Shard, pictures: Path) -> Encoding:
+    """Return the encoding of one shard, with its jobs and the pictures of its latents.
 
     Shard 0 also draws the latents of earlier runs.
     """
-    jobs = _ShardJobs(order.jobs, shard)
-    if order.pictures is None:
-        return replace(order, jobs=jobs)
-    keys = order.pictures.keys
+    jobs = _ShardJobs(encoding.jobs, shard)
+    if encoding.pictures is None:
+        return replace(encoding, jobs=jobs)
+    keys = encoding.pictures.keys
     own_keys = {job.spec.key for job in jobs if job.spec.key in keys}
     if shard.index == 0:
-        own_keys |= keys - {job.spec.key for job in order.jobs if job.spec.key in keys}
-    return replace(order, jobs=jobs, pictures=replace(order.pictures.select(own_keys), folder=pictures))
+        own_keys |= keys - {job.spec.key for job in encoding.jobs if job.spec.key in keys}
+    return replace(encoding, jobs=jobs, pictures=replace(encoding.pictures.select(own_keys), folder=pictures))
 
 
 @dataclass(frozen=True)
 class _NamedModel:
-    """The base model of an order, in the form that `resolve_base` needs."""
+    """The base model of an encoding, in the form that `resolve_base` needs."""
 
     model: ModelSettings
     source: Path
 
 
-def _with_model(order: Order, temp: Path, log: Log) -> Order:
-    """Return the order with folders of this machine that hold exactly the stage's base model.
+def _with_model(encoding: Encoding, temp: Path, log: Log) -> Encoding:
+    """Return the encoding with folders of this machine that hold exactly the stage's base model.
 
     Raises:
         ModelError: The base model is not on this machine and cannot be downloaded, or it differs.
     """
-    assert order.model is not None, "only stages publish orders, and they name the model"
-    folder, components = order.model_folder, dict(order.component_folders)
+    assert encoding.model is not None, "only stages publish encodings, and they name the model"
+    folder, components = encoding.model_folder, dict(encoding.component_folders)
     if not all(each.is_dir() for each in (folder, *components.values())):
-        settings = ModelSettings.model_validate(order.model.settings)
-        named = _NamedModel(settings, Path(order.model.source))
+        settings = ModelSettings.model_validate(encoding.model.settings)
+        named = _NamedModel(settings, Path(encoding.model.source))
         try:
             folder, components = resolve_base(named, log=log), resolve_components(named, log=log)
         except ModelError as err:
             raise ModelError(
                 f"the base model is not on this worker ({platform.node()}): {err.what}",
-                where=f"{err.where}; the stage has it at {order.model_folder}",
+                where=f"{err.where}; the stage has it at {encoding.model_folder}",
                 fix="put the model on a disk that all machines mount at the same path, or set model.base to "
                 f"a Hub id; otherwise: {err.fix}",
             ) from err
 
     # The keys of the entries contain the stage's fingerprint, so the worker must encode with the same files.
-    memory = order.store_root if isinstance(order.store_root, Path) else temp
-    parts = detect(folder, components).fingerprint_parts(cast("Use", order.kind))
+    memory = encoding.store_root if isinstance(encoding.store_root, Path) else temp
+    parts = detect(folder, components).fingerprint_parts(cast("Use", encoding.kind))
     fingerprint = Fingerprints(memory, log=log).of(parts)
-    if fingerprint != order.model.fingerprint:
+    if fingerprint != encoding.model.fingerprint:
         raise ModelError(
             f"the base model of this worker ({platform.node()}) differs from the stage's: fingerprint "
-            f"{fingerprint[:16]} instead of {order.model.fingerprint[:16]}",
+            f"{fingerprint[:16]} instead of {encoding.model.fingerprint[:16]}",
             where=str(folder),
             fix="if model.base is a Hub id, set model.revision to a commit, so that all machines load the "
             "same files; if it is a folder, copy it to this machine again",
         )
-    return replace(order, model_folder=folder, component_folders=components)
+    return replace(encoding, model_folder=folder, component_folders=components)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pipeline.cache.folder import CacheFile, CacheFolder
 from pipeline.cache.packs import PACKS
 from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.used_keys import KeyLists, Keys, UsedKeys, are_in
-from pipeline.encoding.shared_order import ORDERS
+from pipeline.encoding.shared_encoding import ENCODINGS
 from pipeline.errors import StoreError
 from pipeline.log import Log, discard
 from pipeline.maintenance.deletion import delete_files
@@ -142,7 +142,7 @@ def survey(
         path = PurePosixPath(file.name)
         if _is_entry(path):
             entries.add(path.parts[0], file)
-        elif path.parts[0] == ORDERS and len(path.parts) > 2:
+        elif path.parts[0] == ENCODINGS and len(path.parts) > 2:
             orders[path.parts[1]].append(file)
         elif file.name in result.packs:
             old_pack_files |= {file.name} if result.is_old(file) else set()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pipeline.errors
 from pipeline.errors import LatentlineError, LaunchError
+from pipeline.processes.cluster_variables import without_cluster_variables
 from pipeline.processes.machines import ONE_MACHINE, Machines
-from pipeline.processes.schedulers import without_scheduler
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -33,7 +33,7 @@ ERROR_FILE_VARIABLE = "LATENTLINE_ERROR_FILE"
 """Environment variable with the path of the file to which a launched process writes its `LatentlineError`."""
 
 TRAINING_MODULE = "pipeline.trained_lora.worker"
-"""Entry module of training, the only one whose processes may be on several machines."""
+"""Entry module of training. Only its processes may be on several machines."""
 
 WITHOUT_ACCELERATE = (
     "pipeline.vae_latents.worker",
@@ -73,12 +73,12 @@ Meanwhile: TypeAlias = Callable[[], object]
 class Launch(Protocol):
     """A function that runs one entry module under accelerate until it ends."""
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-        """Run `python -m <module> <order>` in `accelerate.num_processes` processes.
+    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+        """Run `python -m <module> <job file>` in `accelerate.num_processes` processes.
 
         Args:
             module: Entry module, such as `pipeline.vae_latents.worker`.
-            order: JSON file with the module's job. The module writes its results to the same folder.
+            job_file: JSON file with the module's job. The module writes its results to the same folder.
             meanwhile: Function to call in this process while the launched ones import torch.
 
         Raises:
@@ -90,7 +90,7 @@ class Launch(Protocol):
 
 
 def launch_command(
-    settings: AccelerateSettings, module: str, order: Path, machines: Machines = ONE_MACHINE
+    settings: AccelerateSettings, module: str, job_file: Path, machines: Machines = ONE_MACHINE
 ) -> list[str]:
     """Return the arguments of `accelerate launch` on this machine, or of Python for `WITHOUT_ACCELERATE`.
 
@@ -102,7 +102,7 @@ def launch_command(
     """
     machines.num_processes_here(settings)
     if settings.num_processes == 1 and module in WITHOUT_ACCELERATE:
-        return [sys.executable, "-m", module, str(order)]
+        return [sys.executable, "-m", module, str(job_file)]
 
     command = [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
     command += ["--config_file", str(Path(__file__).parent / "accelerate.yaml")]
@@ -117,7 +117,7 @@ def launch_command(
     command += ["--mixed_precision", precision, "--dynamo_backend", "no"]
     command += ["--num_cpu_threads_per_process", str(settings.cpu_threads)]
     command += ["--multi_gpu"] if settings.num_processes > 1 else []
-    return [*command, "-m", module, str(order)]
+    return [*command, "-m", module, str(job_file)]
 
 
 def launch_environment(
@@ -135,7 +135,7 @@ def launch_environment(
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
     return {
-        **without_scheduler(os.environ),
+        **without_cluster_variables(os.environ),
         # The project must be importable from any working directory.
         "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
         ERROR_FILE_VARIABLE: str(error_file),
@@ -185,18 +185,18 @@ class LocalLaunch:
 
         Args:
             settings: The recipe's `accelerate` section.
-            log: Receives the lines that the process prints, except those of its error; None for none.
+            log: Receives the lines that the process prints, without the lines of its error; None for none.
         """
         self._settings = settings
         self._log = log
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         """See `Launch.__call__`."""
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             error_file, output_file = Path(folder) / "error.json", Path(folder) / "output.txt"
             with output_file.open("wb") as file:
                 process = subprocess.Popen(
-                    launch_command(self._settings, module, order),
+                    launch_command(self._settings, module, job_file),
                     env=launch_environment(self._settings, error_file),
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -216,8 +216,8 @@ class LocalLaunch:
                 return
             output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
             if status in _INTERRUPTED_STATUSES or output[-1:] == ["KeyboardInterrupt"]:
-                # A terminal sends Ctrl-C to both processes, and this one may notice the other's end first.
-                # During its start or end, Python's exit status is 1 and only the traceback names the cause.
+                # A terminal sends Ctrl-C to both processes; this one may notice the child's end first. During
+                # its start or end, Python's exit status is 1 and only the traceback names the cause.
                 raise KeyboardInterrupt
             raise launch_error(module, status, output=output, error_file=error_file)
 

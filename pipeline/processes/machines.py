@@ -37,7 +37,7 @@ class Machines:
         rank: Rank of this machine, from 0.
         host: Host name or IPv4 address of machine 0; empty for a single machine.
         port: Port on machine 0 where the machines meet; 0 for a single machine.
-        wait_s: Seconds that a machine waits for the others to start; 0 for a single machine.
+        wait_s: Seconds that a machine waits until all have started; 0 for a single machine.
     """
 
     number: int = 1
@@ -76,17 +76,17 @@ class Machines:
         """
         return settings.model_copy(update={"num_processes": self.num_processes_here(settings)})
 
-    def command_of_others(self, order: str) -> str:
+    def command_of_others(self, job: str) -> str:
         """Return the command to start on each other machine, and on which ones.
 
-        `order` is the path or address where these machines find the order.
+        `job` is the path or address where these machines find the training's job.
         """
         rank = "1" if self.number == 2 else "<rank>"
         ranks = (
             "machine 1" if self.number == 2 else f"machines 1 to {self.number - 1}, each with its own rank"
         )
         options = f"--machines {self.number} --rank {rank} --master {self.address}"
-        return f"on {ranks}: latentline train {shlex.quote(order)} {options}"
+        return f"on {ranks}: latentline train {shlex.quote(job)} {options}"
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables for the processes of a training on several machines."""

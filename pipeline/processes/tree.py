@@ -18,7 +18,7 @@ _POLL_S = 0.02
 class ProcessTree:
     """The descendants of a root process, including the root.
 
-    A process whose parent died is no longer a descendant of the root. Therefore every call of `members`
+    After the death of its parent, a process is no descendant of the root. Therefore every call of `members`
     remembers the processes it found, and the members of the root's own session count as well (if the root was
     started in a new session). A process is identified by its id and start time, so an id that the system has
     reused is never signalled.

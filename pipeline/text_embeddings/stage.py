@@ -179,7 +179,7 @@ def _entry_requests(
 
 
 def text_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of an `Order` of text embeddings."""
+    """Return the settings of an `Encoding` of text embeddings."""
     return {
         "compute_dtype": recipe.text.compute_dtype,
         "offload": recipe.text.offload,

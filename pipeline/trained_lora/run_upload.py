@@ -80,12 +80,12 @@ class RunUpload:
         if not self._outputs.is_remote:
             return launch
 
-        def launch_and_upload(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+        def launch_and_upload(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
             self._layout.stop_request.unlink(missing_ok=True)
             self.upload()
             try:
                 with self._uploads():
-                    launch(module, order, meanwhile)
+                    launch(module, job_file, meanwhile)
             except LaunchError as err:
                 if self._is_lost:
                     raise self._lost_error() from err

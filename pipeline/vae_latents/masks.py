@@ -14,7 +14,7 @@ from pipeline.cache.entry_format import MASK
 from pipeline.cache.recipe_entries import STATS, RecipeEntries, with_recorded
 from pipeline.cache.store import Store
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
-from pipeline.encoding.jobs import Encoded, Failure, Job, Outcome, ResultsWriter, read_order
+from pipeline.encoding.jobs import Encoded, Failure, Job, Outcome, ResultsWriter, read_encoding
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry, Size
@@ -104,10 +104,10 @@ def _entry_requests(entries: RecipeEntries, masks: pl.DataFrame, recorded: pl.Da
 def _encode_here(recipe: Recipe, log: Log) -> Launch:
     """Return a `Launch` that encodes in threads of this process."""
 
-    def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         if meanwhile is not None:
             meanwhile()
-        masks = read_order(order)
+        masks = read_encoding(job_file)
         store = Store(masks.store_root)
         limit = recipe.checks.max_file_bytes
 
@@ -124,7 +124,7 @@ def _encode_here(recipe: Recipe, log: Log) -> Launch:
             else:
                 results.ended(job.spec.key, outcome)
 
-        with ResultsWriter(order, 0) as results, counted_warnings(log):
+        with ResultsWriter(job_file, 0) as results, counted_warnings(log):
             for _ in in_threads(encode, list(masks.jobs), log=log, doing="masks encoded"):
                 pass
             results.finish(time.perf_counter() - start_s)

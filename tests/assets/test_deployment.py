@@ -20,7 +20,7 @@ from assets.deployment import LAUNCHERS, build_executor, build_launcher, gpu_poo
 from pipeline.errors import DeploymentError
 from pipeline.recipe import Recipe, project_root, recipe_from_mapping
 from pipeline.recipe.deployment import Deployment, LauncherSettings, read_deployment
-from resources.launchers.local import AccelerateLauncher
+from resources.local_launcher import AccelerateLauncher
 
 GPU_ASSETS = {"vae_latents", "text_embeddings", "trained_lora"}
 
@@ -76,10 +76,10 @@ def test_a_launcher_without_its_package_is_an_error_with_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "resources.launchers.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "launchers.ray", raising=False)
     with pytest.raises(DeploymentError) as excinfo:
         build_launcher(deployment(tmp_path, "launcher: {kind: ray}"))
-    assert "launcher needs resources.launchers.ray.RayLauncher" in excinfo.value.what
+    assert "launcher needs launchers.ray.RayLauncher" in excinfo.value.what
     assert excinfo.value.fix == "pip install -e '.[ray]'"
 
 
@@ -129,10 +129,10 @@ def test_each_kind_of_launcher_has_an_import_path() -> None:
 
 
 def test_a_launcher_without_a_class_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(assets.deployment.LAUNCHERS, "slurm", "resources.launchers.absent.SlurmLauncher")
+    monkeypatch.setitem(assets.deployment.LAUNCHERS, "slurm", "launchers.absent.SlurmLauncher")
     with pytest.raises(DeploymentError) as excinfo:
         build_launcher(deployment(tmp_path, "launcher: {kind: slurm}"))
-    assert "launcher needs resources.launchers.absent.SlurmLauncher" in excinfo.value.what
+    assert "launcher needs launchers.absent.SlurmLauncher" in excinfo.value.what
     assert excinfo.value.where.endswith("site.yaml:1, launcher")
 
 

@@ -21,7 +21,7 @@ from dagster import (
 from assets.definitions import build_definitions
 from assets.live_training import observe_training
 from pipeline.recipe import Recipe, recipe_from_mapping
-from resources.launchers.local import AccelerateLauncher
+from resources.local_launcher import AccelerateLauncher
 from tests.refused_events import MESSAGE, events_refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "worker_under_test.py").write_text(WORKER, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     file = tmp_path / "run" / "order.json"
@@ -68,13 +68,13 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def train(recipe: Recipe, order: Path, instance: DagsterInstance) -> str:
+def train(recipe: Recipe, job_file: Path, instance: DagsterInstance) -> str:
     """Launch the worker in the asset flowers/trained_lora, and return the run's id."""
 
     @asset(key=KEY)
     def trained_lora(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
         launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
-        launch("worker_under_test", order)
+        launch("worker_under_test", job_file)
         yield Output(1)
 
     result = materialize([trained_lora], resources={"launcher": AccelerateLauncher()}, instance=instance)
@@ -103,7 +103,7 @@ class Ticks:
 
 @pytest.mark.timeout(600)
 def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
-    recipe: Recipe, order: Path, tmp_path_factory: pytest.TempPathFactory
+    recipe: Recipe, job_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with DagsterInstance.local_temp(str(tmp_path_factory.mktemp("dagster"))) as instance:
         ticks = Ticks(recipe, instance)
@@ -115,11 +115,11 @@ def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
             while not instance.fetch_observations(KEY, limit=1).records and time.monotonic() < end_s:
                 time.sleep(0.1)
             is_materialized.append(instance.get_latest_materialization_event(KEY) is not None)
-            (order.parent / "observed").touch()
+            (job_file.parent / "observed").touch()
 
         watcher = threading.Thread(target=wait_for_observation)
         watcher.start()
-        run = train(recipe, order, instance)
+        run = train(recipe, job_file, instance)
         watcher.join()
 
         (record,) = instance.fetch_observations(KEY, limit=10).records
@@ -136,17 +136,17 @@ def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
 
 
 def test_a_training_ends_well_although_the_event_log_refuses_its_observations(
-    recipe: Recipe, order: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "dagster"
     home.mkdir()
-    (order.parent / "observed").touch()  # the worker does not wait
+    (job_file.parent / "observed").touch()  # the worker does not wait
 
     @asset(key=KEY)
     def trained_lora(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
         launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
         with events_refused(home):
-            launch("worker_under_test", order)
+            launch("worker_under_test", job_file)
         yield Output(1)
 
     with DagsterInstance.local_temp(str(home)) as instance:

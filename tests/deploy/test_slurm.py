@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon import until
-from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_no_slurm
+from tests.launchers.slurm_cluster import SlurmCluster, slurm_cluster, why_no_slurm
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 

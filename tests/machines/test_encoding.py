@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.encoding.jobs import read_order, share
-from pipeline.encoding.shared_order import SharedOrder
+from pipeline.encoding.jobs import read_encoding, share
+from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.storage.addresses import Url
 from tests.machines.children import Child, until
 from tests.machines.counting_proxy import Request
@@ -85,8 +85,8 @@ def prepare(project: Project) -> None:
     sbatch.chmod(0o755)
 
 
-def start_worker(project: Project, order: str, number: int, log: str) -> Child:
-    return project.start(latentline("encode", order, "--shard", f"{number}/{NUM_SHARDS}"), log=log)
+def start_worker(project: Project, encoding: str, number: int, log: str) -> Child:
+    return project.start(latentline("encode", encoding, "--shard", f"{number}/{NUM_SHARDS}"), log=log)
 
 
 @pytest.mark.slow
@@ -106,20 +106,20 @@ def test_a_killed_worker_of_four_on_two_machines_leaves_only_its_rest_to_a_resta
     path = f"{pair.a.machine.disk / 'bin'}:{pair.a.machine.run(['printenv', 'PATH']).stdout.strip()}"
     step = pair.a.machine.start(ENCODING, log="step.log", **{**variables, "PATH": path})
 
-    def orders() -> list[str]:
-        return [name for name in names_at(f"{pair.a.cache}/orders") if name.endswith("/order.json")]
+    def encodings() -> list[str]:
+        return [name for name in names_at(f"{pair.a.cache}/encodings") if name.endswith("/encoding.json")]
 
-    until(orders, "the order", seconds=600, child=step)
-    order = f"{pair.a.cache}/orders/{orders()[0].removesuffix('/order.json')}"
-    file, _ = SharedOrder(Url(order)).fetch(tmp_path)
+    until(encodings, "the encoding", seconds=600, child=step)
+    encoding = f"{pair.a.cache}/encodings/{encodings()[0].removesuffix('/encoding.json')}"
+    file, _ = SharedEncoding(Url(encoding)).fetch(tmp_path)
     last = NUM_SHARDS - 1
-    keys = {job.spec.key for job in share(read_order(file).jobs, last, NUM_SHARDS)}
+    keys = {job.spec.key for job in share(read_encoding(file).jobs, last, NUM_SHARDS)}
     assert len(keys) >= 4
 
     pair.proxy.before = kill = KillAtSecondEntry(keys)
-    kill.worker = start_worker(pair.b, order, last, "killed.log")
+    kill.worker = start_worker(pair.b, encoding, last, "killed.log")
     others = [
-        start_worker((pair.a, pair.b)[number % 2], order, number, f"worker-{number}.log")
+        start_worker((pair.a, pair.b)[number % 2], encoding, number, f"worker-{number}.log")
         for number in range(last)
     ]
     for worker in others:
@@ -132,7 +132,7 @@ def test_a_killed_worker_of_four_on_two_machines_leaves_only_its_rest_to_a_resta
     assert not step.has_ended
 
     pair.proxy.requests.clear()
-    restarted = start_worker(pair.a, order, last, "restarted.log")
+    restarted = start_worker(pair.a, encoding, last, "restarted.log")
     assert restarted.wait(600) == 0, restarted.output()[-3000:]
     written = [key for request in pair.proxy.requests if (key := key_written_by(request))]
     assert sorted(written) == sorted(missing), "each missing entry once, and no other"
@@ -147,4 +147,4 @@ def test_a_killed_worker_of_four_on_two_machines_leaves_only_its_rest_to_a_resta
     entries, expected = entries_at(f"{pair.a.cache}/latents"), entries_at(f"{s3}/alone/latents")
     assert len(entries) == NUM_IMAGES
     assert [name for name in expected if entries.get(name) != expected[name]] == []
-    assert names_at(f"{pair.a.cache}/orders") == []
+    assert names_at(f"{pair.a.cache}/encodings") == []

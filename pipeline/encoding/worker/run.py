@@ -1,4 +1,4 @@
-"""Main function of an encoding process: encode its share of an order's entries."""
+"""Main function of an encoding process: encode its share of an encoding's entries."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipeline.cache.store import Store
 from pipeline.encoding.jobs import (
     DESCRIPTIONS,
     Encoded,
+    Encoding,
     Job,
-    Order,
     Outcome,
     PictureJobs,
     ResultsWriter,
-    read_order,
+    read_encoding,
     share,
 )
 from pipeline.encoding.prefetch import Behind
@@ -62,22 +62,22 @@ class _RecordKeys:
 
 
 def run(
-    order_file: Path,
+    encoding_file: Path,
     report: Report,
     *,
     rank: int,
     num_ranks: int,
-    open_encoder: Callable[[Order, str, Progress], AnyEncoder],
+    open_encoder: Callable[[Encoding, str, Progress], AnyEncoder],
     draw: Callable[[PictureJobs, AnyEncoder, Store, Progress], None] | None = None,
 ) -> None:
-    """Encode this rank's share of the order; results go to the order's folder, entries to its store.
+    """Encode this rank's share of the encoding; results go to the encoding's folder, entries to its store.
 
     Args:
-        order_file: File written by `pipeline.encoding.fill`.
+        encoding_file: File written by `pipeline.encoding.fill`.
         report: Receives progress and warnings.
         rank: Index of this process, from 0.
-        num_ranks: Number of processes that share the order.
-        open_encoder: Loads the model for an order onto a device.
+        num_ranks: Number of processes that share the encoding.
+        open_encoder: Loads the model for an encoding onto a device.
         draw: Draws the report's pictures after encoding.
 
     Raises:
@@ -86,37 +86,37 @@ def run(
         LaunchError: This process has no GPU, or memory ran out.
     """
     torch.set_num_threads(cpu_threads())
-    order = read_order(order_file)
-    store = Store(order.store_root)
+    encoding = read_encoding(encoding_file)
+    store = Store(encoding.store_root)
 
     # The keys are recorded while the jobs stream by, because the list of jobs may not fit into memory.
-    picture_keys = set[str]() if order.pictures is None else order.pictures.keys
-    all_jobs = _RecordKeys(order.jobs, picture_keys)
+    picture_keys = set[str]() if encoding.pictures is None else encoding.pictures.keys
+    all_jobs = _RecordKeys(encoding.jobs, picture_keys)
     own_jobs = _RecordKeys(share(all_jobs, rank, num_ranks), picture_keys)
 
     with (
-        ResultsWriter(order_file, rank) as results,
+        ResultsWriter(encoding_file, rank) as results,
         Progress(
-            report, order_file.parent, jobs=order.jobs, what=DESCRIPTIONS[order.kind], rank=rank
+            report, encoding_file.parent, jobs=encoding.jobs, what=DESCRIPTIONS[encoding.kind], rank=rank
         ) as progress,
         counted_warnings(progress.say),
     ):
         device = _prepare_device(progress)
-        progress.phase("loading the VAE" if order.kind == "latents" else "loading the text encoders")
-        encoder = open_encoder(order, device, progress)
+        progress.phase("loading the VAE" if encoding.kind == "latents" else "loading the text encoders")
+        encoder = open_encoder(encoding, device, progress)
         progress.phase("waiting for the list of missing entries")
         # The stage may still be checking entries; its list of jobs is awaited here, after the model is
         # loaded.
-        len(order.jobs)
+        len(encoding.jobs)
 
         start_s = time.perf_counter()
         write_outcomes(encoder.encoded(own_jobs, store), store, results=results, progress=progress)
         encoded_s = time.perf_counter()
 
-        if order.pictures is not None and draw is not None:
+        if encoding.pictures is not None and draw is not None:
             # Each rank draws the latents that it encoded, and rank 0 also the latents of earlier runs.
             own_keys = own_jobs.seen if rank else own_jobs.seen | (picture_keys - all_jobs.seen)
-            draw(order.pictures.select(own_keys), encoder, store, progress)
+            draw(encoding.pictures.select(own_keys), encoder, store, progress)
         results.finish(encoded_s - start_s, aside_s=time.perf_counter() - encoded_s)
 
 

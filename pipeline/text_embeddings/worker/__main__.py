@@ -1,4 +1,4 @@
-"""Main of an encoding process: `python -m pipeline.text_embeddings.worker <order.json>`.
+"""Main of an encoding process: `python -m pipeline.text_embeddings.worker <encoding.json>`.
 
 Accelerate launches several of them and sets the rank; a single process is started directly.
 """
@@ -14,8 +14,8 @@ from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import rank, reporter
 
 
-def main(order_file: Path) -> None:
-    """Encode the captions of `order_file` that belong to this rank, and report progress to the parent."""
+def main(encoding_file: Path) -> None:
+    """Encode the captions of `encoding_file` that belong to this rank, and report progress to the parent."""
     watch_parent()
     with reporter() as report:
         from pipeline.models.worker.loading import keep_quiet
@@ -24,16 +24,16 @@ def main(order_file: Path) -> None:
         from pipeline.processes.worker.devices import used_memory_text
 
         report.lines.memory = used_memory_text
-        run(order_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+        run(encoding_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
+def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
     """See `pipeline.encoding.worker.run.run`."""
     from pipeline.encoding.worker import run as encoding
     from pipeline.text_embeddings.worker.encoder import TextEncoder
 
     encoding.run(
-        order_file,
+        encoding_file,
         report,
         rank=rank,
         num_ranks=num_ranks,

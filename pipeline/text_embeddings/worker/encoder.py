@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import as_stored
-from pipeline.encoding.jobs import Encoded, Failure, Job, Order, Outcome
+from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.images.decode import decoded, limits_of_accepted, open_content
@@ -46,19 +46,19 @@ def captions_per_pass(family: WorkerFamily, device: str) -> int:
 class TextEncoder:
     """All text encoders of a model on one device."""
 
-    def __init__(self, order: Order, device: str, progress: Progress) -> None:
-        """Load the text encoders of the order's model.
+    def __init__(self, encoding: Encoding, device: str, progress: Progress) -> None:
+        """Load the text encoders of the encoding's model.
 
         Raises:
             LaunchError: They do not fit into memory.
         """
-        self.family = load_family(order.model_folder, order.component_folders)
+        self.family = load_family(encoding.model_folder, encoding.component_folders)
         self._device = device
         self._captions_per_pass = captions_per_pass(self.family, device)
         self._progress = progress
-        self._settings = order.settings
+        self._settings = encoding.settings
         self._sources: dict[str, Source] = {}
-        dtype: str = order.settings["compute_dtype"]
+        dtype: str = encoding.settings["compute_dtype"]
         self._dtypes = self.family.text_compute_dtypes(dtype)
         self._is_exact = set(self._dtypes.values()) == {"float32"}
         with out_of_memory_as(self._memory_error):

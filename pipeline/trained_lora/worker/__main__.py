@@ -9,7 +9,7 @@ from pipeline.processes.guard import end_now
 from pipeline.processes.pipes import reporter
 
 
-def main(order_path: Path) -> None:
+def main(job_file: Path) -> None:
     """Train; exit with status 143 after a stop request, once a checkpoint is saved."""
     with reporter() as report:
         from pipeline.cache.pack_copies import CopySettings
@@ -23,7 +23,7 @@ def main(order_path: Path) -> None:
 
         max_copied_bytes = round(load_deployment().pack_copies_gb * 1e9)
         copies = CopySettings(scratch_folder(project_root()) / PACKS, max_copied_bytes)
-        job = read_job(order_path, copies=copies)
+        job = read_job(job_file, copies=copies)
         startup.Startup(job, report.phase).begin(startup.IMPORTS)
 
         # Imported here, so that a failure to import torch reaches the reporter.
@@ -33,14 +33,14 @@ def main(order_path: Path) -> None:
 
         keep_quiet()
         from pipeline.processes.worker.devices import used_memory_text
-        from pipeline.processes.worker.other_machines import other_machines_watched
+        from pipeline.processes.worker.machine_watch import machines_watched
         from pipeline.trained_lora.worker.loop import train
         from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())
         stop_request = RunLayout(job.folder).stop_request
-        with other_machines_watched(), stop_on_signals(stop_request) as stop:
+        with machines_watched(), stop_on_signals(stop_request) as stop:
             finished = train(job, report, stop)
         if not finished:
             raise SystemExit(STOPPED_STATUS)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.cache.entry_format import LATENT, MEAN, STD
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.cache.worker.tensors import as_stored
-from pipeline.encoding.jobs import NUM_PROBES, Encoded, Failure, Job, Order, Outcome
+from pipeline.encoding.jobs import NUM_PROBES, Encoded, Encoding, Failure, Job, Outcome
 from pipeline.encoding.prefetch import StalledError, ahead
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LatentlineError, ModelError
@@ -54,21 +54,23 @@ class LatentEncoder:
         device: Device of the VAE.
     """
 
-    def __init__(self, order: Order, device: str, progress: Progress, *, threads: int | None = None) -> None:
-        """Load the VAE of the order's model.
+    def __init__(
+        self, encoding: Encoding, device: str, progress: Progress, *, threads: int | None = None
+    ) -> None:
+        """Load the VAE of the encoding's model.
 
         Args:
-            order: Order with the model and its settings.
+            encoding: Encoding with the model and its settings.
             device: Device of the VAE.
             progress: Receives the current job and warnings.
             threads: Number of decoding threads, by default `decode_threads()`.
         """
-        self.family = load_family(order.model_folder, order.component_folders)
-        self._settings = order.settings
+        self.family = load_family(encoding.model_folder, encoding.component_folders)
+        self._settings = encoding.settings
         self._progress = progress
         self._sources: dict[str, Source] = {}
         self._sources_lock = threading.Lock()
-        self._dtype: str = order.settings["compute_dtype"]
+        self._dtype: str = encoding.settings["compute_dtype"]
         self.batches = VaeBatches(self.family, dtype=self._dtype, device=device, say=progress.say)
         self._threads = threads or decode_threads()
         self.device = device

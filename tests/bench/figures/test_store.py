@@ -16,7 +16,7 @@ from pipeline.cache.worker import tensors
 READS = ("store read random", "store read plan")
 
 
-def test_both_orders_read_each_entry_once_and_differ_from_the_write_order() -> None:
+def test_both_orders_read_each_entry_once_and_differ_from_the_write_encoding() -> None:
     for order in (random_order(100), plan_order(100)):
         assert sorted(order) == list(range(100))
         assert order != list(range(100))

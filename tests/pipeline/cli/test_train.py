@@ -1,4 +1,4 @@
-"""`latentline train`: its order, its machines, and the errors of machines that do not meet."""
+"""`latentline train`: its job, its machines, and the errors of machines that do not meet."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RUN = "0123456789abcdef"
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> Path:
-    """An order of two processes; its inputs are not read before the machines meet."""
+def job_file(tmp_path: Path) -> Path:
+    """The job file of two processes; its inputs are not read before the machines meet."""
     values = {
         "datasets": [{"name": "photos", "path": tmp_path / "photos"}],
         "output_dir": tmp_path / "output",
@@ -64,27 +64,27 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_an_order_that_is_not_on_this_machine_is_an_error(tmp_path: Path, order: Path) -> None:
+def test_a_job_that_is_not_on_this_machine_is_an_error(tmp_path: Path, job_file: Path) -> None:
     missing = invoke(tmp_path / "order.json").exception
     assert isinstance(missing, TrainingError)
     assert missing.what == "order.json does not exist at this path or address"
 
-    (order.parent / "inputs.parquet").unlink()
-    incomplete = invoke(order.parent).exception
+    (job_file.parent / "inputs.parquet").unlink()
+    incomplete = invoke(job_file.parent).exception
     assert isinstance(incomplete, TrainingError)
     assert incomplete.what == "inputs.parquet does not exist at this path or address"
     assert "copy order.json and inputs.parquet" in incomplete.fix
 
 
-def test_processes_that_the_machines_cannot_share_equally_are_an_error(order: Path) -> None:
-    error = invoke(order, "--machines", 3, "--rank", 0, "--master", "a:1").exception
+def test_processes_that_the_machines_cannot_share_equally_are_an_error(job_file: Path) -> None:
+    error = invoke(job_file, "--machines", 3, "--rank", 0, "--master", "a:1").exception
     assert isinstance(error, LaunchError)
     assert "must be divisible by the number of machines, got 2 on 3 machines" in error.what
 
 
-def test_a_machine_without_the_others_ends_with_the_address_and_a_fix(order: Path) -> None:
+def test_a_machine_without_the_others_ends_with_the_address_and_a_fix(job_file: Path) -> None:
     port = free_port()
-    alone = train(order, "--machines", 2, "--rank", 0, "--master", f"127.0.0.1:{port}", "--wait", 1)
+    alone = train(job_file, "--machines", 2, "--rank", 0, "--master", f"127.0.0.1:{port}", "--wait", 1)
     assert alone.returncode == 1
     assert "LaunchError: not all other machines connected within 1 s" in alone.stderr
     assert f"machine 0 of 2, --master 127.0.0.1:{port}" in alone.stderr
@@ -93,21 +93,21 @@ def test_a_machine_without_the_others_ends_with_the_address_and_a_fix(order: Pat
 
 
 @pytest.mark.slow
-def test_a_machine_that_cannot_reach_machine_0_ends_with_the_address_and_a_fix(order: Path) -> None:
+def test_a_machine_that_cannot_reach_machine_0_ends_with_the_address_and_a_fix(job_file: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    alone = train(order, "--machines", 2, "--rank", 1, "--master", address, "--wait", 1)
+    alone = train(job_file, "--machines", 2, "--rank", 1, "--master", address, "--wait", 1)
     assert alone.returncode == 1
     assert "LaunchError: machine 0 could not be reached within 1 s" in alone.stderr
     assert f"machine 1 of 2, --master {address}" in alone.stderr
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_an_error_that_names_it(order: Path) -> None:
+def test_a_port_in_use_is_an_error_that_names_it(job_file: Path) -> None:
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()
         port = used.getsockname()[1]
-        done = train(order, "--machines", 2, "--rank", 0, "--master", f"127.0.0.1:{port}", "--wait", 1)
+        done = train(job_file, "--machines", 2, "--rank", 0, "--master", f"127.0.0.1:{port}", "--wait", 1)
     assert done.returncode == 1
     assert f"LaunchError: port {port} of this machine is in use" in done.stderr
     assert "choose another port on every machine" in done.stderr
@@ -123,9 +123,9 @@ time.sleep(300)
 
 
 @pytest.mark.slow
-def test_the_command_and_its_processes_end_with_the_process_that_started_it(order: Path) -> None:
+def test_the_command_and_its_processes_end_with_the_process_that_started_it(job_file: Path) -> None:
     options = ["--machines", "2", "--rank", "0", "--master", f"127.0.0.1:{free_port()}"]
-    command_line = [sys.executable, "-m", "pipeline.cli", "train", str(order), *options]
+    command_line = [sys.executable, "-m", "pipeline.cli", "train", str(job_file), *options]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *command_line], stdout=subprocess.PIPE)
     try:
         assert parent.stdout is not None

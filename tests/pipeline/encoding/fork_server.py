@@ -25,7 +25,7 @@ from pipeline.recipe import AccelerateSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 ENCODED_LOG = "encoded.log"
-"""Name of a file next to an order's results, with one key per line for each image that the VAE encoded."""
+"""Name of a file next to an encoding's results, with one key per line for each image that the VAE encoded."""
 
 
 class ForkServer:
@@ -78,19 +78,19 @@ class ForkedLaunch:
         self.encoded: list[str] = []
         self.ended: set[str] = set()
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
+    def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile) -> None:
         from pipeline.encoding.fill import WORKERS
 
         meanwhile()
         assert module in WORKERS.values()
-        (status,) = self._server.run([{"kind": "encode", "order": str(order)}], self._kill_after_s)
-        log = order.parent / ENCODED_LOG
+        (status,) = self._server.run([{"kind": "encode", "encoding": str(encoding)}], self._kill_after_s)
+        log = encoding.parent / ENCODED_LOG
         self.encoded = log.read_text().split() if log.is_file() else []
-        for results in order.parent.glob("results-*.jsonl"):
+        for results in encoding.parent.glob("results-*.jsonl"):
             complete_lines = results.read_text().rpartition("\n")[0].splitlines()
             self.ended |= {line["key"] for line in map(json.loads, complete_lines) if "key" in line}
         if status != 0:
-            raise LaunchError(f"ended with {status}", where=str(order), fix="see forked.log")
+            raise LaunchError(f"ended with {status}", where=str(encoding), fix="see forked.log")
 
 
 class _StderrListener:
@@ -120,9 +120,9 @@ def _log_encoded(folder: Path) -> None:
 def _encode(task: dict[str, Any]) -> None:
     from tests.in_process_worker import run
 
-    order = Path(task["order"])
-    _log_encoded(order.parent)
-    run(order, _StderrListener(), rank=task.get("rank", 0), num_ranks=task.get("num_ranks", 1))
+    encoding = Path(task["encoding"])
+    _log_encoded(encoding.parent)
+    run(encoding, _StderrListener(), rank=task.get("rank", 0), num_ranks=task.get("num_ranks", 1))
 
 
 def _stages(task: dict[str, Any]) -> None:
@@ -135,9 +135,9 @@ def _stages(task: dict[str, Any]) -> None:
     recipe = Recipe.model_validate_json(Path(task["recipe"]).read_text(encoding="utf-8"))
     tables = Tables(recipe.output_dir)
 
-    def launch(_: str, order: Path, meanwhile: Meanwhile) -> None:
+    def launch(_: str, encoding: Path, meanwhile: Meanwhile) -> None:
         meanwhile()
-        _encode({"order": str(order)})
+        _encode({"encoding": str(encoding)})
 
     buckets, validated = tables.read("aspect_buckets"), tables.read("validated_dataset")
     for asset, result in (

@@ -40,14 +40,14 @@ class DiskFillingLaunch(InProcessLaunch):
         super().__init__()
         self.ballast = ballast
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile | None = None) -> None:
         if meanwhile is not None:
             meanwhile()  # the estimate still sees free space
         if not self.modules:
             with self.ballast.open("wb") as file:
                 free = shutil.disk_usage(self.ballast.parent).free
                 os.posix_fallocate(file.fileno(), 0, free - ROOM_BYTES)
-        super().__call__(module, order)
+        super().__call__(module, encoding)
 
 
 def attempt(

@@ -30,7 +30,7 @@ class StdoutListener:
         sys.stdout.write(f"{done}/{total} {text}\n")
 
 
-def main(order: Path, allowance: int) -> None:
+def main(encoding: Path, allowance: int) -> None:
     original_init = latent_encoder.LatentEncoder.__init__
 
     def limited_init(self: latent_encoder.LatentEncoder, *arguments: object) -> None:
@@ -41,7 +41,7 @@ def main(order: Path, allowance: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (current_bytes + allowance, resource.RLIM_INFINITY))
 
     latent_encoder.LatentEncoder.__init__ = limited_init  # type: ignore[method-assign]
-    run(order, StdoutListener(), rank=0, num_ranks=1)
+    run(encoding, StdoutListener(), rank=0, num_ranks=1)
 
 
 if __name__ == "__main__":

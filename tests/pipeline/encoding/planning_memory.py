@@ -44,7 +44,7 @@ def main(base: str, folder: str, kind: str, count: int) -> None:
         sys.stdout.write(str(memory("VmHWM") - before))
 
 
-def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+def launch(module: str, encoding: Path, meanwhile: Meanwhile) -> None:
     """Stop the stage once planning has finished; see `Launch`."""
     meanwhile()
     raise PlannedError

@@ -222,8 +222,8 @@ def test_an_image_rejected_while_encoding_counts_towards_rejected_fraction_but_n
     rejection = {"stage": "vae_latents", "reason": "latent_not_finite", "detail": "NaN", "fix": "look at it"}
     columns = ("sample_id", "dataset", "path", "content_hash")
     rejected = pl.DataFrame([{**{name: row[name] for name in columns}, **rejection}])
-    order = tables.read_rejected().columns
-    tables.write_rejected("vae_latents", rejected.select(order))
+    encoding = tables.read_rejected().columns
+    tables.write_rejected("vae_latents", rejected.select(encoding))
     tables.write("vae_latents", latents.filter(pl.col("sample_id") != "photos/cat.png"))
     failing = job.failing("vae_latents")
     assert set(failing) == {"rejected_fraction"}

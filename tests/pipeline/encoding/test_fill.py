@@ -214,28 +214,28 @@ class SpreadLaunch:
         self._victim = victim
         self.encoded_keys: dict[int, list[str]] = {}
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
+    def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile) -> None:
         with ThreadPoolExecutor(1) as pool:
-            killed = pool.submit(self._kill, order) if self._victim is not None else None
+            killed = pool.submit(self._kill, encoding) if self._victim is not None else None
             try:
-                self._launch(module, order, meanwhile)
+                self._launch(module, encoding, meanwhile)
             finally:
-                for path in order.parent.glob("results-*.jsonl"):
+                for path in encoding.parent.glob("results-*.jsonl"):
                     lines = [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
                     rank = int(path.stem.removeprefix("results-"))
                     self.encoded_keys[rank] = [line["key"] for line in lines if line.get("outcome") == "made"]
                 if killed is not None:
                     killed.result()
 
-    def _kill(self, order: Path) -> None:
-        results = order.parent / f"results-{self._victim}.jsonl"
+    def _kill(self, encoding: Path) -> None:
+        results = encoding.parent / f"results-{self._victim}.jsonl"
         deadline_s = time.monotonic() + 100
         while not (results.is_file() and results.stat().st_size):
             assert time.monotonic() < deadline_s, "the rank to kill wrote no result"
             time.sleep(0.002)
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess):  # also raised for zombies
-                if str(order) in process.cmdline() and process.environ().get("RANK") == str(self._victim):
+                if str(encoding) in process.cmdline() and process.environ().get("RANK") == str(self._victim):
                     process.kill()
                     return
         raise AssertionError("no process has the rank to kill")

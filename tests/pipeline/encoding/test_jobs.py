@@ -19,15 +19,15 @@ from pipeline.cache.store import EntrySpec, TensorSpec
 from pipeline.encoding.fill import encoding_order
 from pipeline.encoding.jobs import (
     NUM_PROBES,
+    Encoding,
     Failure,
     Job,
-    Order,
     ResultsWriter,
-    read_order,
+    read_encoding,
     read_results,
     share,
+    write_encoding,
     write_jobs,
-    write_order,
 )
 from pipeline.encoding.progress import Progress
 from tests.listener import Listener
@@ -39,7 +39,7 @@ def job(number: int, cost: int = 1) -> Job:
 
 
 def in_encoding_order(jobs: list[Job]) -> list[Job]:
-    """Return the jobs in encoding order, computed from rows as the stages do."""
+    """Return the jobs in encoding, computed from rows as the stages do."""
     rows = [
         {
             "key": j.spec.key,
@@ -56,17 +56,17 @@ def in_encoding_order(jobs: list[Job]) -> list[Job]:
 
 def test_an_order_reads_back_exactly_as_written(tmp_path: Path) -> None:
     jobs = [job(1), job(2, 5)]
-    order = Order("latents", Path("/model"), Path("/store"), {"compute_dtype": "float32"}, jobs)
-    read = read_order(write_order(order, tmp_path))
-    assert replace(read, jobs=[]) == replace(order, jobs=[])
+    encoding = Encoding("latents", Path("/model"), Path("/store"), {"compute_dtype": "float32"}, jobs)
+    read = read_encoding(write_encoding(encoding, tmp_path))
+    assert replace(read, jobs=[]) == replace(encoding, jobs=[])
     assert list(read.jobs) == list(read.jobs) == jobs
     assert len(read.jobs) == 2
 
 
 def test_reading_jobs_waits_until_all_of_them_are_written(tmp_path: Path) -> None:
     jobs = [job(number) for number in range(3)]
-    order = Order("latents", Path("/model"), Path("/store"), {}, [])
-    read = read_order(write_order(order, tmp_path, jobs_follow=True))
+    encoding = Encoding("latents", Path("/model"), Path("/store"), {}, [])
+    read = read_encoding(write_encoding(encoding, tmp_path, jobs_follow=True))
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(lambda: (len(read.jobs), list(read.jobs)))
         with pytest.raises(TimeoutError):
@@ -77,10 +77,10 @@ def test_reading_jobs_waits_until_all_of_them_are_written(tmp_path: Path) -> Non
 
 def test_L12_only_the_current_job_is_in_memory_for_any_number_of_jobs(tmp_path: Path) -> None:
     jobs = [job(number, 1 + number % 3) for number in range(300)]
-    order = read_order(write_order(Order("latents", Path("/m"), Path("/s"), {}, jobs), tmp_path))
+    encoding = read_encoding(write_encoding(Encoding("latents", Path("/m"), Path("/s"), {}, jobs), tmp_path))
     del jobs
     references: list[weakref.ref[Job]] = []
-    for current in share(order.jobs, 1, 2):
+    for current in share(encoding.jobs, 1, 2):
         references.append(weakref.ref(current))
         del current
         in_memory = [number for number, each in enumerate(references) if each() is not None]
@@ -116,11 +116,11 @@ def test_each_job_goes_to_exactly_one_rank_and_the_ranks_have_balanced_costs(
 
 
 def test_results_of_all_ranks_are_combined_and_a_partial_last_line_is_ignored(tmp_path: Path) -> None:
-    with ResultsWriter(tmp_path / "order.json", 0) as first:
+    with ResultsWriter(tmp_path / "encoding.json", 0) as first:
         first.ended("a", "made")
         first.ended("b", "present")
         first.finish(1.5)
-    with ResultsWriter(tmp_path / "order.json", 1) as second:
+    with ResultsWriter(tmp_path / "encoding.json", 1) as second:
         second.ended("c", Failure("changed", "it has", "mend it"))
     with (tmp_path / "results-1.jsonl").open("a") as file:
         file.write('{"key": "d", "outc')
@@ -132,7 +132,7 @@ def test_results_of_all_ranks_are_combined_and_a_partial_last_line_is_ignored(tm
 def test_T05_only_rank_0_logs_progress_with_one_line_for_all_ranks(tmp_path: Path) -> None:
     listener, other = Listener(), Listener()
     with (
-        ResultsWriter(tmp_path / "order.json", 1) as writer,
+        ResultsWriter(tmp_path / "encoding.json", 1) as writer,
         Progress(other, tmp_path, jobs=range(3), what="latents", rank=1),
     ):
         writer.ended("a", "made")

@@ -26,9 +26,9 @@ from pipeline.cache.backends import cache_folder
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli import encode as encode_command
 from pipeline.encoding.collecting import encode_on_workers
-from pipeline.encoding.jobs import read_order, share
+from pipeline.encoding.jobs import read_encoding, share
 from pipeline.encoding.shard import encode_shard
-from pipeline.encoding.shared_order import Shard, SharedOrder, parse_shard
+from pipeline.encoding.shared_encoding import Shard, SharedEncoding, parse_shard
 from pipeline.errors import LatentlineError, LaunchError, ModelError, StoreError
 from pipeline.maintenance import gc
 from pipeline.processes.launch import Meanwhile, launch_environment
@@ -55,27 +55,31 @@ def at(cache: Cache, address: str) -> Cache:
 
 @dataclass
 class OnWorkers:
-    """A `Launch` that shares the order; by default, its shards are encoded here, one after another."""
+    """A `Launch` that shares the encoding; by default, its shards are encoded here, one after another."""
 
     worker_launch: Any
-    run_workers: Callable[[SharedOrder], Sequence[str]] | None = None
-    orders: list[SharedOrder] = field(default_factory=list[SharedOrder])
+    run_workers: Callable[[SharedEncoding], Sequence[str]] | None = None
+    encodings: list[SharedEncoding] = field(default_factory=list[SharedEncoding])
     lines: list[str] = field(default_factory=list[str])
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile | None = None) -> None:
         if meanwhile is not None:
             meanwhile()
         run = self.run_workers or self.run_here
         settings = {"max_workers": NUM_SHARDS, "cpu_threads": 2, "log": self.lines.append}
-        encode_on_workers(order, lambda shared, _: (self.orders.append(shared), run(shared))[1], **settings)
+        encode_on_workers(
+            encoding, lambda shared, _: (self.encodings.append(shared), run(shared))[1], **settings
+        )
 
-    def run_here(self, order: SharedOrder) -> Sequence[str]:
+    def run_here(self, encoding: SharedEncoding) -> Sequence[str]:
         for index in range(NUM_SHARDS):
-            self.encode(order, Shard(index, NUM_SHARDS))
+            self.encode(encoding, Shard(index, NUM_SHARDS))
         return []
 
-    def encode(self, order: SharedOrder, shard: Shard) -> None:
-        encode_shard(SharedOrder(order.address), shard, log=self.lines.append, launch=self.worker_launch)
+    def encode(self, encoding: SharedEncoding, shard: Shard) -> None:
+        encode_shard(
+            SharedEncoding(encoding.address), shard, log=self.lines.append, launch=self.worker_launch
+        )
 
 
 def entries_at(recipe: Recipe) -> dict[str, bytes]:
@@ -85,7 +89,7 @@ def entries_at(recipe: Recipe) -> dict[str, bytes]:
 
 def other_files(recipe: Recipe) -> list[str]:
     names = [file.name for file in cache_folder(recipe.cache_dir).files()]
-    return [name for name in names if name.startswith("orders/")]
+    return [name for name in names if name.startswith("encodings/")]
 
 
 def latents(cache: Cache, launch: Any) -> Any:
@@ -120,7 +124,7 @@ def test_four_workers_write_the_bytes_tables_reports_and_pictures_of_one_process
         counters = ("encoded", "reused", "failed", "removed", "rejected")
         assert [several.report[name] for name in counters] == [one.report[name] for name in counters]
     assert alone[0].report["failed"] == 1, "the broken image fails on a worker as in one process"
-    assert other_files(shared.recipe) == [], "orders are removed after success"
+    assert other_files(shared.recipe) == [], "encodings are removed after success"
 
 
 @pytest.mark.parametrize("on_workers", [True, False], ids=["workers", "one process"])
@@ -156,26 +160,26 @@ def test_a_worker_that_ends_early_is_reported_and_a_restart_of_its_shard_encodes
 ) -> None:
     shared = at(cache, address)
 
-    def all_but_shard_2(order: SharedOrder) -> Sequence[str]:
+    def all_but_shard_2(encoding: SharedEncoding) -> Sequence[str]:
         for index in (3, 1, 0):
-            launch.encode(order, Shard(index, NUM_SHARDS))
+            launch.encode(encoding, Shard(index, NUM_SHARDS))
         return ["slurmstepd: error: Detected 1 oom_kill event"]
 
     launch = OnWorkers(in_process_launch, all_but_shard_2)
     with pytest.raises(LaunchError, match=r"1 shard is incomplete, .* 2/4") as caught:
         latents(shared, launch)
     assert "oom_kill" in caught.value.where
-    assert str(launch.orders[0].address) in caught.value.where
+    assert str(launch.encodings[0].address) in caught.value.where
     before = entries_at(shared.recipe)
     assert len(before) == 4
 
     launch.worker_launch = forbidden_launch
-    launch.encode(launch.orders[0], Shard(1, NUM_SHARDS))
+    launch.encode(launch.encodings[0], Shard(1, NUM_SHARDS))
     assert "finished earlier" in launch.lines[-1]
 
     in_process_launch.modules.clear()
     launch.worker_launch = in_process_launch
-    launch.encode(launch.orders[0], Shard(2, NUM_SHARDS))
+    launch.encode(launch.encodings[0], Shard(2, NUM_SHARDS))
     assert len(in_process_launch.modules) == 1
     assert before.items() < entries_at(shared.recipe).items()
     latents(shared, forbidden_launch)
@@ -196,18 +200,18 @@ def test_gc_lists_orders_of_failed_jobs_keeps_young_ones_and_deletes_old_ones(
     gc.delete(shared.recipe.cache_dir, old)
     assert other_files(shared.recipe) == []
     if isinstance(shared.recipe.cache_dir, Path):
-        assert list((shared.recipe.cache_dir / "orders").iterdir()) == []
+        assert list((shared.recipe.cache_dir / "encodings").iterdir()) == []
 
 
 def test_the_error_of_a_worker_is_raised_by_the_stage_with_its_shard(
     cache: Cache, in_process_launch: Any
 ) -> None:
-    def full_disk(module: str, order: Path) -> None:
+    def full_disk(module: str, encoding: Path) -> None:
         raise StoreError("the disk is full", where="worker-7:/scratch", fix="free some space")
 
-    def run(order: SharedOrder) -> Sequence[str]:
+    def run(encoding: SharedEncoding) -> Sequence[str]:
         with pytest.raises(StoreError):
-            encode_shard(order, Shard(1, NUM_SHARDS), log=str, launch=full_disk)
+            encode_shard(encoding, Shard(1, NUM_SHARDS), log=str, launch=full_disk)
         return []
 
     with pytest.raises(StoreError, match="disk is full") as caught:
@@ -223,11 +227,11 @@ def test_a_worker_resolves_a_model_that_its_disk_lacks_and_refuses_one_that_diff
     project = Cache(recipe_of(tmp_path, cache.photos, here), cache.photos)
     errors: list[LatentlineError] = []
 
-    def run(order: SharedOrder) -> Sequence[str]:
+    def run(encoding: SharedEncoding) -> Sequence[str]:
         # The folder is missing on this worker.
         here.rename(there)
         with pytest.raises(ModelError) as missing:
-            launch.encode(order, Shard(0, NUM_SHARDS))
+            launch.encode(encoding, Shard(0, NUM_SHARDS))
         there.rename(here)
 
         # The worker has other weights at the same path.
@@ -235,11 +239,11 @@ def test_a_worker_resolves_a_model_that_its_disk_lacks_and_refuses_one_that_diff
         original = config.read_text()
         config.write_text(json.dumps(json.loads(original) | {"scaling_factor": 0.5}))
         with pytest.raises(ModelError) as other:
-            launch.encode(order, Shard(0, NUM_SHARDS))
+            launch.encode(encoding, Shard(0, NUM_SHARDS))
         config.write_text(original)
 
         errors.extend([missing.value, other.value])
-        return launch.run_here(order)
+        return launch.run_here(encoding)
 
     launch = OnWorkers(in_process_launch, run)
     assert latents(project, launch).report["encoded"] == 5
@@ -250,13 +254,13 @@ def test_a_worker_resolves_a_model_that_its_disk_lacks_and_refuses_one_that_diff
 
 
 def test_shards_have_about_equal_cost_and_every_job_is_in_one(cache: Cache, in_process_launch: Any) -> None:
-    def run(order: SharedOrder) -> Sequence[str]:
-        jobs = list(read_order(order.fetch(cache.recipe.output_dir)[0]).jobs)
+    def run(encoding: SharedEncoding) -> Sequence[str]:
+        jobs = list(read_encoding(encoding.fetch(cache.recipe.output_dir)[0]).jobs)
         shares = [list(share(jobs, index, 3)) for index in range(3)]
         assert sorted(job.spec.key for each in shares for job in each) == sorted(j.spec.key for j in jobs)
         costs = [sum(job.cost for job in each) for each in shares]
         assert max(costs) - min(costs) <= max(job.cost for job in jobs)
-        return launch.run_here(order)
+        return launch.run_here(encoding)
 
     launch = OnWorkers(in_process_launch, run)
     latents(cache, launch)
@@ -275,15 +279,15 @@ def test_a_wrong_shard_is_a_usage_error_that_shows_a_correct_one(text: str) -> N
 def test_the_index_comes_from_the_scheduler_and_the_number_of_shards_from_the_order(
     cache: Cache, in_process_launch: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def run(order: SharedOrder) -> Sequence[str]:
-        assert encode_command.shard_of_environment(order) == Shard(0, 1)
+    def run(encoding: SharedEncoding) -> Sequence[str]:
+        assert encode_command.shard_of_environment(encoding) == Shard(0, 1)
         monkeypatch.setenv(name, "3")
         monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "1")  # one task of the array was started again
-        assert encode_command.shard_of_environment(order) == Shard(3, 4)
+        assert encode_command.shard_of_environment(encoding) == Shard(3, 4)
         monkeypatch.setenv(name, "4")
         with pytest.raises(LaunchError, match="from 0 to 3, got 4"):
-            encode_command.shard_of_environment(order)
-        return launch.run_here(order)
+            encode_command.shard_of_environment(encoding)
+        return launch.run_here(encoding)
 
     launch = OnWorkers(in_process_launch, run)
     latents(cache, launch)
@@ -292,16 +296,18 @@ def test_the_index_comes_from_the_scheduler_and_the_number_of_shards_from_the_or
 def test_an_unknown_order_and_one_of_another_version_are_errors_with_a_fix(
     cache: Cache, in_process_launch: Any
 ) -> None:
-    with pytest.raises(StoreError, match="the order does not exist"):
-        SharedOrder(cache.recipe.cache_dir / "orders" / "x").settings()
+    with pytest.raises(StoreError, match="the encoding does not exist"):
+        SharedEncoding(cache.recipe.cache_dir / "encodings" / "x").settings()
 
-    def run(order: SharedOrder) -> Sequence[str]:
-        original = order.read("order.json")
-        order.put("order.json", json.dumps(json.loads(original) | {"versions": {"order": 99}}).encode())
+    def run(encoding: SharedEncoding) -> Sequence[str]:
+        original = encoding.read("encoding.json")
+        encoding.put(
+            "encoding.json", json.dumps(json.loads(original) | {"versions": {"encoding": 99}}).encode()
+        )
         with pytest.raises(StoreError, match="another version"):
-            launch.encode(order, Shard(0, 4))
-        order.put("order.json", original)
-        return launch.run_here(order)
+            launch.encode(encoding, Shard(0, 4))
+        encoding.put("encoding.json", original)
+        return launch.run_here(encoding)
 
     launch = OnWorkers(in_process_launch, run)
     latents(cache, launch)
@@ -324,9 +330,9 @@ def test_one_of_four_processes_on_s3_is_killed_and_only_its_rest_is_encoded_agai
     shutil.rmtree(cache.recipe.output_dir)
     shared, victim = at(cache, f"s3://{bucket}/of/mine"), Shard(2, NUM_SHARDS)
 
-    def run(order: SharedOrder) -> Sequence[str]:
-        workers = [started(order, Shard(index, NUM_SHARDS)) for index in range(NUM_SHARDS)]
-        while not any(each.name.startswith(f"results-{victim.in_names}") for each in order.files()):
+    def run(encoding: SharedEncoding) -> Sequence[str]:
+        workers = [started(encoding, Shard(index, NUM_SHARDS)) for index in range(NUM_SHARDS)]
+        while not any(each.name.startswith(f"results-{victim.in_names}") for each in encoding.files()):
             assert workers[victim.index].poll() is None
             time.sleep(0.05)
         workers[victim.index].send_signal(signal.SIGKILL)
@@ -341,26 +347,26 @@ def test_one_of_four_processes_on_s3_is_killed_and_only_its_rest_is_encoded_agai
     assert 180 < len(survived) < 240
     assert survived.items() < expected.items()
 
-    (order,) = launch.orders
-    assert started(order, victim).wait() == 0
-    outcomes = [line["outcome"] for line in last_attempt(order, victim) if "outcome" in line]
+    (encoding,) = launch.encodings
+    assert started(encoding, victim).wait() == 0
+    outcomes = [line["outcome"] for line in last_attempt(encoding, victim) if "outcome" in line]
     assert outcomes.count("made") == 240 - len(survived), "only the missing entries were encoded"
     assert len(outcomes) == 60
     assert entries_at(shared.recipe) == expected
     assert latents(shared, forbidden_launch).report["entries"] == 240
 
 
-def started(order: SharedOrder, shard: Shard) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "pipeline.cli", "encode", str(order.address), "--shard", str(shard)]
+def started(encoding: SharedEncoding, shard: Shard) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "pipeline.cli", "encode", str(encoding.address), "--shard", str(shard)]
     environment = launch_environment(AccelerateSettings(), Path("unused"))
     del environment["LATENTLINE_PARENT_PID"], environment["LATENTLINE_ERROR_FILE"]
     return subprocess.Popen(command, env=environment | os.environ)
 
 
-def last_attempt(order: SharedOrder, shard: Shard) -> Iterator[dict[str, Any]]:
+def last_attempt(encoding: SharedEncoding, shard: Shard) -> Iterator[dict[str, Any]]:
     """Yield the results of the attempt at a shard that has finished."""
-    names = [each.name for each in order.files() if each.name.startswith(f"results-{shard.in_names}-")]
-    lines = {name: [json.loads(line) for line in order.read(name).splitlines()] for name in names}
+    names = [each.name for each in encoding.files() if each.name.startswith(f"results-{shard.in_names}-")]
+    lines = {name: [json.loads(line) for line in encoding.read(name).splitlines()] for name in names}
     last = next(name for name in names if any("work_s" in line for line in lines[name]))
     attempt = last.rpartition("-")[0]
     for name in names:

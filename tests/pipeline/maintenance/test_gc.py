@@ -14,7 +14,7 @@ from pipeline.cache.backends import cache_folder
 from pipeline.cache.folder import CacheFile
 from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.used_keys import FOLDER, UsedKeys
-from pipeline.encoding.shared_order import ORDERS
+from pipeline.encoding.shared_encoding import ENCODINGS
 from pipeline.errors import StoreError
 from pipeline.maintenance.gc import KEEP_S, Survey, delete, survey
 from pipeline.maintenance.gc_packs import Packs
@@ -36,8 +36,8 @@ def names_in_cache(job: Job, *paths: Path) -> set[str]:
 
 
 def add_order(job: Job) -> Path:
-    """Write a file of an order for workers, and return it."""
-    file = job.recipe.cache_dir / ORDERS / "some-order" / "order.json"
+    """Write a file of an encoding for workers, and return it."""
+    file = job.recipe.cache_dir / ENCODINGS / "some-encoding" / "encoding.json"
     file.parent.mkdir(parents=True)
     file.write_text("{}")
     return file
@@ -225,7 +225,7 @@ def test_L13_files_of_unknown_age_are_never_deleted(job: Job, monkeypatch: pytes
     latent, text = drop_sample(job)
     leftover = job.recipe.cache_dir / temp_name()
     leftover.write_bytes(b"partial")
-    order = add_order(job)
+    encoding = add_order(job)
     make_old(job.recipe.cache_dir)
     monkeypatch.setattr("pipeline.maintenance.gc.cache_folder", AgelessFolder)
     surveyed = survey(job.recipe.cache_dir)
@@ -234,7 +234,7 @@ def test_L13_files_of_unknown_age_are_never_deleted(job: Job, monkeypatch: pytes
     kept = {name: getattr(surveyed, name) for name in ("young", "num_young_orders", "num_old_orders")}
     assert kept == {"young": 2, "num_young_orders": 1, "num_old_orders": 0}
     delete(job.recipe.cache_dir, surveyed)
-    files = (latent, text, leftover, order)
+    files = (latent, text, leftover, encoding)
     assert [path.name for path in files if not path.exists()] == [], "files that gc has deleted"
 
 
@@ -244,14 +244,14 @@ def test_L13_an_entry_is_old_after_30_days_and_an_order_and_a_leftover_after_one
 ) -> None:
     latent, _ = drop_sample(job)
     make_old(job.recipe.cache_dir)
-    order, leftover = add_order(job), job.recipe.cache_dir / temp_name()
+    encoding, leftover = add_order(job), job.recipe.cache_dir / temp_name()
     leftover.write_bytes(b"partial")
     now_s = leftover.stat().st_mtime
-    for path, age_s in ((latent, KEEP_S), (order, DAY_S), (leftover, DAY_S)):
+    for path, age_s in ((latent, KEEP_S), (encoding, DAY_S), (leftover, DAY_S)):
         os.utime(path, (now_s - age_s - older_s, now_s - age_s - older_s))
     surveyed = survey(job.recipe.cache_dir)
     found = {"orphans": surveyed.orphans, "orders": surveyed.old_orders, "leftovers": surveyed.leftovers}
-    files = {"orphans": latent, "orders": order, "leftovers": leftover}
+    files = {"orphans": latent, "orders": encoding, "leftovers": leftover}
     actual = {kind: names_in_cache(job, file) <= set(found[kind]) for kind, file in files.items()}
     assert actual == dict.fromkeys(files, is_old)
     numbers = {"old": surveyed.num_old_orders, "young": surveyed.num_young_orders}
@@ -259,7 +259,7 @@ def test_L13_an_entry_is_old_after_30_days_and_an_order_and_a_leftover_after_one
 
 
 def test_L13_an_order_with_one_young_file_is_young(tmp_path: Path) -> None:
-    files = [CacheFile(f"orders/1/{name}", 5, modified_s) for name, modified_s in (("a", 10), ("b", 90))]
+    files = [CacheFile(f"encodings/1/{name}", 5, modified_s) for name, modified_s in (("a", 10), ("b", 90))]
     surveyed = Survey(UsedKeys(tmp_path, 0), Packs(cache_folder(tmp_path)))
     surveyed.add_orders({"1": files}, oldest_kept_s=50)
     assert (surveyed.old_orders, surveyed.num_young_orders) == ({}, 1)

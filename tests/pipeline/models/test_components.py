@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 from demo.tiny_models import make_tiny
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.encoding.jobs import Order, read_order, write_order
+from pipeline.encoding.jobs import Encoding, read_encoding, write_encoding
 from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
 from pipeline.models.families.sd import STABLE_DIFFUSION
@@ -66,23 +66,23 @@ def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
     values["model"]["components"] = {"vae": str(other)}
     requested = recipe_from_mapping("demo", values)
     tables, launch = Tables(requested.output_dir), InProcessLaunch()
-    entries, order = complete_job(requested, tables, launch)
-    assert order.component_folders == {"vae": other / "vae"}
+    entries, encoding = complete_job(requested, tables, launch)
+    assert encoding.component_folders == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"]
     vae = AutoencoderKL.from_pretrained(other / "vae")
-    family = load_family(order.base, order.component_folders)
+    family = load_family(encoding.base, encoding.component_folders)
     with torch.no_grad():
         expected = vae.decode(latent[None] / vae.config.scaling_factor).sample
     torch.testing.assert_close(family.vae.decode(family.vae.load("float32", "cpu"), latent[None]), expected)
     pipe = StableDiffusionPipeline.from_pretrained(base, vae=vae, safety_checker=None)
     pipe.load_lora_weights(requested.output_dir / "lora")
-    assert list((order.folder / "samples").glob("*.png"))
+    assert list((encoding.folder / "samples").glob("*.png"))
 
 
 def test_the_encoding_job_names_the_folders_of_replaced_components(tmp_path: Path) -> None:
-    order = Order("latents", Path("/m"), Path("/s"), {}, [], {"vae": Path("/elsewhere/vae")})
-    assert read_order(write_order(order, tmp_path)).component_folders == order.component_folders
+    encoding = Encoding("latents", Path("/m"), Path("/s"), {}, [], {"vae": Path("/elsewhere/vae")})
+    assert read_encoding(write_encoding(encoding, tmp_path)).component_folders == encoding.component_folders
 
 
 @pytest.mark.parametrize(

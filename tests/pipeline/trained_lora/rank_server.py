@@ -122,7 +122,7 @@ class RankServer:
 
 
 def _serve() -> None:
-    import pipeline.processes.worker.other_machines
+    import pipeline.processes.worker.machine_watch
     import pipeline.trained_lora.worker.loop  # noqa: F401 - imported once, for all children
     from pipeline.trained_lora.worker.__main__ import main
 

@@ -18,7 +18,7 @@ from skimage.metrics import peak_signal_noise_ratio
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.encoding.jobs import read_order
+from pipeline.encoding.jobs import read_encoding
 from pipeline.encoding.progress import Progress
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry
@@ -143,18 +143,18 @@ def test_two_ranks_draw_each_picture_once_including_those_of_existing_entries(
     cache: Any, in_process_launch: Any
 ) -> None:
     """Rank 0 draws the latents that it encoded and the existing ones; rank 1 draws only its own."""
-    copied_orders: list[Path] = []
+    copied_encodings: list[Path] = []
     by_rank_1: dict[str, bytes] = {}
 
-    def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+    def launch(module: str, encoding: Path, meanwhile: Meanwhile) -> None:
         meanwhile()
-        copied = shutil.copytree(order.parent, folder_of(cache).parent / "order")
-        copied_orders.append(copied / order.name)
-        run(order, in_process_launch, rank=1, num_ranks=2)
+        copied = shutil.copytree(encoding.parent, folder_of(cache).parent / "encoding")
+        copied_encodings.append(copied / encoding.name)
+        run(encoding, in_process_launch, rank=1, num_ranks=2)
         by_rank_1.update(pictures(cache))
         for name in by_rank_1:
             (folder_of(cache) / name).write_bytes(b"drawn once")
-        run(order, in_process_launch, rank=0, num_ranks=2)
+        run(encoding, in_process_launch, rank=0, num_ranks=2)
 
     (cache.photos / "cat.png").rename(cache.photos / "cat.later")
     cached(cache, in_process_launch)
@@ -164,8 +164,8 @@ def test_two_ranks_draw_each_picture_once_including_those_of_existing_entries(
         entries, row = RecipeEntries(cache.recipe), cache.buckets().filter(pl.col("path") == f"{name}.png")
         entries.store.path(entries.latent_spec(row.row(0, named=True))).unlink()
     cached(cache, launch)
-    order = read_order(copied_orders[0])
-    assert {job.name for job in order.jobs} == {"photos/cat.png", "photos/coffee.png", "photos/rocket.png"}
+    encoding = read_encoding(copied_encodings[0])
+    assert {job.name for job in encoding.jobs} == {"photos/cat.png", "photos/coffee.png", "photos/rocket.png"}
     assert len(pictures(cache)) == 5
     assert 1 <= len(by_rank_1) <= 2
     assert {name: pictures(cache)[name] for name in by_rank_1} == dict.fromkeys(by_rank_1, b"drawn once")
@@ -178,21 +178,21 @@ class Drawing:
         self.cache = cache
         self.lines: list[str] = in_process_launch.lines
         entries = RecipeEntries(cache.recipe)
-        orders = [read_order(self._order(cache, in_process_launch))]
+        encodings = [read_encoding(self._encoding(cache, in_process_launch))]
         progress = Progress(in_process_launch, cache.photos, jobs=range(5), what="latents", rank=0)
-        self.encoder = LatentEncoder(orders[0], "cpu", progress)
-        assert orders[0].pictures is not None
-        self.pictures, self.store, self.progress = orders[0].pictures, entries.store, progress
+        self.encoder = LatentEncoder(encodings[0], "cpu", progress)
+        assert encodings[0].pictures is not None
+        self.pictures, self.store, self.progress = encodings[0].pictures, entries.store, progress
         shutil.rmtree(folder_of(cache))
         self.lines.clear()
 
-    def _order(self, cache: Any, in_process_launch: Any) -> Path:
+    def _encoding(self, cache: Any, in_process_launch: Any) -> Path:
         kept: list[Path] = []
 
-        def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+        def launch(module: str, encoding: Path, meanwhile: Meanwhile) -> None:
             meanwhile()
-            kept.append(shutil.copytree(order.parent, cache.photos.parent / "order") / order.name)
-            in_process_launch(module, order)
+            kept.append(shutil.copytree(encoding.parent, cache.photos.parent / "encoding") / encoding.name)
+            in_process_launch(module, encoding)
 
         cached(cache, launch)
         return kept[0]

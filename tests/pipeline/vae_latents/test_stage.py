@@ -17,7 +17,7 @@ from PIL import Image
 from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.encoding.jobs import read_order
+from pipeline.encoding.jobs import read_encoding
 from pipeline.errors import ModelError, StoreError
 from pipeline.images.geometry import Geometry
 from pipeline.processes.launch import LocalLaunch, Meanwhile
@@ -153,9 +153,9 @@ def test_workers_start_before_all_entries_are_checked_if_one_is_certainly_missin
     cached(cache, in_process_launch)
     checked_before_launch: list[bool] = []
 
-    def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+    def launch(module: str, encoding: Path, meanwhile: Meanwhile) -> None:
         checked_before_launch.append(bool(log_lines))
-        in_process_launch(module, order, meanwhile)
+        in_process_launch(module, encoding, meanwhile)
 
     log_lines: list[str] = []
     shutil.copy(cache.photos / "cat.png", cache.photos / "cat2.png")
@@ -170,9 +170,9 @@ def test_workers_start_before_all_entries_are_checked_if_one_is_certainly_missin
 
 
 def test_L10_entries_written_by_a_concurrent_job_count_as_reused(cache, in_process_launch) -> None:
-    def launch_twice(module: str, order: Path, meanwhile: Meanwhile) -> None:
-        in_process_launch(module, order, meanwhile)
-        in_process_launch(module, order)
+    def launch_twice(module: str, encoding: Path, meanwhile: Meanwhile) -> None:
+        in_process_launch(module, encoding, meanwhile)
+        in_process_launch(module, encoding)
 
     assert counts(cached(cache, launch_twice)) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
 
@@ -320,11 +320,11 @@ def test_L06_L07_damaged_entries_are_logged_and_encoded_again(cache, in_process_
 
 
 def test_an_entry_that_was_reported_as_encoded_but_is_missing_is_an_error(cache) -> None:
-    def launch_without_writing(_: str, order: Path, meanwhile: Meanwhile) -> None:
+    def launch_without_writing(_: str, encoding: Path, meanwhile: Meanwhile) -> None:
         meanwhile()
-        keys = [job.spec.key for job in read_order(order).jobs]
+        keys = [job.spec.key for job in read_encoding(encoding).jobs]
         lines = [json.dumps({"key": key, "outcome": "made", "failure": None}) for key in keys]
-        (order.parent / "results-0.jsonl").write_text(
+        (encoding.parent / "results-0.jsonl").write_text(
             "\n".join([*lines, '{"work_s": 0.1, "aside_s": 0.0}', ""])
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import from_stored
-from pipeline.encoding.jobs import Encoded, Failure, Job, Order
+from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job
 from pipeline.encoding.progress import Progress
 from pipeline.errors import DrawingError
 from pipeline.processes.worker.devices import free_memory
@@ -70,7 +70,7 @@ def _encoded(
     job: DrawingJob, missing: list[Job], device: str, progress: Progress
 ) -> dict[str, Mapping[str, Tensor]]:
     """Encode captions as the cache stage does."""
-    order = Order(
+    encoding = Encoding(
         kind="text",
         model_folder=job.base,
         store_root=job.recipe.cache_dir,
@@ -80,9 +80,9 @@ def _encoded(
     )
 
     progress.phase("loading the text encoders")
-    encoder = TextEncoder(order, device, progress)
+    encoder = TextEncoder(encoding, device, progress)
     texts: dict[str, Mapping[str, Tensor]] = {}
-    for each, outcome in encoder.encoded(order.jobs, Store(job.recipe.cache_dir)):
+    for each, outcome in encoder.encoded(encoding.jobs, Store(job.recipe.cache_dir)):
         if isinstance(outcome, Failure):
             raise DrawingError(outcome.detail, where=each.name, fix=outcome.fix)
         assert isinstance(outcome, Encoded), f"{each.name} appeared in the cache"

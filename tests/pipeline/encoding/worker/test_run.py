@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Kind
-from pipeline.encoding.jobs import JOBS_FILE, Job, Order, read_results, write_order
+from pipeline.encoding.jobs import JOBS_FILE, Encoding, Job, read_results, write_encoding
 from pipeline.processes.launch import Meanwhile, launch_environment
 from pipeline.recipe import AccelerateSettings
 from pipeline.text_embeddings.stage import cache_text, text_settings
@@ -36,11 +36,11 @@ class RecordingLaunch:
     def __init__(self) -> None:
         self.modules: set[str] = set()
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
-        command = [sys.executable, "-c", PROCESS, module, str(order)]
-        environment = launch_environment(AccelerateSettings(), order.parent / "error.json")
+    def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile) -> None:
+        command = [sys.executable, "-c", PROCESS, module, str(encoding)]
+        environment = launch_environment(AccelerateSettings(), encoding.parent / "error.json")
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert not (order.parent / JOBS_FILE).exists()
+            assert not (encoding.parent / JOBS_FILE).exists()
             meanwhile()
             output, _ = process.communicate()
         assert process.returncode == 0
@@ -86,14 +86,14 @@ STAGES: dict[Kind, str] = {"latents": "vae_latents", "text": "text_embeddings"}
 def test_L12_peak_memory_does_not_depend_on_the_number_of_jobs(
     cache: Any, tmp_path: Path, kind: Kind, counts: tuple[int, int]
 ) -> None:
-    few, many = (peak_rss_bytes(order_of(cache, kind, count), tmp_path / str(count)) for count in counts)
+    few, many = (peak_rss_bytes(encoding_of(cache, kind, count), tmp_path / str(count)) for count in counts)
     sys.stdout.write(
         f"{kind}: {few / 2**20:.0f} MiB for {counts[0]}, {many / 2**20:.0f} MiB for {counts[1]}\n"
     )
     assert many < 1.1 * few
 
 
-def order_of(cache: Any, kind: Kind, count: int) -> Order:
+def encoding_of(cache: Any, kind: Kind, count: int) -> Encoding:
     """Return `count` jobs that repeat a few images or captions under distinct keys."""
     entries, jobs = RecipeEntries(cache.recipe), list[Job]()
     rows = cache.buckets().to_dicts()
@@ -113,17 +113,17 @@ def order_of(cache: Any, kind: Kind, count: int) -> Order:
     settings: dict[str, Any] = text_settings(cache.recipe)
     if kind == "latents":
         settings = {"compute_dtype": "float32", "posterior": "sample", "background": [255, 255, 255]}
-    return Order(kind, entries.model_folder, cache.recipe.cache_dir / str(count), settings, jobs)
+    return Encoding(kind, entries.model_folder, cache.recipe.cache_dir / str(count), settings, jobs)
 
 
-def peak_rss_bytes(order: Order, folder: Path) -> int:
-    """Return the peak memory of a process that runs the order; every job must succeed.
+def peak_rss_bytes(encoding: Encoding, folder: Path) -> int:
+    """Return the peak memory of a process that runs the encoding; every job must succeed.
 
     The process reads its own VmHWM, because the `ru_maxrss` its parent receives includes the parent's own.
     """
     folder.mkdir()
-    script = MEMORY_PROCESS.format(stage=STAGES[order.kind])
-    command = [sys.executable, "-c", script, str(write_order(order, folder))]
+    script = MEMORY_PROCESS.format(stage=STAGES[encoding.kind])
+    command = [sys.executable, "-c", script, str(write_encoding(encoding, folder))]
     process = subprocess.run(
         command,
         env=launch_environment(AccelerateSettings(), folder / "error.json"),
@@ -132,5 +132,5 @@ def peak_rss_bytes(order: Order, folder: Path) -> int:
         check=False,
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    assert len(read_results(folder).made) == len(order.jobs)
+    assert len(read_results(folder).made) == len(encoding.jobs)
     return int(process.stdout.split("VmHWM:")[1].split()[0]) * 1024

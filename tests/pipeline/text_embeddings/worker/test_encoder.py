@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
-from pipeline.encoding.jobs import Encoded, Job, Order
+from pipeline.encoding.jobs import Encoded, Encoding, Job
 from pipeline.encoding.progress import Progress
 from pipeline.models.worker.family import load_family
 from pipeline.text_embeddings.worker.encoder import TextEncoder, captions_per_pass
@@ -20,23 +20,25 @@ CAPTIONS = ["a cat", "a red dog", "cats and dogs"]
 
 
 @pytest.fixture
-def order(cache: Any, tmp_path: Path) -> Order:
+def encoding(cache: Any, tmp_path: Path) -> Encoding:
     entries = RecipeEntries(cache.recipe)
     jobs = [Job(entries.text_spec(text), {}, {"caption": text}, text, len(text)) for text in CAPTIONS]
     settings = {"compute_dtype": "float32", "offload": "none"}
-    return Order("text", Path(cache.recipe.model.base), tmp_path / "store", settings, jobs)
+    return Encoding("text", Path(cache.recipe.model.base), tmp_path / "store", settings, jobs)
 
 
-def encoder_of(order: Order, listener: Listener) -> TextEncoder:
-    progress = Progress(listener, Path(order.store_root).parent, jobs=range(3), what="captions", rank=0)
-    return TextEncoder(order, "cpu", progress)
+def encoder_of(encoding: Encoding, listener: Listener) -> TextEncoder:
+    progress = Progress(listener, Path(encoding.store_root).parent, jobs=range(3), what="captions", rank=0)
+    return TextEncoder(encoding, "cpu", progress)
 
 
-def test_a_caption_written_by_another_job_is_skipped_and_the_others_are_encoded_alone(order: Order) -> None:
-    store, present = Store(order.store_root), order.jobs[0]
+def test_a_caption_written_by_another_job_is_skipped_and_the_others_are_encoded_alone(
+    encoding: Encoding,
+) -> None:
+    store, present = Store(encoding.store_root), encoding.jobs[0]
     zeros = {name: np.zeros(spec.shape, "<f2") for name, spec in present.spec.tensors.items()}
     store.write(present.spec, zeros, {})
-    encoder: Any = encoder_of(order, Listener())
+    encoder: Any = encoder_of(encoding, Listener())
     text = encoder.family.text
     passes: list[str] = []
     encode = text.encode_caption
@@ -47,7 +49,7 @@ def test_a_caption_written_by_another_job_is_skipped_and_the_others_are_encoded_
         return encode(encoders, caption, images)
 
     text.encode_caption = counted
-    outcomes = {job.name: outcome for job, outcome in encoder.encoded(order.jobs, store)}
+    outcomes = {job.name: outcome for job, outcome in encoder.encoded(encoding.jobs, store)}
     assert list(outcomes) == CAPTIONS
     assert outcomes["a cat"] == "present"
     assert passes == CAPTIONS[1:]
@@ -57,10 +59,12 @@ def test_a_caption_written_by_another_job_is_skipped_and_the_others_are_encoded_
         assert (outcome.facts["num_cut"], outcome.facts["cut_from"]) == (0, None)
 
 
-def test_the_current_caption_is_named_if_it_is_slow(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_caption_is_named_if_it_is_slow(
+    encoding: Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipeline.encoding.progress.SLOW_JOB_S", -1.0)
     listener = Listener()
-    list(encoder_of(order, listener).encoded(order.jobs, Store(order.store_root)))
+    list(encoder_of(encoding, listener).encoded(encoding.jobs, Store(encoding.store_root)))
     assert "working on a cat for 0 s" in "\n".join(listener.lines)
 
 

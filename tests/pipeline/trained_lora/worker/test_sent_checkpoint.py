@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.processes.worker.other_machines import SEEN_S
+from pipeline.processes.worker.machine_watch import SEEN_S
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, MARKER, OPTIMIZER_FILE, RunLayout
 from tests.pipeline.trained_lora.equal_runs import assert_equal_runs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
-from pipeline.processes.worker.other_machines import BEAT_S, SILENCE_S
+from pipeline.processes.worker.machine_watch import BEAT_S, SILENCE_S
 from pipeline.trained_lora.job import TrainingJob
 from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.pipeline.trained_lora.two_machines import Machine, copied_order, wait_for_steps

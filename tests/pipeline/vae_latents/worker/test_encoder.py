@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
-from pipeline.encoding.jobs import Encoded, Failure, Job, Order, write_order
+from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job, write_encoding
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.family import load_family
@@ -32,12 +32,12 @@ SQUARE = ("cat.png", "camera.png", "coffee.png", "rocket.png")
 
 
 @pytest.fixture
-def order(cache, tmp_path: Path) -> Order:
-    """Return an order for five images, of which four have the same target size."""
-    return order_of(cache, tmp_path)
+def encoding(cache, tmp_path: Path) -> Encoding:
+    """Return an encoding for five images, of which four have the same target size."""
+    return encoding_of(cache, tmp_path)
 
 
-def order_of(cache, tmp_path: Path, **settings: str | int) -> Order:
+def encoding_of(cache, tmp_path: Path, **settings: str | int) -> Encoding:
     entries, jobs = RecipeEntries(cache.recipe), list[Job]()
     for scanned in cache.buckets().to_dicts():
         square = {"target_height": 64, "target_width": 64}
@@ -46,7 +46,7 @@ def order_of(cache, tmp_path: Path, **settings: str | int) -> Order:
         jobs.append(Job(entries.latent_spec(row), {}, work, row["path"], 4096))
     jobs.sort(key=lambda job: next(iter(job.spec.tensors.values())).shape)
     chosen = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255], **settings}
-    return Order("latents", Path(cache.recipe.model.base), tmp_path / "store", chosen, jobs)
+    return Encoding("latents", Path(cache.recipe.model.base), tmp_path / "store", chosen, jobs)
 
 
 @pytest.fixture
@@ -54,15 +54,17 @@ def listener() -> Listener:
     return Listener()
 
 
-def encode(encoder: LatentEncoder, order: Order) -> dict[str, np.ndarray]:
-    outcomes = {job.name: outcome for job, outcome in encoder.encoded(order.jobs, Store(order.store_root))}
+def encode(encoder: LatentEncoder, encoding: Encoding) -> dict[str, np.ndarray]:
+    outcomes = {
+        job.name: outcome for job, outcome in encoder.encoded(encoding.jobs, Store(encoding.store_root))
+    }
     assert all(isinstance(outcome, Encoded) for outcome in outcomes.values()), outcomes
     return {name: outcome.tensors["latent"].astype(np.float32) for name, outcome in outcomes.items()}
 
 
-def encoder_of(order: Order, listener: Listener, device: str = "cpu") -> LatentEncoder:
-    progress = Progress(listener, Path(order.store_root).parent, jobs=range(5), what="latents", rank=0)
-    return LatentEncoder(order, device, progress)
+def encoder_of(encoding: Encoding, listener: Listener, device: str = "cpu") -> LatentEncoder:
+    progress = Progress(listener, Path(encoding.store_root).parent, jobs=range(5), what="latents", rank=0)
+    return LatentEncoder(encoding, device, progress)
 
 
 def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = float("inf")) -> list[int]:
@@ -80,31 +82,35 @@ def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = f
     return sizes
 
 
-def test_the_cpu_encodes_one_image_per_forward_pass(order: Order, listener: Listener) -> None:
-    encoder = encoder_of(order, listener)
+def test_the_cpu_encodes_one_image_per_forward_pass(encoding: Encoding, listener: Listener) -> None:
+    encoder = encoder_of(encoding, listener)
     sizes = sizes_of_passes(encoder)
-    encode(encoder, order)
+    encode(encoder, encoding)
     assert sizes == [1] * 5
 
 
-def test_a_batch_gives_nearly_the_same_latents_as_single_images(order: Order, listener: Listener) -> None:
-    single = encode(encoder_of(order, listener), order)
-    encoder = encoder_of(order, listener)
+def test_a_batch_gives_nearly_the_same_latents_as_single_images(
+    encoding: Encoding, listener: Listener
+) -> None:
+    single = encode(encoder_of(encoding, listener), encoding)
+    encoder = encoder_of(encoding, listener)
     encoder.batches.max_px = 10**9
     sizes = sizes_of_passes(encoder)
-    together = encode(encoder, order)
+    together = encode(encoder, encoding)
     assert max(sizes) >= 2
     assert sum(sizes) == 5
     for name, latent in single.items():
         assert np.abs(together[name] - latent).max() < 2e-3, name  # stored as float16
 
 
-def test_L09_out_of_memory_halves_the_batch_and_loses_no_image(order: Order, listener: Listener) -> None:
-    single = encode(encoder_of(order, listener), order)
-    encoder = encoder_of(order, listener)
+def test_L09_out_of_memory_halves_the_batch_and_loses_no_image(
+    encoding: Encoding, listener: Listener
+) -> None:
+    single = encode(encoder_of(encoding, listener), encoding)
+    encoder = encoder_of(encoding, listener)
     encoder.batches.max_px = 10**9
     sizes = sizes_of_passes(encoder, limit=1)
-    together = encode(encoder, order)
+    together = encode(encoder, encoding)
     assert together.keys() == single.keys()
     errors = {name: np.abs(together[name] - single[name]).max() for name in single}
     assert errors == pytest.approx(dict.fromkeys(single, 0), abs=2e-3), "largest difference, by image"
@@ -113,16 +119,16 @@ def test_L09_out_of_memory_halves_the_batch_and_loses_no_image(order: Order, lis
 
 
 def test_with_overlap_a_pass_starts_before_the_previous_one_has_finished(
-    order: Order, listener: Listener
+    encoding: Encoding, listener: Listener
 ) -> None:
     """Overlap is used on GPUs; it changes neither the latents nor their order."""
-    plain = encode(encoder_of(order, listener), order)
-    encoder = encoder_of(order, listener)
+    plain = encode(encoder_of(encoding, listener), encoding)
+    encoder = encoder_of(encoding, listener)
     encoder.batches.overlap = 1
     sizes = sizes_of_passes(encoder)
     started_passes: list[int] = []
     latents: dict[str, np.ndarray] = {}
-    for job, outcome in encoder.encoded(order.jobs, Store(order.store_root)):
+    for job, outcome in encoder.encoded(encoding.jobs, Store(encoding.store_root)):
         assert isinstance(outcome, Encoded)
         started_passes.append(len(sizes))
         latents[job.name] = outcome.tensors["latent"]
@@ -132,8 +138,10 @@ def test_with_overlap_a_pass_starts_before_the_previous_one_has_finished(
         np.testing.assert_array_equal(latents[name].astype(np.float32), plain[name], name)
 
 
-def test_L09_images_encoded_before_memory_ran_out_are_not_lost(order: Order, listener: Listener) -> None:
-    encoder = encoder_of(order, listener)
+def test_L09_images_encoded_before_memory_ran_out_are_not_lost(
+    encoding: Encoding, listener: Listener
+) -> None:
+    encoder = encoder_of(encoding, listener)
     encoder.batches.overlap = 1
     inner = encoder.family.vae.posterior
     passes: list[int] = []
@@ -147,27 +155,31 @@ def test_L09_images_encoded_before_memory_ran_out_are_not_lost(order: Order, lis
     encoder.family.vae.posterior = until_the_last  # type: ignore[method-assign]
     ended: list[str] = []
     with pytest.raises(LaunchError, match="memory ran out"):
-        ended += (job.name for job, _ in encoder.encoded(order.jobs, Store(order.store_root)))
+        ended += (job.name for job, _ in encoder.encoded(encoding.jobs, Store(encoding.store_root)))
     assert len(passes) == 5, "the last pass must start before the previous one finishes"
-    assert ended == [job.name for job in order.jobs][:4]
+    assert ended == [job.name for job in encoding.jobs][:4]
 
 
-def test_L09_out_of_memory_on_a_single_image_is_an_error_with_a_fix(order: Order, listener: Listener) -> None:
-    encoder = encoder_of(order, listener)
+def test_L09_out_of_memory_on_a_single_image_is_an_error_with_a_fix(
+    encoding: Encoding, listener: Listener
+) -> None:
+    encoder = encoder_of(encoding, listener)
     sizes_of_passes(encoder, limit=0)
     with pytest.raises(LaunchError, match=r"(?s)astronaut.png alone \(3,840 pixels\)\n.*resolution"):
-        encode(encoder, order)
+        encode(encoder, encoding)
 
 
 def test_L09_an_image_that_does_not_fit_in_memory_is_encoded_in_tiles_with_a_log_line(
-    order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    encoding: Encoding, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most 48 x 48 pixels fit into one forward pass."""
-    whole = encode(encoder_of(order, listener), order)
+    whole = encode(encoder_of(encoding, listener), encoding)
     monkeypatch.setattr("pipeline.vae_latents.worker.vae_batches.TILES_PX", (56, 48))
-    encoder = encoder_of(order, listener)
+    encoder = encoder_of(encoding, listener)
     sizes_of_passes(encoder, limit_px=48 * 48)
-    outcomes = {job.name: outcome for job, outcome in encoder.encoded(order.jobs, Store(order.store_root))}
+    outcomes = {
+        job.name: outcome for job, outcome in encoder.encoded(encoding.jobs, Store(encoding.store_root))
+    }
     for name, outcome in outcomes.items():
         assert isinstance(outcome, Encoded)
         assert outcome.facts == {"tile_px": 48}
@@ -175,9 +187,9 @@ def test_L09_an_image_that_does_not_fit_in_memory_is_encoded_in_tiles_with_a_log
         assert tiled.shape == whole[name].shape
         # Group norms and attention see the tile instead of the image, so values are close but not equal.
         assert np.corrcoef(tiled.ravel(), whole[name].ravel())[0, 1] > 0.6, name
-    again = encoder_of(order, listener)
+    again = encoder_of(encoding, listener)
     sizes_of_passes(again, limit_px=48 * 48)
-    for job, outcome in again.encoded(order.jobs, Store(order.store_root)):
+    for job, outcome in again.encoded(encoding.jobs, Store(encoding.store_root)):
         assert isinstance(outcome, Encoded)
         expected = outcomes[job.name].tensors["latent"]
         np.testing.assert_array_equal(outcome.tensors["latent"], expected, job.name)
@@ -198,20 +210,20 @@ def test_L09_a_cpu_process_that_runs_out_of_memory_continues_in_tiles(cache, tmp
     work = {**row, "root": str(large.photos), "flipped": False}
     job = Job(entries.latent_spec(row), {}, work, row["path"], row["target_height"] * row["target_width"])
     settings = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255]}
-    order = Order("latents", Path(large.recipe.model.base), tmp_path / "store", settings, [job])
+    encoding = Encoding("latents", Path(large.recipe.model.base), tmp_path / "store", settings, [job])
     command = [sys.executable, "-m", "tests.pipeline.encoding.limited_memory"]
-    command += [str(write_order(order, tmp_path)), str(320 * 2**20)]
+    command += [str(write_encoding(encoding, tmp_path)), str(320 * 2**20)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr[-3000:]
     assert "cat.png does not fit into memory, encoding it in tiles of 512 px" in completed.stdout
-    state = Store(order.store_root).check(job.spec)
+    state = Store(encoding.store_root).check(job.spec)
     assert state.valid
     assert state.metadata is not None
     assert state.metadata["tile_px"] in (512, 256)
 
 
 def test_L16_an_image_that_blocks_when_read_is_rejected_by_name_and_the_others_are_encoded(
-    order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    encoding: Encoding, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opening the file blocks, as on a failing disk."""
 
@@ -223,7 +235,7 @@ def test_L16_an_image_that_blocks_when_read_is_rejected_by_name_and_the_others_a
 
     monkeypatch.setattr(latent_encoder, "TIMEOUT_S", 2.0)
     monkeypatch.setattr(latent_encoder, "source_at", FailingDisk)
-    encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+    encoded = encoder_of(encoding, listener).encoded(encoding.jobs, Store(encoding.store_root))
     outcomes = {job.name: outcome for job, outcome in encoded}
     failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
     assert {name: failure.reason for name, failure in failed.items()} == {"coffee.png": "stalled"}
@@ -233,11 +245,11 @@ def test_L16_an_image_that_blocks_when_read_is_rejected_by_name_and_the_others_a
 def test_L05_probes_detect_a_damaged_vae_before_the_other_images_are_encoded(
     cache, tmp_path, listener
 ) -> None:
-    order = with_weights(cache, tmp_path, "encoder.conv_in.weight", float("inf"))
-    encoder = encoder_of(order, listener)
+    encoding = with_weights(cache, tmp_path, "encoder.conv_in.weight", float("inf"))
+    encoder = encoder_of(encoding, listener)
     sizes = sizes_of_passes(encoder)
     with pytest.raises(ModelError, match=r"(?s)not even for a grey image: .*NaN.*\(first: .*download"):
-        encode(encoder, order)
+        encode(encoder, encoding)
     assert len(sizes) <= 4, "three probes and the grey image"
 
 
@@ -245,14 +257,14 @@ def test_L05_an_image_outside_the_range_of_the_stored_dtype_is_rejected_alone(
     cache, tmp_path, listener
 ) -> None:
     """The VAE's scaling factor makes only the largest latent values exceed float16."""
-    exact = order_of(cache, tmp_path)
+    exact = encoding_of(cache, tmp_path)
     latents = encode(encoder_of(exact, listener), exact)
     quieter, loudest = sorted((float(np.abs(latent).max()), name) for name, latent in latents.items())[-2:]
     folder = shutil.copytree(cache.recipe.model.base, tmp_path / "loud")
     file = folder / "vae" / "config.json"
     scale = 0.18215 * 65504 / ((quieter[0] + loudest[0]) / 2)
     file.write_text(json.dumps({**json.loads(file.read_text()), "scaling_factor": scale}))
-    loud = order_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
+    loud = encoding_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
     encoded = encoder_of(loud, listener).encoded(loud.jobs, Store(loud.store_root))
     outcomes = {job.name: outcome for job, outcome in encoded}
     assert outcomes.keys() == latents.keys()
@@ -261,10 +273,10 @@ def test_L05_an_image_outside_the_range_of_the_stored_dtype_is_rejected_alone(
 
 
 def test_L05_if_a_plain_image_encodes_correctly_the_failing_images_are_rejected(
-    order: Order, listener: Listener
+    encoding: Encoding, listener: Listener
 ) -> None:
     """This happens on the second run of a dataset when only rejected images are missing."""
-    encoder = encoder_of(order, listener)
+    encoder = encoder_of(encoding, listener)
     inner = encoder.family.vae.posterior
 
     def only_plain(vae, pixels) -> Posterior:
@@ -272,16 +284,16 @@ def test_L05_if_a_plain_image_encodes_correctly_the_failing_images_are_rejected(
         return answer if pixels.std() == 0 else Posterior(answer.mean * float("nan"), answer.std)
 
     encoder.family.vae.posterior = only_plain  # type: ignore[method-assign]
-    outcomes = [outcome for _, outcome in encoder.encoded(order.jobs, Store(order.store_root))]
+    outcomes = [outcome for _, outcome in encoder.encoded(encoding.jobs, Store(encoding.store_root))]
     assert [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)] == [
         "latent_not_finite"
     ] * 5
 
 
 def test_L03_a_vae_output_that_contradicts_its_configuration_is_an_immediate_error(
-    order: Order, listener: Listener
+    encoding: Encoding, listener: Listener
 ) -> None:
-    encoder = encoder_of(order, listener)
+    encoder = encoder_of(encoding, listener)
     inner = encoder.family.vae.posterior
 
     def halved(vae, pixels) -> Posterior:
@@ -292,16 +304,16 @@ def test_L03_a_vae_output_that_contradicts_its_configuration_is_an_immediate_err
     with pytest.raises(
         ModelError, match=r"latent of \S+\.png must have the shape \(4, \d+, \d+\), got \(4, "
     ):
-        encode(encoder, order)
+        encode(encoder, encoding)
 
 
-def with_weights(cache, tmp_path: Path, name: str, factor: float) -> Order:
+def with_weights(cache, tmp_path: Path, name: str, factor: float) -> Encoding:
     folder = shutil.copytree(cache.recipe.model.base, tmp_path / "damaged")
     file = folder / "vae" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
     weights[name] = weights[name] * factor
     save_file(weights, file, {"format": "pt"})
-    return order_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
+    return encoding_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
 
 
 def test_L05_an_overflow_in_half_precision_is_encoded_again_in_float32(cache, tmp_path, listener) -> None:
@@ -311,8 +323,8 @@ def test_L05_an_overflow_in_half_precision_is_encoded_again_in_float32(cache, tm
     weights["quant_conv.weight"][:4] *= 3e4
     save_file(weights, file, {"format": "pt"})
     cache = cache.with_settings(model={"base": str(folder)}, latents={"dtype": "float32"})
-    exact = order_of(cache, tmp_path)
-    half = order_of(cache, tmp_path, compute_dtype="float16")
+    exact = encoding_of(cache, tmp_path)
+    half = encoding_of(cache, tmp_path, compute_dtype="float16")
     expected = encode(encoder_of(exact, listener), exact)
     assert max(np.abs(latent).max() for latent in expected.values()) / 0.18215 > 65504
     actual = encode(encoder_of(half, listener), half)
@@ -322,19 +334,19 @@ def test_L05_an_overflow_in_half_precision_is_encoded_again_in_float32(cache, tm
 
 
 def test_an_entry_written_by_another_job_in_the_meantime_is_not_encoded(
-    order: Order, listener: Listener
+    encoding: Encoding, listener: Listener
 ) -> None:
-    store, job = Store(order.store_root), order.jobs[0]
+    store, job = Store(encoding.store_root), encoding.jobs[0]
     store.write(job.spec, {"latent": np.zeros(job.spec.tensors["latent"].shape, "<f2")}, {})
-    encoder = encoder_of(order, listener)
+    encoder = encoder_of(encoding, listener)
     sizes = sizes_of_passes(encoder)
-    outcomes = {encoded_job.name: outcome for encoded_job, outcome in encoder.encoded(order.jobs, store)}
+    outcomes = {encoded_job.name: outcome for encoded_job, outcome in encoder.encoded(encoding.jobs, store)}
     assert outcomes[job.name] == "present"
     assert sum(sizes) == 4
 
 
 def test_I02_an_exception_for_one_image_rejects_only_that_image(
-    order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    encoding: Encoding, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = latent_encoder.load_pixels
 
@@ -344,7 +356,7 @@ def test_I02_an_exception_for_one_image_rejects_only_that_image(
         return inner(path, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(latent_encoder, "load_pixels", load)
-    encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+    encoded = encoder_of(encoding, listener).encoded(encoding.jobs, Store(encoding.store_root))
     outcomes = {job.name: outcome for job, outcome in encoded}
     assert {name for name, outcome in outcomes.items() if isinstance(outcome, Failure)} == {"cat.png"}
     assert "no room" in outcomes["cat.png"].detail
@@ -355,8 +367,8 @@ def test_a_file_above_the_recipes_limit_is_rejected_when_it_is_encoded(
 ) -> None:
     sizes = {path.name: path.stat().st_size for path in cache.photos.glob("*.png")}
     largest = max(sizes, key=sizes.__getitem__)
-    order = order_of(cache, tmp_path, max_file_bytes=sizes[largest] - 1)
-    encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+    encoding = encoding_of(cache, tmp_path, max_file_bytes=sizes[largest] - 1)
+    encoded = encoder_of(encoding, listener).encoded(encoding.jobs, Store(encoding.store_root))
     failed = {job.name: outcome.reason for job, outcome in encoded if isinstance(outcome, Failure)}
     assert failed == {largest: "file_too_large"}
 
@@ -386,10 +398,10 @@ def test_a_sample_of_the_posterior_is_its_mean_plus_its_deviation_times_the_nois
     keys: dict[str, str] = {}
     for posterior in ("moments", "mean", "sample"):
         settings = {"dtype": "float32", "posterior": posterior}
-        order = order_of(cache.with_settings(latents=settings), tmp_path, posterior=posterior)
-        encoded = list(encoder_of(order, listener).encoded(order.jobs, Store(order.store_root)))
+        encoding = encoding_of(cache.with_settings(latents=settings), tmp_path, posterior=posterior)
+        encoded = list(encoder_of(encoding, listener).encoded(encoding.jobs, Store(encoding.store_root)))
         stored[posterior] = {job.name: outcome for job, outcome in encoded if isinstance(outcome, Encoded)}
-        keys = {job.name: job.spec.key for job in order.jobs}
+        keys = {job.name: job.spec.key for job in encoding.jobs}
 
     assert len(keys) == 5
     for name, key in keys.items():
@@ -410,12 +422,12 @@ def gpu() -> str:
 
 @pytest.mark.gpu
 def test_gpu_latents_equal_cpu_latents_within_float16_precision(
-    order: Order, listener: Listener, gpu: str
+    encoding: Encoding, listener: Listener, gpu: str
 ) -> None:
-    cpu = encode(encoder_of(order, listener), order)
-    encoder = encoder_of(order, listener, gpu)
+    cpu = encode(encoder_of(encoding, listener), encoding)
+    encoder = encoder_of(encoding, listener, gpu)
     sizes = sizes_of_passes(encoder)
-    on_gpu = encode(encoder, order)
+    on_gpu = encode(encoder, encoding)
     assert max(sizes) > 1
     for name, latent in cpu.items():
         assert np.abs(on_gpu[name] - latent).max() < 5e-3, name

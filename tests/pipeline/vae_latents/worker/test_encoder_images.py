@@ -14,7 +14,7 @@ import torch
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
-from pipeline.encoding.jobs import Encoded, Failure, Job, Order
+from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job
 from pipeline.encoding.progress import Progress
 from pipeline.errors import ModelError
 from pipeline.images.decode import load_pixels
@@ -25,30 +25,30 @@ from pipeline.vae_latents.worker.encoder import LatentEncoder, decode_threads
 from tests.listener import Listener
 
 
-def order_of(cache: Any, tmp_path: Path, work: dict[str, Any] | None = None, **settings: Any) -> Order:
-    """Return an order for one image; `work` changes its job."""
+def encoding_of(cache: Any, tmp_path: Path, work: dict[str, Any] | None = None, **settings: Any) -> Encoding:
+    """Return an encoding for one image; `work` changes its job."""
     entries = RecipeEntries(cache.recipe)
     row = cache.buckets().to_dicts()[0]
     made = {**row, "root": str(cache.photos), "flipped": False, **(work or {})}
     job = Job(entries.latent_spec(row), {}, made, row["path"], 4096)
     chosen = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255], **settings}
-    return Order("latents", Path(cache.recipe.model.base), tmp_path / "store", chosen, [job])
+    return Encoding("latents", Path(cache.recipe.model.base), tmp_path / "store", chosen, [job])
 
 
-def encoder_of(order: Order, listener: Listener | None = None) -> LatentEncoder:
-    folder = Path(order.store_root).parent
+def encoder_of(encoding: Encoding, listener: Listener | None = None) -> LatentEncoder:
+    folder = Path(encoding.store_root).parent
     progress = Progress(listener or Listener(), folder, jobs=range(1), what="latents", rank=0)
-    return LatentEncoder(order, "cpu", progress)
+    return LatentEncoder(encoding, "cpu", progress)
 
 
-def encoded(order: Order, listener: Listener | None = None) -> Encoded:
-    ((_, outcome),) = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+def encoded(encoding: Encoding, listener: Listener | None = None) -> Encoded:
+    ((_, outcome),) = encoder_of(encoding, listener).encoded(encoding.jobs, Store(encoding.store_root))
     assert isinstance(outcome, Encoded)
     return outcome
 
 
 def test_a_mirrored_image_is_the_image_from_right_to_left(cache: Any, tmp_path: Path) -> None:
-    plain, mirrored = (order_of(cache, tmp_path, {"flipped": flipped}) for flipped in (False, True))
+    plain, mirrored = (encoding_of(cache, tmp_path, {"flipped": flipped}) for flipped in (False, True))
     work = plain.jobs[0].work
     expected = load_pixels(
         Path(work["root"]) / work["path"],
@@ -64,30 +64,30 @@ def test_a_mirrored_image_is_the_image_from_right_to_left(cache: Any, tmp_path: 
 
 
 def test_an_image_that_is_not_tiled_has_no_facts(cache: Any, tmp_path: Path) -> None:
-    assert encoded(order_of(cache, tmp_path)).facts == {}
+    assert encoded(encoding_of(cache, tmp_path)).facts == {}
 
 
 def test_the_current_image_is_named_if_it_is_slow(
     cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.encoding.progress.SLOW_JOB_S", -1.0)
-    order, listener = order_of(cache, tmp_path), Listener()
-    encoded(order, listener)
-    assert f"working on {order.jobs[0].name} for 0 s" in "\n".join(listener.lines)
+    encoding, listener = encoding_of(cache, tmp_path), Listener()
+    encoded(encoding, listener)
+    assert f"working on {encoding.jobs[0].name} for 0 s" in "\n".join(listener.lines)
 
 
 def test_a_latent_that_is_finite_in_half_precision_is_not_encoded_again(cache: Any, tmp_path: Path) -> None:
     listener = Listener()
-    order = order_of(cache, tmp_path, compute_dtype="bfloat16")
-    half = encoded(order, listener).tensors["latent"].astype(np.float32)
-    exact = encoded(order_of(cache, tmp_path)).tensors["latent"].astype(np.float32)
+    encoding = encoding_of(cache, tmp_path, compute_dtype="bfloat16")
+    half = encoded(encoding, listener).tensors["latent"].astype(np.float32)
+    exact = encoded(encoding_of(cache, tmp_path)).tensors["latent"].astype(np.float32)
     assert "float32" not in "\n".join(listener.lines)
     assert 0 < np.abs(half - exact).max() < 0.1
 
 
 def test_an_infinite_latent_in_float32_is_not_encoded_again(cache: Any, tmp_path: Path) -> None:
-    order, listener = order_of(cache, tmp_path), Listener()
-    encoder = encoder_of(order, listener)
+    encoding, listener = encoding_of(cache, tmp_path), Listener()
+    encoder = encoder_of(encoding, listener)
     passes: list[int] = []
     posterior_of = encoder.family.vae.posterior
 
@@ -98,41 +98,41 @@ def test_an_infinite_latent_in_float32_is_not_encoded_again(cache: Any, tmp_path
         return Posterior(posterior.mean * factor, posterior.std)
 
     encoder.family.vae.posterior = posterior  # type: ignore[method-assign]
-    ((_, outcome),) = encoder.encoded(order.jobs, Store(order.store_root))
+    ((_, outcome),) = encoder.encoded(encoding.jobs, Store(encoding.store_root))
     assert isinstance(outcome, Failure)
     assert passes == [1, 1], "the image, and a grey image because all images have failed"
     assert "again" not in "\n".join(listener.lines)
 
 
 def test_missing_images_say_nothing_about_the_model(cache: Any, tmp_path: Path) -> None:
-    order = order_of(cache, tmp_path, {"path": "missing.png"})
-    encoder = encoder_of(order)
+    encoding = encoding_of(cache, tmp_path, {"path": "missing.png"})
+    encoder = encoder_of(encoding)
     encoder.family.vae.posterior = None  # type: ignore[method-assign]
-    ((_, outcome),) = encoder.encoded(order.jobs, Store(order.store_root))
+    ((_, outcome),) = encoder.encoded(encoding.jobs, Store(encoding.store_root))
     assert isinstance(outcome, Failure)
     assert outcome.reason == "vanished"
 
 
 def test_the_posterior_of_a_job_takes_precedence_over_that_of_the_order(cache: Any, tmp_path: Path) -> None:
-    mean = encoded(order_of(cache, tmp_path)).tensors["latent"]
-    sample = encoded(order_of(cache, tmp_path, posterior="sample")).tensors["latent"]
+    mean = encoded(encoding_of(cache, tmp_path)).tensors["latent"]
+    sample = encoded(encoding_of(cache, tmp_path, posterior="sample")).tensors["latent"]
     assert (mean != sample).any()
     work = {"posterior": "mean"}
-    own = encoded(order_of(cache, tmp_path, work, posterior="sample")).tensors["latent"]
+    own = encoded(encoding_of(cache, tmp_path, work, posterior="sample")).tensors["latent"]
     np.testing.assert_array_equal(own, mean)
 
 
 def test_a_stored_deviation_is_scaled_but_not_shifted(cache: Any, tmp_path: Path) -> None:
     """FLUX.1 subtracts a shift from its latents, which tiny Stable Diffusion does not."""
-    order = order_of(cache, tmp_path, posterior="moments")
-    encoder = encoder_of(order)
+    encoding = encoding_of(cache, tmp_path, posterior="moments")
+    encoder = encoder_of(encoding)
     vae: Any = encoder.family.vae
     vae.normalise = lambda raw: (raw - 0.5) * 2.0
     mean, std = torch.randn(1, 4, 8, 8), torch.rand(1, 4, 8, 8) + 0.1
     shape = (4, 8, 8)
-    spec = order.jobs[0].spec
+    spec = encoding.jobs[0].spec
     tensors = {name: replace(spec_of, shape=shape) for name, spec_of in spec.tensors.items()}
-    job = replace(order.jobs[0], spec=replace(spec, tensors=tensors))
+    job = replace(encoding.jobs[0], spec=replace(spec, tensors=tensors))
     values = encoder.tensors(job, Posterior(mean, std))
     torch.testing.assert_close(values["mean"], ((mean - 0.5) * 2.0)[0])
     torch.testing.assert_close(values["std"], (std * 2.0)[0])
@@ -142,9 +142,9 @@ def test_a_model_whose_latents_overflow_has_the_fix_of_the_stored_dtype(cache: A
     folder = shutil.copytree(cache.recipe.model.base, tmp_path / "loud")
     file = folder / "vae" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "scaling_factor": 1e9}))
-    order = order_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
+    encoding = encoding_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
     with pytest.raises(ModelError, match="does not fit into float16") as excinfo:
-        encoded(order)
+        encoded(encoding)
     assert excinfo.value.fix == "set latents.dtype to bfloat16 or float32"
 
 

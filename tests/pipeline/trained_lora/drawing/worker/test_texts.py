@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.cache.store import Store
-from pipeline.encoding.jobs import Job, Order, write_order
+from pipeline.encoding.jobs import Encoding, Job, write_encoding
 from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 from pipeline.trained_lora.drawing.worker.texts import prompt_texts
 from pipeline.trained_lora.worker.loader import read_entry
@@ -38,15 +38,15 @@ def test_a_prompt_outside_of_the_cache_gets_the_values_that_the_cache_would_stor
     texts = prompt_texts(job, "cpu", InProcessDrawing(), scratch=tmp_path)
     assert not store.check(prompt.text).valid, "nothing is stored"
 
-    order = Order(
+    encoding = Encoding(
         kind="text",
         model_folder=job.base,
         store_root=recipe.cache_dir,
         settings={"compute_dtype": recipe.text.compute_dtype, "offload": "none"},
         jobs=[Job(prompt.text, {"inputs": {}}, {"caption": prompt.caption}, "a prompt", 1)],
     )
-    (tmp_path / "order").mkdir()
-    encode(write_order(order, tmp_path / "order"), InProcessDrawing(), rank=0, num_ranks=1)
+    (tmp_path / "encoding").mkdir()
+    encode(write_encoding(encoding, tmp_path / "encoding"), InProcessDrawing(), rank=0, num_ranks=1)
     stored = read_entry(store, prompt.text, "a prompt")
     drawn = texts[prompt.text.key]
     assert stored.keys() == drawn.keys()

@@ -1,0 +1,109 @@
+"""What launchers on other machines have in common: workers encode, and one training uses several machines.
+
+Tested through its subclasses.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagster import AssetExecutionContext
+from pydantic import Field
+
+from pipeline.encoding.collecting import encode_on_workers
+from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.shared_encoding import SharedEncoding
+from pipeline.processes.launch import (
+    ERROR_FILE_VARIABLE,
+    PARENT_VARIABLE,
+    TRAINING_MODULE,
+    Launch,
+    Meanwhile,
+    launch_environment,
+)
+from resources.local_launcher import AccelerateLauncher, Observer
+from resources.step_log import StepLog
+
+if TYPE_CHECKING:
+    from pipeline.recipe import AccelerateSettings
+
+RESUME = "start the job again: the run resumes from its last checkpoint"
+"""Fix in the error of a training that failed or was cancelled."""
+
+
+class RemoteLauncher(AccelerateLauncher):
+    """Base of launchers that encode and train on other machines.
+
+    An encoding is written to the cache, where its workers find it. Subclasses run the workers, and the
+    training if they can.
+    """
+
+    workers: int = Field(default=1, ge=1, description="Number of shards of an encoding.")
+    machines: int = Field(default=1, ge=1, description="Number of machines of a training.")
+
+    def bind(
+        self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
+    ) -> Launch:
+        """See `AccelerateLauncher.bind`; a launched module starts when `meanwhile` has ended."""
+
+        def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+            # The processes start on complete files, because they may start on several machines.
+            if meanwhile is not None:
+                meanwhile()
+            if module in WORKERS.values():
+                encode_on_workers(
+                    job_file,
+                    lambda encoding, num_shards: self.encode(context, settings, encoding, num_shards),
+                    max_workers=self.workers,
+                    cpu_threads=settings.cpu_threads,
+                    log=StepLog(context).info,
+                )
+            else:
+                self.train(context, settings, job_file, observer)
+
+        return launch
+
+    @abstractmethod
+    def encode(
+        self,
+        context: AssetExecutionContext,
+        settings: AccelerateSettings,
+        encoding: SharedEncoding,
+        num_shards: int,
+    ) -> Sequence[str]:
+        """Run `latentline encode` for each shard until all have ended, and return their last output.
+
+        Args:
+            context: Context of the step that waits for the workers.
+            settings: The recipe's `accelerate` settings.
+            encoding: Encoding of all workers; it contains the number of shards.
+            num_shards: Number of workers.
+
+        Raises:
+            LaunchError: The workers could not be started.
+        """
+
+    def train(
+        self,
+        context: AssetExecutionContext,
+        settings: AccelerateSettings,
+        job_file: Path,
+        observer: Observer | None,
+    ) -> None:
+        """Run a training until it has ended; by default, on the machine of the step.
+
+        Raises:
+            LatentlineError: See `Launch`.
+        """
+        super().bind(context, settings, observer)(TRAINING_MODULE, job_file)
+
+
+def remote_environment(settings: AccelerateSettings) -> dict[str, str]:
+    """Return `launch_environment` without the variables that refer to a process or file of this machine."""
+    variables = launch_environment(settings, Path())
+    return {
+        name: value for name, value in variables.items() if name not in (PARENT_VARIABLE, ERROR_FILE_VARIABLE)
+    }

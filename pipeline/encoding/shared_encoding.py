@@ -1,0 +1,296 @@
+"""Encodings at an address, for workers on machines that have only the cache in common with the stage.
+
+    <cache_dir>/encodings/<id>/
+      jobs-00000.jsonl, ...                   parts of the local `jobs.jsonl`
+      encoding.json                           the local encoding and settings of its workers; written last
+      results-2-of-8-1a2b3c4d-00000.jsonl     results of shard 2 of 8, by attempt and part
+      error-2-of-8-1a2b3c4d.json              error that ended an attempt
+      waiting.txt                             time at which the stage last renewed the encoding
+      pictures/                               pictures for the report
+
+Object stores cannot append to a file. Every file is replaced as one piece, and the last part of an attempt's
+results grows until it has `PART_BYTES`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.cache.backends import access_fix, cache_folder
+from pipeline.cache.folder import CacheFile
+from pipeline.encoding.jobs import ENCODING_FILE, JOBS_FILE
+from pipeline.errors import StoreError
+from pipeline.recipe.deployment import load_deployment
+from pipeline.storage.addresses import Address, Url, address
+from pipeline.versions import PREPROCESSING_VERSION
+
+ENCODINGS = "encodings"
+"""Name of the folder of a cache with its encodings."""
+
+PICTURES = "pictures"
+
+_WAITING_FILE = "waiting.txt"
+
+PART_BYTES = 256 * 1024
+"""Size of a part of the results that does not grow any more."""
+
+JOBS_PART_BYTES = 4 * 1024 * 1024
+"""Approximate size of a part of the jobs, which bounds the memory for copying them."""
+
+VERSIONS = {"encoding": 1, "preprocessing": PREPROCESSING_VERSION}
+"""Versions of code that stage and workers must have in common."""
+
+_SHARD = re.compile(r"(\d+)/(\d+)")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` parts of equal cost of an encoding; `index` counts from 0."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def in_names(self) -> str:
+        """The shard as part of a file's name."""
+        return f"{self.index}-of-{self.count}"
+
+
+def parse_shard(text: str) -> Shard:
+    """Return the shard with the text `index/count`.
+
+    Raises:
+        ValueError: The text has another form, or the index is not below the count.
+    """
+    match = _SHARD.fullmatch(text)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise ValueError(f"a shard must be i/N with 0 <= i < N, such as 0/8 to 7/8, got {text}")
+    return Shard(int(match[1]), int(match[2]))
+
+
+class SharedEncoding:
+    """The folder of one encoding, local or remote.
+
+    Attributes:
+        address: Address of the folder.
+    """
+
+    def __init__(self, encoding_address: Address) -> None:
+        """Open the folder without reading from it.
+
+        Raises:
+            StoreError: A package is missing, or the address cannot be opened.
+        """
+        self.address = encoding_address
+        self._folder = cache_folder(encoding_address)
+
+    @property
+    def encoding_id(self) -> str:
+        """Name of the folder."""
+        return self.address.name
+
+    def settings(self) -> dict[str, Any]:
+        """Return the content of `encoding.json`.
+
+        Raises:
+            StoreError: The encoding does not exist, cannot be read, or is of another version of Latentline.
+        """
+        try:
+            settings: dict[str, Any] = json.loads(self.read(ENCODING_FILE))
+        except FileNotFoundError as err:
+            raise StoreError(
+                "the encoding does not exist",
+                where=self._folder.where(ENCODING_FILE),
+                fix="pass the address in the job's log; if the job has succeeded, its encoding is deleted "
+                "and nothing is left to encode, otherwise start the job again",
+            ) from err
+        if settings.get("versions") != VERSIONS:
+            raise StoreError(
+                "the encoding was written by another version of Latentline: it has the versions "
+                f"{settings.get('versions')}, and this worker has {VERSIONS}",
+                where=self._folder.where(ENCODING_FILE),
+                fix="install the same version of Latentline on all machines",
+            )
+        return settings
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file of the encoding.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+            StoreError: The file cannot be read.
+        """
+        with self._access("read", name):
+            return self._folder.read(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Replace a file as one piece.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        with self._access("written", name):
+            self._folder.replace(name, data)
+
+    def renew(self) -> None:
+        """Replace `waiting.txt`, so that the encoding has a young file and `latentline gc` keeps it.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        self.put(_WAITING_FILE, f"{datetime.now(UTC).isoformat()}\n".encode())
+
+    def files(self) -> list[CacheFile]:
+        """Return all files.
+
+        Raises:
+            StoreError: The folder cannot be listed.
+        """
+        with self._access("listed", ""):
+            return list(self._folder.files())
+
+    def fetch(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        """Copy encoding and jobs into a local folder.
+
+        Returns:
+            Path of the local encoding file, and the settings.
+
+        Raises:
+            StoreError: A file does not exist or cannot be read.
+        """
+        settings = self.settings()
+        with (folder / JOBS_FILE).open("wb") as file:
+            for number in range(settings["num_parts"]):
+                file.write(self.read(_jobs_part(number)))
+        encoding_file = folder / ENCODING_FILE
+        encoding_file.write_text(json.dumps(settings["encoding"]), encoding="utf-8")
+        return encoding_file, settings
+
+    def remove(self) -> None:
+        """Delete all files; one that cannot be deleted stays for `latentline gc`."""
+        with suppress(StoreError, OSError):
+            # Without encoding.json, no worker starts with an incomplete encoding.
+            names = sorted((file.name for file in self.files()), key=lambda name: name != ENCODING_FILE)
+            for name in names:
+                self._folder.delete(name)
+            self._folder.tidy([PICTURES, ""])
+
+    @contextmanager
+    def _access(self, done: str, name: str) -> Generator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as err:
+            raise StoreError(
+                f"the encoding cannot be {done}: {err.strerror or err}",
+                where=self._folder.where(name),
+                fix=access_fix(self.address, err),
+            ) from err
+
+
+def publish_encoding(encoding_file: Path, *, num_shards: int, cpu_threads: int) -> SharedEncoding:
+    """Copy a complete local encoding to a new folder below its cache.
+
+    Args:
+        encoding_file: File written by `pipeline.encoding.jobs.write_encoding`; its jobs are complete.
+        num_shards: Number of workers.
+        cpu_threads: The recipe's `accelerate.cpu_threads`.
+
+    Raises:
+        StoreError: The cache cannot be written.
+    """
+    fields: Mapping[str, Any] = json.loads(encoding_file.read_text(encoding="utf-8"))
+    now = datetime.now(UTC)
+    encoding_id = f"{now:%Y%m%d-%H%M%S}-{fields['kind']}-{uuid.uuid4().hex[:8]}"
+    encoding = SharedEncoding(_below(address(fields["store_root"]), ENCODINGS, encoding_id))
+
+    num_parts = 0
+    for part in _parts(encoding_file.parent / JOBS_FILE):
+        encoding.put(_jobs_part(num_parts), part)
+        num_parts += 1
+    settings = {
+        "versions": VERSIONS,
+        "num_parts": num_parts,
+        "num_shards": num_shards,
+        "cpu_threads": cpu_threads,
+        "seal_packs": load_deployment().seal_packs,
+        "encoding": fields,
+    }
+    encoding.put(ENCODING_FILE, json.dumps(settings).encode())
+    return encoding
+
+
+class ResultsUpload:
+    """Copies the results of one attempt at a shard to the encoding, again and again while it runs."""
+
+    def __init__(self, encoding: SharedEncoding, shard: Shard, local_file: Path) -> None:
+        """Copy the lines of `local_file`, which may not exist yet."""
+        self._encoding = encoding
+        self._local_file = local_file
+        self.attempt = f"{shard.in_names}-{uuid.uuid4().hex[:8]}"
+        self._part = 0
+        self._part_start = 0
+        self._put_bytes = 0
+
+    def push(self) -> None:
+        """Copy the complete lines that were written since the last call.
+
+        Raises:
+            StoreError: They cannot be written; the next call tries again.
+        """
+        while (lines := self._lines()) and len(lines) > self._put_bytes:
+            self._encoding.put(f"results-{self.attempt}-{self._part:05}.jsonl", lines)
+            self._put_bytes = len(lines)
+            if len(lines) >= PART_BYTES:
+                self._part, self._part_start, self._put_bytes = (
+                    self._part + 1,
+                    self._part_start + len(lines),
+                    0,
+                )
+
+    def _lines(self) -> bytes:
+        """Return the complete lines of the current part."""
+        if not self._local_file.exists():
+            return b""
+        with self._local_file.open("rb") as file:
+            file.seek(self._part_start)
+            # A little more than a part, so that a line that crosses its end is complete.
+            new = file.read(2 * PART_BYTES)
+        return new[: new.rfind(b"\n") + 1]
+
+    def put_error(self, text: str) -> None:
+        """Write the error that ended the attempt, as JSON.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        self._encoding.put(f"error-{self.attempt}.json", text.encode())
+
+
+def _parts(jobs_file: Path) -> Iterator[bytes]:
+    with jobs_file.open("rb") as file:
+        while lines := file.readlines(JOBS_PART_BYTES):
+            yield b"".join(lines)
+
+
+def _jobs_part(number: int) -> str:
+    return f"jobs-{number:05}.jsonl"
+
+
+def _below(root: Address, *names: str) -> Address:
+    """Return an address below `root`."""
+    if isinstance(root, Url):
+        return Url("/".join([root.rstrip("/"), *names]))
+    return root.joinpath(*names)

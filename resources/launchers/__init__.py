@@ -1,1 +1,0 @@
-"""Launchers: where the processes of a step run."""

@@ -1,0 +1,239 @@
+"""`accelerate launch` under Dagster: its output is forwarded, and no process outlives the step."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from dagster import (
+    AssetExecutionContext,
+    ConfigurableResource,
+    PipesMessageHandler,
+    PipesTempFileContextInjector,
+    PipesTempFileMessageReader,
+    PreviewWarning,
+    open_pipes_session,
+)
+from pydantic import Field
+
+from pipeline.processes.cluster_variables import parse_master
+from pipeline.processes.launch import (
+    TRAINING_MODULE,
+    Launch,
+    Meanwhile,
+    launch_command,
+    launch_environment,
+    launch_error,
+)
+from pipeline.processes.machines import ONE_MACHINE, Machines
+from pipeline.recipe.deployment import WAIT_S
+from resources.process_output import ForwardedOutput, uninterrupted
+from resources.step_log import StepLog
+
+if TYPE_CHECKING:
+    from pipeline.processes.tree import ProcessTree
+    from pipeline.recipe import AccelerateSettings
+
+POLL_S = 0.05
+SCAN_INTERVAL_S = 1.0
+"""Seconds between two scans of the process tree, which find descendants before their parents can die."""
+
+
+Observer: TypeAlias = Callable[[Path], Callable[[bool], object]]
+
+
+class AccelerateLauncher(ConfigurableResource):
+    """Starts entry modules with `accelerate launch` in a Dagster Pipes session."""
+
+    grace_s: float = Field(
+        default=20.0,
+        ge=0.0,
+        description="Seconds between the stop of a run and the kill of its remaining processes; a training "
+        "writes its checkpoint in this time.",
+    )
+    machines: int = Field(
+        default=1,
+        ge=1,
+        description="Number of machines of a training. This one is machine 0, and the log has the command "
+        "for the others. Encoding uses this machine alone.",
+    )
+    master: str = Field(
+        default="",
+        description="host:port where the machines of a training meet: a name or address of this machine, and "
+        "a free port on it. Required for several machines.",
+    )
+    wait_s: int = Field(
+        default=WAIT_S, ge=1, description="Longest wait for the other machines to start, in seconds."
+    )
+
+    def bind(
+        self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
+    ) -> Launch:
+        """Return a `Launch` whose processes write to the log of `context` and never outlive the step.
+
+        Args:
+            context: Context of the step.
+            settings: The recipe's `accelerate` settings.
+            observer: Called with the job file before each launch. It returns a function that is called
+                several times per second with False while the processes run, and once with True at their end.
+        """
+
+        def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+            all_machines = self._all_machines()
+            is_training = module == TRAINING_MODULE
+            machines = all_machines if is_training else ONE_MACHINE
+            used = settings if is_training else all_machines.on_one(settings)
+            command = launch_command(used, module, job_file, machines)
+            observe = _observe_nothing if observer is None else observer(job_file)
+            log = StepLog(context)
+            if machines.number > 1:
+                from pipeline.trained_lora.joining import job_for_others  # imports Polars
+
+                others = machines.command_of_others(job_for_others(job_file))
+                log.info(f"waiting for the other machines; {others}")
+
+            with _session(context, log) as session_variables, tempfile.TemporaryDirectory() as folder:
+                variables = launch_environment(used, Path(folder) / "error.json", machines)
+                variables |= session_variables
+                output = ForwardedOutput(Path(folder) / "output.txt")
+                status = _run_watched(
+                    partial(subprocess.Popen, command, env=variables),
+                    output=output,
+                    grace_s=self.grace_s,
+                    log=log,
+                    meanwhile=meanwhile,
+                    observe=observe,
+                )
+                if status != 0:
+                    error_file = Path(folder) / "error.json"
+                    raise launch_error(module, status, output=output.lines(), error_file=error_file)
+
+        return launch
+
+    def _all_machines(self) -> Machines:
+        """Return the machines of a training, of which this one is machine 0."""
+        if self.machines <= 1:  # 0 is Kubernetes' value for a training in the process of the step
+            return ONE_MACHINE
+        host, port = parse_master(self.master, where="launcher.master")
+        return Machines(self.machines, 0, host, port, self.wait_s)
+
+
+def _observe_nothing(final: bool) -> None:
+    """Accept a call without an observer."""
+
+
+@contextmanager
+def _session(context: AssetExecutionContext, log: StepLog) -> Generator[Mapping[str, str]]:
+    """Open a Pipes session, and provide the environment variables that connect a launched process to it."""
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            # Dagster's own session reads attributes that Dagster marks as deprecated or in preview.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", PreviewWarning)
+            session = stack.enter_context(
+                open_pipes_session(
+                    context=context,
+                    context_injector=PipesTempFileContextInjector(),
+                    message_reader=_MessageReader(log),
+                )
+            )
+        yield session.get_bootstrap_env_vars()
+
+
+class _MessageReader(PipesTempFileMessageReader):
+    """Reads the messages of a session. Dagster's own reader ends with the first one that cannot be stored."""
+
+    def __init__(self, log: StepLog) -> None:
+        super().__init__()
+        self._log = log
+
+    @contextmanager
+    def read_messages(self, handler: PipesMessageHandler) -> Generator[Any]:
+        """See `PipesMessageReader.read_messages`."""
+        lasting = cast("PipesMessageHandler", _MessageHandler(handler, self._log))
+        with super().read_messages(lasting) as parameters:
+            yield parameters
+
+
+class _MessageHandler:
+    """Logs the lines of launched processes, and passes other messages to the handler of their session."""
+
+    def __init__(self, handler: PipesMessageHandler, log: StepLog) -> None:
+        self._handler = handler
+        self._log = log
+        self.report_pipes_framework_exception = handler.report_pipes_framework_exception
+
+    def handle_message(self, message: Any) -> None:
+        parameters = message["params"]
+        if message["method"] == "log":
+            self._log.log(parameters["level"], parameters["message"])
+            return
+        try:
+            self._handler.handle_message(message)
+        except Exception as err:  # the event log is away; the reader must not end
+            self._log.info(f"the message {message['method']!r} was not stored: {type(err).__name__}")
+
+
+def _run_watched(
+    start: Callable[..., subprocess.Popen[bytes]],
+    *,
+    output: ForwardedOutput,
+    grace_s: float,
+    log: StepLog,
+    meanwhile: Meanwhile | None,
+    observe: Callable[[bool], object],
+) -> int:
+    """Start a process in a new session, wait for its end, and stop the processes it left behind.
+
+    An interruption of `meanwhile` or of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first stops all
+    processes.
+
+    Returns:
+        The exit status, or minus the number of the signal that ended the process.
+    """
+    from pipeline.processes.tree import ProcessTree
+
+    with output.file.open("wb") as file:
+        process = start(stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    tree = ProcessTree(process.pid)
+
+    try:
+        if meanwhile is not None:
+            meanwhile()
+        _wait(process, tree, output, observe)
+    except BaseException as err:
+        with uninterrupted():
+            killed = tree.stop(grace_s=grace_s)
+            process.wait()
+            output.forward(final=True)
+        log.info(f"stopped all processes ({type(err).__name__}); {len(killed)} were killed")
+        raise
+
+    with uninterrupted():
+        tree.stop(grace_s=grace_s)
+        output.forward(final=True)
+    observe(True)
+    return process.returncode
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    tree: ProcessTree,
+    output: ForwardedOutput,
+    observe: Callable[[bool], object],
+) -> None:
+    next_scan_s = 0.0
+    while process.poll() is None:
+        output.forward()
+        observe(False)
+        if time.monotonic() >= next_scan_s:
+            tree.members()
+            next_scan_s = time.monotonic() + SCAN_INTERVAL_S
+        time.sleep(POLL_S)

@@ -1,0 +1,164 @@
+"""The files of an encoding at an address: parts of jobs and results, and attempts at one shard."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.encoding.collecting import Collector
+from pipeline.encoding.jobs import (
+    Encoding,
+    Failure,
+    Job,
+    ResultsWriter,
+    read_encoding,
+    read_results,
+    write_encoding,
+)
+from pipeline.encoding.shard import is_finished
+from pipeline.encoding.shared_encoding import (
+    ENCODINGS,
+    ResultsUpload,
+    Shard,
+    SharedEncoding,
+    publish_encoding,
+)
+from pipeline.errors import StoreError
+from pipeline.maintenance.gc import survey
+
+
+def job(number: int) -> Job:
+    spec = EntrySpec("latents", f"{number:064x}", {"latent": TensorSpec("float16", (4, 8, 8))})
+    return Job(spec, {"inputs": {"n": number}}, {"path": f"{number}.png"}, f"photos/{number}", number + 1)
+
+
+@pytest.fixture
+def encoding(tmp_path: Path) -> Encoding:
+    return Encoding("latents", tmp_path, tmp_path / "cache", {}, [job(number) for number in range(500)])
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PART_BYTES", "JOBS_PART_BYTES"):
+        monkeypatch.setattr(f"pipeline.encoding.shared_encoding.{name}", 1000)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_jobs_travel_in_parts_and_arrive_in_order(encoding: Encoding, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    shared = publish_encoding(write_encoding(encoding, tmp_path / "here"), num_shards=3, cpu_threads=2)
+    assert len([file.name for file in shared.files() if file.name.startswith("jobs-")]) > 10
+    file, settings = SharedEncoding(shared.address).fetch(tmp_path / "there")
+    assert list(read_encoding(file).jobs) == list(encoding.jobs)
+    assert (settings["num_shards"], settings["cpu_threads"]) == (3, 2)
+    shared.remove()
+    assert shared.files() == []
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_results_grow_in_parts_and_several_attempts_are_one_result(tmp_path: Path) -> None:
+    shared, collected = SharedEncoding(tmp_path / "encoding"), tmp_path / "collected"
+    collected.mkdir()
+    collector = Collector(shared, collected)
+    for attempt, outcome in enumerate(("made", "present")):
+        local = tmp_path / f"attempt-{attempt}"
+        local.mkdir()
+        upload = ResultsUpload(shared, Shard(1, 2), local / "results-0.jsonl")
+        upload.push()  # nothing is written yet
+        with ResultsWriter(local / "encoding.json", 0) as results:
+            for number in range(0 if attempt else 20, 60):
+                results.ended(f"{number:064x}", outcome)
+                upload.push()
+                assert not collector.has_finished(Shard(1, 2))
+            results.ended("f" * 64, Failure("undecodable", "a detail", "a fix"))
+            results.finish(1.0)
+        upload.push()
+        collector.poll()
+        assert collector.has_finished(Shard(1, 2))
+        uploaded = sorted(file.name for file in shared.files() if upload.attempt in file.name)
+        assert len(uploaded) > 4
+        assert b"".join(map(shared.read, uploaded)) == (local / "results-0.jsonl").read_bytes()
+        collector = Collector(shared, collected)
+
+    results = read_results(collected)
+    assert results.made == {f"{number:064x}" for number in range(20, 60)}
+    assert results.present == {f"{number:064x}" for number in range(20)}
+    assert results.failed.keys() == {"f" * 64}
+
+
+def test_a_failed_copy_is_repeated_and_a_half_written_line_waits(tmp_path: Path) -> None:
+    local = tmp_path / "results-0.jsonl"
+    folder = tmp_path / "encoding"
+    upload = ResultsUpload(SharedEncoding(folder), Shard(0, 1), local)
+    local.write_text('{"key": "a", "outcome": "made"}\n{"key": "b"')
+    folder.write_text("a file in place of the folder")
+    with pytest.raises(StoreError, match="cannot be written"):
+        upload.push()
+    folder.unlink()
+    upload.push()
+    (name,) = [path.name for path in folder.iterdir()]
+    assert json.loads((folder / name).read_text()) == {"key": "a", "outcome": "made"}
+
+
+def test_progress_counts_a_job_once_and_ignores_a_missing_order(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pipeline.encoding.collecting.POLL_INTERVAL_S", 0.0)
+    (tmp_path / "collected").mkdir()
+    collector = Collector(SharedEncoding(tmp_path / "encoding"), tmp_path / "collected")
+    assert collector.poll_sometimes() == 0
+    for attempt in range(2):
+        local = tmp_path / f"results-{attempt}.jsonl"
+        local.write_text('{"key": "a", "outcome": "made", "failure": null}\n')
+        ResultsUpload(SharedEncoding(tmp_path / "encoding"), Shard(0, 1), local).push()
+    assert collector.poll_sometimes() == 1
+
+
+def test_L13_gc_keeps_an_order_while_its_step_waits_for_workers(
+    encoding: Encoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may keep the job of an encoding pending for days; no worker writes a file before it starts."""
+    monkeypatch.setattr("pipeline.encoding.collecting.POLL_INTERVAL_S", 0.0)
+    (tmp_path / "here").mkdir()
+    shared = publish_encoding(write_encoding(encoding, tmp_path / "here"), num_shards=3, cpu_threads=2)
+    num_files = len(shared.files())
+    collector = Collector(shared, tmp_path / "here")
+    for file in shared.files():
+        os.utime(tmp_path / "cache" / ENCODINGS / shared.encoding_id / file.name, (1e9, 1e9))
+    collector.poll_sometimes()
+    assert survey(tmp_path / "cache").num_old_orders == 1, "the encoding is renewed once an hour"
+
+    monotonic = time.monotonic
+    monkeypatch.setattr("pipeline.encoding.collecting.time.monotonic", lambda: monotonic() + 3600)
+    collector.poll_sometimes()
+    surveyed = survey(tmp_path / "cache")
+    assert (surveyed.num_young_orders, surveyed.old_orders) == (1, {})
+
+    # Neither workers nor the collector use the new file.
+    (tmp_path / "there").mkdir()
+    file, _ = SharedEncoding(shared.address).fetch(tmp_path / "there")
+    assert list(read_encoding(file).jobs) == list(encoding.jobs)
+    assert not is_finished(shared, Shard(0, 3))
+    assert collector.poll_sometimes() == 0
+    assert len(shared.files()) == num_files + 1
+    shared.remove()
+    assert shared.files() == []
+
+
+def test_a_failed_renewal_of_an_order_is_repeated_after_the_next_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.encoding.collecting.POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr("pipeline.encoding.collecting.RENEWAL_INTERVAL_S", 0.0, raising=False)
+    folder = tmp_path / "encoding"
+    folder.write_text("a file in place of the folder")
+    collector = Collector(SharedEncoding(folder), tmp_path)
+    assert collector.poll_sometimes() == 0
+    folder.unlink()
+    assert collector.poll_sometimes() == 0
+    assert [path.name for path in folder.iterdir()] == ["waiting.txt"]
