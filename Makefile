@@ -20,7 +20,7 @@ export DO_NOT_TRACK := 1
 
 help:
 	@echo "make demo    install, teach a tiny model a new shape on the CPU, and show the pictures before and after"
-	@echo "make test    run the test suite without slow tests; make test-full runs all tests"
+	@echo "make test    run the test suite without slow tests and clusters; make test-full runs all tests"
 	@echo "make mutants change the code in SAMPLE places at random, and list changes that no test notices; SINCE=main limits it to changed files"
 	@echo "make check   check format, lint, types and import layers"
 	@echo "make bench   compare Latentline with the machine's limits, in minutes; BENCH=full uses the published sizes"
@@ -52,7 +52,7 @@ demo: install
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m demo.checks
 
 test: install
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not clusters'
 
 test-full: install
 	$(PYTEST)

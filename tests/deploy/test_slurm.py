@@ -35,7 +35,7 @@ time.sleep(300)
 """Stands for a training in which node 0 still writes the checkpoint when the other node has ended."""
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.clusters,
     pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm())),
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm need root"),
 ]

@@ -54,7 +54,7 @@ def launcher(running_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 def processes_of(project_folder: Path, command: str) -> list[psutil.Process]:
-    """Return the processes of a `latentline` command whose order is below a folder."""
+    """Return the processes of a `latentline` command whose argument is below a folder."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -114,7 +114,7 @@ def test_the_environment_of_a_job_has_the_users_variables_and_none_of_the_steps_
     assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_workers_of_ray_write_the_bytes_of_a_local_run(
     cache: Any,
     entry_bytes: Any,
@@ -156,7 +156,7 @@ def num_encoded_through(proxy: CountingProxy, cache: Any, launcher: Callable[...
     return int(reports[0]["encoded"])
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_an_encoding_succeeds_although_some_answers_of_the_cluster_are_lost(
     cache: Any, running_cluster: RayCluster, launcher: Callable[..., RayLauncher]
 ) -> None:
@@ -178,7 +178,7 @@ def test_an_encoding_succeeds_although_some_answers_of_the_cluster_are_lost(
     assert len(submissions) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_a_job_is_submitted_again_to_a_cluster_that_is_not_ready(
     cache: Any, running_cluster: RayCluster, launcher: Callable[..., RayLauncher]
 ) -> None:
@@ -196,7 +196,7 @@ def test_a_job_is_submitted_again_to_a_cluster_that_is_not_ready(
     assert len(refused) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_R12_a_stop_while_the_job_is_submitted_stops_it(
     cache: Any, running_cluster: RayCluster, launcher: Callable[..., RayLauncher]
 ) -> None:
@@ -218,7 +218,7 @@ def test_R12_a_stop_while_the_job_is_submitted_stops_it(
     assert processes_of(cache.recipe.cache_dir, "encode") == []
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_a_request_that_no_node_can_meet_is_an_error_with_what_the_nodes_have(
     cache: Any, launcher: Callable[..., RayLauncher]
 ) -> None:
@@ -229,7 +229,7 @@ def test_a_request_that_no_node_can_meet_is_an_error_with_what_the_nodes_have(
     assert "launcher.num_gpus" in error.where
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_a_python_that_the_nodes_lack_is_an_error_that_names_it(
     cache: Any, launcher: Callable[..., RayLauncher]
 ) -> None:
@@ -239,7 +239,7 @@ def test_a_python_that_the_nodes_lack_is_an_error_that_names_it(
     assert "launcher.python" in error.fix
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_the_error_of_a_shard_is_raised_in_the_step(
     cache: Any, tmp_path: Path, tiny_sd: Path, launcher: Callable[..., RayLauncher]
 ) -> None:
@@ -249,7 +249,7 @@ def test_the_error_of_a_shard_is_raised_in_the_step(
     assert "encoding shard" in error.where
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_a_killed_process_of_ray_restarts_only_the_rest_of_its_shard(
     cache: Any,
     entry_bytes: Any,
@@ -279,7 +279,7 @@ def test_a_killed_process_of_ray_restarts_only_the_rest_of_its_shard(
     assert sorted(output.count(f"shard {shard}/2: started on") for shard in range(2)) == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_a_killed_shard_is_named_and_a_repetition_encodes_the_rest(
     cache: Any, entry_bytes: Any, launcher: Callable[..., RayLauncher]
 ) -> None:
@@ -300,7 +300,7 @@ def test_a_killed_shard_is_named_and_a_repetition_encodes_the_rest(
     assert reports[0]["encoded"] == 5 - len(survived)
 
 
-@pytest.mark.slow
+@pytest.mark.clusters
 def test_an_encoding_that_is_interrupted_without_the_event_log_leaves_no_process(
     cache: Any,
     launcher: Callable[..., RayLauncher],
@@ -322,6 +322,7 @@ def test_an_encoding_that_is_interrupted_without_the_event_log_leaves_no_process
     assert processes_of(cache.recipe.cache_dir, "encode") == []
 
 
+@pytest.mark.clusters
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_interrupted(
@@ -360,6 +361,7 @@ def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_i
     assert "machine 1: ended with exit status 0" in output
 
 
+@pytest.mark.clusters
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_error_of_a_rank_is_raised_in_the_step(

@@ -78,7 +78,7 @@ def _run_pytest(folder: Path, tests: list[str]) -> None:
     arguments = [
         "-x",
         "-m",
-        "not slow",
+        "not slow and not clusters",
         f"--basetemp={folder / 'temporary'}",
         f"--timeout={SECONDS_PER_TEST}",
     ]
