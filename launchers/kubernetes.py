@@ -1,45 +1,74 @@
-"""Encoding as an Indexed Job of Kubernetes with one pod per shard, training as one with `machines` pods."""
+"""Encoding as an Indexed Job of Kubernetes with one pod for each shard.
+
+Requests use the client of dagster-k8s. Its PipesK8sClient runs a single pod, so it is of no use here. A
+training runs where the executor runs its step; deploy/kubernetes-training.yaml trains in several pods.
+
+Tested on 2026-11-26 with dagster-k8s 0.29.27, kubernetes 36.0.3 and a substitute for the API server, which
+runs pods as local processes (tests/launchers/kubernetes_api.py). Not tested: a real cluster, volumes,
+scheduling, GPUs.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dagster import AssetExecutionContext
+from dagster_k8s.client import (
+    DagsterK8sAPIRetryLimitExceeded,
+    DagsterK8sUnrecoverableAPIError,
+    DagsterKubernetesClient,
+    k8s_api_retry_creation_mutation,
+)
+from kubernetes import config
+from kubernetes.client.exceptions import ApiException
 from pydantic import Field
+from urllib3.exceptions import HTTPError
 
-from launchers.kubernetes_client import POLL_S, KubernetesClient, condition_of, not_deleted
-from launchers.kubernetes_manifests import TrainingPods, encoding_job, require_shared_folder
-from launchers.kubernetes_training import PodTraining, reason_to_wait
 from launchers.remote import RemoteLauncher
 from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.errors import LaunchError, counted
 from pipeline.processes.launch import OUTPUT_TAIL_LINES
-from pipeline.processes.machines import Machines
-from pipeline.recipe.deployment import WAIT_S
-from resources.local_launcher import Observer
 from resources.process_output import uninterrupted
 from resources.step_log import StepLog
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
 
+CONTAINER = "latentline"
+"""Name of the container that encodes."""
+
+FORGOTTEN_AFTER_S = 24 * 3600
+"""Time after which Kubernetes deletes a finished job, if the step could not."""
+
+POLL_S = 2.0
+
+PATIENCE_S = 300.0
+"""Longest time without an answer of the API server; its upgrade takes minutes."""
+
+DELETION_PATIENCE_S = 20.0
+"""The same for a deletion, for which a stopped step has little time."""
+
+_NUM_RETRIES = 3
+"""Number of retries of a creation: few, because a stopped step waits for them."""
+
+_TIMEOUT_S = (10.0, 20.0)
+"""Longest wait for a connection, and for an answer."""
+
 _MAX_NAMED_PODS = 5
+_NOT_FOUND, _CONFLICT, _SERVER_ERROR = 404, 409, 500
+
+Result = TypeVar("Result")
 
 
 class KubernetesLauncher(RemoteLauncher):
-    """Starts encoding and training as Indexed Jobs."""
+    """Starts encoding as an Indexed Job."""
 
     namespace: str = Field(default="default", description="Namespace in which the pods are created.")
     image: str = Field(description="Image with this version of Latentline.")
-    machines: int = Field(
-        default=0, ge=0, description="Number of pods of a training; 0 trains in the process of the step."
-    )
-    wait_s: int = Field(
-        default=WAIT_S, ge=1, description="Longest wait for all pods of a training to start, in seconds."
-    )
     pod: dict[str, Any] = Field(
         default_factory=dict, description="Keys merged into the specification of each pod."
     )
@@ -56,88 +85,246 @@ class KubernetesLauncher(RemoteLauncher):
         Raises:
             LaunchError: The cluster cannot be reached, or rejects the job.
         """
-        job = encoding_job(encoding, num_shards, image=self.image, pod=self.pod)
-        name = cast("str", job["metadata"]["name"])
-        kubernetes, log = KubernetesClient(self.namespace), StepLog(context)
-
-        is_created, shown = False, ""
+        manifest = job_manifest(encoding, num_shards, image=self.image, pod=self.pod)
+        job = _Job(_client(), self.namespace, manifest, StepLog(context))
         try:
-            # A signal waits for the server's answer, which states whether there is a job to delete.
-            with uninterrupted():
-                is_created = kubernetes.create_job(job) is not None
-            if not is_created:
-                what = f"a Kubernetes job {name} exists already"
-                raise LaunchError(what, where=f"namespace {self.namespace}", fix="delete it with kubectl")
-            log.info(f"created the Kubernetes job {self.namespace}/{name}")
-
-            while not _has_ended(kubernetes.read_job(name)):
-                waiting = _waiting_pods(kubernetes, name)
-                if waiting != shown:
-                    log.info(waiting or "all pods have started")
-                    shown = waiting
-                time.sleep(POLL_S)
-            return _last_output(kubernetes, name)
+            job.create()
+            job.wait()
+            return job.last_output()
         finally:
             # A failure must not hide the error or the result of the encoding.
             with uninterrupted():
-                try:
-                    if is_created:
-                        kubernetes.delete_job(name)
-                except LaunchError as err:
-                    log.warning(not_deleted(self.namespace, name, err))
+                job.delete_or_warn()
 
-    def train(
-        self,
-        context: AssetExecutionContext,
-        settings: AccelerateSettings,
-        job_file: Path,
-        observer: Observer | None,
-    ) -> None:
-        """See `RemoteLauncher.train`; without `machines`, on the machine of the step.
+
+def job_manifest(
+    encoding: SharedEncoding, num_shards: int, *, image: str, pod: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the manifest of an Indexed Job, in which each pod reads its shard from JOB_COMPLETION_INDEX.
+
+    Args:
+        encoding: Encoding of all shards.
+        num_shards: Number of pods.
+        image: Image of the container.
+        pod: Keys of a PodSpec. Its first container is merged into the one that encodes, for resources and for
+            `envFrom` with secrets; further ones are added.
+    """
+    command = ["python", "-m", "pipeline.cli", "encode", str(encoding.address)]
+    first, *others = [dict(each) for each in pod.get("containers", ())] or [{}]
+    container = {**first, "name": CONTAINER, "image": image, "command": command}
+    labels = {"app.kubernetes.io/name": "latentline", "app.kubernetes.io/component": "encoding"}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": _name(f"latentline-{encoding.encoding_id}"), "labels": labels},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": num_shards,
+            "parallelism": num_shards,
+            # One more pod per shard on average, for nodes that are lost.
+            "backoffLimit": num_shards,
+            "ttlSecondsAfterFinished": FORGOTTEN_AFTER_S,
+            "template": {
+                "spec": {"restartPolicy": "Never", **pod, "containers": [container, *others]},
+            },
+        },
+    }
+
+
+@dataclass
+class _Job:
+    """A job of a namespace, with its pods.
+
+    Attributes:
+        client: Dagster's client of the API server.
+        namespace: Namespace of the job.
+        manifest: Manifest of the job.
+        log: Log of the step that waits for the job.
+    """
+
+    client: DagsterKubernetesClient
+    namespace: str
+    manifest: dict[str, Any]
+    log: StepLog
+    _may_exist: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.manifest["metadata"]["name"]
+
+    def create(self) -> None:
+        """Create the job, although answers of the server may be lost.
 
         Raises:
-            LaunchError: The pods cannot share the processes or the folders of the training, the cluster
-                cannot be reached or rejects the job, or a pod failed.
+            LaunchError: The server does not answer, or rejects the job.
         """
-        if self.machines == 0:
-            super().train(context, settings, job_file, observer)
+        num_attempts = 0
+
+        def send() -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            try:
+                # Strict: an unknown key of launcher.pod is an error instead of being ignored.
+                self.client.batch_api.create_namespaced_job(
+                    self.namespace, self.manifest, field_validation="Strict", _request_timeout=_TIMEOUT_S
+                )
+            except ApiException as err:
+                # An earlier attempt has created the job, and its answer was lost. Dagster's retry accepts
+                # a conflict only after an error of the server.
+                if err.status != _CONFLICT or num_attempts == 1:
+                    raise
+
+        # A signal waits for the server's answer: the job of an interrupted request could start later.
+        with uninterrupted():
+            self._may_exist = True
+            try:
+                k8s_api_retry_creation_mutation(send, max_retries=_NUM_RETRIES, timeout=POLL_S)
+            except DagsterK8sUnrecoverableAPIError as err:
+                self._may_exist = False
+                raise self._rejection(err) from err
+            except DagsterK8sAPIRetryLimitExceeded as err:
+                raise self._rejection(err) from err
+        self.log.info(f"created the Kubernetes job {self.namespace}/{self.name}")
+
+    def wait(self) -> None:
+        """Wait until the job has completed, failed, or been deleted by somebody."""
+        shown = ""
+        while not _has_ended(self._patiently(self._status)):
+            waiting = self._waiting_pods()
+            if waiting != shown:
+                self.log.info(waiting or "all pods have started")
+                shown = waiting
+            time.sleep(POLL_S)
+
+    def last_output(self) -> list[str]:
+        """Return the last lines of failed pods, except for unreadable logs such as on a lost node."""
+        failed = [pod.metadata.name for pod in self._pods() if pod.status.phase == "Failed"]
+        lines: list[str] = []
+        for name in failed[:_MAX_NAMED_PODS]:
+            try:
+                log = self.client.retrieve_pod_logs(name, self.namespace, CONTAINER, tail_lines=4)
+            except (ApiException, HTTPError, OSError, UnicodeDecodeError):
+                continue
+            lines += [f"{name}: {line}" for line in log.splitlines()]
+        return lines[-OUTPUT_TAIL_LINES:]
+
+    def delete_or_warn(self) -> None:
+        """Delete the job with its pods, or log a warning with the command for it."""
+        if not self._may_exist:
             return
+        try:
+            self._patiently(self._delete, DELETION_PATIENCE_S)
+        except LaunchError as err:
+            self.log.warning(
+                f"the Kubernetes job {self.name} could not be deleted ({err.what}); delete it: "
+                f"kubectl --namespace {self.namespace} delete job {self.name}"
+            )
 
-        Machines(self.machines).num_processes_here(settings)
-        self._require_shared_folders(job_file)
-        training = PodTraining(KubernetesClient(self.namespace), context, self.pods_of_training(job_file))
-        training.run((lambda _final: None) if observer is None else observer(job_file))
+    def _delete(self) -> None:
+        try:
+            # Foreground: the job exists until its last pod has ended. Dagster's own delete_job would miss
+            # pods that Kubernetes creates meanwhile.
+            self.client.batch_api.delete_namespaced_job(
+                self.name, self.namespace, propagation_policy="Foreground", _request_timeout=_TIMEOUT_S
+            )
+        except ApiException as err:
+            if err.status != _NOT_FOUND:
+                raise
 
-    def pods_of_training(self, job_file: Path) -> TrainingPods:
-        """Return the pods of a training, of which none exists yet."""
-        return TrainingPods(
-            job_file, self.machines, self.image, self.pod, wait_s=self.wait_s, grace_s=self.grace_s
+    def _status(self) -> Any:
+        """Return the status of the job; None if it does not exist."""
+        return self.client.get_job_status(self.name, self.namespace, wait_time_between_attempts=POLL_S)
+
+    def _pods(self) -> list[Any]:
+        return self._patiently(lambda: self.client.get_pods_in_job(self.name, self.namespace))
+
+    def _waiting_pods(self) -> str:
+        """Return how many pods have not started and the reason of the first one, or nothing."""
+        reasons = [reason for pod in self._pods() if (reason := reason_to_wait(pod)) is not None]
+        return f"{counted(len(reasons), 'pod')} of {self.name} waiting: {reasons[0]}" if reasons else ""
+
+    def _patiently(self, request: Callable[[], Result], patience_s: float | None = None) -> Result:
+        """Return the answer to a request, which is repeated while the API server is away.
+
+        Raises:
+            LaunchError: The server rejects the request, or does not answer for `patience_s`.
+        """
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        end_s = time.monotonic() + patience_s
+        while True:
+            try:
+                return request()
+            except DagsterK8sUnrecoverableAPIError as err:
+                raise self._rejection(err) from err
+            except (ApiException, DagsterK8sAPIRetryLimitExceeded, HTTPError, OSError) as err:
+                if isinstance(err, ApiException) and int(err.status or 0) < _SERVER_ERROR:
+                    raise self._rejection(err) from err
+                if time.monotonic() > end_s:
+                    raise LaunchError(
+                        f"the API server of Kubernetes did not answer for {patience_s:g} s: {_text(err)}",
+                        where=f"namespace {self.namespace}, job {self.name}",
+                        fix="restore the access to the API server and start the job again; finished work is "
+                        "kept",
+                    ) from err
+            time.sleep(POLL_S)
+
+    def _rejection(self, err: Exception) -> LaunchError:
+        return LaunchError(
+            f"Kubernetes did not run the job {self.name}: {_text(err)}",
+            where=f"namespace {self.namespace}",
+            fix="correct launcher.pod, launcher.image or launcher.namespace in the deployment file; if "
+            "access was denied, give the service account of the step the role in docs/launchers.md",
         )
 
-    def _require_shared_folders(self, job_file: Path) -> None:
-        """Raise LaunchError if the pods cannot see the folder of the run or the cache."""
-        from pipeline.trained_lora.job import read_recipe_and_prompts
 
-        require_shared_folder(self.pod, job_file.parent, "the folder of the run", written=True)
-        cache_dir = read_recipe_and_prompts(job_file)[0].cache_dir
-        if isinstance(cache_dir, Path):
-            require_shared_folder(self.pod, cache_dir, "the cache", written=False)
+def _has_ended(status: Any) -> bool:
+    conditions = [] if status is None else status.conditions or []
+    return status is None or any(
+        each.type in ("Complete", "Failed") and each.status == "True" for each in conditions
+    )
 
 
-def _has_ended(job: Any) -> bool:
-    return job is None or condition_of(job, "Complete", "Failed") is not None
+def reason_to_wait(pod: Any) -> str | None:
+    """Return why a pod has not started, or None if it has."""
+    if pod.status.phase != "Pending":
+        return None
+    for status in pod.status.container_statuses or ():
+        if status.state is not None and (waiting := status.state.waiting) is not None:
+            return ": ".join(part for part in (waiting.reason, waiting.message) if part)
+    for condition in pod.status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return ": ".join(part for part in (condition.reason, condition.message) if part)
+    return "the pod is pending"
 
 
-def _waiting_pods(kubernetes: KubernetesClient, job: str) -> str:
-    """Return how many pods have not started and the reason of the first one, or nothing."""
-    reasons = [reason for pod in kubernetes.pods_of(job) if (reason := reason_to_wait(pod)) is not None]
-    return f"{counted(len(reasons), 'pod')} of {job} waiting: {reasons[0]}" if reasons else ""
+def _client() -> DagsterKubernetesClient:
+    """Return a client with the service account of this pod, or the user's kubeconfig.
+
+    Raises:
+        LaunchError: There is neither a service account nor a kubeconfig.
+    """
+    try:
+        config.load_incluster_config()
+    except config.ConfigException:
+        try:
+            config.load_kube_config()
+        except config.ConfigException as err:
+            raise LaunchError(
+                f"the Kubernetes cluster cannot be accessed: {err}",
+                where="launcher: kubernetes",
+                fix="run the step in a pod, or set KUBECONFIG to a file with access to the cluster",
+            ) from err
+    return DagsterKubernetesClient.production_client()
 
 
-def _last_output(kubernetes: KubernetesClient, job: str) -> list[str]:
-    """Return the last lines of the failed pods."""
-    failed = [pod for pod in kubernetes.pods_of(job) if pod.status.phase == "Failed"]
-    lines: list[str] = []
-    for pod in failed[:_MAX_NAMED_PODS]:
-        lines += [f"{pod.metadata.name}: {line}" for line in kubernetes.last_lines(pod, 4)]
-    return lines[-OUTPUT_TAIL_LINES:]
+def _text(err: Exception) -> str:
+    """Return the message of the server, or of the client without one, in one line."""
+    cause = getattr(err, "k8s_api_exception", err)
+    text = str(cause.body or cause.reason) if isinstance(cause, ApiException) else str(cause)
+    return " ".join(text.split())[:500]
+
+
+def _name(text: str) -> str:
+    """Return a text as the name of an object, of lower-case letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9-]", "-", text.lower())[:63].rstrip("-")

@@ -62,7 +62,7 @@ class AccelerateLauncher(ConfigurableResource):
         default=1,
         ge=1,
         description="Number of machines of a training. This one is machine 0, and the log has the command "
-        "for the others. Encoding uses this machine alone.",
+        "for all other machines. Encoding uses this machine alone.",
     )
     master: str = Field(
         default="",
@@ -73,10 +73,14 @@ class AccelerateLauncher(ConfigurableResource):
         default=WAIT_S, ge=1, description="Longest wait for the other machines to start, in seconds."
     )
 
+    seal_packs: bool = Field(
+        default=False, description="Whether encodings copy their new cache entries into packs."
+    )
+
     def bind(
         self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
     ) -> Launch:
-        """Return a `Launch` whose processes write to the log of `context` and never outlive the step.
+        """Return a `Launch`: its processes write to the log of `context`, and never outlive the step.
 
         Args:
             context: Context of the step.
@@ -118,8 +122,8 @@ class AccelerateLauncher(ConfigurableResource):
         return launch
 
     def _all_machines(self) -> Machines:
-        """Return the machines of a training, of which this one is machine 0."""
-        if self.machines <= 1:  # 0 is Kubernetes' value for a training in the process of the step
+        """Return the machines of a training; this one is machine 0."""
+        if self.machines == 1:
             return ONE_MACHINE
         host, port = parse_master(self.master, where="launcher.master")
         return Machines(self.machines, 0, host, port, self.wait_s)

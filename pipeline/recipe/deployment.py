@@ -111,7 +111,7 @@ class LocalSettings(Settings):
     master: str = Field(
         default="",
         description="host:port where the machines of a training meet: a name of the step's machine, "
-        "and a free port on it. Required for several machines; the log has the command for the others.",
+        "and a free port on it. Required for several machines; the log has the command for them.",
         examples=["node1:29500"],
     )
     wait_s: int = Field(
@@ -135,7 +135,7 @@ _SET_BY_SLURM_LAUNCHER = {
     "--output": ("-o", "the output is in the log of the step, and in the scratch folder after a failure"),
     "--job-name": ("-J", "the name is unique for each job, because a job is cancelled by its name"),
     "--wait": ("-W", "every job is awaited"),
-    "--wrap": (None, "the command is that of the launcher"),
+    "--wrap": (None, "the launcher has a command of its own"),
 }
 """Options of `sbatch` that the launcher sets: their short form, and what a user can do instead."""
 
@@ -176,7 +176,7 @@ class SlurmSettings(Settings):
 
 
 class KubernetesSettings(Settings):
-    """Encoding and training run in pods of Kubernetes."""
+    """Encoding runs in pods of Kubernetes. Training runs where the executor runs its step."""
 
     kind: Literal["kubernetes"] = Field(description="Launcher of encoding and training.")
     namespace: str = Field(
@@ -187,16 +187,6 @@ class KubernetesSettings(Settings):
         description="Image with this version of Latentline, such as registry.example.com/latentline:0.2.0.",
     )
     workers: NumShards = 1
-    machines: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_COUNT,
-        description="Number of pods of a training, which share the recipe's `accelerate.num_processes` "
-        "equally. 0 trains where the executor runs the step.",
-    )
-    wait_s: int = Field(
-        default=WAIT_S, ge=1, description="Longest wait for all pods of a training to start, in seconds."
-    )
     pod: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Keys merged into the specification of each pod (PodSpec), such as nodeSelector, "
@@ -303,9 +293,15 @@ class Deployment(DeploymentFile):
     source: Path | None = Field(default=None, description="Path of the YAML file; None for the defaults.")
 
 
-def _recipe_key_fix(path: KeyPath) -> str | None:
+def _unknown_key_fix(path: KeyPath) -> str | None:
     if len(path) == 1 and path[0] in keys_of(RecipeFile):
         return "remove it; it is a key of recipes, which are in configs/"
+    # All other launchers train on several machines.
+    if path == ("launcher", "machines"):
+        return (
+            "remove it, and start a training in several pods with deploy/kubernetes-training.yaml; "
+            "docs/launchers.md#training-on-kubernetes has the steps"
+        )
     return None
 
 
@@ -315,7 +311,7 @@ DEPLOYMENT = FileKind(
     first_key="executor",
     example=f"a file in deploy/, such as local.yaml, or unset {DEPLOYMENT_VARIABLE}",
     schema=SCHEMA_FILE,
-    unknown_key_fix=_recipe_key_fix,
+    unknown_key_fix=_unknown_key_fix,
 )
 
 

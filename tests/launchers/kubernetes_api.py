@@ -2,9 +2,6 @@
 
 No cluster can run in the test suite. The server accepts only manifests that agree with the models of the
 installed package `kubernetes`, which are generated from the OpenAPI description of one Kubernetes version.
-
-Pods with a subdomain start when its service exists. Their DNS names become addresses of this machine, and the
-port of each becomes a free one, because all pods share one network.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from kubernetes import client
 
-from tests.free_ports import free_ports
 from tests.launchers.kubernetes_pods import Pod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,9 +88,7 @@ class Job:
             if self.has_failed or self.is_deleted:
                 pod.terminate()
             elif pod.process is None and pod.index not in server.pending:
-                command = server.command_of(self)
-                if command is not None:
-                    pod.start(command)
+                pod.start(server.command_of(self))
         # The controller deletes the pods that it stops.
         self.pods = [pod for pod in self.pods if not (pod.is_stopped and pod.has_ended())]
 
@@ -117,61 +111,43 @@ class Server:
 
     Attributes:
         jobs: All jobs by name, deleted ones included.
-        services: Services by name.
-        deleted: Names of deleted jobs and services.
+        deleted: Names of deleted jobs.
         pending: Indices of pods that do not start.
         image_is_broken: Whether the command of every pod fails.
-        program: Python code that takes the place of `python -m pipeline.cli` in every pod, or None.
         num_failing_requests: Number of following requests that are answered with an error of the server.
         num_lost_answers: Number of following requests that are carried out, but not answered.
         forbidden: Methods of requests that are refused.
-        lines_per_connection: Number of lines after which a connection that follows a log is lost.
         requests: Methods and paths of all requests.
         after: Called with the method and the path of a request before it is answered.
     """
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
-        self.services: dict[str, dict[str, Any]] = {}
         self.deleted: list[str] = []
         self.pending: set[int] = set()
         self.image_is_broken = False
-        self.program: str | None = None
         self.num_failing_requests = 0
         self.num_lost_answers = 0
         self.forbidden: set[str] = set()
-        self.lines_per_connection: int | None = None
         self.requests: list[str] = []
         self.after: Callable[[str, str], object] = lambda method, path: None
-        self._ports: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def pods(self) -> list[Pod]:
         """Return the pods of all jobs that exist."""
         return [pod for job in self._existing().values() for pod in job.pods]
 
-    def command_of(self, job: Job) -> list[str] | None:
-        """Return the command of a job's pods on this machine; None until its service exists."""
+    def command_of(self, job: Job) -> list[str]:
+        """Return the command of a job's pods on this machine."""
         if self.image_is_broken:
             return [sys.executable, "-c", "raise SystemExit('no module pipeline in this image')"]
-        python, *arguments = self._container(job)["command"]
-        assert (python, arguments[:2]) == ("python", ["-m", "pipeline.cli"]) or self.program is None
-        if self.program is not None:
-            arguments = ["-c", self.program, *arguments[2:]]
-        command = [sys.executable if python == "python" else python, *arguments]
-        if (subdomain := job.spec.get("subdomain")) is None:
-            return command
-        service = self.services.get(subdomain)
-        if service is None:
-            return None
-        assert service["spec"]["clusterIP"] == "None"
-        assert service["spec"]["selector"] == {"job-name": job.name}
-        first = f"{job.name}-0.{subdomain}:"
-        port = self._ports.setdefault(job.name, free_ports(1)[0])
-        return [f"127.0.0.1:{port}" if part.startswith(first) else part for part in command]
+        container = next(each for each in job.spec["containers"] if each["name"] == "latentline")
+        python, *arguments = container["command"]
+        assert python == "python"
+        return [sys.executable, *arguments]
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Return the status and the body of an answer; a generator of lines for a log."""
+        """Return the status and the body of an answer; a text for a log."""
         with self._lock:
             self.requests.append(f"{method} {path}")
             if self.num_failing_requests > 0:
@@ -185,37 +161,32 @@ class Server:
             options = {name: values[0] for name, values in parse_qs(urlsplit(path).query).items()}
             if method == "POST":
                 assert options == {"fieldValidation": "Strict"}
-                return self._create(kind, body)
+                return self._create(body)
             if kind == "pods":
                 return self._log(parts[0], options) if parts else (200, self._pods(options["labelSelector"]))
-            return self._delete(kind, parts[0]) if method == "DELETE" else self._job(parts[0])
+            if method == "DELETE":
+                assert options["propagationPolicy"] == "Foreground"
+                return self._delete(parts[0])
+            return self._job(parts[0])
 
-    def _create(self, kind: str, manifest: dict[str, Any]) -> tuple[int, Any]:
-        mistakes = list(manifest_mistakes({"jobs": "V1Job", "services": "V1Service"}[kind], manifest))
+    def _create(self, manifest: dict[str, Any]) -> tuple[int, Any]:
+        mistakes = list(manifest_mistakes("V1Job", manifest))
         if mistakes:
             return 422, _message("; ".join(mistakes))
         name = manifest["metadata"]["name"]
-        if name in (self._existing() if kind == "jobs" else self.services):
-            return 409, _message(f'{kind} "{name}" already exists')
+        if name in self._existing():
+            return 409, _message(f'jobs "{name}" already exists')
         manifest["metadata"]["uid"] = str(uuid.uuid4())
-        if kind == "jobs":
-            self.jobs[name] = Job(manifest)
-            self.jobs[name].reconcile(self)
-        else:
-            (owner,) = manifest["metadata"]["ownerReferences"]
-            assert owner["uid"] == self.jobs[owner["name"]].manifest["metadata"]["uid"]
-            self.services[name] = manifest
+        self.jobs[name] = Job(manifest)
+        self.jobs[name].reconcile(self)
         return 201, manifest
 
-    def _delete(self, kind: str, name: str) -> tuple[int, Any]:
-        if name not in (self._existing() if kind == "jobs" else self.services):
-            return 404, _message(f'{kind} "{name}" not found')
-        if kind == "jobs":
-            self.jobs[name].is_deleted = True
-            self.jobs[name].reconcile(self)
-        else:
-            del self.services[name]
-        self.deleted.append(f"{kind}/{name}")
+    def _delete(self, name: str) -> tuple[int, Any]:
+        if name not in self._existing():
+            return 404, _message(f'jobs "{name}" not found')
+        self.jobs[name].is_deleted = True
+        self.jobs[name].reconcile(self)
+        self.deleted.append(name)
         return 200, {"kind": "Status", "status": "Success"}
 
     def _job(self, name: str) -> tuple[int, Any]:
@@ -234,32 +205,11 @@ class Server:
         if pod is None:
             return 404, _message(f'pods "{name}" not found')
         assert options["container"] == "latentline"
-        return 200, self._lines(pod, options)
-
-    def _lines(self, pod: Pod, options: dict[str, str]) -> Iterator[str]:
-        follows, number = options.get("follow") == "True", 0
-        if "tailLines" in options:
-            pod_lines = list(pod.log)[-int(options["tailLines"]) :]
-            yield from (line for _, line in pod_lines)
-            return
-        while True:
-            is_complete = pod.is_read or not follows
-            for stamp, line in pod.log[number:]:
-                if follows and number == self.lines_per_connection:
-                    raise ConnectionError
-                number += 1
-                yield f"{stamp} {line}"
-            if is_complete:
-                return
-            time.sleep(0.05)
+        return 200, "".join(line for _, line in pod.log[-int(options["tailLines"]) :])
 
     def _existing(self) -> dict[str, Job]:
         """Return the jobs that are not deleted, or whose pods have not ended."""
         return {name: job for name, job in self.jobs.items() if not (job.is_deleted and job.has_ended())}
-
-    @staticmethod
-    def _container(job: Job) -> dict[str, Any]:
-        return next(each for each in job.spec["containers"] if each["name"] == "latentline")
 
 
 def stop_during_creation(method: str, path: str) -> None:
@@ -291,24 +241,12 @@ def kubernetes_api() -> Generator[tuple[str, Server]]:
                 self.close_connection = True
                 return
             self.send_response(status)
-            if isinstance(answer, dict):
-                data = json.dumps(answer).encode()
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-                return
-            self.send_header("Content-Type", "text/plain")
-            self.send_header("Transfer-Encoding", "chunked")
+            is_log = isinstance(answer, str)
+            data = (answer if is_log else json.dumps(answer)).encode()
+            self.send_header("Content-Type", "text/plain" if is_log else "application/json")
+            self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            try:
-                for line in answer:
-                    data = line.encode()
-                    self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-                    self.wfile.flush()
-                self.wfile.write(b"0\r\n\r\n")
-            except ConnectionError:
-                self.close_connection = True
+            self.wfile.write(data)
 
         do_GET = do_POST = do_DELETE = _handle  # noqa: N815 - names of the base class
 

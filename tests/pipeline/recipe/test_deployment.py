@@ -211,10 +211,10 @@ def test_all_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path)
         ),
         ("launcher: {kind: kubernetes}", "required key image is missing", "launcher.image", "add image: "),
         (
-            "launcher: {kind: kubernetes, image: x, machines: -1}",
-            "launcher.machines must be at least 0, got -1",
+            "launcher: {kind: kubernetes, image: x, machines: 2}",
+            "unknown key machines",
             "launcher.machines",
-            "at least 0",
+            "start a training in several pods with deploy/kubernetes-training.yaml",
         ),
         (
             "launcher: {kind: ray, address: 'ray://head:10001'}",
