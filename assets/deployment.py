@@ -70,14 +70,18 @@ def build_launcher(deployment: Deployment) -> ConfigurableResource[Any]:
         DeploymentError: The launcher cannot be imported.
     """
     launcher = _imported(LAUNCHERS[deployment.launcher.kind], deployment, "launcher")
-    return launcher(**deployment.launcher.model_dump(mode="json", exclude={"kind"}))
+    settings = deployment.launcher.model_dump(mode="json", exclude={"kind"})
+    # What a launcher needs of the rest of the deployment, so that no other code loads the file.
+    shared = {"seal_packs": deployment.seal_packs, "scratch": str(deployment.scratch)}
+    settings |= {name: value for name, value in shared.items() if name in launcher.model_fields}
+    return launcher(**settings)
 
 
 def gpu_pool(deployment: Deployment) -> str:
     """Return the pool of the steps that may load a model: `gpu`, or `gpu_<machine>` with a pool per machine.
 
     The machine is the one on which the definitions load. Characters that Dagster does not allow in names
-    become `_`. Machines whose names differ only in such characters share a pool.
+    become `_`. Machines share a pool if their names differ only in such characters.
     """
     if deployment.pools == "instance":
         return GPU_POOL

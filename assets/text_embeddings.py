@@ -45,7 +45,14 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 if context.selected_asset_keys:
                     launch = launcher.bind(context, recipe.accelerate)
                     tables = Tables(recipe.output_dir)
-                    result = cache_text(recipe, validated, tables, launch=launch, log=run_log(context))
+                    result = cache_text(
+                        recipe,
+                        validated,
+                        tables,
+                        launch=launch,
+                        log=run_log(context),
+                        seal_packs=launcher.seal_packs,
+                    )
                     pictures = picture_metadata(write_caption_report(recipe, result.table))
                     yield publish(recipe, "text_embeddings", result, pictures=pictures)
 

@@ -53,7 +53,14 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 if context.selected_asset_keys:
                     launch = launcher.bind(context, recipe.accelerate)
                     tables = Tables(recipe.output_dir)
-                    result = cache_latents(recipe, buckets, tables, launch=launch, log=run_log(context))
+                    result = cache_latents(
+                        recipe,
+                        buckets,
+                        tables,
+                        launch=launch,
+                        log=run_log(context),
+                        seal_packs=launcher.seal_packs,
+                    )
                     pictures = _decoded_latents(recipe, result.report)
                     yield publish(recipe, "vae_latents", result, pictures=pictures)
 

@@ -2,6 +2,9 @@
 
 An encoding is a job array with one task per shard, a training one job with one task per machine. The command
 `sbatch --wait` ends with the job. Project, environment and scratch folder are at the same path on all nodes.
+
+Tested on 2026-11-26 with Debian's Slurm 22.05.8 and two nodes on one machine, see
+tests/launchers/slurm_cluster.py. Not tested: GPUs, several machines, accounting with sacct.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status
 from pipeline.processes.machines import Machines
-from pipeline.recipe.deployment import load_deployment
 from resources.local_launcher import Observer
 from resources.process_output import ForwardedOutput, uninterrupted
 from resources.step_log import StepLog
@@ -58,8 +60,8 @@ CPU_OPTIONS = ("-c", "--cpus-per-task", "--cpus-per-gpu", "--exclusive")
 """Options of `sbatch` with which a user chooses the CPUs of a node."""
 
 _TRAINING_STEP = (
-    # If the processes of one node end, those of the others have a minute to end by themselves. The last ones
-    # may be writing a checkpoint.
+    # If the processes of one node end, all other processes have a minute to end by themselves: machine 0 may
+    # be writing a checkpoint.
     "srun --kill-on-bad-exit=0 --wait=60 "
     # Since Slurm 22.05, srun does not take this option over from sbatch.
     "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} "
@@ -77,6 +79,7 @@ class SlurmLauncher(RemoteLauncher):
     options: list[str] = Field(
         default_factory=list, description="Options of `sbatch` for each job, such as --partition=gpu."
     )
+    scratch: str = Field(description="Folder on a disk that all nodes share, for the output of jobs.")
 
     def encode(
         self,
@@ -86,7 +89,7 @@ class SlurmLauncher(RemoteLauncher):
         num_shards: int,
     ) -> Sequence[str]:
         """See `RemoteLauncher.encode`; Slurm gives each task the index of its shard."""
-        folder = _job_folder(encoding.encoding_id)
+        folder = self._job_folder(encoding.encoding_id)
         job = _Job(
             name=f"latentline-{encoding.encoding_id}",
             options=[*self.options, f"--array=0-{num_shards - 1}", f"--output={folder}/%a.txt"],
@@ -115,7 +118,7 @@ class SlurmLauncher(RemoteLauncher):
         """
         cpus = self.cpu_options(settings)
         # The folder of a failed attempt stays, so that each attempt needs another one.
-        folder = _job_folder(f"{job_file.parent.name}-{uuid.uuid4().hex[:8]}")
+        folder = self._job_folder(f"{job_file.parent.name}-{uuid.uuid4().hex[:8]}")
         command = [
             sys.executable,
             "-m",
@@ -158,6 +161,12 @@ class SlurmLauncher(RemoteLauncher):
         if any(option.partition("=")[0] in CPU_OPTIONS or option[:2] == "-c" for option in self.options):
             return []
         return [f"--cpus-per-task={num_processes * (settings.cpu_threads + LOADER_CPUS)}"]
+
+    def _job_folder(self, name: str) -> Path:
+        """Return a new folder for the output of a job."""
+        folder = Path(self.scratch, "slurm", name)
+        folder.mkdir(parents=True)
+        return folder
 
 
 @dataclass
@@ -359,10 +368,3 @@ def _answer(*command: str) -> tuple[str | None, str]:
     if completed.returncode == 0:
         return None, completed.stdout.strip()
     return f"{command[0]}: {' '.join(completed.stderr.split()) or completed.returncode}", ""
-
-
-def _job_folder(name: str) -> Path:
-    """Return a new folder for the output of a job, on the disk that all nodes share."""
-    folder = load_deployment().scratch / "slurm" / name
-    folder.mkdir(parents=True)
-    return folder

@@ -19,13 +19,13 @@ class InProcessLauncher(AccelerateLauncher):
     def bind(
         self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
     ) -> Launch:
-        def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-            observe = observer(order) if observer is not None else lambda _final: None
+        def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+            observe = observer(job_file) if observer is not None else lambda _final: None
             threads = torch.get_num_threads()
             torch.set_num_threads(cpu_threads())
             forget_precision()
             try:
-                InProcessLaunch()(module, order, meanwhile)
+                InProcessLaunch()(module, job_file, meanwhile)
             finally:
                 forget_precision()
                 torch.set_num_threads(threads)

@@ -30,7 +30,6 @@ from pipeline.encoding.jobs import (
 from pipeline.encoding.speed import record_speed
 from pipeline.errors import StoreError, counted
 from pipeline.processes.launch import Launch
-from pipeline.recipe.deployment import load_deployment
 from pipeline.reporting.progress import phase
 from pipeline.reporting.reports import Log, Stopwatch
 from pipeline.storage.os_errors import require_disk_space
@@ -61,6 +60,7 @@ class EntryRequests:
         job: Returns the job of a row.
         facts: Further columns of the result: each returns its value from the state of an entry that was read.
         pictures: Latents to decode for the report if processes are launched anyway.
+        seal_packs: Whether to copy new entries into packs.
     """
 
     kind: Kind
@@ -70,6 +70,7 @@ class EntryRequests:
     job: Callable[[Row], Job]
     facts: Mapping[str, Callable[[EntryState], int | None]]
     pictures: PictureJobs | None = None
+    seal_packs: bool = False
 
 
 @dataclass
@@ -181,7 +182,7 @@ class _Fill:
 
         for states in self._check(missing):
             self._collect(states, results)
-        if self._result.encoded and load_deployment().seal_packs:
+        if self._result.encoded and self._requests.seal_packs:
             encoded = missing.filter(pl.col("key").is_in(self._result.encoded))
             parts = (part.to_dicts() for part in encoded.iter_slices(ROWS_AT_A_TIME))
             specs = (self._requests.spec(row) for rows in parts for row in rows)
@@ -250,6 +251,7 @@ class _Fill:
             component_folders=self._entries.component_folders,
             pictures=self._requests.pictures,
             model=_encoding_model(self._entries, kind),
+            seal_packs=self._requests.seal_packs,
         )
         missing = pl.DataFrame()
         find_s = 0.0

@@ -137,6 +137,7 @@ class Encoding:
         component_folders: Folders of model components that replace those in `model_folder`, by role.
         pictures: Latents to decode for the report.
         model: The base model by name; None if no other machine takes part.
+        seal_packs: Whether a worker on another machine copies the entries of its shard into packs.
     """
 
     kind: Kind
@@ -147,6 +148,7 @@ class Encoding:
     component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
     pictures: PictureJobs | None = None
     model: EncodingModel | None = None
+    seal_packs: bool = False
 
 
 class JobsFile:
@@ -216,6 +218,7 @@ def write_encoding(encoding: Encoding, folder: Path, *, jobs_follow: bool = Fals
         "component_folders": {role: str(path) for role, path in encoding.component_folders.items()},
         "store_root": str(encoding.store_root),
         "settings": dict(encoding.settings),
+        "seal_packs": encoding.seal_packs,
     }
     if encoding.pictures is not None:
         jobs = [_job_to_json(job) for job in encoding.pictures.jobs]
@@ -257,6 +260,7 @@ def read_encoding(path: Path) -> Encoding:
         component_folders={role: Path(folder) for role, folder in fields["component_folders"].items()},
         pictures=pictures,
         model=EncodingModel(**fields["model"]) if "model" in fields else None,
+        seal_packs=fields["seal_packs"],
     )
 
 

@@ -71,7 +71,7 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
                         results.finish(0.0)
                 for file in pictures.glob("*"):
                     encoding.put(f"{PICTURES}/{file.name}", file.read_bytes())
-                if settings.get("seal_packs", False):
+                if own.seal_packs:
                     seal_new(Store(own.store_root), [job.spec for job in own.jobs], log=log)
         log(f"shard {shard} of {encoding.encoding_id} is complete: {counted(len(own.jobs), 'job')}")
 

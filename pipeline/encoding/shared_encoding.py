@@ -28,7 +28,6 @@ from pipeline.cache.backends import access_fix, cache_folder
 from pipeline.cache.folder import CacheFile
 from pipeline.encoding.jobs import ENCODING_FILE, JOBS_FILE
 from pipeline.errors import StoreError
-from pipeline.recipe.deployment import load_deployment
 from pipeline.storage.addresses import Address, Url, address
 from pipeline.versions import PREPROCESSING_VERSION
 
@@ -225,7 +224,6 @@ def publish_encoding(encoding_file: Path, *, num_shards: int, cpu_threads: int) 
         "num_parts": num_parts,
         "num_shards": num_shards,
         "cpu_threads": cpu_threads,
-        "seal_packs": load_deployment().seal_packs,
         "encoding": fields,
     }
     encoding.put(ENCODING_FILE, json.dumps(settings).encode())

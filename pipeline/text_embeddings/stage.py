@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,13 @@ def needed_texts(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def cache_text(
-    recipe: Recipe, validated_table: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
+    recipe: Recipe,
+    validated_table: pl.DataFrame,
+    tables: Tables,
+    *,
+    launch: Launch,
+    log: Log,
+    seal_packs: bool = False,
 ) -> StageResult:
     """Bring the text embeddings of all captions, the empty one and the previews' prompts up to date.
 
@@ -89,6 +95,7 @@ def cache_text(
         tables: Tables of earlier runs; entries with the stat recorded there are trusted.
         launch: Starts the encoding processes.
         log: Receives a summary of missing and damaged entries.
+        seal_packs: Whether to copy new entries into packs.
 
     Returns:
         Table text_embeddings with one row per caption of a sample, the samples with a reference that changed
@@ -109,6 +116,7 @@ def cache_text(
     captions = text_rows(entries, selected("validated_dataset", validated_table, CAPTION_COLUMNS))
     previous = tables.read_previous(ASSET, ("key", "text_length", *_TOKEN_COUNTS, *STAT_COLUMNS))
     requests = _entry_requests(entries, needed_texts(entries, captions), previous)
+    requests = replace(requests, seal_packs=seal_packs)
     result = fill(entries, requests, launch=launch, log=log, watch=watch)
 
     # Keys are computed again for all rows, because `requests` has each caption only once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,13 @@ _WORK = (*GEOMETRY, "flipped", "path", "content_hash")
 
 
 def cache_masks(
-    entries: RecipeEntries, masks: pl.DataFrame, recorded: pl.DataFrame, *, log: Log, watch: Stopwatch
+    entries: RecipeEntries,
+    masks: pl.DataFrame,
+    recorded: pl.DataFrame,
+    *,
+    log: Log,
+    watch: Stopwatch,
+    seal_packs: bool = False,
 ) -> FillResult | None:
     """Bring the entries of all masks up to date; return None if the recipe has no masks.
 
@@ -50,6 +57,7 @@ def cache_masks(
         recorded: `MASKS.recorded` of the previous table; entries with the recorded stat are trusted.
         log: Receives the progress.
         watch: As for `fill`.
+        seal_packs: Whether to copy new entries into packs.
 
     Raises:
         StoreError: The cache cannot be read or written.
@@ -57,7 +65,7 @@ def cache_masks(
     recipe = entries.recipe
     if not MASKS.numbers(recipe):
         return None
-    requests = _entry_requests(entries, masks, recorded)
+    requests = replace(_entry_requests(entries, masks, recorded), seal_packs=seal_packs)
     return fill(entries, requests, launch=_encode_here(recipe, log), log=log, watch=watch)
 
 

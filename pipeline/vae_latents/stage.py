@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,13 @@ _RECORDED_COLUMNS = (
 
 
 def cache_latents(
-    recipe: Recipe, buckets: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
+    recipe: Recipe,
+    buckets: pl.DataFrame,
+    tables: Tables,
+    *,
+    launch: Launch,
+    log: Log,
+    seal_packs: bool = False,
 ) -> StageResult:
     """Bring the latents of all rows of `buckets` up to date, with mirrored ones if the recipe enables them.
 
@@ -77,6 +83,7 @@ def cache_latents(
         tables: Tables of earlier runs; entries with the stat recorded there are trusted.
         launch: Starts the encoding processes.
         log: Receives a summary of missing and damaged entries.
+        seal_packs: Whether to copy new entries into packs.
 
     Returns:
         Table vae_latents, the rejected samples, and counters of entries.
@@ -98,7 +105,14 @@ def cache_latents(
 
     # Masks need no model, so this process encodes them. Images of side inputs share the VAE's processes with
     # the latents, because loading the VAE takes longer than encoding many images.
-    masks = cache_masks(entries, side_inputs[MASKS], MASKS.recorded(previous), log=log, watch=watch)
+    masks = cache_masks(
+        entries,
+        side_inputs[MASKS],
+        MASKS.recorded(previous),
+        log=log,
+        watch=watch,
+        seal_packs=seal_packs,
+    )
     recorded = _recorded(previous)
     latents = _entry_rows(requests, recorded)
     picture_rows = pictures.choose(latents, pictures.NUM_DECODED)
@@ -106,7 +120,7 @@ def cache_latents(
 
     # An image of a side input may also be a sample, with the same entry; the entry stays one row.
     rows = pl.concat([latents, *images], how="diagonal").unique("key", keep="first", maintain_order=True)
-    work = _entry_requests(entries, rows, picture_rows)
+    work = replace(_entry_requests(entries, rows, picture_rows), seal_packs=seal_packs)
     result = fill(entries, work, launch=launch, log=log, watch=watch)
 
     # A failed entry rejects every sample that needs it.

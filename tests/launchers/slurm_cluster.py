@@ -93,12 +93,9 @@ class SlurmCluster:
         return output.strip() == f"{num_nodes} idle"
 
     def use(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-        """Use the cluster's commands in this process, and a scratch folder in `folder`, which is returned."""
+        """Use the cluster's commands in this process; return a scratch folder in `folder`."""
         for name, value in self.variables.items():
             monkeypatch.setenv(name, value)
-        file = folder / "deployment.yaml"
-        file.write_text(f"scratch: {folder / 'scratch'}\n", encoding="utf-8")
-        monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(file))
         return folder / "scratch"
 
     def processes(self, *words: str, **environment: str) -> list[psutil.Process]:

@@ -27,53 +27,61 @@ __all__ = ["cluster"]  # fixtures
 WORKER = "pipeline.vae_latents.worker"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.clusters,
     pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm())),
 ]
 
 
 @pytest.fixture(autouse=True)
-def deployment(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use the cluster's commands and a scratch folder of this test, which is returned."""
+def scratch(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Use the cluster's commands, and provide a scratch folder of this test."""
     return cluster.use(monkeypatch, tmp_path)
 
 
 def test_an_encoding_is_a_job_array_whose_entries_have_the_bytes_of_a_local_run(
-    cache: Any, entry_bytes: Any, in_process_launch: Any, deployment: Path
+    cache: Any, entry_bytes: Any, in_process_launch: Any, scratch: Path
 ) -> None:
     encode(cache, in_process_launch)
     expected = entry_bytes()
     shutil.rmtree(cache.recipe.cache_dir)
     shutil.rmtree(cache.recipe.output_dir)
 
-    launcher = SlurmLauncher(workers=3, options=["--cpus-per-task=1", "--time=10"])
+    launcher = SlurmLauncher(scratch=str(scratch), workers=3, options=["--cpus-per-task=1", "--time=10"])
     reports: list[Any] = []
     messages, error = in_step(launcher, lambda launch: reports.append(encode(cache, launch).report))
     assert error is None
     assert entry_bytes() == expected
     assert reports[0]["encoded"] == 5
     assert "5 entries for 3 workers" in "\n".join(messages)
-    assert list((deployment / "slurm").iterdir()) == [], "output files are removed after success"
+    assert list((scratch / "slurm").iterdir()) == [], "output files are removed after success"
     assert list((cache.recipe.cache_dir / "encodings").iterdir()) == []
 
 
-def test_an_option_that_slurm_does_not_know_is_reported_with_its_message(cache: Any) -> None:
-    _, error = in_step(SlurmLauncher(options=["--no-such-option"]), lambda launch: encode(cache, launch))
+def test_an_option_that_slurm_does_not_know_is_reported_with_its_message(scratch: Path, cache: Any) -> None:
+    _, error = in_step(
+        SlurmLauncher(scratch=str(scratch), options=["--no-such-option"]),
+        lambda launch: encode(cache, launch),
+    )
     assert isinstance(error, LaunchError)
     assert "rejected" in error.what
     assert "--no-such-option" in error.where
     assert "launcher.options" in error.fix
 
 
-def test_the_error_of_a_task_is_raised_in_the_step(cache: Any, tmp_path: Path, tiny_sd: Path) -> None:
-    _, error = in_step(SlurmLauncher(workers=2), encode_without_model(cache, tiny_sd, tmp_path / "model"))
+def test_the_error_of_a_task_is_raised_in_the_step(
+    scratch: Path, cache: Any, tmp_path: Path, tiny_sd: Path
+) -> None:
+    _, error = in_step(
+        SlurmLauncher(scratch=str(scratch), workers=2),
+        encode_without_model(cache, tiny_sd, tmp_path / "model"),
+    )
     assert isinstance(error, ModelError)
     assert "not on this worker" in error.what
     assert "encoding shard" in error.where
 
 
 def test_a_killed_task_is_named_and_a_repetition_encodes_the_rest(
-    cache: Any, entry_bytes: Any, cluster: SlurmCluster
+    scratch: Path, cache: Any, entry_bytes: Any, cluster: SlurmCluster
 ) -> None:
     def kill_one(launch: Any) -> None:
         child = os.fork()
@@ -88,18 +96,21 @@ def test_a_killed_task_is_named_and_a_repetition_encodes_the_rest(
         finally:
             os.waitpid(child, 0)
 
-    _, error = in_step(SlurmLauncher(workers=2), kill_one)
+    _, error = in_step(SlurmLauncher(scratch=str(scratch), workers=2), kill_one)
     assert isinstance(error, LaunchError)
     assert "1 shard is incomplete, although the encoding workers have ended" in error.what
     survived = entry_bytes()
     reports: list[LatentlineError] = []
-    _, error = in_step(SlurmLauncher(workers=2), lambda launch: reports.append(encode(cache, launch).report))
+    _, error = in_step(
+        SlurmLauncher(scratch=str(scratch), workers=2),
+        lambda launch: reports.append(encode(cache, launch).report),
+    )
     assert error is None
     assert reports[0]["encoded"] == 5 - len(survived)
 
 
 def test_an_interrupted_step_cancels_its_job_and_no_process_is_left(
-    cache: Any, cluster: SlurmCluster
+    scratch: Path, cache: Any, cluster: SlurmCluster
 ) -> None:
     def interrupt(launch: Any) -> None:
         child = os.fork()
@@ -115,7 +126,7 @@ def test_an_interrupted_step_cancels_its_job_and_no_process_is_left(
         finally:
             os.waitpid(child, 0)
 
-    messages, error = in_step(SlurmLauncher(workers=2), interrupt)
+    messages, error = in_step(SlurmLauncher(scratch=str(scratch), workers=2), interrupt)
     assert isinstance(error, RuntimeError)
     assert "cancelled the Slurm job" in "\n".join(messages)
     assert cluster.processes(WORKER) == []
@@ -172,7 +183,8 @@ def train(
     program.write_text(TRAINING.replace("KIND", kind).replace("FOLDER", str(folder)), encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
-    launcher = SlurmLauncher(machines=2, options=list(options), grace_s=grace_s)
+    scratch = str(folder / "scratch")
+    launcher = SlurmLauncher(machines=2, options=list(options), grace_s=grace_s, scratch=scratch)
     job_file = folder / "runs" / "0123" / "order.json"
 
     def work(launch: Any) -> None:
@@ -184,17 +196,17 @@ def train(
 
 
 def test_a_training_has_one_task_on_each_node_with_cpus_for_its_processes(
-    deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _, error = train("done", tmp_path, monkeypatch)
     assert error is None
     lines = sorted(line for line in capfd.readouterr().err.splitlines() if line.startswith("node "))
     assert lines == ["node 0 trains with 4 CPUs", "node 1 trains with 4 CPUs"]
-    assert list((deployment / "slurm").iterdir()) == []
+    assert list((scratch / "slurm").iterdir()) == []
 
 
 def test_the_error_of_a_failed_node_is_that_of_the_step(
-    deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, error = train("error", tmp_path, monkeypatch, "--cpus-per-task=3")
     assert isinstance(error, TrainingError)
@@ -202,14 +214,16 @@ def test_the_error_of_a_failed_node_is_that_of_the_step(
     assert "node z2: Exited with exit code 1\nstep 3" in error.where
     assert error.where.startswith("Slurm job ")
     assert error.fix == f"lower the rate; {RESUME}"
-    (folder,) = (deployment / "slurm").iterdir()
+    (folder,) = (scratch / "slurm").iterdir()
     assert "node 1 trains with 3 CPUs" in (folder / "output.txt").read_text(), "the user's option counts"
 
 
-def test_the_error_of_latentline_train_on_a_node_is_that_of_the_step(job_file: Path, tmp_path: Path) -> None:
+def test_the_error_of_latentline_train_on_a_node_is_that_of_the_step(
+    scratch: Path, job_file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "cache").rmdir()
     _, error = in_step(
-        SlurmLauncher(machines=2),
+        SlurmLauncher(scratch=str(scratch), machines=2),
         lambda launch: launch(TRAINING_MODULE, job_file),
         AccelerateSettings(num_processes=2),
     )
@@ -238,7 +252,7 @@ def test_a_cancelled_training_is_explained(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("has_log", [True, False], ids=["with_the_event_log", "without_the_event_log"])
 def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
     cluster: SlurmCluster,
-    deployment: Path,
+    scratch: Path,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +261,7 @@ def test_a_stopped_step_waits_for_the_checkpoint_of_its_nodes(
 ) -> None:
     def interrupt() -> None:
         while not any(
-            file.read_text().count("trains") == 2 for file in (deployment / "slurm").glob("*/output.txt")
+            file.read_text().count("trains") == 2 for file in (scratch / "slurm").glob("*/output.txt")
         ):
             time.sleep(0.1)
         time.sleep(5)  # srun kills tasks that have only just started without waiting for them
@@ -290,14 +304,14 @@ def test_a_pending_job_is_logged_with_the_reason_and_a_job_on_hold_with_the_comm
     assert re.fullmatch(r"the Slurm job latentline-0123-\w+ has started", started)
 
 
-def trains(deployment: Path) -> bool:
+def trains(scratch: Path) -> bool:
     """Return whether both nodes train."""
-    outputs = (deployment / "slurm").glob("*/output.txt")
+    outputs = (scratch / "slurm").glob("*/output.txt")
     return any(file.read_text().count("trains") == 2 for file in outputs)
 
 
 def test_a_job_that_cannot_be_cancelled_is_a_warning_with_the_command(
-    cluster: SlurmCluster, deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SlurmCluster, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = tmp_path / "bin" / "scancel"
     refusing.parent.mkdir()
@@ -308,7 +322,7 @@ def test_a_job_that_cannot_be_cancelled_is_a_warning_with_the_command(
     monkeypatch.setattr(slurm, "KILL_WAIT_S", 2.0)
 
     def interrupt() -> None:
-        while not trains(deployment):
+        while not trains(scratch):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -325,10 +339,10 @@ def test_a_job_that_cannot_be_cancelled_is_a_warning_with_the_command(
 
 
 def test_a_job_is_cancelled_if_its_sbatch_is_killed(
-    cluster: SlurmCluster, deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SlurmCluster, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kill_sbatch() -> None:
-        while not trains(deployment):
+        while not trains(scratch):
             time.sleep(0.1)
         for process in psutil.Process().children():
             if process.name() == "sbatch":
@@ -342,14 +356,15 @@ def test_a_job_is_cancelled_if_its_sbatch_is_killed(
     assert cluster.processes(str(tmp_path / "train")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_training_that_lost_a_node_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with slurm_cluster(tmp_path / "cluster") as own_cluster:
-        scratch = own_cluster.use(monkeypatch, tmp_path)
+        own_scratch = own_cluster.use(monkeypatch, tmp_path)
 
         def lose_second_node() -> None:
             while not any(
-                file.read_text().count("trains") == 2 for file in (scratch / "slurm").glob("*/output.txt")
+                file.read_text().count("trains") == 2 for file in (own_scratch / "slurm").glob("*/output.txt")
             ):
                 time.sleep(0.1)
             own_cluster.kill_node("z2")

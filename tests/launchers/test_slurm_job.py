@@ -133,10 +133,10 @@ def test_a_cancelled_job_is_not_explained_by_the_error_of_a_process_that_it_stop
 def test_a_node_has_cpus_for_its_processes_unless_the_options_choose_them(
     machines: int, options: list[str], expected: list[str]
 ) -> None:
-    launcher = SlurmLauncher(machines=machines, options=options)
+    launcher = SlurmLauncher(machines=machines, options=options, scratch="unused")
     assert launcher.cpu_options(AccelerateSettings(num_processes=4, cpu_threads=3)) == expected
 
 
 def test_processes_that_the_nodes_cannot_share_are_refused_before_a_job_is_submitted() -> None:
     with pytest.raises(LaunchError, match="divisible by the number of machines, got 4 on 3 machines"):
-        SlurmLauncher(machines=3).cpu_options(AccelerateSettings(num_processes=4))
+        SlurmLauncher(machines=3, scratch="unused").cpu_options(AccelerateSettings(num_processes=4))

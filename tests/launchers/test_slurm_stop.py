@@ -41,10 +41,7 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, script in COMMANDS.items():
         (programs / name).write_text(f"#!/bin/sh\ncd '{state}'\n{script}", encoding="utf-8")
         (programs / name).chmod(0o755)
-    deployment = tmp_path / "site.yaml"
-    deployment.write_text(f"scratch: {tmp_path / 'scratch'}\n", encoding="utf-8")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(deployment))
     return state
 
 
@@ -60,7 +57,8 @@ def test_R12_a_stop_before_slurm_has_accepted_the_job_cancels_it(controller: Pat
         threading.Thread(target=stop, daemon=True).start()
         launch(TRAINING_MODULE, tmp_path / "runs" / "0123" / "order.json")
 
-    messages, error = in_step(SlurmLauncher(machines=2), work, AccelerateSettings(num_processes=2))
+    launcher = SlurmLauncher(machines=2, scratch=str(tmp_path / "scratch"))
+    messages, error = in_step(launcher, work, AccelerateSettings(num_processes=2))
     assert type(error).__name__ == "DagsterExecutionInterruptedError"
     assert any(message.startswith("cancelled the Slurm job") for message in messages)
     until((controller / "registered").exists, "the controller", seconds=20, log=log)

@@ -21,6 +21,7 @@ from tests.pipeline.trained_lora.runs import steps_kept
 __all__ = ["cluster", "make_project", "one_thread", "tiny_bases"]  # fixtures
 
 pytestmark = [
+    pytest.mark.clusters,
     pytest.mark.slow,
     pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm())),
 ]
@@ -28,9 +29,9 @@ pytestmark = [
 RESUME = "start the job again: the run resumes from its last checkpoint"
 
 
-def train_in_step(job: TrainingJob) -> tuple[str, BaseException | None]:
+def train_in_step(job: TrainingJob, scratch: Path) -> tuple[str, BaseException | None]:
     """Train on two nodes in a step; return Dagster's log, and the error."""
-    launcher, settings = SlurmLauncher(machines=2), job.recipe.accelerate
+    launcher, settings = SlurmLauncher(machines=2, scratch=str(scratch)), job.recipe.accelerate
     messages, error = in_step(launcher, lambda launch: launch(TRAINING_MODULE, job.write()), settings)
     return "\n".join(messages), error
 
@@ -39,10 +40,10 @@ def train_in_step(job: TrainingJob) -> tuple[str, BaseException | None]:
 def test_two_nodes_train_the_lora_of_two_processes_on_one_machine(
     make_project: Callable[..., Any], cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.use(monkeypatch, tmp_path)
+    scratch = cluster.use(monkeypatch, tmp_path)
     project = make_project(steps=4, gradient_accumulation=1)
     job = project.changed("two_nodes", num_processes=2).job()
-    _, error = train_in_step(job)
+    _, error = train_in_step(job, scratch)
     assert error is None
 
     alone = project.changed("one_machine", num_processes=2).job()
@@ -70,7 +71,7 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
             process.kill()
 
     when_steps_are_done(job, 7, kill_rank_1)
-    _, error = train_in_step(job)
+    _, error = train_in_step(job, scratch)
     assert isinstance(error, LaunchError)
     assert "Slurm job" in error.where
     assert "node " in error.where
@@ -84,7 +85,7 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
         cluster.call("scancel", "--state=RUNNING", cwd=tmp_path)
 
     when_steps_are_done(job, done + 8, cancel)
-    _, error = train_in_step(job)
+    _, error = train_in_step(job, scratch)
     assert isinstance(error, LaunchError)
     assert "was cancelled" in error.what
     assert error.fix == RESUME
@@ -93,14 +94,14 @@ def test_a_run_that_failed_was_cancelled_and_was_stopped_resumes_to_the_lora_of_
 
     # The step is stopped: it waits for the checkpoint.
     when_steps_are_done(job, done + 8, lambda: os.kill(os.getpid(), signal.SIGINT))
-    messages, error = train_in_step(job)
+    messages, error = train_in_step(job, scratch)
     assert error is not None
     assert not isinstance(error, LaunchError)
     assert "cancelled the Slurm job" in messages
     assert cluster.processes(TRAINING_MODULE) == []
     assert steps_kept(job)[-1] > done
 
-    _, error = train_in_step(job)
+    _, error = train_in_step(job, scratch)
     assert error is None
     assert_equal_runs(job, alone, steps)
     assert len(list((scratch / "slurm").iterdir())) == 3, "the output of failed attempts stays"
@@ -111,11 +112,11 @@ def test_a_lost_node_ends_the_training_with_an_error_that_names_it(
     make_project: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with slurm_cluster(tmp_path / "cluster") as own_cluster:
-        own_cluster.use(monkeypatch, tmp_path)
+        scratch = own_cluster.use(monkeypatch, tmp_path)
         job = make_project(steps=5000).changed("two_nodes", num_processes=2, checkpoint_every=5).job()
 
         when_steps_are_done(job, 7, lambda: own_cluster.kill_node("z2"))
-        _, error = train_in_step(job)
+        _, error = train_in_step(job, scratch)
         assert isinstance(error, LaunchError)
         assert "Slurm job" in error.where
         assert "another machine" in error.what or "node" in error.what, error

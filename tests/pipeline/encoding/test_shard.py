@@ -92,8 +92,8 @@ def other_files(recipe: Recipe) -> list[str]:
     return [name for name in names if name.startswith("encodings/")]
 
 
-def latents(cache: Cache, launch: Any) -> Any:
-    return cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch, log=str)
+def latents(cache: Cache, launch: Any, **settings: Any) -> Any:
+    return cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch, log=str, **settings)
 
 
 def test_four_workers_write_the_bytes_tables_reports_and_pictures_of_one_process(
@@ -128,26 +128,23 @@ def test_four_workers_write_the_bytes_tables_reports_and_pictures_of_one_process
 
 
 @pytest.mark.parametrize("on_workers", [True, False], ids=["workers", "one process"])
-def test_new_entries_are_packed_if_the_deployment_file_demands_it(
+def test_new_entries_are_packed_if_the_launcher_demands_it(
     cache: Cache,
     address: str,
     in_process_launch: Any,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     on_workers: bool,
 ) -> None:
     shared = at(cache, address)
     launch = OnWorkers(in_process_launch) if on_workers else in_process_launch
-    (tmp_path / "deployment.yaml").write_text("seal_packs: true\n", encoding="utf-8")
-    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(tmp_path / "deployment.yaml"))
-    entries = shared.keep("vae_latents", latents(shared, launch)).table["key"]
+    entries = shared.keep("vae_latents", latents(shared, launch, seal_packs=True)).table["key"]
     store = RecipeEntries(shared.recipe).store
     assert store.packed("latents", entries) == set(), "few new entries are not packed"
 
     for name in entries_at(shared.recipe):
         cache_folder(shared.recipe.cache_dir).delete(name)
     monkeypatch.setattr(sealing, "MIN_NEW", 1)
-    before = set(latents(shared, launch).table["key"])
+    before = set(latents(shared, launch, seal_packs=True).table["key"])
     store = RecipeEntries(shared.recipe).store
     assert store.packed("latents", entries) == before == set(entries)
     num_packs = sum(name.endswith(".pack") for name in store.folder.names("packs/latents"))
