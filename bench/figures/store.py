@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.measure import Figure, Sides, Workplace, timed
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
-from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
+from pipeline.trained_lora.plan.inputs import PlanInput, PlanInputs
 from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 
 SHAPE = (4, 128, 128)
@@ -109,7 +109,7 @@ def random_order(count: int) -> list[int]:
 
 def plan_order(count: int) -> list[int]:
     """Return every entry index once, in the order of a training epoch with batches of 4."""
-    samples = [PlanSample(f"{index:06}", f"bucket {index % NUM_BUCKETS}") for index in range(count)]
+    samples = [PlanInput(f"{index:06}", f"bucket {index % NUM_BUCKETS}") for index in range(count)]
     settings = PlanSettings(
         steps=count,
         batch_size=4,
@@ -118,7 +118,7 @@ def plan_order(count: int) -> list[int]:
         caption_dropout=0.0,
         seed=0,
     )
-    plan = TrainingPlan(PlanSamples.of(samples), settings)
+    plan = TrainingPlan(PlanInputs.of(samples), settings)
     epoch = plan[: plan.steps_per_epoch]
     return [int(slot.variant_id) for step in epoch for slot in step.slots()]
 

@@ -12,8 +12,8 @@ from bench.workload import photographs
 from demo.tiny_models import make_tiny
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
+from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
     from pathlib import Path

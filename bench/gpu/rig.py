@@ -171,8 +171,8 @@ class Rig:
 
     def training_job(self, **training: Any) -> TrainingJob:
         """Return a training job. An incomplete cache is filled in this process first."""
+        from pipeline.trained_lora.inputs import training_inputs
         from pipeline.trained_lora.job import TrainingJob
-        from pipeline.trained_lora.samples import training_inputs
 
         if not self.project.tables.path("text_embeddings").exists():
             self.prepare()

@@ -21,8 +21,8 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import StageResult, write_report
 from pipeline.text_embeddings.stage import needed_captions
+from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import training_inputs
 
 CHECKED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
 

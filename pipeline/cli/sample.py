@@ -16,8 +16,8 @@ from pipeline.errors import DrawingError, counted
 from pipeline.recipe import Recipe
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.drawing.choice import Steps
-    from pipeline.trained_lora.drawing.job import DrawingJob
+    from pipeline.trained_lora.pictures.choice import Steps
+    from pipeline.trained_lora.pictures.job import DrawingJob
 
 STOPPED_STATUS = 130
 """Exit status that shells give to a command which Ctrl-C ended."""
@@ -79,7 +79,7 @@ def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, .
     draw with the checkpoints of a run that is still training: they are only read. No existing file is
     replaced.
     """
-    from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
+    from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
 
     request = Request(prompts=parse_prompts([*prompts, *more_prompts]), **options)
     if request.file is not None and (request.run or request.steps):
@@ -160,7 +160,7 @@ def _split(values: Iterable[str]) -> list[str]:
 def _draw(job: DrawingJob) -> Path:
     from pipeline.processes.launch import LocalLaunch
     from pipeline.reporting.terminal import TERMINAL_VARIABLE
-    from pipeline.trained_lora.drawing.draw import draw
+    from pipeline.trained_lora.pictures.draw import draw
 
     # On a terminal, the launched process draws a bar, and its lines would disturb it.
     log = None if TERMINAL_VARIABLE in os.environ else _echo
@@ -192,7 +192,7 @@ def _summary(job: DrawingJob) -> str:
 
 
 def _report_stop(job: DrawingJob) -> None:
-    from pipeline.trained_lora.drawing.draw import num_drawn
+    from pipeline.trained_lora.pictures.draw import num_drawn
 
     drawn, total = num_drawn(job), len(list(job.cells()))
     echo(f"\nStopped: {drawn} of {counted(total, 'picture')} drawn", err=True)

@@ -39,7 +39,7 @@ WITHOUT_ACCELERATE = (
     "pipeline.vae_latents.worker",
     "pipeline.text_embeddings.worker",
     "pipeline.models.convert.worker",
-    "pipeline.trained_lora.drawing.worker",
+    "pipeline.trained_lora.pictures.worker",
     "pipeline.maintenance.memory.worker",
 )
 """Entry modules that do not need accelerate's launcher. A single process of one is started directly, because

@@ -16,7 +16,7 @@ from pipeline.recipe.lora import LoraSettings, RankSettings, TextEncoderSettings
 from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
-from pipeline.recipe.previews import PreviewPrompt
+from pipeline.recipe.preview_prompts import PreviewPrompt
 from pipeline.recipe.project import in_project, path_in_recipe, project_root
 from pipeline.recipe.references import ReferenceSettings
 from pipeline.recipe.schema import (

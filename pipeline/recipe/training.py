@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.optimizer_classes import OPTIMIZERS, argument_violations, check_argument, check_optimizer
-from pipeline.recipe.previews import PreviewPrompts
+from pipeline.recipe.preview_prompts import PreviewPrompts
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.validators import check_num_resident_blocks
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.models.families import Family
     from pipeline.recipe import LoraSettings, Recipe, TrainingSettings
-    from pipeline.trained_lora.samples import TrainingInputs
+    from pipeline.trained_lora.inputs import TrainingInputs
 
 Facts = dict[str, Any]
 """Nested, JSON-serializable facts."""

@@ -25,7 +25,13 @@ from pipeline.escaping import without_secrets
 from pipeline.recipe import Recipe
 from pipeline.recipe.datasets import side_input_sections
 from pipeline.storage.atomic import write_atomically, write_text
-from pipeline.trained_lora.plan.samples import PlanSamples
+from pipeline.trained_lora.inputs import (
+    SLIDER_COLUMNS,
+    TrainingInputs,
+    read_inputs,
+    write_inputs,
+)
+from pipeline.trained_lora.plan.inputs import PlanInputs
 from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 from pipeline.trained_lora.prompts import (
     Prompt,
@@ -35,12 +41,6 @@ from pipeline.trained_lora.prompts import (
     prompts_to_json,
 )
 from pipeline.trained_lora.run_folder import run_folder
-from pipeline.trained_lora.samples import (
-    SLIDER_COLUMNS,
-    TrainingInputs,
-    read_inputs,
-    write_inputs,
-)
 
 JOB_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
@@ -95,7 +95,7 @@ class TrainingJob:
         Raises:
             TrainingError: No inputs are left to train on.
         """
-        return TrainingPlan(plan_samples(self.inputs), plan_settings(self.recipe))
+        return TrainingPlan(plan_inputs(self.inputs), plan_settings(self.recipe))
 
     def write(self) -> Path:
         """Write the job's files into the run's folder.
@@ -170,7 +170,7 @@ def read_recipe_and_prompts(path: Path) -> tuple[Recipe, tuple[Prompt, ...]]:
     return recipe_from_json(job["recipe"]), prompts_from_json(job["prompts"])
 
 
-def plan_samples(inputs: TrainingInputs) -> PlanSamples:
+def plan_inputs(inputs: TrainingInputs) -> PlanInputs:
     """Return the columns of the trained inputs that decide the plan."""
     trained = inputs.trained
     table = trained.table
@@ -184,7 +184,7 @@ def plan_samples(inputs: TrainingInputs) -> PlanSamples:
         views=pl.col("latents").list.len(),
         references=trained.reference_shapes,
     )
-    return PlanSamples(columns)
+    return PlanInputs(columns)
 
 
 def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
@@ -213,7 +213,7 @@ def with_steps(recipe: Recipe, inputs: TrainingInputs) -> Recipe:
     if training.epochs is None:
         return recipe
 
-    steps = TrainingPlan.steps_in(plan_samples(inputs), plan_settings(recipe, steps=1), training.epochs)
+    steps = TrainingPlan.steps_in(plan_inputs(inputs), plan_settings(recipe, steps=1), training.epochs)
     scheduled = training.warmup_steps + training.decay_steps
     if scheduled > steps:
         epochs = counted(training.epochs, "epoch has only", "epochs have only")

@@ -13,16 +13,16 @@ import polars as pl
 from pipeline.aspect_buckets.slider_pairs import slider_scales
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Size, placement_of
-from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
+from pipeline.recipe.preview_prompts import DEFAULT_PREVIEW_STEPS
 from pipeline.side_inputs.references import IMAGES
 from pipeline.text_embeddings.caption_rows import file_images
+from pipeline.trained_lora.inputs import tensors_from_json, tensors_json
 from pipeline.trained_lora.previews import number_text, preview_heading
-from pipeline.trained_lora.tensors_json import tensors_from_json, tensors_json
 
 if TYPE_CHECKING:
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import PreviewPrompt, Recipe
-    from pipeline.trained_lora.samples import TrainingInputs
+    from pipeline.trained_lora.inputs import TrainingInputs
 
 SLIDER_SCALES = (-1.0, 0.0, 1.0)
 """Scales of a slider's previews: its opposite, the base model, and the trained direction."""

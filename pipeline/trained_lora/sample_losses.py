@@ -12,8 +12,8 @@ from pipeline.trained_lora.run_folder import read_metrics
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from pipeline.trained_lora.inputs import TrainingInputs
     from pipeline.trained_lora.run_folder import RunLayout
-    from pipeline.trained_lora.samples import TrainingInputs
 
 MIN_DRAWS_PER_BIN = 25
 """Minimum number of losses whose mean is the expected loss at a timestep."""

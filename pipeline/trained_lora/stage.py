@@ -21,7 +21,7 @@ from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.used_keys import KeyLists
 from pipeline.errors import counted
 from pipeline.models.families import detect
-from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.models.prompt_support import require_preview_prompts
 from pipeline.models.reference_support import require_references
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.processes.launch import TRAINING_MODULE
@@ -56,21 +56,21 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
 )
 from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
+from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob, with_steps
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
-from pipeline.trained_lora.requirements import (
+from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
+from pipeline.trained_lora.run_upload import uploaded_run
+from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
+from pipeline.trained_lora.start_file import require_start_file
+from pipeline.trained_lora.supported_settings import (
     require_objective,
     require_replaceable_shift,
     require_text_encoders,
     require_trackers,
 )
-from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
-from pipeline.trained_lora.run_upload import uploaded_run
-from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
-from pipeline.trained_lora.samples import training_inputs
-from pipeline.trained_lora.start_file import require_start_file
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.validated_dataset import checks as validated_dataset
 

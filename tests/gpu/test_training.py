@@ -30,10 +30,9 @@ from pipeline.trained_lora.export.lora_files import read_lora_file
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.ema import AveragedWeights
-from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.step_outcome import StepOutcome
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
 from tests.tensor_differences import differing_tensors

@@ -93,7 +93,7 @@ class FamilySpec:
     architecture: str | Callable[[ModelFolder], str]
     guidance_scale: float
     denoiser_name: Denoiser = "transformer"
-    drawing: str = "drawing:PipelineDrawing"
+    drawing: str = "inference:PipelineDrawing"
     pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = no_options
     no_negative_prompts: str | Callable[[ModelFolder], str] = ""
     objective: int | Callable[[ModelFolder], int] = 1

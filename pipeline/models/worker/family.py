@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families import Family, FamilySpec, family_spec
 from pipeline.models.worker.denoiser import DenoiserCall
-from pipeline.models.worker.drawing import PipelineDrawing
+from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.noise import NoiseProcess
 from pipeline.models.worker.text import TextConditioner
 from pipeline.models.worker.vae import VaeCodec

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.trained_lora.plan.inputs import Ints, turn_name
 from pipeline.trained_lora.plan.mixing import Draws, Mix
 from pipeline.trained_lora.plan.random_streams import hash_bits
-from pipeline.trained_lora.plan.samples import Ints, turn_name
 
 Underfilled = Literal["partial", "repeat", "drop"]
 """Treatment of draws that do not fill a bucket's last micro-batch.

@@ -28,8 +28,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.trained_lora.plan.inputs import Ints, PlanInputs
 from pipeline.trained_lora.plan.random_streams import hash_bits
-from pipeline.trained_lora.plan.samples import Ints, PlanSamples
 
 Exhausted = Literal["leave", "end_epoch", "repeat"]
 """Treatment of a dataset whose samples have all been drawn."""
@@ -73,7 +73,7 @@ class Mix:
     """The draws of each epoch by bucket, a pure function of the constructor's arguments."""
 
     def __init__(
-        self, samples: PlanSamples, seed: int, weights: Mapping[str, float], exhausted: Exhausted
+        self, samples: PlanInputs, seed: int, weights: Mapping[str, float], exhausted: Exhausted
     ) -> None:
         """Prepare the mix; epochs are shuffled on first use.
 

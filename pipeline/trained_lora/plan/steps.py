@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.plan.batching import Epoch, Epochs, Underfilled
+from pipeline.trained_lora.plan.inputs import PlanInputs
 from pipeline.trained_lora.plan.mixing import Draws, Exhausted, Mix
 from pipeline.trained_lora.plan.random_streams import hash_bits
-from pipeline.trained_lora.plan.samples import PlanSamples
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,17 @@ class StepPlan:
 class TrainingPlan(Sequence[StepPlan]):
     """All optimizer steps of a run. `plan[i]` shuffles at most one epoch, which is cached."""
 
-    def __init__(self, samples: PlanSamples, settings: PlanSettings) -> None:
+    def __init__(self, inputs: PlanInputs, settings: PlanSettings) -> None:
         """Validate the inputs; epochs are shuffled on first use.
 
         Raises:
             TrainingError: There are no samples, a variant_id is duplicated, or a setting is out of range.
         """
         self.settings = settings
-        self.samples = samples
-        _require_usable(samples, settings)
+        self.inputs = inputs
+        _require_usable(inputs, settings)
         self._capacity = settings.batch_size * settings.num_processes
-        self._mix = Mix(samples, settings.seed, settings.weights, settings.exhausted)
+        self._mix = Mix(inputs, settings.seed, settings.weights, settings.exhausted)
         self._epochs = Epochs(self._mix, settings.seed, self._capacity, settings.underfilled)
         self._bucket_sizes = self._mix.sizes(0)
         self.steps_per_epoch = self._steps_of(0)
@@ -131,13 +131,13 @@ class TrainingPlan(Sequence[StepPlan]):
         self._cached_epoch: tuple[int, Epoch] | None = None
 
     @staticmethod
-    def steps_in(samples: PlanSamples, settings: PlanSettings, epochs: int) -> int:
+    def steps_in(inputs: PlanInputs, settings: PlanSettings, epochs: int) -> int:
         """Return the number of optimizer steps in `epochs` epochs, whatever `settings.steps` is.
 
         Raises:
             TrainingError: As `TrainingPlan`.
         """
-        plan = TrainingPlan(samples, settings)
+        plan = TrainingPlan(inputs, settings)
         if plan._mix.constant:
             return epochs * plan.steps_per_epoch
         return sum(plan._steps_of(epoch) for epoch in range(epochs))
@@ -168,7 +168,7 @@ class TrainingPlan(Sequence[StepPlan]):
         """Return how often the complete plan trains on each of `samples`."""
         whole, rest = divmod(len(self), self.steps_per_epoch)
         even = self._mix.constant and (self.settings.underfilled == "partial" or self._remainder() == 0)
-        seen = self.samples.repeats.astype(np.int64) * (whole if even else 0)
+        seen = self.inputs.repeats.astype(np.int64) * (whole if even else 0)
         for number in range(len(self) - rest if even else 0, len(self)):
             for draws in self._drawn_in(number):
                 np.add.at(seen, draws.places, 1)
@@ -200,7 +200,7 @@ class TrainingPlan(Sequence[StepPlan]):
         if self.settings.underfilled != "drop":
             return {}
         places, times = np.unique(self._epochs.dropped(epoch), return_counts=True)
-        return dict(zip(self.samples.ids_at(places), times.tolist(), strict=True))
+        return dict(zip(self.inputs.ids_at(places), times.tolist(), strict=True))
 
     @property
     def num_epochs(self) -> int:
@@ -255,21 +255,21 @@ class TrainingPlan(Sequence[StepPlan]):
         return StepPlan(step=number, epoch=epoch, micro_batches=tuple(micro_batches), num_samples=index)
 
     def _slot(self, place: int, occurrence: int, *, index: int, epoch: int) -> Slot:
-        sample = self.samples[place]
+        chosen = self.inputs[place]
 
         def drawn(purpose: str) -> int:
             """Return 64 bits that depend only on seed, purpose, sample or pair, epoch and repeat."""
-            name = sample.pair or sample.variant_id
+            name = chosen.pair or chosen.variant_id
             return hash_bits(64, self.settings.seed, purpose, name, epoch, occurrence)
 
         return Slot(
-            variant_id=sample.variant_id,
+            variant_id=chosen.variant_id,
             index=index,
             epoch=epoch,
             occurrence=occurrence,
             drop_caption=drawn("dropout") / 2**64 < self.settings.caption_dropout,
-            variant=drawn("variant") % sample.variants,
-            view=drawn("view") % sample.views,
+            variant=drawn("variant") % chosen.variants,
+            view=drawn("view") % chosen.views,
         )
 
 
@@ -293,15 +293,15 @@ def _placeholder(slot: Slot) -> Slot:
     return replace(slot, weight=0.0)
 
 
-def _require_usable(samples: PlanSamples, settings: PlanSettings) -> None:
-    if not samples:
+def _require_usable(inputs: PlanInputs, settings: PlanSettings) -> None:
+    if not inputs:
         raise TrainingError(
             "there is no sample to train on",
             where="the tables of vae_latents and text_embeddings",
             fix="tables/rejected.parquet lists the reason of each rejection",
         )
 
-    if duplicates := samples.duplicates():
+    if duplicates := inputs.duplicates():
         raise TrainingError(
             counted(len(duplicates), "duplicate sample id"),
             where=duplicates[0],
@@ -310,8 +310,8 @@ def _require_usable(samples: PlanSamples, settings: PlanSettings) -> None:
 
     # The recipe already validates its settings; the plan may also be built without one.
     counts = (settings.steps, settings.batch_size, settings.gradient_accumulation, settings.num_processes)
-    of_samples = (samples.repeats, samples.variants, samples.views)
-    if min(counts) < 1 or min(int(each.min()) for each in of_samples) < 1:
+    of_inputs = (inputs.repeats, inputs.variants, inputs.views)
+    if min(counts) < 1 or min(int(each.min()) for each in of_inputs) < 1:
         fix = "set steps, batch_size, gradient_accumulation, num_processes and repeats to at least 1"
         raise TrainingError(f"all counts must be at least 1, got {settings}", where="training", fix=fix)
     if not 0.0 <= settings.caption_dropout <= 1.0:

@@ -33,6 +33,7 @@ from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_co
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
+from pipeline.trained_lora.worker.engine import QueuedStep, StepOutcome
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loss import (
     MAX_SKIPPED_STEPS,
@@ -46,7 +47,6 @@ from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.sharding import is_sharded, may_need_base_prediction
-from pipeline.trained_lora.worker.step_outcome import QueuedStep, StepOutcome
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
 from pipeline.trained_lora.worker.training_adapter import load_training_adapter

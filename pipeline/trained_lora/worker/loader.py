@@ -32,7 +32,7 @@ from pipeline.trained_lora.worker.noise import NoiseSampler, Place, noise_levels
 if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import Recipe
-    from pipeline.trained_lora.samples import TrainingInput
+    from pipeline.trained_lora.inputs import TrainingInput
 
 PREFETCH = 4
 """Number of micro-batches prepared ahead of training; the number of reader threads if that is larger."""

@@ -26,6 +26,12 @@ from pipeline.trained_lora.run_folder import RunLayout, hold_training
 from pipeline.trained_lora.worker import startup
 from pipeline.trained_lora.worker.agreement import require_agreement
 from pipeline.trained_lora.worker.base_model import memory_warning
+from pipeline.trained_lora.worker.before_training import (
+    largest_step,
+    require_adapter_effect,
+    run_preflight,
+    run_trial_step,
+)
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
     newest_checkpoint,
@@ -35,7 +41,8 @@ from pipeline.trained_lora.worker.checkpoint import (
 )
 from pipeline.trained_lora.worker.collective import run_on_main
 from pipeline.trained_lora.worker.compiled import fallbacks_reported
-from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.draw_previews import draw_previews
+from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
@@ -43,15 +50,11 @@ from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.missing_results import ALL_MISSING, MissingResults, missing_results
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
-from pipeline.trained_lora.worker.preflight import run_preflight
-from pipeline.trained_lora.worker.previews import draw_previews
 from pipeline.trained_lora.worker.sent_checkpoint import shared_checkpoint
 from pipeline.trained_lora.worker.sharding import share_bytes
 from pipeline.trained_lora.worker.startup import Startup
-from pipeline.trained_lora.worker.step_outcome import StepOutcome
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.trackers import start_trackers
-from pipeline.trained_lora.worker.trial_step import largest_step, require_adapter_effect, run_trial_step
 from pipeline.trained_lora.worker.unread_steps import UnreadSteps
 from pipeline.trained_lora.worker.validation import Validation
 

@@ -21,9 +21,9 @@ from pipeline.trained_lora.worker.trackers import log_previews
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from pipeline.trained_lora.inputs import TrainingInputs
     from pipeline.trained_lora.plan.steps import StepPlan
-    from pipeline.trained_lora.samples import TrainingInputs
-    from pipeline.trained_lora.worker.step_outcome import StepOutcome
+    from pipeline.trained_lora.worker.engine import StepOutcome
     from pipeline.trained_lora.worker.validation import ValidationLoss
 
 

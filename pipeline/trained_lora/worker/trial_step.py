@@ -16,8 +16,8 @@ from pipeline.errors import TrainingError
 from pipeline.trained_lora.worker.training_adapter import refused_adapter
 
 if TYPE_CHECKING:
+    from pipeline.trained_lora.inputs import TrainingInputs
     from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
-    from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import Engine
     from pipeline.trained_lora.worker.micro_input import MicroInput
 

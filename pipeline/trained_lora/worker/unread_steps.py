@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.trained_lora.worker.step_outcome import QueuedStep, StepOutcome
+from pipeline.trained_lora.worker.engine import QueuedStep, StepOutcome
 
 if TYPE_CHECKING:
     from pipeline.trained_lora.plan.steps import StepPlan

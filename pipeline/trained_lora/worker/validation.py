@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.models.worker.family import WorkerFamily
+    from pipeline.trained_lora.inputs import TrainingInputs
     from pipeline.trained_lora.job import TrainingJob
-    from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import Engine
 
 NOISE_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)

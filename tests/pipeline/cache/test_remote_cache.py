@@ -23,8 +23,8 @@ from pipeline.maintenance.verify import needed_entries, verify
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import check_isolation
+from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from tests.pipeline.cached_job import ASSETS, Job, recipe_of
 from tests.tensor_differences import differing_tensors

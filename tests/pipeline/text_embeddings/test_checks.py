@@ -12,7 +12,7 @@ from demo.tiny_models import make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START, serialise
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.maintenance.verify import needed_entries, verify
-from pipeline.trained_lora.samples import training_inputs
+from pipeline.trained_lora.inputs import training_inputs
 from tests.pipeline.cached_job import Job, recipe_of
 
 ASSET = "text_embeddings"

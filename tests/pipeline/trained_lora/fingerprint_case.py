@@ -20,7 +20,7 @@ from pipeline.trained_lora.fingerprint import (
     run_facts,
     run_id,
 )
-from pipeline.trained_lora.samples import training_inputs
+from pipeline.trained_lora.inputs import training_inputs
 from tests.pipeline.recipe_effects import Values, merged
 
 SIZES_HW = [(40, 48), (60, 200), (110, 130), (200, 64), (96, 96), (140, 90)]

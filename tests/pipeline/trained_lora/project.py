@@ -19,9 +19,9 @@ from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.side_inputs import MASKS, REFERENCES
 from pipeline.storage.tables import SCHEMAS, Tables, columns_in, frame
+from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.prompts import preview_prompts
-from pipeline.trained_lora.samples import training_inputs
 
 SIZES = {"64x64": 5, "32x96": 3}
 """Number of samples per bucket. With batches of 2, both buckets end in a partial batch."""

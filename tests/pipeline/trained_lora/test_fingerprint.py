@@ -26,8 +26,8 @@ from pipeline.trained_lora.fingerprint import (
     run_id,
     write_facts,
 )
+from pipeline.trained_lora.inputs import TrainingInputs, training_inputs
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.samples import TrainingInputs, training_inputs
 from pipeline.versions import TRAINING_VERSION
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
 from tests.pipeline.trained_lora.fingerprint_case import Samples, samples

@@ -11,7 +11,7 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.trained_lora.fingerprint import (
     run_facts,
 )
-from pipeline.trained_lora.samples import training_inputs
+from pipeline.trained_lora.inputs import training_inputs
 from tests.pipeline.recipe_effects import Values
 from tests.pipeline.trained_lora.fingerprint_case import Samples, samples
 

@@ -16,8 +16,8 @@ from transformers import BatchFeature, Qwen2VLImageProcessorPil
 from pipeline.errors import ModelError
 from pipeline.models.families.bria_fibo2 import NUM_BUNDLES, PERCEIVER_BUNDLE
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
-from pipeline.models.worker.drawing import PipelineDrawing
 from pipeline.models.worker.families.qwen_image_edit import CaptionImageProcessor
+from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.text import SeenImage, TextConditioner
 
 _PATCH = 2

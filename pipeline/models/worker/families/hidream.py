@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.images.geometry import Size
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.drawing import PipelineDrawing
+from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.text import TextConditioner
 
 

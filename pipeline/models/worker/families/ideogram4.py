@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.models.families.ideogram4 import SECOND_TRANSFORMER
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.drawing import PipelineDrawing
+from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.loading import load_component
 from pipeline.models.worker.noise import FlowProcess
 from pipeline.models.worker.text import CachedPromptConditioner, chat_prompt, count_within_template

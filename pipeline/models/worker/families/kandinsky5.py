@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.images.geometry import Size
 from pipeline.models.families.kandinsky5 import TEMPLATE_TOKENS, TOKENS
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.drawing import PipelineDrawing
+from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.text import TextConditioner
 
 _NUM_END_MARKS = 2

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import BatchFeature, ProcessorMixin, Qwen2VLImageProcessorPil
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.drawing import PipelineDrawing
 from pipeline.models.worker.families.qwen_image_edit import CaptionImageProcessor
+from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.loading import component_class
 from pipeline.models.worker.text import SeenImage, TextConditioner, count_within_template
 from pipeline.models.worker.vae import FrameCodec, Posterior

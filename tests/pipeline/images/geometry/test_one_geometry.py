@@ -19,9 +19,9 @@ from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
+from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.prompts import preview_prompts
-from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.vae_latents.stage import cache_latents

@@ -17,8 +17,8 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry, Size
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.vae import channels_last
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import recipe_from_mapping

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import fold
 
 from pipeline.images.geometry import Size
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily
+from pipeline.models.worker.inference import PictureSettings
 from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.complete_job import TOLERANCE, draw_picture
 

@@ -19,8 +19,8 @@ from pipeline.errors import BucketError, ModelError
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.parts.references import FIBO2_REFERENCES
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.vae import channels_last
 from tests.pipeline.models.families.bria_fibo2_case import (
     Fibo2Case,

@@ -13,8 +13,8 @@ from diffusers import ChromaPipeline
 
 from demo.tiny_models import make_tiny_chroma
 from pipeline.images.geometry import Size
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.case import Case

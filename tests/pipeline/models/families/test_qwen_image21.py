@@ -21,8 +21,8 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.recipe import recipe_from_mapping
 from pipeline.side_inputs import REFERENCES
 from pipeline.side_inputs.references import IMAGES, reference_geometry

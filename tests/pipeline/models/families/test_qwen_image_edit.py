@@ -22,8 +22,8 @@ from pipeline.cache.store import EntrySpec
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.families.parts.references import QWEN_EDIT_REFERENCES
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.text import SeenImage
 from pipeline.text_embeddings.caption_rows import file_images
 from pipeline.trained_lora.worker.micro_input import MicroInput

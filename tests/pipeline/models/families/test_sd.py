@@ -18,8 +18,8 @@ from demo.tiny_models import make_tiny
 from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.families import Layer
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from tests.pipeline.models.families.case import Case
 

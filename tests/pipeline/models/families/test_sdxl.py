@@ -16,8 +16,8 @@ from demo.tiny_models import make_tiny_sdxl
 from pipeline.errors import FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.fingerprints import Fingerprints
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.loading import load_component
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights

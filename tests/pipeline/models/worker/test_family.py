@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.models.families import FAMILIES, FamilySpec
 from pipeline.models.worker.denoiser import DenoiserCall
-from pipeline.models.worker.drawing import PipelineDrawing
 from pipeline.models.worker.family import part_class
+from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.noise import NoiseProcess
 from pipeline.models.worker.text import TextConditioner
 from pipeline.models.worker.vae import VaeCodec

@@ -5,31 +5,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.trained_lora.plan.batching import Epochs, Underfilled
+from pipeline.trained_lora.plan.inputs import PlanInput, PlanInputs
 from pipeline.trained_lora.plan.mixing import Draws, Mix
-from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
 
 Draw = tuple[str, int]
 """Name and occurrence of a sample."""
 
 
-def samples_of(sizes: list[int], dataset: str = "a", repeats: int = 1) -> list[PlanSample]:
+def samples_of(sizes: list[int], dataset: str = "a", repeats: int = 1) -> list[PlanInput]:
     """Return samples in one bucket per size."""
     return [
-        PlanSample(f"{dataset}/{bucket}/{number:04}", str(bucket), repeats, dataset=dataset)
+        PlanInput(f"{dataset}/{bucket}/{number:04}", str(bucket), repeats, dataset=dataset)
         for bucket, size in enumerate(sizes)
         for number in range(size)
     ]
 
 
-def micro_batches(
-    samples: PlanSamples, mix: Mix, capacity: int, underfilled: Underfilled
-) -> list[list[Draw]]:
+def micro_batches(samples: PlanInputs, mix: Mix, capacity: int, underfilled: Underfilled) -> list[list[Draw]]:
     """Return all micro-batches of epoch 0, in the order in which they run."""
     epoch = Epochs(mix, 7, capacity, underfilled).shuffled(0)
     return [named(samples, draws) for draws in epoch.micro_batches(0, len(epoch.order))]
 
 
-def named(samples: PlanSamples, draws: Draws) -> list[Draw]:
+def named(samples: PlanInputs, draws: Draws) -> list[Draw]:
     return list(zip(samples.ids_at(draws.places), draws.occurrences.tolist(), strict=True))
 
 
@@ -40,7 +38,7 @@ def bucket_of(draws: list[Draw]) -> str:
 
 @pytest.mark.parametrize("weights", [{}, {"a": 1.0}], ids=["repeats", "weights"])
 def test_each_bucket_keeps_the_order_of_its_draws_in_a_large_epoch(weights: dict[str, float]) -> None:
-    samples = PlanSamples.of(samples_of([301, 205, 96]))
+    samples = PlanInputs.of(samples_of([301, 205, 96]))
     mix = Mix(samples, 7, weights, "leave")
     batches = micro_batches(samples, mix, 2, "partial")
     for bucket, draws in mix.draws(0).items():
@@ -52,8 +50,8 @@ def test_each_bucket_keeps_the_order_of_its_draws_in_a_large_epoch(weights: dict
 
 def test_in_a_large_epoch_the_sides_of_a_slider_alternate() -> None:
     sides = (("day", 1), ("night", -1))
-    samples = PlanSamples.of(
-        PlanSample(f"{name}/0/{number}", "0", dataset=name, slider=side, pair=str(number))
+    samples = PlanInputs.of(
+        PlanInput(f"{name}/0/{number}", "0", dataset=name, slider=side, pair=str(number))
         for number in range(301)
         for name, side in sides
     )
@@ -75,7 +73,7 @@ def test_with_weights_a_micro_batch_runs_when_its_draws_are_due_on_average(
     sizes: list[int], other_sizes: list[int], capacity: int, underfilled: Underfilled
 ) -> None:
     """A draw that fills a micro-batch is due together with the last draw of its bucket."""
-    samples = PlanSamples.of([*samples_of(sizes), *samples_of(other_sizes, "b", repeats=2)])
+    samples = PlanInputs.of([*samples_of(sizes), *samples_of(other_sizes, "b", repeats=2)])
     mix = Mix(samples, 7, {"a": 3.0, "b": 1.0}, "leave")
     turns: list[tuple[float, str]] = []
     for bucket, draws in mix.draws(0).items():
@@ -89,7 +87,7 @@ def test_with_weights_a_micro_batch_runs_when_its_draws_are_due_on_average(
 
 
 def test_filling_draws_are_further_occurrences_of_the_first_draws() -> None:
-    samples = PlanSamples.of(samples_of([2], repeats=2))
+    samples = PlanInputs.of(samples_of([2], repeats=2))
     mix = Mix(samples, 7, {}, "leave")
     first = named(samples, mix.draws(0)["0"])
     (batch,) = micro_batches(samples, mix, 11, "repeat")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.plan.inputs import PlanInput, PlanInputs
 from pipeline.trained_lora.plan.mixing import Exhausted, Mix
-from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 
 SETTINGS = PlanSettings(40, 2, 1, 1, 0.25, 7)
@@ -20,12 +20,10 @@ SETTINGS = PlanSettings(40, 2, 1, 1, 0.25, 7)
 WEIGHTED: tuple[Exhausted, ...] = ("leave", "end_epoch", "repeat")
 
 
-def dataset(
-    name: str, number: int, buckets: Iterable[str] = ("64x64",), repeats: int = 1
-) -> list[PlanSample]:
+def dataset(name: str, number: int, buckets: Iterable[str] = ("64x64",), repeats: int = 1) -> list[PlanInput]:
     buckets = list(buckets)
     return [
-        PlanSample(f"{name}/{index:03}", buckets[index % len(buckets)], repeats, dataset=name)
+        PlanInput(f"{name}/{index:03}", buckets[index % len(buckets)], repeats, dataset=name)
         for index in range(number)
     ]
 
@@ -39,8 +37,8 @@ class Draw(NamedTuple):
 class Mixed:
     """A mix that returns its draws with sample names."""
 
-    def __init__(self, samples: list[PlanSample], weights: dict[str, float], exhausted: Exhausted) -> None:
-        self.samples = PlanSamples.of(samples)
+    def __init__(self, samples: list[PlanInput], weights: dict[str, float], exhausted: Exhausted) -> None:
+        self.samples = PlanInputs.of(samples)
         self.mix = Mix(self.samples, 7, weights, exhausted)
 
     def draws(self, epoch: int) -> dict[str, list[Draw]]:
@@ -58,13 +56,13 @@ class Mixed:
         return sorted((draw for bucket in self.draws(epoch).values() for draw in bucket), key=lambda d: d.due)
 
 
-def plan_of(samples: Iterable[PlanSample], shape: PlanSettings) -> TrainingPlan:
-    return TrainingPlan(PlanSamples.of(samples), shape)
+def plan_of(samples: Iterable[PlanInput], shape: PlanSettings) -> TrainingPlan:
+    return TrainingPlan(PlanInputs.of(samples), shape)
 
 
 @st.composite
-def mixes(draw: st.DrawFn) -> tuple[list[PlanSample], dict[str, float]]:
-    samples = list[PlanSample]()
+def mixes(draw: st.DrawFn) -> tuple[list[PlanInput], dict[str, float]]:
+    samples = list[PlanInput]()
     weights = dict[str, float]()
     for name in "abc"[: draw(st.integers(1, 3))]:
         buckets = draw(st.lists(st.sampled_from(["64x64", "64x128"]), min_size=1, max_size=2))
@@ -75,7 +73,7 @@ def mixes(draw: st.DrawFn) -> tuple[list[PlanSample], dict[str, float]]:
 
 @given(mixes(), st.sampled_from(WEIGHTED), st.integers(0, 3))
 def test_sizes_match_the_draws_and_every_draw_is_unique(
-    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epoch: int
+    mix: tuple[list[PlanInput], dict[str, float]], exhausted: Exhausted, epoch: int
 ) -> None:
     mixed = Mixed(*mix, exhausted)
     draws = mixed.draws(epoch)
@@ -90,7 +88,7 @@ def test_sizes_match_the_draws_and_every_draw_is_unique(
 
 @given(mixes())
 def test_leave_draws_every_sample_once_per_epoch_for_any_weights(
-    mix: tuple[list[PlanSample], dict[str, float]],
+    mix: tuple[list[PlanInput], dict[str, float]],
 ) -> None:
     samples, weights = mix
     counts = Counter(draw.variant_id for draw in Mixed(samples, weights, "leave").in_order(2))
@@ -99,7 +97,7 @@ def test_leave_draws_every_sample_once_per_epoch_for_any_weights(
 
 @given(mixes(), st.sampled_from(["end_epoch", "repeat"]))
 def test_over_many_epochs_datasets_follow_their_weights_and_samples_have_equal_shares(
-    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted
+    mix: tuple[list[PlanInput], dict[str, float]], exhausted: Exhausted
 ) -> None:
     samples, weights = mix
     mixed = Mixed(samples, weights, exhausted)
@@ -129,7 +127,7 @@ def test_over_many_epochs_datasets_follow_their_weights_and_samples_have_equal_s
 
 @given(mixes(), st.sampled_from(WEIGHTED), st.integers(0, 3))
 def test_the_draws_of_a_dataset_are_evenly_spaced_by_its_share_of_the_weights(
-    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epoch: int
+    mix: tuple[list[PlanInput], dict[str, float]], exhausted: Exhausted, epoch: int
 ) -> None:
     weights = mix[1]
     draws = Mixed(*mix, exhausted).in_order(epoch)
@@ -166,7 +164,7 @@ def test_every_prefix_of_an_epoch_follows_the_dataset_weights(exhausted: Exhaust
 
 @given(mixes(), st.sampled_from(WEIGHTED), st.sampled_from(["partial", "repeat", "drop"]), st.data())
 def test_R01_R02_R03_a_weighted_plan_is_exact_and_can_restart_at_any_step(
-    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, policy: str, data: st.DataObject
+    mix: tuple[list[PlanInput], dict[str, float]], exhausted: Exhausted, policy: str, data: st.DataObject
 ) -> None:
     samples, weights = mix
     accumulation, steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30))
@@ -185,7 +183,7 @@ def test_R01_R02_R03_a_weighted_plan_is_exact_and_can_restart_at_any_step(
     assert epochs == sorted(epochs)
     assert plan.num_epochs == epochs[-1] + 1
     counts = Counter(slot.variant_id for _, batch in all_steps for slot in batch.slots())
-    times = dict(zip(plan.samples, plan.times_seen().tolist(), strict=True))
+    times = dict(zip(plan.inputs, plan.times_seen().tolist(), strict=True))
     assert Counter({sample.variant_id: number for sample, number in times.items()}) == counts
     for _, batch in all_steps:
         weights = [slot.weight for m in batch.micro_batches for share in m for slot in share]
@@ -195,11 +193,11 @@ def test_R01_R02_R03_a_weighted_plan_is_exact_and_can_restart_at_any_step(
 
 @given(mixes(), st.sampled_from(WEIGHTED), st.integers(1, 4))
 def test_steps_in_covers_the_given_number_of_complete_epochs(
-    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epochs: int
+    mix: tuple[list[PlanInput], dict[str, float]], exhausted: Exhausted, epochs: int
 ) -> None:
     samples, weights = mix
     shape = replace(SETTINGS, weights=weights, exhausted=exhausted)
-    steps = TrainingPlan.steps_in(PlanSamples.of(samples), shape, epochs)
+    steps = TrainingPlan.steps_in(PlanInputs.of(samples), shape, epochs)
     longer = plan_of(samples, replace(shape, steps=steps + 1))
     assert [longer[steps - 1].epoch, longer[steps].epoch] == [epochs - 1, epochs]
     assert plan_of(samples, replace(shape, steps=steps)).numbers()["epochs"] == epochs

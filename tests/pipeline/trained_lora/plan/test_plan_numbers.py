@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.plan.inputs import PlanInput, PlanInputs
 from pipeline.trained_lora.plan.mixing import Mix
-from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, Slot, TrainingPlan
 
 
-def samples_of(dataset: str, buckets: str) -> list[PlanSample]:
+def samples_of(dataset: str, buckets: str) -> list[PlanInput]:
     """Return one sample per letter of `buckets`, which is its bucket."""
-    return [PlanSample(f"{dataset}/{at}", bucket, dataset=dataset) for at, bucket in enumerate(buckets)]
+    return [PlanInput(f"{dataset}/{at}", bucket, dataset=dataset) for at, bucket in enumerate(buckets)]
 
 
-def plan_of(samples: list[PlanSample], settings: PlanSettings) -> TrainingPlan:
-    return TrainingPlan(PlanSamples.of(samples), settings)
+def plan_of(samples: list[PlanInput], settings: PlanSettings) -> TrainingPlan:
+    return TrainingPlan(PlanInputs.of(samples), settings)
 
 
 def test_a_slot_shows_the_first_caption_and_latent_with_weight_1_unless_stated() -> None:
@@ -33,7 +33,7 @@ def test_the_numbers_of_a_weighted_plan_describe_its_first_epoch() -> None:
     """Each epoch has four of b's ten samples, from two buckets; epochs before and after have other shares."""
     samples = [*samples_of("a", "x" * 9), *samples_of("b", "yyyyyzzzzz")]
     weights = {"a": 9.0, "b": 4.0}
-    mix = Mix(PlanSamples.of(samples), 15, weights, "end_epoch")
+    mix = Mix(PlanInputs.of(samples), 15, weights, "end_epoch")
     sizes = [mix.sizes(epoch) for epoch in (-1, 0, 1)]
     assert sizes == [{"x": 9, "y": 2, "z": 2}, {"x": 9, "y": 1, "z": 3}, {"x": 9, "y": 2, "z": 2}]
 
@@ -54,7 +54,7 @@ def test_the_numbers_of_a_weighted_plan_describe_its_first_epoch() -> None:
 
 
 def test_a_bucket_that_an_epoch_does_not_use_has_no_size_even_if_it_is_the_last() -> None:
-    samples = PlanSamples.of([*samples_of("a", "x"), *samples_of("b", "yz")])
+    samples = PlanInputs.of([*samples_of("a", "x"), *samples_of("b", "yz")])
     mix = Mix(samples, 7, {"a": 1.0, "b": 1.0}, "end_epoch")
     sizes = [mix.sizes(epoch) for epoch in range(8)]
     assert {"x": 1, "y": 1} in sizes
@@ -66,7 +66,7 @@ def test_only_the_epochs_that_a_plan_reaches_need_a_full_batch() -> None:
     samples = [*samples_of("a", "x"), *samples_of("b", "yyyzz")]
     weights = {"a": 1.0, "b": 2.0}
     for seed in range(20):
-        mix = Mix(PlanSamples.of(samples), seed, weights, "end_epoch")
+        mix = Mix(PlanInputs.of(samples), seed, weights, "end_epoch")
         full = [max(mix.sizes(epoch).values()) == 2 for epoch in range(2)]
         if full == [True, False]:
             break

@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.random_streams import hash_bits, stream
-from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.plan.batching import Underfilled
+from pipeline.trained_lora.plan.inputs import PlanInput, PlanInputs
 from pipeline.trained_lora.plan.mixing import Exhausted
-from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, Slot, StepPlan, TrainingPlan
 
 
@@ -29,18 +29,18 @@ def settings_of(
     return PlanSettings(steps, batch, accumulation, ranks, dropout, seed)
 
 
-def plan_of(samples: Iterable[PlanSample], shape: PlanSettings) -> TrainingPlan:
-    return TrainingPlan(PlanSamples.of(samples), shape)
+def plan_of(samples: Iterable[PlanInput], shape: PlanSettings) -> TrainingPlan:
+    return TrainingPlan(PlanInputs.of(samples), shape)
 
 
 def times_seen(plan: TrainingPlan) -> dict[str, int]:
     return {
-        each.variant_id: times for each, times in zip(plan.samples, plan.times_seen().tolist(), strict=True)
+        each.variant_id: times for each, times in zip(plan.inputs, plan.times_seen().tolist(), strict=True)
     }
 
 
-def samples_of(sizes: dict[str, int], repeats: int = 1) -> list[PlanSample]:
-    return [PlanSample(f"{b}/{i:03}", b, repeats) for b, size in sizes.items() for i in range(size)]
+def samples_of(sizes: dict[str, int], repeats: int = 1) -> list[PlanInput]:
+    return [PlanInput(f"{b}/{i:03}", b, repeats) for b, size in sizes.items() for i in range(size)]
 
 
 buckets = st.dictionaries(st.sampled_from(["64x64", "64x128", "128x64"]), st.integers(1, 9), min_size=1)
@@ -56,8 +56,8 @@ shapes = st.builds(
 
 
 @st.composite
-def samples_with_repeats(draw: st.DrawFn) -> list[PlanSample]:
-    return [PlanSample(s.variant_id, s.bucket, draw(st.integers(1, 3))) for s in samples_of(draw(buckets))]
+def samples_with_repeats(draw: st.DrawFn) -> list[PlanInput]:
+    return [PlanInput(s.variant_id, s.bucket, draw(st.integers(1, 3))) for s in samples_of(draw(buckets))]
 
 
 def epoch_slots(plan: TrainingPlan, epoch: int) -> list[Slot]:
@@ -67,7 +67,7 @@ def epoch_slots(plan: TrainingPlan, epoch: int) -> list[Slot]:
 
 @given(samples_with_repeats(), shapes)
 def test_B01_B07_each_epoch_contains_every_sample_repeats_times(
-    samples: list[PlanSample], shape: PlanSettings
+    samples: list[PlanInput], shape: PlanSettings
 ) -> None:
     probe = plan_of(samples, shape)
     plan = plan_of(samples, settings_of(2 * probe.steps_per_epoch, *_shape(shape)))
@@ -90,7 +90,7 @@ def _shape(shape: PlanSettings) -> tuple[int, int, int, float, int]:
 
 @given(samples_with_repeats(), shapes)
 def test_B09_each_rank_has_a_share_of_the_same_bucket_in_every_micro_batch(
-    samples: list[PlanSample], shape: PlanSettings
+    samples: list[PlanInput], shape: PlanSettings
 ) -> None:
     bucket_of = {sample.variant_id: sample.bucket for sample in samples}
     for step in plan_of(samples, shape):
@@ -108,7 +108,7 @@ def test_B09_each_rank_has_a_share_of_the_same_bucket_in_every_micro_batch(
 
 @given(samples_with_repeats(), shapes)
 def test_R03_the_plan_has_the_exact_number_of_steps_and_weights_samples_equally(
-    samples: list[PlanSample], shape: PlanSettings
+    samples: list[PlanInput], shape: PlanSettings
 ) -> None:
     plan = plan_of(samples, shape)
     steps = list(plan)
@@ -121,7 +121,7 @@ def test_R03_the_plan_has_the_exact_number_of_steps_and_weights_samples_equally(
 
 @given(samples_with_repeats(), shapes, st.data())
 def test_R01_R02_iterating_from_any_step_gives_the_same_remaining_steps(
-    samples: list[PlanSample], shape: PlanSettings, data: st.DataObject
+    samples: list[PlanInput], shape: PlanSettings, data: st.DataObject
 ) -> None:
     all_steps = list(plan_of(samples, shape).iterate())
     cut = data.draw(st.integers(0, shape.steps))
@@ -133,7 +133,7 @@ def test_R01_R02_iterating_from_any_step_gives_the_same_remaining_steps(
 
 @given(samples_with_repeats(), st.integers(1, 3), st.integers(0, 9))
 def test_world_sizes_1_2_and_4_give_the_same_global_batches_for_one_global_batch_size(
-    samples: list[PlanSample], accumulation: int, seed: int
+    samples: list[PlanInput], accumulation: int, seed: int
 ) -> None:
     def batches(ranks: int) -> list[list[Slot]]:
         shape = settings_of(9, 4 // ranks, accumulation, ranks, seed=seed)
@@ -206,15 +206,15 @@ GOLDEN: list[list[tuple[str, bool]]] = [
 
 
 FOUR_BUCKETS = [
-    *(PlanSample(f"a/{number:02}", "64x64", 2, 3, 2, dataset="a") for number in range(9)),
-    *(PlanSample(f"b/{number:02}", "64x128", dataset="b") for number in range(7)),
-    *(PlanSample(f"c/{number:02}", "64x64", dataset="b", references="1") for number in range(5)),
+    *(PlanInput(f"a/{number:02}", "64x64", 2, 3, 2, dataset="a") for number in range(9)),
+    *(PlanInput(f"b/{number:02}", "64x128", dataset="b") for number in range(7)),
+    *(PlanInput(f"c/{number:02}", "64x64", dataset="b", references="1") for number in range(5)),
     *(
-        PlanSample(f"d/{number:02}", "64x64", 3, dataset="b", slider=1, pair=f"{number}")
+        PlanInput(f"d/{number:02}", "64x64", 3, dataset="b", slider=1, pair=f"{number}")
         for number in range(4)
     ),
     *(
-        PlanSample(f"e/{number:02}", "64x64", 3, dataset="a", slider=-1, pair=f"{number}")
+        PlanInput(f"e/{number:02}", "64x64", 3, dataset="a", slider=-1, pair=f"{number}")
         for number in range(4)
     ),
 ]
@@ -300,7 +300,7 @@ def test_the_numbers_of_a_plan_describe_its_epochs(
 
 def test_the_number_of_epochs_of_a_weighted_plan_counts_the_steps_of_each_epoch() -> None:
     """An epoch has 10 draws of a, and 3 or 4 of b: 13.3 on average, in micro-batches of 1."""
-    samples = [PlanSample(f"{name}/{number}", "64x64", dataset=name) for name in "ab" for number in range(10)]
+    samples = [PlanInput(f"{name}/{number}", "64x64", dataset=name) for name in "ab" for number in range(10)]
     shape = replace(settings_of(20, batch=1), weights=WEIGHTS, exhausted="end_epoch")
     plan = plan_of(samples, shape)
     assert plan.steps_per_epoch == 13
@@ -326,8 +326,8 @@ def test_a_slice_of_a_plan_has_its_steps() -> None:
         (samples_of({"a": 1}), settings_of(batch=0), "at least 1"),
         (samples_of({"a": 1}), settings_of(accumulation=0), "at least 1"),
         (samples_of({"a": 1}), settings_of(ranks=0), "at least 1"),
-        ([PlanSample("a", "a", variants=0)], settings_of(), "at least 1"),
-        ([PlanSample("a", "a"), PlanSample("b", "a", views=0)], settings_of(), "at least 1"),
+        ([PlanInput("a", "a", variants=0)], settings_of(), "at least 1"),
+        ([PlanInput("a", "a"), PlanInput("b", "a", views=0)], settings_of(), "at least 1"),
         (samples_of({"a": 1}), settings_of(dropout=1.5), "1.5"),
         (samples_of({"a": 1}), settings_of(dropout=-0.5), "-0.5"),
     ],
@@ -346,7 +346,7 @@ def test_a_slice_of_a_plan_has_its_steps() -> None:
     ],
 )
 def test_invalid_inputs_raise_training_errors(
-    samples: list[PlanSample], shape: PlanSettings, message: str
+    samples: list[PlanInput], shape: PlanSettings, message: str
 ) -> None:
     with pytest.raises(TrainingError, match=message):
         plan_of(samples, shape)
@@ -365,7 +365,7 @@ policies = st.sampled_from(["repeat", "drop"])
 
 @given(samples_with_repeats(), shapes, policies)
 def test_B01_with_repeat_or_drop_every_micro_batch_is_full(
-    samples: list[PlanSample], shape: PlanSettings, policy: Underfilled
+    samples: list[PlanInput], shape: PlanSettings, policy: Underfilled
 ) -> None:
     capacity = shape.batch_size * shape.num_processes
     sizes = Counter[str]()
@@ -388,7 +388,7 @@ def test_B01_with_repeat_or_drop_every_micro_batch_is_full(
 
 @given(samples_with_repeats(), shapes)
 def test_repeat_uses_each_sample_in_every_epoch_and_fills_batches_evenly(
-    samples: list[PlanSample], shape: PlanSettings
+    samples: list[PlanInput], shape: PlanSettings
 ) -> None:
     probe = plan_of(samples, replace(shape, underfilled="repeat"))
     plan = plan_of(samples, replace(probe.settings, steps=probe.steps_per_epoch))
@@ -404,7 +404,7 @@ def test_repeat_uses_each_sample_in_every_epoch_and_fills_batches_evenly(
 
 
 @given(samples_with_repeats(), shapes)
-def test_B02_dropped_samples_are_listed_and_rotate(samples: list[PlanSample], shape: PlanSettings) -> None:
+def test_B02_dropped_samples_are_listed_and_rotate(samples: list[PlanInput], shape: PlanSettings) -> None:
     """Over as many epochs as a bucket has draws, every draw is dropped equally often."""
     capacity = shape.batch_size * shape.num_processes
     sizes = Counter[str]()
@@ -437,13 +437,13 @@ def test_samples_are_dropped_only_with_the_drop_policy() -> None:
     assert plan_of(samples_of({"64x64": 5}), dropping).dropped(0)
 
 
-def with_choices(samples: list[PlanSample]) -> list[PlanSample]:
+def with_choices(samples: list[PlanInput]) -> list[PlanInput]:
     return [replace(sample, variants=3, views=2) for sample in samples]
 
 
 @given(samples_with_repeats(), shapes)
 def test_variants_and_views_depend_on_sample_and_epoch_and_leave_the_plan_unchanged(
-    samples: list[PlanSample], shape: PlanSettings
+    samples: list[PlanInput], shape: PlanSettings
 ) -> None:
     plain, rich = plan_of(samples, shape), plan_of(with_choices(samples), shape)
     for before, after in zip(plain, rich, strict=True):
@@ -456,7 +456,7 @@ def test_variants_and_views_depend_on_sample_and_epoch_and_leave_the_plan_unchan
 
 
 def test_variants_views_and_dropout_are_uniform_and_independent() -> None:
-    samples = [PlanSample(f"a/{number:03}", "64x64", variants=3, views=2) for number in range(100)]
+    samples = [PlanInput(f"a/{number:03}", "64x64", variants=3, views=2) for number in range(100)]
     counts = Counter(
         (slot.variant, slot.view, slot.drop_caption)
         for step in plan_of(samples, settings_of(600, batch=2, dropout=0.5))

@@ -7,10 +7,9 @@ import torch
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan
-from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from pipeline.trained_lora.worker.step_outcome import StepOutcome
 
 
 def engine_of(job: TrainingJob) -> Engine:

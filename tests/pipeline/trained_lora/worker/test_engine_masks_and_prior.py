@@ -13,8 +13,8 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 
 from pipeline.cache.store import Store
 from pipeline.recipe import LossSettings
+from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from tests.pipeline.trained_lora.worker.engine_steps import (
     engine_of,

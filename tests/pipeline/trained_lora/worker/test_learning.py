@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from pipeline.models.worker.family import load_family
+from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.validation import Validation

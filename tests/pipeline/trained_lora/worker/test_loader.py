@@ -18,11 +18,10 @@ from pipeline.cache.store import Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
 from pipeline.models.worker.family import load_family
+from pipeline.trained_lora.inputs import TrainingInputs, tensors_json
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import StepPlan
-from pipeline.trained_lora.samples import TrainingInputs
-from pipeline.trained_lora.tensors_json import tensors_json
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, loss_weights, micro_inputs, prefetch
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest

@@ -18,17 +18,17 @@ from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.fingerprint import run_facts, run_id
-from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import (
+from pipeline.trained_lora.inputs import (
     TrainingInput,
     read_entry_keys,
     read_inputs,
     training_inputs,
     write_inputs,
 )
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.worker.before_training import largest_step
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from pipeline.trained_lora.worker.trial_step import largest_step
 from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.reference_family import with_references
 from tests.tensor_differences import differing_tensors

@@ -18,17 +18,17 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.run_folder import RunLayout, is_being_trained
 from pipeline.trained_lora.sample_losses import sample_statistics
-from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker import loop
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
+from pipeline.trained_lora.worker.engine import QueuedStep
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from pipeline.trained_lora.worker.step_outcome import QueuedStep
 from pipeline.trained_lora.worker.stop_request import StopRequest, stop_on_signals
 from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.project import FEW_MODULES

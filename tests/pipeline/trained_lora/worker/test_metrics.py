@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 
+from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.samples import TrainingInputs
+from pipeline.trained_lora.worker.engine import StepOutcome
 from pipeline.trained_lora.worker.metrics import JsonLines, MetricsLog, peak_memory_bytes
-from pipeline.trained_lora.worker.step_outcome import StepOutcome
 from pipeline.trained_lora.worker.validation import ValidationLoss
 from tests.pipeline.disk_calls import DiskCalls
 

@@ -14,10 +14,10 @@ from pipeline.errors import TrainingError
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import preflight
+from pipeline.trained_lora.worker.before_training import perturbed_weights
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint
 from pipeline.trained_lora.worker.export import exporter
 from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.preflight import perturbed_weights
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from tests.tensor_differences import differing_tensors
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeline.models.worker.family import load_family
+from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
     adapter_state,

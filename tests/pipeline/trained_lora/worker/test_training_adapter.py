@@ -26,6 +26,7 @@ from pipeline.models.worker.loading import pipeline_class
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, RunLayout
+from pipeline.trained_lora.worker.before_training import require_adapter_effect
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.read_back import loaded_weights
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry

@@ -9,11 +9,11 @@ import torch
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.worker.before_training import largest_step, run_trial_step
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
-from pipeline.trained_lora.worker.trial_step import largest_step, run_trial_step
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pipeline.errors import TrainingError
 from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.checkpoint import TrainingState
-from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.step_outcome import QueuedStep
+from pipeline.trained_lora.worker.engine import Engine, QueuedStep
 from pipeline.trained_lora.worker.update_on_device import UpdateOnDevice, can_skip_updates
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
 from tests.tensor_differences import differing_tensors

@@ -16,7 +16,7 @@ from demo.tiny_models import make_tiny_flux
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import LoraSettings
-from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter
+from pipeline.trained_lora.pictures.worker.file_adapter import FileAdapter
 from pipeline.trained_lora.worker.adapter.lora import add_lora, delta_weights
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors, warm_start
 from pipeline.trained_lora.worker.export.modules import describe_denoiser

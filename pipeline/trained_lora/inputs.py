@@ -10,23 +10,24 @@ The inputs are one Polars table, both in memory and in the file that the worker 
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales, with_pairs
-from pipeline.cache.recipe_entries import TARGET
-from pipeline.cache.store import EntrySpec
+from pipeline.cache.recipe_entries import SEEN, TARGET
+from pipeline.cache.store import EntrySpec, TensorSpec
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.side_inputs import MASKS, REFERENCES, SIDE_INPUTS, SideInput
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import read_rows, selected
-from pipeline.trained_lora.caption_columns import EMPTY_COLUMNS, captions_by_sample
-from pipeline.trained_lora.tensors_json import parsed_tensors, shapes_text, tensors_json
+from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION, with_seen_images
 from pipeline.validated_dataset.holdout import held_out
 
 if TYPE_CHECKING:
@@ -157,6 +158,12 @@ SLIDER_COLUMNS: dict[str, Any] = {"slider": pl.Int8, "pair": pl.String}
 Two images are a pair only if both are trained on, or both held out.
 """
 
+EMPTY_COLUMNS: dict[str, Any] = {"empty_text": pl.String, "empty_tensors": pl.String}
+"""Further columns of recipes whose text encoder sees references: key and tensors of the empty caption.
+
+Both are null for inputs without references, whose empty caption is that of the job.
+"""
+
 _STORED_NAMES = {"variant_id": "sample_id", "sample_id": "image_id"}
 """Names in `inputs.parquet` that differ from those of `COLUMNS`; run folders of earlier versions use them."""
 
@@ -254,7 +261,7 @@ def training_inputs(
     Raises:
         TrainingError: A sample has a latent but no text embedding, or the recipe lacks its dataset.
     """
-    captions = captions_by_sample(entries, text)
+    captions = _captions_by_sample(entries, text)
     _require_complete(recipe, latents, captions["sample_id"])
 
     views = _views_by_bucket(recipe, entries, latents)
@@ -343,6 +350,27 @@ def _latent_tensors(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     return sizes.with_columns(pl.Series("latent_tensors", latents, dtype=pl.String))
 
 
+def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per sample with its `captions`, their keys (`texts`) and their `text_tensors`.
+
+    If the text encoder sees references, the rows also have `EMPTY_COLUMNS`.
+    """
+    rows = selected("text_embeddings", text, NEEDED["trained_lora"]["text_embeddings"])
+    rows = with_seen_images(entries, rows).sort("sample_id", "variant")
+    tensors = {length: tensors_json(entries.text_tensors(length)) for length in rows["text_length"].unique()}
+    rows = rows.with_columns(
+        entries.text_keys(rows["caption"], rows.get_column(SEEN, default=None)).alias("texts"),
+        text_tensors=pl.col("text_length").replace_strict(tensors, return_dtype=pl.String),
+    )
+    by_sample = rows.filter(pl.col("variant") > EMPTY_CAPTION).group_by("sample_id", maintain_order=True)
+    captions = by_sample.agg("texts", "text_tensors", captions="caption")
+    if entries.text_images is None:
+        return captions
+    empty = rows.filter(pl.col("variant") == EMPTY_CAPTION)
+    empty = empty.select("sample_id", empty_text="texts", empty_tensors="text_tensors")
+    return captions.join(empty, on="sample_id", how="left", maintain_order="left")
+
+
 def write_inputs(inputs: TrainingInputs, file: Any) -> None:
     """Write the table of inputs as Parquet to a path or binary file."""
     inputs.table.rename(_STORED_NAMES).write_parquet(file)
@@ -415,3 +443,25 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         pair=row.get("pair"),
         empty_text=_empty_text(row),
     )
+
+
+def tensors_json(tensors: Mapping[str, TensorSpec]) -> str:
+    """Serialize an entry's tensors for `tensors_from_json`: name to dtype, shape and raggedness."""
+    return json.dumps({name: astuple(tensor) for name, tensor in tensors.items()})
+
+
+def tensors_from_json(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Convert the parsed JSON of `tensors_json` back to tensor specifications."""
+    return {name: TensorSpec(dtype, tuple(shape), ragged) for name, (dtype, shape, ragged) in value.items()}
+
+
+@lru_cache(maxsize=1_024)
+def parsed_tensors(text: str) -> dict[str, TensorSpec]:
+    """Parse the text of `tensors_json`; the distinct texts are as few as buckets and caption lengths."""
+    return tensors_from_json(json.loads(text))
+
+
+def shapes_text(texts: str) -> str:
+    """Return `CxHxW CxHxW` for lines of `tensors_json`, one per entry."""
+    shapes = [next(iter(parsed_tensors(text).values())).shape for text in texts.splitlines()]
+    return " ".join("x".join(map(str, shape)) for shape in shapes)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import DrawingError, counted
-from pipeline.models.preview_prompts import reference_mistakes, require_preview_prompts
+from pipeline.models.prompt_support import reference_mistakes, require_preview_prompts
 from pipeline.outputs.folder import outputs_of
 from pipeline.recipe import PreviewPrompt
 from pipeline.recipe.isolation import require_separate_folder
-from pipeline.trained_lora.drawing.choice import Steps, choose_file, choose_loras
-from pipeline.trained_lora.drawing.job import SHEET_FILE, DrawingJob
 from pipeline.trained_lora.export.earlier_step import exportable_run
 from pipeline.trained_lora.job import JOB_FILE, read_recipe_and_prompts
+from pipeline.trained_lora.pictures.choice import Steps, choose_file, choose_loras
+from pipeline.trained_lora.pictures.job import SHEET_FILE, DrawingJob
 from pipeline.trained_lora.prompts import Prompt, recipe_prompts, square_prompts
 from pipeline.trained_lora.run_folder import RunLayout, lora_steps, run_folder
 from pipeline.trained_lora.run_upload import fetch_lora

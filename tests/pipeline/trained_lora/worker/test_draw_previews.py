@@ -13,13 +13,13 @@ from PIL import Image
 from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
-from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.loading import unpacked_weight
 from pipeline.trained_lora.previews import PROMPT_KEY, read_previews
+from pipeline.trained_lora.worker.draw_previews import draw_previews
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
-from pipeline.trained_lora.worker.previews import draw_previews
 from tests.pipeline.packs_case import pack_everything
 from tests.tensor_differences import differing_tensors
 

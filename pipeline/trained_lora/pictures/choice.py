@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import DrawingError, counted
-from pipeline.trained_lora.drawing.job import LoraChoice
 from pipeline.trained_lora.export.earlier_step import exportable_run
 from pipeline.trained_lora.export.lora_files import (
     LORA_FOLDER,
@@ -19,6 +18,7 @@ from pipeline.trained_lora.export.lora_files import (
     lora_file,
 )
 from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.trained_lora.pictures.job import LoraChoice
 from pipeline.trained_lora.run_folder import (
     ADAPTER_FILE,
     LORA_RECORD,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter
+from pipeline.trained_lora.pictures.worker.file_adapter import FileAdapter
 from pipeline.trained_lora.worker.adapter.lora import delta_weights
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base

@@ -1,4 +1,4 @@
-"""The samples of a plan, stored as columns because objects take ten times the memory."""
+"""The training inputs of a plan, stored as columns because objects take ten times the memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSample:
+class PlanInput:
     """One training input; counts are at least 1.
 
     Only inputs of the same `bucket`, `references` and `slider` share a micro-batch. `references` is any text
@@ -59,36 +59,36 @@ def turn_name(group: str) -> str:
 
 
 class Groups:
-    """A partition of the samples, such as by bucket.
+    """A partition of the inputs, such as by bucket.
 
     Attributes:
         names: Names of the non-empty groups, sorted.
-        codes: Index into `names` for each sample.
+        codes: Index into `names` for each input.
     """
 
     def __init__(self, of_each: pl.Series) -> None:
-        """Build the partition from the group name of each sample."""
+        """Build the partition from the group name of each input."""
         self.names: list[str] = of_each.unique().sort().to_list()
         self.codes: Ints = of_each.cast(pl.Enum(self.names)).to_physical().to_numpy().astype(np.int32)
 
     def members(self, name: str) -> Ints:
-        """Return the indices of the group's samples in ascending order."""
+        """Return the indices of the group's inputs in ascending order."""
         return np.flatnonzero(self.codes == self.names.index(name)).astype(np.int32)
 
 
-class PlanSamples(Sequence[PlanSample]):
-    """The samples, sorted by variant_id; a `place` is an index into them.
+class PlanInputs(Sequence[PlanInput]):
+    """The inputs, sorted by variant_id; a `place` is an index into them.
 
     Attributes:
-        repeats: Repeats of each sample.
-        variants: Number of captions of each sample.
-        views: Number of latents of each sample.
-        buckets: Partition of the samples by bucket, and within it by `references` and `slider`.
-        datasets: Partition of the samples by dataset.
+        repeats: Repeats of each input.
+        variants: Number of captions of each input.
+        views: Number of latents of each input.
+        buckets: Partition of the inputs by bucket, and within it by `references` and `slider`.
+        datasets: Partition of the inputs by dataset.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
-        """Take a table with one column per attribute of `PlanSample`, in any row order.
+        """Take a table with one column per attribute of `PlanInput`, in any row order.
 
         `slider`, `pair` and `references` may be missing.
         """
@@ -114,23 +114,23 @@ class PlanSamples(Sequence[PlanSample]):
         self.datasets = Groups(table["dataset"])
 
     @classmethod
-    def of(cls, samples: Iterable[PlanSample]) -> PlanSamples:
-        """Build from single samples in any order."""
-        return cls(pl.DataFrame(map(astuple, samples), schema=_COLUMNS, orient="row"))
+    def of(cls, inputs: Iterable[PlanInput]) -> PlanInputs:
+        """Build from single inputs in any order."""
+        return cls(pl.DataFrame(map(astuple, inputs), schema=_COLUMNS, orient="row"))
 
     def __len__(self) -> int:
-        """Return the number of samples."""
+        """Return the number of inputs."""
         return len(self._ids)
 
     @overload
-    def __getitem__(self, place: int) -> PlanSample: ...
+    def __getitem__(self, place: int) -> PlanInput: ...
     @overload
-    def __getitem__(self, place: slice) -> list[PlanSample]: ...
-    def __getitem__(self, place: int | slice) -> PlanSample | list[PlanSample]:
-        """Return one sample, or those of a slice."""
+    def __getitem__(self, place: slice) -> list[PlanInput]: ...
+    def __getitem__(self, place: int | slice) -> PlanInput | list[PlanInput]:
+        """Return one input, or a list of the inputs in a slice."""
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        return PlanSample(
+        return PlanInput(
             variant_id=self._ids[place],
             bucket=self._buckets[place],
             repeats=int(self.repeats[place]),

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from pipeline.trained_lora.drawing.draw import MODULE, draw
-from pipeline.trained_lora.drawing.job import DrawingJob, read_drawing_job
-from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
-from pipeline.trained_lora.drawing.worker.draw import draw_pictures
+from pipeline.trained_lora.pictures.draw import MODULE, draw
+from pipeline.trained_lora.pictures.job import DrawingJob, read_drawing_job
+from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
+from pipeline.trained_lora.pictures.worker.artist import draw_pictures
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project

@@ -6,23 +6,23 @@ import numpy as np
 import polars as pl
 import pytest
 
-from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples, turn_name
+from pipeline.trained_lora.plan.inputs import PlanInput, PlanInputs, turn_name
 
 SAMPLES = [
-    PlanSample("a", "64x64", repeats=2, variants=3, views=4, dataset="photos", references="1x64x64"),
-    PlanSample("b", "64x64", dataset="photos"),
-    PlanSample("c", "64x64", dataset="day", slider=1, pair="p"),
-    PlanSample("d", "64x64", dataset="night", slider=-1, pair="p"),
-    PlanSample("e", "32x96", dataset="photos", references="1x64x64"),
-    PlanSample("f", "32x96", dataset="day", slider=1, references="1x64x64"),
-    PlanSample("g", "64x64", dataset="night", slider=-1),
-    PlanSample("h", "64x64", dataset="photos", references="1x64x64"),
+    PlanInput("a", "64x64", repeats=2, variants=3, views=4, dataset="photos", references="1x64x64"),
+    PlanInput("b", "64x64", dataset="photos"),
+    PlanInput("c", "64x64", dataset="day", slider=1, pair="p"),
+    PlanInput("d", "64x64", dataset="night", slider=-1, pair="p"),
+    PlanInput("e", "32x96", dataset="photos", references="1x64x64"),
+    PlanInput("f", "32x96", dataset="day", slider=1, references="1x64x64"),
+    PlanInput("g", "64x64", dataset="night", slider=-1),
+    PlanInput("h", "64x64", dataset="photos", references="1x64x64"),
 ]
 """Samples that differ in all that decides their micro-batches, sorted by name."""
 
 
 def test_samples_read_back_as_they_were_given_sorted_by_name() -> None:
-    samples = PlanSamples.of(reversed(SAMPLES))
+    samples = PlanInputs.of(reversed(SAMPLES))
     assert list(samples) == SAMPLES
     assert samples[2:5] == SAMPLES[2:5]
     assert samples[-1] == SAMPLES[-1]
@@ -35,18 +35,18 @@ def test_samples_read_back_as_they_were_given_sorted_by_name() -> None:
 
 
 def test_a_sample_is_shown_once_with_one_caption_and_one_latent_unless_stated() -> None:
-    stated = PlanSample("a", "64x64", 1, 1, 1, "", None, None, "")
-    assert PlanSample("a", "64x64") == stated
+    stated = PlanInput("a", "64x64", 1, 1, 1, "", None, None, "")
+    assert PlanInput("a", "64x64") == stated
 
 
 def test_columns_of_sliders_and_references_may_be_missing() -> None:
-    plain = [PlanSample(name, "64x64", repeats=2, dataset="photos") for name in "ab"]
+    plain = [PlanInput(name, "64x64", repeats=2, dataset="photos") for name in "ab"]
     columns = ["variant_id", "bucket", "repeats", "variants", "views", "dataset"]
-    assert list(PlanSamples(pl.DataFrame([asdict(each) for each in plain]).select(columns))) == plain
+    assert list(PlanInputs(pl.DataFrame([asdict(each) for each in plain]).select(columns))) == plain
 
 
 def test_only_samples_of_one_bucket_with_equal_references_on_one_side_of_a_slider_are_a_group() -> None:
-    samples = PlanSamples.of(SAMPLES)
+    samples = PlanInputs.of(SAMPLES)
     groups = [samples.buckets.members(name).tolist() for name in samples.buckets.names]
     names = sorted("".join(SAMPLES[place].variant_id for place in group) for group in groups)
     assert names == ["ah", "b", "c", "dg", "e", "f"]
@@ -60,11 +60,11 @@ def test_only_samples_of_one_bucket_with_equal_references_on_one_side_of_a_slide
 
 def test_groups_without_references_and_sliders_have_the_names_of_their_buckets() -> None:
     """Their turns are drawn by name, and runs of earlier versions must keep them."""
-    assert "64x64" in PlanSamples.of(SAMPLES).buckets.names
+    assert "64x64" in PlanInputs.of(SAMPLES).buckets.names
 
 
 def test_both_sides_of_a_slider_have_the_same_turns_and_other_groups_have_others() -> None:
-    samples = PlanSamples.of(SAMPLES)
+    samples = PlanInputs.of(SAMPLES)
     by_sample = {
         SAMPLES[place].variant_id: turn_name(samples.buckets.names[code])
         for place, code in enumerate(samples.buckets.codes)
@@ -74,7 +74,7 @@ def test_both_sides_of_a_slider_have_the_same_turns_and_other_groups_have_others
 
 
 def test_random_choices_depend_on_the_pair_or_else_on_the_sample() -> None:
-    samples = PlanSamples.of(SAMPLES)
+    samples = PlanInputs.of(SAMPLES)
     places = np.array([3, 0, 2], dtype=np.int32)
     assert list(samples.ids_at(places)) == ["d", "a", "c"]
     assert list(samples.random_names_at(places)) == ["p", "a", "p"]
@@ -96,5 +96,5 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
     ],
 )
 def test_each_duplicate_name_is_listed_once_in_order(names: str, duplicates: str) -> None:
-    samples = PlanSamples.of(replace(SAMPLES[0], variant_id=name) for name in names)
+    samples = PlanInputs.of(replace(SAMPLES[0], variant_id=name) for name in names)
     assert samples.duplicates() == list(duplicates)

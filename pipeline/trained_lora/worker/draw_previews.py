@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.images.decode import decode
 from pipeline.images.geometry import Size
-from pipeline.models.worker.drawing import PictureSettings
+from pipeline.models.worker.inference import PictureSettings
 from pipeline.processes.worker.devices import free_memory, is_out_of_memory
 from pipeline.storage.atomic import write_atomically
 from pipeline.trained_lora.previews import PROMPT_KEY, preview_file

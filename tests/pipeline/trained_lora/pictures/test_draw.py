@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from pipeline.storage.atomic import temp_path_for
-from pipeline.trained_lora.drawing.draw import draw, num_drawn
-from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
+from pipeline.trained_lora.pictures.draw import draw, num_drawn
+from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
 from tests.in_process_worker import InProcessLaunch
-from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing
+from tests.pipeline.trained_lora.pictures.drawings import InProcessDrawing
 from tests.pipeline.trained_lora.runs import run
 
 if TYPE_CHECKING:

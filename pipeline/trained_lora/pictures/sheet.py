@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.reporting.grids import CELL_PX, fitted, picture_grid
 from pipeline.reporting.pictures import jpeg
-from pipeline.trained_lora.drawing.job import Cell, DrawingJob
+from pipeline.trained_lora.pictures.job import Cell, DrawingJob
 from pipeline.trained_lora.previews import MAX_SHEET_BYTES, number_text
 
 if TYPE_CHECKING:

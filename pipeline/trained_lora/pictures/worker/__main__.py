@@ -1,4 +1,4 @@
-"""`python -m pipeline.trained_lora.drawing.worker <order.json>`: draw the pictures of a job."""
+"""`python -m pipeline.trained_lora.pictures.worker <order.json>`: draw the pictures of a job."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def main(order_path: Path) -> None:
         keep_quiet()
         from pipeline.processes.launch import cpu_threads
         from pipeline.processes.worker.devices import used_memory_text
-        from pipeline.trained_lora.drawing.job import read_drawing_job
-        from pipeline.trained_lora.drawing.worker.draw import draw_pictures
+        from pipeline.trained_lora.pictures.job import read_drawing_job
+        from pipeline.trained_lora.pictures.worker.artist import draw_pictures
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())

@@ -20,16 +20,16 @@ from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import allow_tf32, out_of_memory_as, own_device, why_no_gpu
 from pipeline.storage.atomic import write_atomically
-from pipeline.trained_lora.drawing.job import Cell, DrawingJob
-from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter, adapts_text_encoders
-from pipeline.trained_lora.drawing.worker.texts import prompt_texts
+from pipeline.trained_lora.pictures.job import Cell, DrawingJob
+from pipeline.trained_lora.pictures.worker.file_adapter import FileAdapter, adapts_text_encoders
+from pipeline.trained_lora.pictures.worker.texts import prompt_texts
 from pipeline.trained_lora.previews import PROMPT_KEY, number_text
 from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
 from pipeline.trained_lora.worker.distributed import make_accelerator
+from pipeline.trained_lora.worker.draw_previews import open_references, picture_settings
 from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
-from pipeline.trained_lora.worker.previews import open_references, picture_settings
 from pipeline.trained_lora.worker.text_encoders import TextEncoders
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pipeline.processes.launch import Launch
 from pipeline.storage.atomic import is_temp_name, write_bytes
-from pipeline.trained_lora.drawing.job import SHEET_FILE, DrawingJob
-from pipeline.trained_lora.drawing.sheet import drawing_sheet
+from pipeline.trained_lora.pictures.job import SHEET_FILE, DrawingJob
+from pipeline.trained_lora.pictures.sheet import drawing_sheet
 
-MODULE = "pipeline.trained_lora.drawing.worker"
+MODULE = "pipeline.trained_lora.pictures.worker"
 
 
 def draw(job: DrawingJob, launch: Launch) -> Path:

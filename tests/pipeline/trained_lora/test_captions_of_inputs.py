@@ -25,10 +25,10 @@ from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
 from pipeline.text_embeddings.caption_rows import text_rows
-from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
+from pipeline.trained_lora.inputs import read_entry_keys
 from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.samples import read_entry_keys
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.engine import Engine

@@ -17,7 +17,7 @@ from pipeline.errors import TrainingError
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import TrainingSettings
-from pipeline.trained_lora.requirements import (
+from pipeline.trained_lora.supported_settings import (
     require_objective,
     require_replaceable_shift,
     require_text_encoders,

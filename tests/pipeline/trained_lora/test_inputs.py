@@ -17,17 +17,17 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
-from pipeline.trained_lora.job import TrainingJob, read_job
-from pipeline.trained_lora.samples import (
+from pipeline.trained_lora.inputs import (
     COLUMNS,
     SIDE_INPUT_COLUMNS,
     TrainingInputs,
     read_entry_keys,
     read_inputs,
+    tensors_json,
     training_inputs,
     write_inputs,
 )
-from pipeline.trained_lora.tensors_json import tensors_json
+from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from tests.pipeline.reference_family import with_references
@@ -306,7 +306,7 @@ def test_the_holdout_is_the_same_in_every_run_and_is_never_trained_on(
     # 200 draws of 0.2 have a standard deviation of 5.7, so 20 is more than three deviations.
     assert 20 <= len(held_out) <= 60
     assert len(job.inputs.trained) + len(held_out) == 200
-    assert not held_out & {sample.variant_id for sample in job.plan().samples}
+    assert not held_out & {sample.variant_id for sample in job.plan().inputs}
     assert {item.variant_id for item in project.changed("other", seed=8).job().inputs.held_out} == held_out
     fewer = project.latents.sample(fraction=0.5, seed=1)
     second = training_inputs(project.recipe, RecipeEntries(project.recipe), fewer, project.text)

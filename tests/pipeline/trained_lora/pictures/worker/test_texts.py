@@ -11,12 +11,12 @@ import torch
 
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Encoding, Job, write_encoding
-from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
-from pipeline.trained_lora.drawing.worker.texts import prompt_texts
+from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
+from pipeline.trained_lora.pictures.worker.texts import prompt_texts
 from pipeline.trained_lora.worker.loader import read_entry
 from tests.in_process_worker import InProcessLaunch
 from tests.in_process_worker import run as encode
-from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing
+from tests.pipeline.trained_lora.pictures.drawings import InProcessDrawing
 from tests.pipeline.trained_lora.runs import run
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pipeline.trained_lora.previews import preview_file
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.loader import read_entry
 from tests.in_process_worker import InProcessLaunch
-from tests.pipeline.trained_lora.drawing.drawings import all_pixels, drawn, pixels
+from tests.pipeline.trained_lora.pictures.drawings import all_pixels, drawn, pixels
 from tests.pipeline.trained_lora.runs import run, run_folders
 
 if TYPE_CHECKING:

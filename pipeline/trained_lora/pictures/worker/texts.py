@@ -23,7 +23,7 @@ from pipeline.trained_lora.worker.loader import read_entry
 
 if TYPE_CHECKING:
     from pipeline.encoding.progress import Report
-    from pipeline.trained_lora.drawing.job import DrawingJob
+    from pipeline.trained_lora.pictures.job import DrawingJob
 
 Texts = Mapping[str, Mapping[str, Tensor]]
 """Tensors of a caption's entry as float32, by the entry's key."""

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.errors import DrawingError, PathIsolationError, RecipeError, TrainingError
 from pipeline.recipe import PreviewPrompt
-from pipeline.trained_lora.drawing.job import DrawingJob, read_drawing_job
-from pipeline.trained_lora.drawing.prepare import MAX_PICTURES, Request, prepare_drawing
+from pipeline.trained_lora.pictures.job import DrawingJob, read_drawing_job
+from pipeline.trained_lora.pictures.prepare import MAX_PICTURES, Request, prepare_drawing
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.runs import run, run_folders
