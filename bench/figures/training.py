@@ -67,7 +67,7 @@ def _steps(place: Workplace) -> Generator[Sides]:
     plan, family = job.plan(), load_family(job.base)
     engine = Engine(job, family)
     device = engine.accelerator.device
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     batches = [maker.make(step, batch.micro_batches[0][0]).to(device) for step, batch in plan.iterate()]
     unet: Any = UNet2DConditionModel.from_pretrained(job.base / "unet")
     unet.to(device).train().requires_grad_(False)
@@ -82,7 +82,7 @@ def _steps(place: Workplace) -> Generator[Sides]:
         inputs.close()
 
     def limit() -> None:
-        bare_steps(unet, optimizer, engine.scheduler, batches)
+        bare_steps(unet, optimizer, engine.noise_scheduler, batches)
         # Wait for the GPU, which works asynchronously.
         weights[0].sum().item()
 

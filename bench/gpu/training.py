@@ -32,7 +32,7 @@ class Steps:
         job = rig.training_job(**training)
         self.plan = job.plan()
         self._engine = Engine(job, rig.family)
-        self._maker = MicroBatchMaker(job, rig.family, self._engine.scheduler)
+        self._maker = MicroBatchMaker(job, rig.family, self._engine.noise_scheduler)
         self._pin = self._engine.accelerator.device.type == "cuda"
         self.own_bytes = held_bytes(rig.bench.device) - before_bytes
 

@@ -81,7 +81,7 @@ def engine_of(job: TrainingJob) -> Engine:
 
 def outcomes(job: TrainingJob, engine: Engine) -> Iterator[StepOutcome]:
     """Train each step of the plan in turn."""
-    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
+    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
     for step, batch in job.plan().iterate():
         inputs = [(batch, maker.make(step, micro[0])) for micro in batch.micro_batches]
         yield engine.step(batch, iter(inputs), stop=False)

@@ -54,5 +54,5 @@ def _repeat_passes(engine: Engine) -> None:
         if message[0] is None:
             return
         inputs, named_inputs = send_to_device(message[0], engine.accelerator.device)
-        with engine.evaluation():
+        with engine.objective.evaluation():
             engine.denoiser(*inputs, **named_inputs)

@@ -72,7 +72,7 @@ def _draw_all(
     """
     is_last = dtype != "float32"
     try:
-        with engine.evaluation():
+        with engine.objective.evaluation():
             device = str(engine.accelerator.device)
             pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype=dtype, device=device)
             if is_last:

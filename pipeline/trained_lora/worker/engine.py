@@ -5,9 +5,13 @@ B is the number of slots in one rank's share of a micro-batch.
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,17 +19,14 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.processes.worker.devices import allow_tf32, own_device
-from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker import startup
-from pipeline.trained_lora.worker.adapter.disabled import adapters_disabled
 from pipeline.trained_lora.worker.adapter.lora import (
     adapted_networks,
     adapter_state,
     add_lora,
     collect,
     load_networks_state,
-    scaled_adapters,
 )
 from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
@@ -33,25 +34,27 @@ from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_co
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
-from pipeline.trained_lora.worker.engine import QueuedStep, StepOutcome
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loss import (
     MAX_SKIPPED_STEPS,
-    sample_losses,
+    not_finite_error,
     share_of_mean,
     skipped_steps_error,
-    snr_weights,
 )
 from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
-from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
+from pipeline.trained_lora.worker.objective import Objective
+from pipeline.trained_lora.worker.optimizers import (
+    make_lr_scheduler,
+    make_optimizer,
+    update_on_device,
+    weight_groups,
+)
 from pipeline.trained_lora.worker.sharding import is_sharded, may_need_base_prediction
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
 from pipeline.trained_lora.worker.training_adapter import load_training_adapter
-from pipeline.trained_lora.worker.update_on_device import update_on_device
-from pipeline.trained_lora.worker.weight_groups import weight_groups
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -61,12 +64,120 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.plan.steps import StepPlan
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """Result of one optimizer step; identical on every rank.
+
+    Attributes:
+        loss: Mean over the samples of the step.
+        grad_norm: Gradient norm before clipping; infinite if fp16's loss scaling skipped the step.
+        learning_rate: Learning rate used in the step.
+        stop: Whether any rank received a stop request.
+        losses: Loss of each sample, indexed by slot.
+        timesteps: Timestep of each sample, indexed by slot.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    stop: bool
+    losses: tuple[float, ...]
+    timesteps: tuple[float, ...]
+
+
+class QueuedStep:
+    """A step whose numbers the device may still be computing.
+
+    Attributes:
+        batch: The step.
+        lr_scheduler_state: State of the learning-rate schedule before the step's update.
+    """
+
+    def __init__(
+        self,
+        batch: StepPlan,
+        values: Tensor,
+        grad_norm: Tensor,
+        *,
+        learning_rate: float,
+        lr_scheduler_state: dict[str, Any],
+    ) -> None:
+        """Queue the copy of the numbers to the host; a GPU does not wait for it.
+
+        Args:
+            batch: The step.
+            values: (3, B) on the device: losses, timesteps, and the number of stop requests in the first
+                column.
+            grad_norm: Gradient norm before clipping, a scalar on the device.
+            learning_rate: Learning rate of the step.
+            lr_scheduler_state: State of the schedule before the step's update.
+        """
+        self.batch = batch
+        self.lr_scheduler_state = lr_scheduler_state
+        self._learning_rate = learning_rate
+        self._numbers = torch.cat([values.flatten(), grad_norm.detach().float().reshape(1)])
+        # The copy from a GPU goes to pinned memory and does not block.
+        self._on_host = self._numbers.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if self._numbers.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._numbers.device))
+        self._outcome: StepOutcome | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `outcome` has returned before."""
+        return self._outcome is not None
+
+    def is_finite(self) -> Tensor:
+        """Return whether all numbers are finite, a boolean scalar on the device."""
+        return self._numbers.isfinite().all()
+
+    def outcome(self, *, may_overflow: bool = False) -> StepOutcome:
+        """Wait for the numbers and return them.
+
+        Args:
+            may_overflow: Whether the gradient norm may be infinite, as with fp16's loss scaling.
+
+        Raises:
+            TrainingError: The loss or the gradient is not finite; the error lists the samples.
+        """
+        if self._outcome is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._outcome = self._checked(self._on_host.tolist(), may_overflow=may_overflow)
+        return self._outcome
+
+    def _checked(self, numbers: list[float], *, may_overflow: bool) -> StepOutcome:
+        batch, grad_norm = self.batch, numbers.pop()
+        width = len(numbers) // 3
+        losses, timesteps, stop_requests = (numbers[start : start + width] for start in (0, width, 2 * width))
+
+        loss = math.fsum(losses) / batch.num_samples
+        if not math.isfinite(loss):
+            samples = [slot.variant_id for slot in batch.slots() if not math.isfinite(losses[slot.index])]
+            raise not_finite_error("loss", batch.step, loss, samples)
+        if not (math.isfinite(grad_norm) or may_overflow):
+            samples = [slot.variant_id for slot in batch.slots()]
+            raise not_finite_error("gradient", batch.step, grad_norm, samples)
+
+        return StepOutcome(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self._learning_rate,
+            stop=stop_requests[0] > 0,
+            losses=tuple(losses),
+            timesteps=tuple(timesteps),
+        )
+
+
 class Engine:
     """Model, optimizer and learning-rate schedule of one process.
 
     Attributes:
         accelerator: The process's `Accelerator`.
-        scheduler: Noise scheduler for training.
+        noise_scheduler: Noise scheduler for training.
+        objective: The loss, and measures of the output.
         resident: Blocks of the denoiser that stay on the GPU.
         denoiser: Denoiser with its adapter.
         text: Text encoders with their adapters; None unless they are trained.
@@ -100,9 +211,8 @@ class Engine:
             trackers=requested_trackers(job),
             logging_dir=job.folder,
         )
-        self._always_predicts_base = job.recipe.accelerate.shard and may_need_base_prediction(job.recipe)
         self._family = family
-        self.scheduler = make_noise_scheduler(family, self._settings)
+        self.noise_scheduler = make_noise_scheduler(family, self._settings)
 
         device = str(self.accelerator.device)
         self.resident = resident_blocks(family, job.recipe, least_free_bytes(self.accelerator.device))
@@ -115,17 +225,28 @@ class Engine:
             warm_start(self.networks, describe_networks(family, self.networks), lora.start_from)
         self.training_adapter = load_training_adapter(job, family, self.denoiser)
         enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
-        self._set_training(True)
+        # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
+        self.joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
+        self.objective = Objective(
+            family=family,
+            settings=self._settings,
+            accelerator=self.accelerator,
+            noise_scheduler=self.noise_scheduler,
+            joint_model=self.joint_model,
+            text=self.text,
+            networks=self.networks,
+            training_adapter=self.training_adapter,
+            always_predicts_base=job.recipe.accelerate.shard and may_need_base_prediction(job.recipe),
+        )
+        self.objective.set_training(True)
 
         groups = weight_groups(self.networks, self._settings)
         self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
         scaled = self.accelerator.scaler is not None
         optimizer = make_optimizer(groups, self._settings, device=device, scaled=scaled)
-        self._schedule = make_schedule(optimizer, self._settings)
+        self._lr_scheduler = make_lr_scheduler(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
-        # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
-        self.joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
         exclude_frozen_weights(self.joint_model)
         prepared = cast("Any", self.accelerator.prepare(self.joint_model, optimizer))
         self._model: nn.Module = prepared[0]
@@ -194,8 +315,8 @@ class Engine:
             batch,
             totals,
             norm,
-            learning_rate=float(self._schedule.get_last_lr()[0]),
-            schedule_state=self._schedule.state_dict(),
+            learning_rate=float(self._lr_scheduler.get_last_lr()[0]),
+            lr_scheduler_state=self._lr_scheduler.state_dict(),
         )
         self._update(step)
         return step
@@ -210,8 +331,10 @@ class Engine:
         try:
             return step.outcome()
         except TrainingError:
-            self._schedule.load_state_dict(step.schedule_state)
-            for group, rate in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
+            self._lr_scheduler.load_state_dict(step.lr_scheduler_state)
+            for group, rate in zip(
+                self._optimizer.param_groups, self._lr_scheduler.get_last_lr(), strict=True
+            ):
                 group["lr"] = rate
             raise
 
@@ -221,9 +344,9 @@ class Engine:
         Ranks exchange gradients in the last micro-batch only.
         """
         # Gradient checkpointing runs the forward pass again in the backward pass, with the same scale.
-        scaled = self._adapters_scaled(micro)
+        scaled = self.objective.adapters_scaled(micro)
         with scaled, nullcontext() if last else self.accelerator.no_sync(self._model):
-            losses = self.losses(micro, self._model)
+            losses = self.objective.losses(micro, self._model)
             share = share_of_mean(
                 losses,
                 micro.weights * micro.loss_weights,
@@ -232,41 +355,6 @@ class Engine:
             )
             self.accelerator.backward(share)
         return losses.detach()
-
-    def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:
-        """Return each sample's weighted loss (B,), float32, with its graph.
-
-        Args:
-            micro: Tensors on the model's device.
-            model: The prepared model, or `joint_model`.
-        """
-        family, scheduler = self._family, self.scheduler
-        noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
-        target = family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-        # Processes of a sharded base model must run it equally often, whatever their samples need.
-        needs_base = micro.needs_base_prediction or self._always_predicts_base
-        base = self._base_prediction(noisy, micro).to(target.dtype) if needs_base else target
-        if micro.is_prior is not None:
-            target = torch.where(micro.is_prior[:, None, None, None], base, target)
-
-        prediction = self._predict(model, noisy, micro)
-        losses = sample_losses(prediction, target, self._settings.loss, micro.place_weights)
-        if micro.prior_place_weights is not None:
-            losses = losses + sample_losses(prediction, base, self._settings.loss, micro.prior_place_weights)
-        if self._settings.loss.weighting == "none":
-            return losses
-        snr = family.noise.signal_to_noise(scheduler, micro.timesteps)
-        return losses * snr_weights(snr, self._settings.loss, family.prediction_type())
-
-    def _predict(self, model: nn.Module, noisy: Tensor, micro: MicroInput) -> Tensor:
-        if self.text is None:
-            return self._family.denoiser.predict(model, noisy, micro.timesteps, micro.conditions)
-        return model(noisy, micro.timesteps, micro.conditions, micro.captions)
-
-    def _base_prediction(self, noisy: Tensor, micro: MicroInput) -> Tensor:
-        """Return the base model's answer without adapters, for all samples and without a graph."""
-        with self._adapters_disabled(), torch.no_grad(), self.accelerator.autocast():
-            return self._predict(self.joint_model, noisy, micro)
 
     def _update(self, step: QueuedStep) -> None:
         """Step optimizer, average and schedule if the step's numbers are finite.
@@ -277,7 +365,7 @@ class Engine:
         if self._on_device is not None:
             self._on_device.step(step.is_finite())
             self._optimizer.zero_grad()
-            self._schedule.step()
+            self._lr_scheduler.step()
             return
 
         # With a gradient scaler an infinite gradient is normal: the scaler skips the step.
@@ -289,7 +377,7 @@ class Engine:
         else:
             self._skipped_steps = 0
             self._average.update()
-            self._schedule.step()
+            self._lr_scheduler.step()
 
     def _count_skipped_step(self, batch: StepPlan) -> None:
         """Advance the schedule over a step that loss scaling skipped, so that it ends as planned."""
@@ -299,46 +387,7 @@ class Engine:
         with warnings.catch_warnings():
             # torch warns if the schedule is stepped before the optimizer, as after a skipped first step.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self._schedule.step()
-
-    def errors(self, micro: MicroInput, scheduler: Any) -> Tensor:
-        """Return each sample's mean squared error (B,), float32, without training.
-
-        The recipe's loss and weighting are not applied, so that runs with other settings can be compared.
-        Masks are, because a place that is not trained on says nothing about the result.
-
-        Args:
-            micro: Tensors on any device.
-            scheduler: Noise scheduler.
-        """
-        micro = micro.to(self.accelerator.device)
-        with self._adapters_scaled(micro), self.evaluation():
-            target = self._family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-            prediction = self._predict_noisy(micro, scheduler)
-            return sample_losses(prediction, target, LossSettings(), micro.place_weights)
-
-    def output_change(self, micro: MicroInput) -> float:
-        """Return the norm of the adapter's effect on the output, relative to the output without it."""
-        micro = micro.to(self.accelerator.device)
-        with self.evaluation():
-            adapted = self._predict_noisy(micro, self.scheduler).double()
-        # A second autocast context is needed: autocast caches the cast weights for as long as it is active.
-        with self._adapters_disabled(), self.evaluation():
-            plain = self._predict_noisy(micro, self.scheduler).double()
-        return float((adapted - plain).norm() / plain.norm())
-
-    def _predict_noisy(self, micro: MicroInput, scheduler: Any) -> Tensor:
-        noisy = self._family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
-        return self._predict(self.joint_model, noisy, micro)
-
-    def _adapters_scaled(self, micro: MicroInput) -> AbstractContextManager[None]:
-        """Return a context in which the adapters have the scale of the micro-batch."""
-        return nullcontext() if micro.lora_scale == 1 else scaled_adapters(self.networks, micro.lora_scale)
-
-    def _adapters_disabled(self) -> AbstractContextManager[None]:
-        """Return a context without the effect of all adapters."""
-        reset = self._settings.lora.starts_from_base_weights
-        return adapters_disabled(self.denoiser, self.text_networks, reset_denoiser=reset)
+            self._lr_scheduler.step()
 
     def embed_caption(self, caption: str) -> Mapping[str, Tensor] | None:
         """Return the trained text encoders' tensors for a caption, named and shaped as `Family.text_shapes`.
@@ -349,21 +398,6 @@ class Engine:
             return None
         return {name: tensor[0] for name, tensor in self.text.embed([caption]).items()}
 
-    @contextmanager
-    def evaluation(self) -> Generator[None]:
-        """Disable dropout and gradients within the context."""
-        self._set_training(False)
-        try:
-            with torch.no_grad(), self.accelerator.autocast():
-                yield
-        finally:
-            self._set_training(True)
-
-    def _set_training(self, training: bool) -> None:
-        self.training_adapter.active = training
-        for network in self.networks.values():
-            network.train(training)
-
     def result_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the adapter holds the weights to export, such as their moving average.
 
@@ -373,7 +407,7 @@ class Engine:
 
     def state(self, step: int) -> TrainingState:
         """Return the state to save after `step` optimizer steps; the optimizer's tensors are not copied."""
-        optimizer = {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
+        optimizer = {"optimizer": self._optimizer.state_dict(), "schedule": self._lr_scheduler.state_dict()}
         if self.accelerator.scaler is not None:
             optimizer["scaler"] = self.accelerator.scaler.state_dict()
         optimizer |= self._average.state()
@@ -387,7 +421,7 @@ class Engine:
         """
         load_networks_state(self.networks, state.adapter)
         self._optimizer.load_state_dict(state.optimizer["optimizer"])
-        self._schedule.load_state_dict(state.optimizer["schedule"])
+        self._lr_scheduler.load_state_dict(state.optimizer["schedule"])
         self._average.restore(state.optimizer)
         if self.accelerator.scaler is not None and "scaler" in state.optimizer:
             self.accelerator.scaler.load_state_dict(state.optimizer["scaler"])
@@ -397,3 +431,46 @@ class Engine:
     def weights_finite(self) -> bool:
         """Return whether every trained weight is finite."""
         return all(bool(torch.isfinite(weight).all()) for weight in self.weights)
+
+
+class UnreadSteps:
+    """Reads and logs the numbers of steps in their order, without letting a GPU wait for the host."""
+
+    def __init__(self, engine: Engine, log: Callable[[StepPlan, StepOutcome, float], None]) -> None:
+        """Take the engine of the steps; `log` receives each step with its outcome and seconds."""
+        self._engine = engine
+        self._log = log
+        self._steps: deque[tuple[QueuedStep, float]] = deque()
+        self._last_read_s = 0.0
+
+    @property
+    def oldest(self) -> int | None:
+        """Number of the oldest unread step."""
+        return self._steps[0][0].batch.step if self._steps else None
+
+    def add(self, step: QueuedStep, started_s: float) -> None:
+        """Add a step that `Engine.start` returned; it began at `started_s` of `time.perf_counter`."""
+        self._steps.append((step, started_s))
+
+    def read(self, *, at_once: bool) -> bool:
+        """Log all steps but the newest, and return whether any rank requested a stop in them.
+
+        The newest step is included if its numbers are known, `at_once` is set, or the run stops.
+
+        Raises:
+            TrainingError: See `Engine.finish`; `oldest` is the step.
+        """
+        stopping = False
+        while self._steps:
+            step, started_s = self._steps[0]
+            if len(self._steps) == 1 and not (step.is_read or at_once or stopping):
+                break
+            outcome = self._engine.finish(step)
+            self._steps.popleft()
+
+            # A GPU begins a step when it has ended the one before.
+            read_s = time.perf_counter()
+            self._log(step.batch, outcome, read_s - max(started_s, self._last_read_s))
+            self._last_read_s = read_s
+            stopping |= outcome.stop
+        return stopping

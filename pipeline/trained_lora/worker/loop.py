@@ -21,16 +21,14 @@ from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.plan.steps import Slot, StepPlan
+from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.run_folder import RunLayout, hold_training
 from pipeline.trained_lora.worker import startup
-from pipeline.trained_lora.worker.agreement import require_agreement
 from pipeline.trained_lora.worker.base_model import memory_warning
 from pipeline.trained_lora.worker.before_training import (
-    largest_step,
-    require_adapter_effect,
-    run_preflight,
-    run_trial_step,
+    probe_input,
+    require_agreement,
+    run_tests_before_training,
 )
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
@@ -42,21 +40,24 @@ from pipeline.trained_lora.worker.checkpoint import (
 from pipeline.trained_lora.worker.collective import run_on_main
 from pipeline.trained_lora.worker.compiled import fallbacks_reported
 from pipeline.trained_lora.worker.draw_previews import draw_previews
-from pipeline.trained_lora.worker.engine import Engine, StepOutcome
+from pipeline.trained_lora.worker.engine import Engine, StepOutcome, UnreadSteps
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from pipeline.trained_lora.worker.missing_results import ALL_MISSING, MissingResults, missing_results
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
 from pipeline.trained_lora.worker.sent_checkpoint import shared_checkpoint
 from pipeline.trained_lora.worker.sharding import share_bytes
 from pipeline.trained_lora.worker.startup import Startup
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.trackers import start_trackers
-from pipeline.trained_lora.worker.unread_steps import UnreadSteps
-from pipeline.trained_lora.worker.validation import Validation
+from pipeline.trained_lora.worker.validation import (
+    ALL_MISSING,
+    MissingResults,
+    Validation,
+    missing_results,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -177,7 +178,14 @@ class _TrainingRun:
             self.startup.begin(startup.RESUME)
         state = shared_checkpoint(self.engine.accelerator, self.paths.checkpoints, self.job.run, step=step)
         if state is None:
-            self._test_before_training()
+            run_tests_before_training(
+                self.engine,
+                self.job,
+                self.family,
+                startup=self.startup,
+                memory_error=self._memory_error("in the trial step before training", self.engine.resident),
+                export=partial(self.exporter.export, self.engine.networks),
+            )
             self._log_start(None)
             return 0
         self.engine.restore(state)
@@ -190,19 +198,6 @@ class _TrainingRun:
             self.paths.checkpoints, self.job.run, last_step=len(self.plan), log=self._warn
         )
         return newest.step if newest else None
-
-    def _test_before_training(self) -> None:
-        """Surface what would otherwise fail later: memory in a step first, then saving and exporting."""
-        self.startup.begin(self.startup.trial)
-        job = self.job
-        with out_of_memory_as(self._memory_error("in the trial step before training", self.engine.resident)):
-            maker = MicroBatchMaker(job, self.family, self.engine.scheduler)
-            run_trial_step(self.engine, largest_step(self.plan, job.inputs), maker.make)
-        require_adapter_effect(self.engine, self._probe_input(), job.training_adapter)
-        if self.main:
-            self.startup.begin(startup.PREFLIGHT)
-            export = partial(self.exporter.export, self.engine.networks)
-            run_preflight(self.engine, self.paths, job.run, export)
 
     def _memory_error(
         self, when: str, resident: ResidentBlocks | None = None
@@ -231,7 +226,7 @@ class _TrainingRun:
             self.report.info(f"resuming from the checkpoint of step {resumed_step}")
 
     def _inputs(self, start: int) -> Generator[tuple[StepPlan, MicroInput]]:
-        maker = MicroBatchMaker(self.job, self.family, self.engine.scheduler)
+        maker = MicroBatchMaker(self.job, self.family, self.engine.noise_scheduler)
         accelerator = self.engine.accelerator
         pin = accelerator.device.type == "cuda"
         return micro_inputs(self.plan, maker, rank=accelerator.process_index, start=start, pin=pin)
@@ -369,16 +364,12 @@ class _TrainingRun:
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
         files = self._export_result(self.paths.exported, step=len(self.plan))
         with self.engine.result_weights():
-            output_change = self.engine.output_change(self._probe_input())
+            output_change = self.engine.objective.output_change(
+                probe_input(self.job, self.family, self.engine)
+            )
         self.report.info(f"exported and verified {', '.join(file.name for file in files)}")
         result = {**self._result(files), "output_change": output_change}
         write_text(self.paths.result, json.dumps(result, indent=2) + "\n")
-
-    def _probe_input(self) -> MicroInput:
-        """Return the first sample at noise level 0.5."""
-        maker = MicroBatchMaker(self.job, self.family, self.engine.scheduler)
-        slot = Slot(self.job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
-        return maker.make_fixed((slot,), [0.5])
 
     def _num_weights(self) -> int:
         return sum(weight.numel() for weight in self.engine.weights)

@@ -1,14 +1,17 @@
-"""The optimizer and the learning-rate schedule, both taken from libraries."""
+"""The trained weights in groups, their optimizer, its learning-rate scheduler, and updates on a GPU."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.optimization import get_scheduler
+from torch import Tensor, nn
 from transformers.optimization import get_wsd_schedule
 
 from pipeline.errors import TrainingError
@@ -18,6 +21,45 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
     from pipeline.recipe import TrainingSettings
+    from pipeline.trained_lora.worker.adapter.lora import Networks
+
+_ADAPTER_WEIGHT = re.compile(r"\.(lora|hada|lokr)_")
+"""Where the path of a module ends in the name of one of its adapter's weights."""
+
+_UP_MATRIX = ".lora_B."
+
+
+def weight_groups(networks: Networks, settings: TrainingSettings) -> list[dict[str, Any]]:
+    """Return torch's parameter groups: those of the denoiser, then those of the text encoders.
+
+    In both, the weights without a learning rate of their own come first. Groups of `training.learning_rate`
+    have no `lr`.
+    """
+    text = settings.lora.text_encoders
+    text_networks = [network for prefix, network in networks.items() if prefix]
+    return [
+        *_groups([networks[""]], settings, None, is_text=False),
+        *_groups(text_networks, settings, text and text.learning_rate, is_text=True),
+    ]
+
+
+def _groups(
+    networks: list[nn.Module], settings: TrainingSettings, default: float | None, *, is_text: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the groups of some networks; None stands for `training.learning_rate`."""
+    weights: dict[float | None, list[nn.Parameter]] = {default: []}
+    for network in networks:
+        for name, weight in network.named_parameters():
+            if weight.requires_grad:
+                module = _ADAPTER_WEIGHT.split(name)[0]
+                own_rate = None if is_text else settings.lora.learning_rate_of(module)
+                rate = default if own_rate is None else own_rate
+                if settings.lora.loraplus_ratio is not None and _UP_MATRIX in name:
+                    rate = (rate or settings.learning_rate) * settings.lora.loraplus_ratio
+                weights.setdefault(rate, []).append(weight)
+    for rate, group in weights.items():
+        if group:
+            yield {"params": group} if rate is None else {"params": group, "lr": rate}
 
 
 def make_optimizer(
@@ -130,7 +172,7 @@ def _require_arguments(optimizer_type: type[torch.optim.Optimizer], settings: Tr
             )
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, settings: TrainingSettings) -> LambdaLR:
+def make_lr_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettings) -> LambdaLR:
     """Return the learning-rate schedule; step it once per optimizer step.
 
     Do not pass it to `Accelerator.prepare`, which would step it once per process (FAILURES R04).
@@ -154,3 +196,60 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: TrainingSettings) 
         num_cycles=settings.lr_cycles,
         power=settings.lr_power,
     )
+
+
+class UpdateOnDevice:
+    """Updates of a fused optimizer; the first step that is not finite and all later ones change nothing.
+
+    If the host checked the numbers before each update, the GPU would have no work until the host has read
+    them, started the optimizer and begun the next forward pass. Here the host queues the update and the next
+    step at once, and reads the numbers later:
+
+        host   step 0 | step 1 | read 0 | step 2     | read 1 | ...
+        GPU           | step 0          | step 1              | step 2 ...
+
+    torch's gradient scaler gives a fused optimizer a flag on the device that makes it skip the update of its
+    weights and its state. With the scale 1 the gradients stay as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
+        """Prepare to update `weights` by `optimizer`: torch's own, not accelerate's wrapper."""
+        self._optimizer = optimizer
+        self._weights = weights
+        device = weights[0].device
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
+        self._scaler.scale(torch.zeros((), device=device))  # the scaler creates its state in the first call
+        self._are_finite = torch.ones((), dtype=torch.bool, device=device)
+
+    def step(self, is_finite: Tensor) -> None:
+        """Queue an update, which takes place if `is_finite`, a boolean scalar, holds for all steps so far."""
+        self._are_finite &= is_finite
+        # The scaler looks for gradients that are not finite; one is enough to skip the update of all weights.
+        gradient = self._weights[0].grad
+        assert gradient is not None, "a step follows a backward pass"
+        gradient.mul_(torch.where(self._are_finite, 1.0, math.nan))
+        self._scaler.step(self._optimizer)
+        self._scaler.update(1.0)
+
+    def reset(self) -> None:
+        """Update again after a step that was not finite; call it once the state before is restored."""
+        self._are_finite.fill_(True)
+
+
+def update_on_device(
+    optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], settings: TrainingSettings
+) -> UpdateOnDevice | None:
+    """Return the updates if the device can check them (see `can_skip_updates`), otherwise None."""
+    can_skip = can_skip_updates(optimizer, settings, device=weights[0].device)
+    return UpdateOnDevice(optimizer, weights) if can_skip else None
+
+
+def can_skip_updates(
+    optimizer: torch.optim.Optimizer, settings: TrainingSettings, *, device: torch.device
+) -> bool:
+    """Return whether a GPU can check updates: with torch's fused AdamW and without a moving average.
+
+    An average would have to skip the step too. On a CPU nothing is gained.
+    """
+    is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+    return is_fused and settings.ema_decay is None and device.type == "cuda"

@@ -1,4 +1,7 @@
-"""Validation loss: the error on the holdout with fixed noise at fixed levels, comparable between runs."""
+"""Validation loss: the error on the holdout with fixed noise at fixed levels, comparable between runs.
+
+A resumed run also measures what a killed process had not: see `missing_results`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils import broadcast_object_list
 
+from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.plan.steps import Slot
+from pipeline.trained_lora.previews import preview_file
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
 
@@ -23,6 +30,9 @@ if TYPE_CHECKING:
 
 NOISE_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Noise levels of the measurement: the centres of five equal ranges of the base model's schedule."""
+
+_TRIED_FILE = "tried_again.txt"
+"""File in the run's folder with the step whose missing results were tried last."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,8 @@ class Validation:
     def __init__(self, job: TrainingJob, family: WorkerFamily, samples: TrainingInputs) -> None:
         """Plan the batches of `samples`, at least one; every rank must call `loss` at the same steps."""
         # The base model's own scheduler, so that the recipe's changes do not change the measure.
-        self._scheduler: Any = family.noise.load_scheduler()
-        self._maker = MicroBatchMaker(job, family, self._scheduler)
+        self._noise_scheduler: Any = family.noise.load_scheduler()
+        self._maker = MicroBatchMaker(job, family, self._noise_scheduler)
         self._variant_ids: list[str] = samples.table["variant_id"].to_list()
 
         # A cell is one (variant, level) pair; cell i is level i % 5 of variant i // 5. A batch has one
@@ -74,11 +84,11 @@ class Validation:
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         errors = torch.zeros(len(self._variant_ids) * len(NOISE_LEVELS), device=accelerator.device)
         for micro in self._inputs(self._batches[rank::num_ranks]):
-            errors[micro.indices.to(errors.device)] = engine.errors(micro, self._scheduler)
+            errors[micro.indices.to(errors.device)] = engine.objective.errors(micro, self._noise_scheduler)
         if engine.is_sharded and rank >= len(self._batches) % num_ranks > 0:
             # This rank has one batch less than others, and must run the model as often.
             for micro in self._inputs(self._batches[:1]):
-                engine.errors(micro, self._scheduler)
+                engine.objective.errors(micro, self._noise_scheduler)
 
         # Each cell is nonzero on one rank only.
         summed = cast("Tensor", accelerator.reduce(errors, reduction="sum"))
@@ -98,3 +108,54 @@ class Validation:
                 for cell in cells
             )
             yield self._maker.make_fixed(share, [NOISE_LEVELS[cell % num_levels] for cell in cells])
+
+
+@dataclass(frozen=True)
+class MissingResults:
+    """Results that are missing at one step.
+
+    Attributes:
+        validation: Whether the step's validation loss is missing.
+        previews: Whether a preview of the step is missing.
+    """
+
+    validation: bool
+    previews: bool
+
+
+ALL_MISSING = MissingResults(validation=True, previews=True)
+"""Results of a step that has just been trained."""
+
+
+def missing_results(job: TrainingJob, step: int, *, is_main: bool) -> MissingResults:
+    """Return the results that are missing on the main process after `step` steps, due or not.
+
+    A checkpoint is saved before the validation and the previews of its step. A process that is killed between
+    them leaves a checkpoint without these results. They are tried once more, and then none counts as missing:
+    if they are what kills the process, for example because memory runs out, the run must not end at this step
+    again and again. Before the first step, everything counts as
+    missing, because the holdout or prompts may differ from those of an earlier start.
+
+    Every rank calls it and gets the same answer, because all of them take part in a validation. Other
+    machines may lack the main process's files.
+    """
+    if step == 0:
+        return ALL_MISSING
+    shared: list[Any] = [_missing_on_disk(job, step) if is_main else None]
+    broadcast_object_list(shared)
+    return shared[0]
+
+
+def _missing_on_disk(job: TrainingJob, step: int) -> MissingResults:
+    layout = RunLayout(job.folder)
+    tried = layout.folder / _TRIED_FILE
+    if tried.is_file() and tried.read_text(encoding="utf-8") == str(step):
+        return MissingResults(validation=False, previews=False)
+    write_text(tried, str(step))
+
+    measured_steps = {line["step"] for line in read_metrics(layout.validation, step + 1)}
+    files = [preview_file(layout.samples, step, number) for number in range(len(job.prompts))]
+    return MissingResults(
+        validation=step not in measured_steps,
+        previews=not all(file.is_file() for file in files),
+    )

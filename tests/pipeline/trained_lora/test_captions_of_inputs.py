@@ -107,7 +107,7 @@ def test_a_run_trains_on_captions_with_references_and_its_lora_changes_the_pipel
 
     # Dropped captions are the empty one with the references of the sample.
     engine = Engine(job, family)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     slot = next(iter(job.plan())).micro_batches[0][0][0]
     for dropped, entry in ((True, item.empty_text), (False, item.variants[0].entry)):
         its = replace(slot, variant_id=item.variant_id, drop_caption=dropped)

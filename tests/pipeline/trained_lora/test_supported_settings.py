@@ -77,10 +77,10 @@ def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
     job = make_project(prediction=prediction, gradient_accumulation=1, **training).job()
     family = load_family(job.base)
     engine = Engine(job, family)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     micro = maker.make(0, job.plan()[0].micro_batches[0][0]).to(engine.accelerator.device)
     with torch.no_grad():
-        losses = engine.losses(micro, engine.denoiser)
+        losses = engine.objective.losses(micro, engine.denoiser)
 
         unet = UNet2DConditionModel.from_pretrained(job.base / "unet")
         alphas = DDPMScheduler.from_pretrained(job.base / "scheduler").alphas_cumprod[micro.timesteps]

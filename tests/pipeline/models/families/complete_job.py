@@ -226,13 +226,13 @@ def check_preview_settings(case: Case, family: WorkerFamily, pipe: Any) -> None:
 def check_step(case: Case, job: Any, family: WorkerFamily, pipe: Any) -> None:
     """A fresh adapter has delta weights of zero, so the base model is the oracle."""
     engine = Engine(job, family)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     micro = maker.make(0, next(iter(job.plan())).micro_batches[0][0]).to(engine.accelerator.device)
     with torch.no_grad():
         noisy = case.noisy(pipe, micro)
         expected = case.predict(pipe, noisy, micro)
         predicted = family.denoiser.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
-        losses = engine.losses(micro, engine.denoiser)
+        losses = engine.objective.losses(micro, engine.denoiser)
     assert predicted.shape == micro.latent.shape
     assert predicted.std() > 1e-3
     torch.testing.assert_close(predicted, expected, **TOLERANCE)
@@ -244,7 +244,7 @@ def check_step(case: Case, job: Any, family: WorkerFamily, pipe: Any) -> None:
 def check_lengths(job: Any, family: WorkerFamily) -> None:
     """Captions of different lengths in one batch get the predictions that each gets alone."""
     engine = Engine(job, family)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     one = next(iter(job.plan())).micro_batches[0][0][0]
     micro = maker.make(0, (one,) * 3).to(engine.accelerator.device)
     encoders = family.text.load("float32", "cpu")
@@ -273,7 +273,7 @@ def check_checkpointing(family: WorkerFamily, engine: Engine, micro: MicroInput)
     for checkpointing in (False, True):
         if checkpointing:
             family.denoiser.recompute_activations(engine.denoiser)
-        engine.losses(micro, engine.denoiser).sum().backward()
+        engine.objective.losses(micro, engine.denoiser).sum().backward()
         gradient_sets.append([weight.grad for weight in engine.weights if weight.grad is not None])
         for weight in engine.weights:
             weight.grad = None

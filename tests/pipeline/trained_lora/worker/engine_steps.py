@@ -18,7 +18,7 @@ def engine_of(job: TrainingJob) -> Engine:
 
 
 def inputs_of(job: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
-    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
+    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
     device = engine.accelerator.device
     return [(batch, maker.make(batch.step, micro[0]).to(device)) for micro in batch.micro_batches]
 
@@ -43,6 +43,6 @@ def losses_of(engine: Engine, job: TrainingJob, step: int) -> dict[str, float]:
     losses: dict[str, float] = {}
     for _, micro in inputs_of(job, engine, job.plan()[step]):
         with torch.no_grad():
-            values = engine.losses(micro, engine.denoiser)
+            values = engine.objective.losses(micro, engine.denoiser)
         losses |= dict(zip(micro.variant_ids, values.tolist(), strict=True))
     return losses

@@ -22,13 +22,13 @@ def main(job_file: Path) -> None:
     family = load_family(job.base)
     engine = Engine(job, family)
     rank, batch = engine.accelerator.process_index, job.plan()[0]
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
 
     shares = [share_bytes(engine.denoiser)]
     inputs = [(batch, maker.make(0, micro[rank])) for micro in batch.micro_batches]
     engine.step(batch, iter(inputs), stop=False)
-    with engine.evaluation():
-        engine.losses(inputs[0][1].to(engine.accelerator.device), engine.denoiser)
+    with engine.objective.evaluation():
+        engine.objective.losses(inputs[0][1].to(engine.accelerator.device), engine.denoiser)
     shares.append(share_bytes(engine.denoiser))
     weights = sum(weight.numel() for weight in trainable_weights(engine.denoiser))
     result = {"shares": shares, "num_trained_weights": weights}

@@ -24,7 +24,7 @@ def main(job_file: Path) -> None:
     family = load_family(job.base)
     engine = Engine(job, family)
     rank, batch = engine.accelerator.process_index, job.plan()[0]
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     inputs = [(batch, maker.make(0, micro[rank])) for micro in batch.micro_batches]
     engine.step(batch, iter(inputs), stop=False)
 

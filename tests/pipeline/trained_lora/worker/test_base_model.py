@@ -57,7 +57,7 @@ def engine_and_input(project: Project, **training: Any) -> tuple[Engine, MicroIn
     with torch.no_grad():
         for number, weight in enumerate(engine.weights):
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(number))
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     micro = maker.make(0, next(iter(job.plan())).micro_batches[0][0])
     return engine, micro.to(engine.accelerator.device)
 
@@ -71,7 +71,7 @@ def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[tor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = engine.losses(micro, engine.denoiser)
+        losses = engine.objective.losses(micro, engine.denoiser)
     num_bytes = sum(saved_bytes.values())
     losses.sum().backward()
     return losses.detach(), [weight.grad for weight in engine.weights if weight.grad is not None], num_bytes
@@ -358,7 +358,7 @@ def bytes_in_use(engine: Engine, micro: MicroInput) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = engine.losses(micro, engine.denoiser)
+        losses = engine.objective.losses(micro, engine.denoiser)
     losses.sum().backward()
     return _bytes(engine) + sum(stored_bytes.values())
 

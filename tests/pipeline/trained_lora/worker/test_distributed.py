@@ -85,7 +85,7 @@ def test_a_model_with_unused_text_layers_trains_under_ddp(
     family = load_family(job.base)
     engine = Engine(job, family)
     engine._model = exchanging(engine.denoiser, engine.accelerator)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     for batch in job.plan()[:3]:
         inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
         engine.step(batch, iter(inputs), stop=False)

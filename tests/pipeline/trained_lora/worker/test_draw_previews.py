@@ -66,7 +66,7 @@ def test_previews_and_training_read_the_headers_of_packs_once(
         return read(folder, name, start, end)
 
     monkeypatch.setattr(LocalFolder, "read_range", record)
-    MicroBatchMaker(job, family, engine.scheduler).make(0, job.plan()[0].slots()[:1])
+    MicroBatchMaker(job, family, engine.noise_scheduler).make(0, job.plan()[0].slots()[:1])
     for step in (2, 4):
         assert len(draw_previews(job, family, engine, step=step, warn=print)) == 2
     assert len(headers) == len(set(headers))

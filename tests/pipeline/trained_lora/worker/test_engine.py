@@ -133,7 +133,7 @@ def test_a_loss_weight_multiplies_the_gradient_of_its_dataset_and_not_the_report
     assert own.loss_weights.tolist() == expected_weights
     assert micro.loss_weights.tolist() == [1.0] * 4
 
-    losses = engine.losses(micro, engine.denoiser)
+    losses = engine.objective.losses(micro, engine.denoiser)
     (losses * torch.tensor(expected_weights)).mean().backward()
     expected = [weight.grad for weight in engine.weights]
     for weight in engine.weights:
@@ -298,14 +298,14 @@ def test_an_evaluation_has_neither_dropout_nor_gradients_and_training_continues_
             weight.add_(0.1)
 
     losses: list[torch.Tensor] = []
-    with suppress(RuntimeError), engine.evaluation():
-        losses += [engine.losses(micro, engine.denoiser) for _ in range(2)]
+    with suppress(RuntimeError), engine.objective.evaluation():
+        losses += [engine.objective.losses(micro, engine.denoiser) for _ in range(2)]
         raise RuntimeError("ends early")
     assert torch.equal(*losses)
     assert not losses[0].requires_grad
     assert all(network.training for network in engine.networks.values())
 
-    trained = [engine.losses(micro, engine.denoiser) for _ in range(2)]
+    trained = [engine.objective.losses(micro, engine.denoiser) for _ in range(2)]
     assert not torch.equal(*trained), "dropout is random in training"
     assert trained[0].requires_grad
     assert engine.embed_caption("a cat") is None, "no text encoder is trained"

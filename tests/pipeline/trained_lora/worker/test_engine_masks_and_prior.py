@@ -127,7 +127,7 @@ def test_the_prior_prediction_is_that_of_the_base_model_computed_by_hand(
     noisy = scheduler.add_noise(micro.latent, micro.input_noise, micro.timesteps)
     text = micro.conditions["text_embedding"]
     with torch.no_grad():
-        losses = engine.losses(micro, engine.denoiser)
+        losses = engine.objective.losses(micro, engine.denoiser)
         adapted = engine.denoiser(noisy, micro.timesteps, text).sample
         base = unet(noisy, micro.timesteps, text).sample
     for number, is_prior in enumerate(micro.is_prior):

@@ -102,10 +102,10 @@ def test_the_loss_of_a_sample_is_weighted_by_its_noise_level(
     plain, weighted = project.job(), project.changed("weighted", loss=settings).job()
     engine = engine_of(plain)
     ((_, micro),) = inputs_of(plain, engine, plain.plan()[0])
-    snr = load_family(plain.base).noise.signal_to_noise(engine.scheduler, micro.timesteps)
-    expected = engine.losses(micro, engine.denoiser) * snr_weights(snr, settings, "epsilon")
+    snr = load_family(plain.base).noise.signal_to_noise(engine.noise_scheduler, micro.timesteps)
+    expected = engine.objective.losses(micro, engine.denoiser) * snr_weights(snr, settings, "epsilon")
     other = engine_of(weighted)
-    torch.testing.assert_close(other.losses(micro, other.denoiser), expected)
+    torch.testing.assert_close(other.objective.losses(micro, other.denoiser), expected)
     assert len(set(snr.tolist())) == 4
 
 

@@ -36,7 +36,9 @@ def losses(job: TrainingJob) -> tuple[float, float, float]:
     other = Validation(shuffled(job), family, job.inputs)
     before = true.loss(engine).mean
     plan = job.plan()
-    inputs = micro_inputs(plan, MicroBatchMaker(job, family, engine.scheduler), rank=0, start=0, pin=False)
+    inputs = micro_inputs(
+        plan, MicroBatchMaker(job, family, engine.noise_scheduler), rank=0, start=0, pin=False
+    )
     for _, batch in plan.iterate():
         engine.step(batch, inputs, stop=False)
     return before, true.loss(engine).mean, other.loss(engine).mean

@@ -13,8 +13,8 @@ import pytest
 from pipeline.processes.launch import LocalLaunch
 from pipeline.trained_lora.previews import preview_file
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.worker import loop, missing_results
-from pipeline.trained_lora.worker.missing_results import MissingResults
+from pipeline.trained_lora.worker import loop, validation
+from pipeline.trained_lora.worker.validation import MissingResults
 from tests.pipeline.trained_lora.project import FEW_MODULES
 from tests.pipeline.trained_lora.runs import outcome, run_until
 
@@ -143,8 +143,8 @@ def test_other_ranks_get_the_answer_of_the_main_process(
         assert shared == [None], "other ranks must not decide on their own"
         shared[:] = [sent]
 
-    monkeypatch.setattr(missing_results, "broadcast_object_list", receive)
-    assert missing_results.missing_results(job, 2, is_main=False) == sent
+    monkeypatch.setattr(validation, "broadcast_object_list", receive)
+    assert validation.missing_results(job, 2, is_main=False) == sent
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.optimizers import fuses_steps, make_optimizer, make_schedule
+from pipeline.trained_lora.worker.optimizers import fuses_steps, make_lr_scheduler, make_optimizer
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def rates(**values: Any) -> list[float]:
     """Return the learning rates of ten steps."""
     chosen = settings(steps=10, learning_rate=1.0, **values)
     optimizer = make_optimizer(weights(), chosen)
-    schedule = make_schedule(optimizer, chosen)
+    schedule = make_lr_scheduler(optimizer, chosen)
     used_rates: list[float] = []
     for _ in range(10):
         used_rates.append(schedule.get_last_lr()[0])
@@ -212,7 +212,7 @@ def step_of(engine: Engine, job: Any, step: int) -> None:
     from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
     batch = job.plan()[step]
-    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
+    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
     inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
     engine.step(batch, iter(inputs), stop=False)
 

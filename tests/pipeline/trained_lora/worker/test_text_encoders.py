@@ -55,7 +55,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 def inputs_of(job: TrainingJob, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
     batch = job.plan()[step]
-    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
+    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
     device = engine.accelerator.device
     return [(batch, maker.make(batch.step, micro[0]).to(device)) for micro in batch.micro_batches]
 
@@ -289,7 +289,7 @@ def test_previews_and_validation_use_the_trained_text_encoders(
     engine, family = engine_of(job), load_family(job.base)
     validation = Validation(job, family, job.inputs[:1])
     losses = [validation.loss(engine).mean]
-    with engine.evaluation():
+    with engine.objective.evaluation():
         before = engine.embed_caption("a cat")
         with_large_weights(engine)
         after = engine.embed_caption("a cat")
@@ -300,8 +300,8 @@ def test_previews_and_validation_use_the_trained_text_encoders(
     assert before is not None
     assert after is not None
     assert (after["text_embedding"] - before["text_embedding"]).abs().max() > 0.05
-    micro = MicroBatchMaker(job, family, engine.scheduler).make_fixed(job.plan()[0].slots()[:1], [0.5])
-    assert engine.output_change(micro) > 0
+    micro = MicroBatchMaker(job, family, engine.noise_scheduler).make_fixed(job.plan()[0].slots()[:1], [0.5])
+    assert engine.objective.output_change(micro) > 0
     assert [name for name, network in engine.networks.items() if not network.training] == []
 
 

@@ -104,7 +104,7 @@ def engine_of(job: TrainingJob, scale: float = 0.1) -> Engine:
 
 
 def input_of(engine: Engine, job: TrainingJob) -> MicroInput:
-    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
+    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
     slot = Slot(job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
     return maker.make_fixed((slot,), [0.5]).to(engine.accelerator.device)
 
@@ -112,9 +112,9 @@ def input_of(engine: Engine, job: TrainingJob) -> MicroInput:
 def trained_and_evaluated(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses as a training step and as an evaluation computes them."""
     with torch.no_grad():
-        trained = engine.losses(micro, engine.denoiser)
-    with engine.evaluation():
-        return trained, engine.losses(micro, engine.denoiser)
+        trained = engine.objective.losses(micro, engine.denoiser)
+    with engine.objective.evaluation():
+        return trained, engine.objective.losses(micro, engine.denoiser)
 
 
 @pytest.mark.parametrize("kind", ["lora", "rslora", "loha", "lokr"])

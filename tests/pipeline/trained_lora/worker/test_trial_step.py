@@ -75,7 +75,7 @@ def test_training_after_a_trial_step_is_bit_equal_to_training_without_it(
 
     def trained(*, trial: bool) -> tuple[list[torch.Tensor], list[float]]:
         engine = Engine(job, family)
-        maker = MicroBatchMaker(job, family, engine.scheduler)
+        maker = MicroBatchMaker(job, family, engine.noise_scheduler)
         if trial:
             run_trial_step(engine, largest_step(plan, job.inputs), maker.make)
         steps = [plan[number] for number in range(3)]

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.worker import engine, loop
-from pipeline.trained_lora.worker.update_on_device import UpdateOnDevice
+from pipeline.trained_lora.worker import before_training, engine, loop
+from pipeline.trained_lora.worker.optimizers import UpdateOnDevice
 from tests.pipeline.trained_lora.runs import bits, outcome, poisoned, run_until
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_a_gpu_s_numbers_are_read_one_step_later_and_before_a_step_is_saved(
 
     late = project.changed("late").job()
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "run_trial_step", lambda *arguments: None)
+        patch.setattr(before_training, "run_trial_step", lambda *arguments: None)
         recorded(loop.Engine, "start", "start")
         recorded(loop.MetricsLog, "step", "log")
         recorded(loop.Engine, "state", "save")

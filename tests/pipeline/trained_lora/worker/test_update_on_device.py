@@ -13,7 +13,7 @@ from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.engine import Engine, QueuedStep
-from pipeline.trained_lora.worker.update_on_device import UpdateOnDevice, can_skip_updates
+from pipeline.trained_lora.worker.optimizers import UpdateOnDevice, can_skip_updates
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
 from tests.tensor_differences import differing_tensors
 
@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_is_an_error_also_if_the_gradient_may_overflow
 ) -> None:
     batch = make_project(steps=2).job().plan()[0]
     values = torch.full((3, batch.num_samples), math.nan)
-    step = QueuedStep(batch, values, torch.ones(()), learning_rate=0.1, schedule_state={})
+    step = QueuedStep(batch, values, torch.ones(()), learning_rate=0.1, lr_scheduler_state={})
     with pytest.raises(TrainingError, match="the loss of step 0 must be finite"):
         step.outcome(may_overflow=True)
 

@@ -136,20 +136,20 @@ def test_output_change_is_zero_for_a_fresh_adapter_and_grows_with_its_weights(
     job = make_project().job()
     family = load_family(job.base)
     engine = Engine(job, family)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     slot = Slot(job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
     micro = maker.make_fixed((slot,), [0.5]).to(engine.accelerator.device)
-    assert engine.output_change(micro) == 0.0
+    assert engine.objective.output_change(micro) == 0.0
     moved = []
     for amount in (0.01, 0.1):
         with torch.no_grad():
             for weight in engine.weights:
                 weight.add_(amount)
-        moved.append(engine.output_change(micro))
+        moved.append(engine.objective.output_change(micro))
     assert 0 < moved[0] < moved[1]
-    with engine.evaluation():
-        adapted = engine._predict_noisy(micro, engine.scheduler)
+    with engine.objective.evaluation():
+        adapted = engine.objective.predict_noisy(micro, engine.noise_scheduler)
         unet = UNet2DConditionModel.from_pretrained(job.base / "unet").eval()
-        noisy = family.noise.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)
+        noisy = family.noise.add_noise(engine.noise_scheduler, micro.latent, micro.noise, micro.timesteps)
         plain = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
     assert moved[1] == pytest.approx(float((adapted - plain).norm() / plain.norm()), rel=1e-4)

@@ -16,7 +16,7 @@ from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect, trainable_weights
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
-from pipeline.trained_lora.worker.weight_groups import weight_groups
+from pipeline.trained_lora.worker.optimizers import weight_groups
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -47,7 +47,7 @@ def updates(project: Project) -> dict[str, torch.Tensor]:
         for weight in trainable_weights(engine.denoiser):
             weight.copy_(0.3 * torch.randn(weight.shape, generator=rng))
     before = collect(engine.networks, adapter_state)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     batch = job.plan()[0]
     inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
     engine.step(batch, iter(inputs), stop=False)

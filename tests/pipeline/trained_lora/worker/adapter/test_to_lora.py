@@ -269,12 +269,12 @@ def test_R06_in_bfloat16_training_changes_the_output_and_svd_initialisation_does
     job = project.changed("half", mixed_precision="bf16").job()
     family = load_family(job.base)
     engine = Engine(job, family)
-    maker = MicroBatchMaker(job, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
     slot = Slot(job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
     micro = maker.make_fixed((slot,), [0.5])
-    assert engine.output_change(micro) == 0.0
+    assert engine.objective.output_change(micro) == 0.0
     loosen(engine.denoiser)
-    assert engine.output_change(micro) > 0.01
+    assert engine.objective.output_change(micro) > 0.01
 
 
 def engine_error(job: TrainingJob) -> TrainingError:

@@ -13,7 +13,7 @@ import torch
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.worker import preflight
+from pipeline.trained_lora.worker import before_training
 from pipeline.trained_lora.worker.before_training import perturbed_weights
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint
 from pipeline.trained_lora.worker.export import exporter
@@ -48,7 +48,7 @@ def test_R08_saving_reloading_and_exporting_are_checked_before_the_first_step(
         first = next(iter(state.adapter))
         return replace(state, adapter={**state.adapter, first: state.adapter[first] + 1})
 
-    monkeypatch.setattr(preflight, "load_checkpoint", broken)
+    monkeypatch.setattr(before_training, "load_checkpoint", broken)
     with pytest.raises(TrainingError, match="does not read back"):
         trained(job)
     monkeypatch.undo()
