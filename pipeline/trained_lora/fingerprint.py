@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.errors import TrainingError
 from pipeline.models.training_adapter import resolve_training_adapter
@@ -25,8 +25,105 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 """Nested, JSON-serializable facts."""
 
-ADDED_LORA_KEYS = frozenset(["learning_rates", "loraplus_ratio", "save_dtype"])
-"""Keys of `training.lora` that are part of a run's facts only if a recipe sets them."""
+ALWAYS_PRESENT = object()
+"""Default of a fact that the first runs have whatever its value is."""
+
+
+class RecipeFact(NamedTuple):
+    """A recipe key with its place in the facts.
+
+    Attributes:
+        name: Dotted name of the fact.
+        key: Dotted name of the recipe key, outside of lists.
+        default: Value at which the fact is absent.
+        since: Release whose runs are the first with this key.
+    """
+
+    name: str
+    key: str
+    default: Any = ALWAYS_PRESENT
+    since: str = "0.2.0"
+
+
+RECIPE_FACTS = (
+    RecipeFact("plan.seed", "training.seed"),
+    RecipeFact("plan.batch_size", "training.batch_size"),
+    RecipeFact("plan.gradient_accumulation", "training.gradient_accumulation"),
+    RecipeFact("plan.num_processes", "accelerate.num_processes"),
+    RecipeFact("plan.caption_dropout", "text.caption_dropout"),
+    RecipeFact("plan.underfilled", "buckets.underfilled"),
+    RecipeFact("loss.kind", "training.loss.kind"),
+    RecipeFact("loss.delta", "training.loss.delta"),
+    RecipeFact("loss.weighting", "training.loss.weighting"),
+    RecipeFact("loss.gamma", "training.loss.gamma"),
+    RecipeFact("loss.timesteps.density", "training.timesteps.density"),
+    RecipeFact("loss.timesteps.location", "training.timesteps.location"),
+    RecipeFact("loss.timesteps.scale", "training.timesteps.scale"),
+    RecipeFact("loss.timesteps.mode_scale", "training.timesteps.mode_scale"),
+    RecipeFact("loss.timesteps.min", "training.timesteps.min"),
+    RecipeFact("loss.timesteps.max", "training.timesteps.max"),
+    RecipeFact("loss.timesteps.shift", "training.timesteps.shift"),
+    RecipeFact("noise.offset", "training.noise.offset"),
+    RecipeFact("noise.input_perturbation", "training.noise.input_perturbation"),
+    RecipeFact("noise.zero_terminal_snr", "training.noise.zero_terminal_snr"),
+    RecipeFact("optimizer.kind", "training.optimizer"),
+    RecipeFact("optimizer.arguments", "training.optimizer_arguments"),
+    RecipeFact("optimizer.learning_rate", "training.learning_rate"),
+    RecipeFact("optimizer.max_grad_norm", "training.max_grad_norm"),
+    RecipeFact("optimizer.ema_decay", "training.ema_decay"),
+    RecipeFact("schedule.kind", "training.lr_scheduler"),
+    RecipeFact("schedule.warmup_steps", "training.warmup_steps"),
+    RecipeFact("lora.rank", "training.lora.rank"),
+    RecipeFact("lora.alpha", "training.lora.alpha"),
+    RecipeFact("lora.kind", "training.lora.kind"),
+    RecipeFact("lora.dropout", "training.lora.dropout"),
+    RecipeFact("lora.targets", "training.lora.targets"),
+    RecipeFact("lora.modules", "training.lora.modules"),
+    RecipeFact("lora.conv_rank", "training.lora.conv_rank"),
+    RecipeFact("lora.conv_alpha", "training.lora.conv_alpha"),
+    RecipeFact("lora.ranks", "training.lora.ranks"),
+    RecipeFact("lora.dora", "training.lora.dora"),
+    RecipeFact("lora.rslora", "training.lora.rslora"),
+    RecipeFact("lora.init", "training.lora.init"),
+    RecipeFact("lora.text_encoders", "training.lora.text_encoders", default=None),
+    RecipeFact("lora.learning_rates", "training.lora.learning_rates", default=[], since="0.3.0"),
+    RecipeFact("lora.loraplus_ratio", "training.lora.loraplus_ratio", default=None, since="0.3.0"),
+    RecipeFact("lora.save_dtype", "training.lora.save_dtype", default="float32", since="0.3.0"),
+    RecipeFact("compile", "training.compile"),
+)
+"""Recipe keys that decide the weights by their value; other keys are in `DERIVED_KEYS`.
+
+A key that is added gets the release as `since`, and as `default` the value with which a run trains as before.
+The fact is absent at this value, so that the runs of earlier releases keep their ids.
+"""
+
+DERIVED_KEYS = {
+    "training.steps": "schedule: only if the learning rate depends on it, so that a longer run can resume",
+    "training.epochs": "schedule: converted to steps",
+    "training.lr_cycles": "schedule",
+    "training.lr_power": "schedule",
+    "training.decay_steps": "schedule",
+    "training.exhausted": "plan: only with dataset weights",
+    "training.loss.prior": "loss.prior: only with a dataset of role prior",
+    "training.loss.prior_weight": "loss.prior: only with a dataset of role prior",
+    "training.quantize": "quantize: `TrainingSettings.packing`",
+    "training.compute": "quantize: `TrainingSettings.packing`",
+    "training.lora.lokr_factor": "lora.lokr_factor: resolved, only for LoKr",
+    "training.lora.start_from": "lora.start_from: hash of the file",
+}
+"""Keys of `training` that decide the weights by a computed fact, each with the fact."""
+
+IRRELEVANT_KEYS = {
+    "training.gradient_checkpointing": "the same arithmetic, computed twice",
+    "training.offload": "only where frozen weights are between their uses",
+    "training.checkpoint_every": "training does not read its checkpoints unless it resumes",
+    "training.keep_checkpoints": "training does not read its checkpoints unless it resumes",
+    "training.sample_every": "previews do not change the weights",
+    "training.sample_prompts": "previews do not change the weights",
+    "training.validate_every": "validation does not change the weights",
+    "training.trackers": "they receive numbers and pictures only",
+}
+"""Keys of `training` that do not decide the weights, each with the reason."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
@@ -42,11 +139,8 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         TrainingError: The LoRA in `start_from` cannot be read.
         ModelError: The training adapter is missing, or cannot be downloaded.
     """
-    training = recipe.training
     dropout = recipe.text.caption_dropout
-    start = training.lora.start_from
-
-    return {
+    facts: Facts = {
         "version": TRAINING_VERSION,
         "samples": {**_samples(inputs.trained), **_empty_texts(inputs.trained, dropout)},
         "empty_text": entries.text_spec("").key if dropout > 0 else None,
@@ -55,34 +149,33 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "denoiser": entries.fingerprint("denoiser"),
             **_training_adapter(recipe),
         },
-        "plan": {
-            "seed": training.seed,
-            "batch_size": training.batch_size,
-            "gradient_accumulation": training.gradient_accumulation,
-            "num_processes": recipe.accelerate.num_processes,
-            "caption_dropout": dropout,
-            "underfilled": recipe.buckets.underfilled,
-            **_mix(recipe),
-        },
+        "plan": _mix(recipe),
         "loss": _loss(recipe, entries.family),
-        "noise": training.noise.model_dump(),
-        "optimizer": {
-            "kind": training.optimizer,
-            "arguments": training.optimizer_arguments.given(),
-            "learning_rate": training.learning_rate,
-            "max_grad_norm": training.max_grad_norm,
-            "ema_decay": training.ema_decay,
-        },
-        "schedule": _schedule(training),
-        "lora": {
-            **_adapter(training.lora),
-            "start_from": None if start is None else _start_hash(start),
-            "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
-        },
+        "schedule": _schedule(recipe.training),
+        "lora": _adapter(recipe.training.lora, entries.family),
         "mixed_precision": entries.family.mixed_precision(recipe.accelerate.mixed_precision),
-        "quantize": training.packing,
-        "compile": training.compile,
+        "quantize": recipe.training.packing,
     }
+    _add_recipe_facts(facts, recipe)
+
+    # The family's settings have precedence over the recipe's, which it may not read.
+    facts["loss"]["timesteps"] |= entries.family.timestep_facts()
+    return facts
+
+
+def _add_recipe_facts(facts: Facts, recipe: Recipe) -> None:
+    """Add the facts of `RECIPE_FACTS`, except those at their default."""
+    values = recipe.model_dump(mode="json")
+    for fact in RECIPE_FACTS:
+        value: Any = values
+        for name in fact.key.split("."):
+            value = value[name]
+        if fact.default is ALWAYS_PRESENT or value != fact.default:
+            *sections, last = fact.name.split(".")
+            section = facts
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[last] = value
 
 
 def _samples(inputs: TrainingInputs) -> Facts:
@@ -120,42 +213,35 @@ def _empty_texts(inputs: TrainingInputs, dropout: float) -> Facts:
 
 
 def _schedule(training: TrainingSettings) -> Facts:
-    facts: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
-    if training.lr_scheduler != "constant":
-        facts |= {"steps": training.num_steps, "cycles": training.lr_cycles, "power": training.lr_power}
-        facts |= {"decay_steps": training.decay_steps}
-    return facts
+    if training.lr_scheduler == "constant":
+        return {}
+    return {
+        "steps": training.num_steps,
+        "cycles": training.lr_cycles,
+        "power": training.lr_power,
+        "decay_steps": training.decay_steps,
+    }
 
 
 def _loss(recipe: Recipe, family: Family) -> Facts:
-    """Return what decides the loss of a batch.
-
-    Runs of earlier versions keep their ids, because settings which those lacked are included only if they
-    are used.
-    """
-    training = recipe.training
+    """Return what decides the loss of a batch, without the facts of `RECIPE_FACTS`."""
     return {
-        **training.loss.model_dump(exclude={"prior", "prior_weight"}),
         **_prior(recipe),
         **_loss_weights(recipe),
         **_masks(recipe),
         "prediction": family.prediction_type(),
-        "timesteps": {**training.timesteps.model_dump(), **family.timestep_facts()},
         "density": family.density,
         **_objective(family),
     }
 
 
-def _adapter(lora: LoraSettings) -> Facts:
-    excluded = {"start_from", "lokr_factor"}
-    if lora.text_encoders is None:
-        excluded.add("text_encoders")
-
-    # These keys are newer than the first runs, whose ids do not contain them.
-    fields = type(lora).model_fields
-    excluded |= {key for key in ADDED_LORA_KEYS if getattr(lora, key) == fields[key].default}
-    facts = lora.model_dump(mode="json", exclude=excluded)
-    return {**facts, "lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else facts
+def _adapter(lora: LoraSettings, family: Family) -> Facts:
+    start = lora.start_from
+    return {
+        "start_from": None if start is None else _start_hash(start),
+        "family_targets": family.lora_targets() if lora.family_modules else None,
+        **({"lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else {}),
+    }
 
 
 def _loss_weights(recipe: Recipe) -> Facts:

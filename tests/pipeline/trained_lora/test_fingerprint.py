@@ -19,6 +19,10 @@ from pipeline.processes.machines import Machines
 from pipeline.recipe import TrainingSettings
 from pipeline.recipe.schema import all_keys
 from pipeline.trained_lora.fingerprint import (
+    ALWAYS_PRESENT,
+    DERIVED_KEYS,
+    IRRELEVANT_KEYS,
+    RECIPE_FACTS,
     describe_difference,
     is_run_id,
     log_differences,
@@ -42,6 +46,28 @@ def test_L04_every_key_of_a_recipe_has_a_stated_effect() -> None:
     assert keys - stated == set(), "add these keys to tests/pipeline/recipe_effects.py"
     assert stated - keys == set(), "these keys no longer exist"
     assert set(EFFECTS) & DECIDES_ROWS == set(), "these keys are listed twice"
+
+
+def test_R11_every_key_of_the_training_is_a_fact_or_declared_as_derived_or_irrelevant() -> None:
+    keys = [key for key in all_keys() if key.startswith("training.")]
+    leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+    declared = [*(fact.key for fact in RECIPE_FACTS), *DERIVED_KEYS, *IRRELEVANT_KEYS]
+    for key in leaves:
+        places = [each for each in declared if key == each or key.startswith(f"{each}.")]
+        assert len(places) == 1, f"{key} must be in one table of fingerprint.py, got {places}"
+    assert set(declared) <= set(all_keys()), "these keys no longer exist"
+
+
+def test_R11_a_key_that_0_2_0_lacks_is_no_fact_at_its_default(samples: Samples) -> None:
+    later = [fact for fact in RECIPE_FACTS if fact.since != "0.2.0"]
+    assert later
+    values = samples.recipe({}).model_dump(mode="json")
+    for fact in later:
+        assert fact.default is not ALWAYS_PRESENT, f"{fact.key} would change the ids of all runs of 0.2.0"
+        default: Any = values
+        for name in fact.key.split("."):
+            default = default[name]
+        assert fact.default == default, f"{fact.key} has another default in the recipe"
 
 
 @pytest.mark.parametrize("key", EFFECTS)
