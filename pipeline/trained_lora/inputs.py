@@ -164,9 +164,6 @@ EMPTY_COLUMNS: dict[str, Any] = {"empty_text": pl.String, "empty_tensors": pl.St
 Both are null for inputs without references, whose empty caption is that of the job.
 """
 
-_STORED_NAMES = {"variant_id": "sample_id", "sample_id": "image_id"}
-"""Names in `inputs.parquet` that differ from those of `COLUMNS`; run folders of earlier versions use them."""
-
 
 class TrainingInputs(Sequence[TrainingInput]):
     """The training inputs of a run, sorted by variant_id.
@@ -373,12 +370,12 @@ def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFr
 
 def write_inputs(inputs: TrainingInputs, file: Any) -> None:
     """Write the table of inputs as Parquet to a path or binary file."""
-    inputs.table.rename(_STORED_NAMES).write_parquet(file)
+    inputs.table.write_parquet(file)
 
 
 def read_inputs(path: Path) -> TrainingInputs:
     """Read the inputs that `write_inputs` wrote."""
-    return TrainingInputs(read_rows(path).rename({stored: name for name, stored in _STORED_NAMES.items()}))
+    return TrainingInputs(read_rows(path))
 
 
 _ENTRY_COLUMNS = ("latents", "texts", *SIDE_INPUT_COLUMNS, "empty_text")

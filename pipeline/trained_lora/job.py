@@ -22,6 +22,7 @@ from pipeline.cache.pack_copies import CopySettings
 from pipeline.cache.store import EntrySpec, Store
 from pipeline.errors import TrainingError, counted
 from pipeline.escaping import without_secrets
+from pipeline.migrations import migrated_order
 from pipeline.recipe import Recipe
 from pipeline.recipe.datasets import side_input_sections
 from pipeline.storage.atomic import write_atomically, write_text
@@ -153,8 +154,8 @@ def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
     return TrainingJob(
         recipe=recipe,
         base=Path(job["base"]),
-        component_folders={role: Path(folder) for role, folder in job.get("elsewhere", {}).items()},
-        training_adapter=Path(job["training_adapter"]) if job.get("training_adapter") else None,
+        component_folders={role: Path(folder) for role, folder in job["elsewhere"].items()},
+        training_adapter=Path(job["training_adapter"]) if job["training_adapter"] else None,
         run=job["run"],
         provenance=job["provenance"],
         inputs=read_inputs(path.with_name(INPUTS_FILE)),
@@ -166,7 +167,7 @@ def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
 
 def read_recipe_and_prompts(path: Path) -> tuple[Recipe, tuple[Prompt, ...]]:
     """Read the recipe and the preview prompts of the job at `path`, but not its training inputs."""
-    job = json.loads(path.read_text(encoding="utf-8"))
+    job = migrated_order(json.loads(path.read_text(encoding="utf-8")))
     return recipe_from_json(job["recipe"]), prompts_from_json(job["prompts"])
 
 

@@ -91,7 +91,7 @@ class LiveRun:
         job: dict[str, Any] = json.loads(order_file.read_text(encoding="utf-8"))
         self._layout = RunLayout(order_file.parent)
         self._num_steps: int = job["recipe"]["training"]["steps"]
-        self._prompts = [prompt["caption"] for prompt in job["prompts"]]
+        self._num_prompts = len(job["prompts"])
         self._clock = clock
         self._checked_s = self._reported_s = float("-inf")
 
@@ -153,7 +153,7 @@ class LiveRun:
         return {int(marker.parent.name.removeprefix("step-")) for marker in markers} - {0}
 
     def _preview_files(self) -> list[Preview]:
-        return read_previews(self._layout.samples, self._prompts)
+        return read_previews(self._layout.samples)
 
     def _new_previews(self) -> list[Preview]:
         """Return the previews of the newest step for which all prompts are drawn and none is reported."""
@@ -161,5 +161,5 @@ class LiveRun:
             return []
         new = [preview for preview in self._preview_files() if preview.step not in self._seen_previews]
         steps = [preview.step for preview in new]
-        complete = [step for step in set(steps) if steps.count(step) == len(self._prompts)]
+        complete = [step for step in set(steps) if steps.count(step) == self._num_prompts]
         return [preview for preview in new if complete and preview.step == max(complete)]

@@ -100,21 +100,15 @@ def preview_file(folder: Path, step: int, number: int) -> Path:
     return folder / f"step-{step:08d}-{number:02d}.png"
 
 
-def read_previews(folder: Path, prompts: Sequence[str] = ()) -> list[Preview]:
-    """Return the readable previews in `folder`, ordered by step and prompt.
-
-    Args:
-        folder: Folder of the previews; may be missing.
-        prompts: Prompts by number, for files without a prompt, which earlier versions wrote.
-    """
+def read_previews(folder: Path) -> list[Preview]:
+    """Return the readable previews in `folder`, which may be missing, ordered by step and prompt."""
     from PIL import Image
 
     previews: list[Preview] = []
     for path in folder.glob("step-*-*.png"):
         _, step, number = path.stem.split("-")
-        default = prompts[int(number)] if int(number) < len(prompts) else f"prompt {int(number) + 1}"
         with suppress(OSError), Image.open(path) as picture:
-            prompt = str(picture.info.get(PROMPT_KEY, default))
+            prompt = str(picture.info.get(PROMPT_KEY, f"prompt {int(number) + 1}"))
             settings = {key: str(picture.info[key]) for key in SETTING_KEYS if key in picture.info}
             previews.append(Preview(int(step), int(number), preview_heading(prompt, settings), path))
     return sorted(previews)

@@ -228,14 +228,14 @@ def prompts_to_json(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
 
 
 def prompts_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Prompt, ...]:
-    """Return the prompts of `prompts_to_json`; those of earlier versions have no settings."""
+    """Return the prompts of `prompts_to_json`."""
     prompts: list[Prompt] = []
     for value in values:
         settings = dict(value)
         settings["text"] = entry_from_json(settings["text"])
         settings["size_hw"] = Size(*settings["size_hw"])
-        settings["references"] = tuple(Path(path) for path in settings.get("references", ()))
-        if (negative := settings.get("negative")) is not None:
+        settings["references"] = tuple(Path(path) for path in settings["references"])
+        if (negative := settings["negative"]) is not None:
             settings["negative"] = CaptionEntry(negative["caption"], entry_from_json(negative["text"]))
         prompts.append(Prompt(**settings))
     return tuple(prompts)

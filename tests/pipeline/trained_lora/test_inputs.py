@@ -175,15 +175,6 @@ def test_inputs_survive_their_file_which_lists_the_keys_of_all_their_entries(
     assert read_entry_keys(file) == {entry.key for entry in entries}
 
 
-def test_the_file_of_inputs_has_the_column_names_of_earlier_versions(rich: Project, tmp_path: Path) -> None:
-    inputs, file = rich.job().inputs, tmp_path / "inputs.parquet"
-    write_inputs(inputs, file)
-    stored = pl.read_parquet(file)
-    assert stored["sample_id"].equals(inputs.table["variant_id"])
-    assert stored["image_id"].equals(inputs.table["sample_id"])
-    assert set(stored.columns) == {"image_id", *ALL_COLUMNS} - {"variant_id"}
-
-
 @pytest.mark.parametrize("datasets", [["photos"], []], ids=["an image without references", "no image"])
 def test_the_columns_do_not_depend_on_the_images_that_remain(rich: Project, datasets: list[str]) -> None:
     latents = rich.latents.filter(pl.col("dataset").is_in(datasets))

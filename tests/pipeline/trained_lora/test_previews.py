@@ -17,6 +17,7 @@ from pipeline.trained_lora.previews import (
     BEFORE_AFTER_PX,
     MAX_STEPS,
     PROMPT_KEY,
+    Preview,
     before_after,
     preview_file,
     preview_sheet,
@@ -84,17 +85,17 @@ def test_prompts_are_written_above_their_columns_and_wrapped(tmp_path: Path) -> 
     assert num_lines[1] >= 2, "the long prompt is not wrapped"
 
 
-def test_a_preview_without_a_stored_prompt_gets_the_recipes_prompt(tmp_path: Path) -> None:
+def test_a_preview_without_a_stored_prompt_gets_its_number(tmp_path: Path) -> None:
     save(tmp_path, 0, 0, None, (0, 0, 0))
-    save(tmp_path, 0, 1, None, (0, 0, 0))
-    save(tmp_path, 0, 2, "stored", (0, 0, 0))
-    assert [each.heading for each in read_previews(tmp_path, ["first"])] == ["first", "prompt 2", "stored"]
+    save(tmp_path, 0, 1, "stored", (0, 0, 0))
+    assert [each.heading for each in read_previews(tmp_path)] == ["prompt 1", "stored"]
 
 
 @pytest.mark.parametrize("prompt", ["", "日本の花\n第二行", "a\x00b\x1b[31m", "роза и Ünï 😀", "x" * 5000])
 def test_any_prompt_can_be_drawn(tmp_path: Path, prompt: str) -> None:
-    Image.new("RGB", (64, 64), (0, 0, 250)).save(preview_file(tmp_path, 0, 0))
-    assert count_cells(preview_sheet(read_previews(tmp_path, [prompt])), (0, 0, 250)) > 0.9
+    preview = Preview(0, 0, prompt, preview_file(tmp_path, 0, 0))
+    Image.new("RGB", (64, 64), (0, 0, 250)).save(preview.path)
+    assert count_cells(preview_sheet([preview]), (0, 0, 250)) > 0.9
 
 
 def test_R09_a_broken_preview_is_omitted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pipeline.migrations import migrated_order
 from pipeline.trained_lora.prompts import Prompt, prompts_from_json, prompts_to_json
 from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.slider_project import slider_project
@@ -60,14 +61,14 @@ def test_a_heading_states_the_settings_that_differ_from_the_defaults(
     )
 
 
-def test_prompts_survive_json_and_those_of_earlier_versions_have_default_settings(
+def test_prompts_survive_json_and_prompts_of_0_2_0_have_default_settings(
     make_project: Callable[..., Project],
 ) -> None:
     prompts = own_and_plain(make_project)
     values = json.loads(json.dumps(prompts_to_json(prompts)))
     assert prompts_from_json(values) == prompts
     earlier = [{key: values[1][key] for key in ("caption", "text", "size_hw")}]
-    assert prompts_from_json(earlier) == prompts[1:]
+    assert prompts_from_json(migrated_order({"prompts": earlier})["prompts"]) == prompts[1:]
 
 
 def test_prompts_of_a_slider_without_a_scale_are_drawn_at_its_ends_and_in_the_middle(

@@ -1,0 +1,22 @@
+"""Files that release 0.2.0 wrote in another form, converted to the form of this version.
+
+Cache entries and finished runs of 0.2.0 stay usable. Their keys and ids are unchanged, see `RECIPE_FACTS` in
+`trained_lora/fingerprint.py`. No other code reads an older form. In particular, an unfinished run of another
+version does not resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SINCE_0_3: Mapping[str, Any] = {"negative": None, "references": ()}
+"""Settings of a preview prompt that 0.2.0 lacks, with the values that its previews had."""
+
+
+def migrated_order(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a run's `order.json` with the settings of its preview prompts.
+
+    `latentline sample` draws with the recipe and the prompts of a finished run.
+    """
+    return {**order, "prompts": [{**SINCE_0_3, **prompt} for prompt in order["prompts"]]}
