@@ -155,7 +155,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
 
 
 def closed_gates(recipe: Recipe, results: Mapping[str, StageResult]) -> list[ClosedGate]:
-    """Return the gates that would stop the job: those of the first asset with a closed one.
+    """Return the gates that would stop the job: all closed gates of the first asset with any.
 
     `results` holds the results of the stages before the caches, by asset.
     """

@@ -1,4 +1,4 @@
-"""Components that replace those of the base model: `model.components` in the recipe.
+"""Replacements for components of the base model: `model.components` in the recipe.
 
 Each is a folder, or a component of the same name in another model. The network is used only for files that
 are not on this machine.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.recipe import ModelSettings
 
 _CONFIG_NAMES = ("config.json", "tokenizer_config.json")
-"""Configuration files, one of which is in the folder of every component."""
+"""Configuration files; the folder of every component has one of them."""
 
 
 class NamesModel(Protocol):
@@ -127,7 +127,7 @@ def _download(role: str, hub_id: str, revision: str | None, where: str, log: Log
         subfolder = role if any(name.startswith(f"{role}/") for name in names) else ""
         needed = component_files(names, subfolder)
         if is_tokenizer(role):
-            # A tokenizer may share its folder with a model, whose weights it does not need.
+            # A tokenizer may share its folder with a model, and does not need its weights.
             needed = [name for name in needed if ".safetensors" not in name and ".bin" not in name]
         folder = download_files(hub_id, revision, needed, log=log) / subfolder
     _require_complete(role, folder)

@@ -24,7 +24,7 @@ def config_folder(recipe: Recipe) -> tuple[Path, dict[str, Path]]:
 
     Returns:
         The folder, and the folders of replaced components that are on this machine, by role. Components that
-        are replaced by others on the Hub count as those of the base model.
+        are replaced by others on the Hub count as parts of the base model.
 
     Raises:
         ModelError: `model.base` is neither a folder nor a Hub id, or a file cannot be downloaded.

@@ -40,7 +40,7 @@ _CLASS_NAMES = ("image_processor_type", "processor_class", "feature_extractor_ty
 
 
 def is_tokenizer(role: str) -> bool:
-    """Return whether a component is a tokenizer, or a processor, of which only the tokenizer is used."""
+    """Return whether a component is a tokenizer, or a processor that is used for its tokenizer only."""
     return role.startswith(("tokenizer", "processor"))
 
 

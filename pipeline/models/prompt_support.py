@@ -45,7 +45,7 @@ def _mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
     for index, prompt in enumerate(recipe.training.sample_prompts):
         path = ("training", "sample_prompts", index)
 
-        # 0 is a multiple of every number: a prompt without a size has that of a bucket.
+        # 0 is a multiple of every number: a prompt without a size has a bucket's size.
         size = Size(prompt.height or 0, prompt.width or 0)
         if not_multiples([size], multiple):
             what = f"height and width must be multiples of {multiple} for {model}, got {size}"

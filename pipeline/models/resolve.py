@@ -90,7 +90,7 @@ def missing_files(folder: Path, replaced: Mapping[str, Path] | None = None) -> s
 
     Args:
         folder: Diffusers folder of the model.
-        replaced: Folders of the components that replace those of the model.
+        replaced: Folders of the components that replace the model's own.
 
     Raises:
         FamilyError: The family of its pipeline class is not supported.
@@ -179,7 +179,7 @@ def local_base(recipe: NamesModel) -> Path | None:
 
 def _require_roles(recipe: NamesModel, family: FamilySpec) -> None:
     """Raise ModelError unless the family has every component in `model.components`."""
-    # The scheduler's settings are always those of the base model.
+    # The scheduler's settings always come from the base model.
     roles = [role for role in family.components if role != "scheduler"]
     for role in recipe.model.components.given():
         if role not in roles:

@@ -270,7 +270,7 @@ def _masks(recipe: Recipe) -> Facts:
         each.name: {
             "unmasked_weight": each.mask.unmasked_weight,
             "normalise": each.mask.normalise,
-            # This key is newer than the first runs with masks, whose ids do not contain it.
+            # This key is newer than the first runs with masks; their ids do not contain it.
             **({"prior_weight": each.mask.prior_weight} if each.mask.prior_weight else {}),
         }
         for each in recipe.datasets

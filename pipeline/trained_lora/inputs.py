@@ -161,7 +161,7 @@ Two images are a pair only if both are trained on, or both held out.
 EMPTY_COLUMNS: dict[str, Any] = {"empty_text": pl.String, "empty_tensors": pl.String}
 """Further columns of recipes whose text encoder sees references: key and tensors of the empty caption.
 
-Both are null for inputs without references, whose empty caption is that of the job.
+Both are null for inputs without references, which use the empty caption of the job.
 """
 
 
@@ -188,7 +188,7 @@ class TrainingInputs(Sequence[TrainingInput]):
     @overload
     def __getitem__(self, number: slice) -> TrainingInputs: ...
     def __getitem__(self, number: int | slice) -> TrainingInput | TrainingInputs:
-        """Return one input, or those of a slice."""
+        """Return one input, or the inputs of a slice."""
         if isinstance(number, slice):
             return TrainingInputs(self.table[number])
         return _input(self.table.row(number, named=True))

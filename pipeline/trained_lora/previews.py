@@ -1,7 +1,7 @@
 """The previews of a run: their files, the sheet with all of them, and the pictures before and after training.
 
 samples/step-<step>-<prompt number>.png     one preview; its text chunk `PROMPT_KEY` holds the prompt,
-                                            those of `SETTING_KEYS` its settings that are not the default
+                                            chunks in `SETTING_KEYS` its settings other than the default
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def read_previews(folder: Path) -> list[Preview]:
 def preview_sheet(previews: Sequence[Preview]) -> bytes:
     """Return a JPEG with a column for each prompt and a row for each step, or no bytes without previews.
 
-    The rows of a long run are evenly spaced from its first step to its last, and the title states how many of
-    the steps are shown. A prompt or setting that was changed during the run has a column for each version.
+    The rows of a long run are evenly spaced from its first step to its last, and the title has the number of
+    steps that are shown. A prompt or setting that was changed during the run has a column for each version.
     """
     columns = sorted({(each.number, each.heading) for each in previews})
     steps = sorted({each.step for each in previews})

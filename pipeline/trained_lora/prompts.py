@@ -53,7 +53,7 @@ class Prompt:
             the empty caption of the job.
         steps: Number of denoising steps.
         guidance_scale: Guidance scale; None for the family's.
-        seed: Seed of the first noise; None for that of the job.
+        seed: Seed of the first noise; None for the job's seed.
         lora_scale: Factor of the LoRA's effect.
         references: Files of the reference images, in order.
     """
@@ -142,7 +142,7 @@ def preview_prompts(
 def _reference_files(
     recipe: Recipe, latents: pl.DataFrame, sample_ids: Sequence[str]
 ) -> dict[str, tuple[Path, ...]]:
-    """Return the files of the samples' references, without those of samples with references at addresses."""
+    """Return the files of the samples' references, except of samples with references at addresses."""
     if IMAGES not in latents.columns:
         return {}
     roots = {dataset.name: dataset.side_input_roots("references") for dataset in recipe.datasets}

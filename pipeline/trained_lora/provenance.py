@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PACKAGES = ("latentline", "accelerate", "diffusers", "numpy", "peft", "safetensors", "torch", "transformers")
 
 MAX_LISTED = 5_000
-"""Largest number of samples whose hashes are listed in the record. Larger runs store only a digest."""
+"""Largest number of samples with hashes that are listed in the record. Larger runs store only a digest."""
 
 MAX_CAPTION_BYTES = 1_000_000
 """Largest size of a file that is looked up as a caption."""

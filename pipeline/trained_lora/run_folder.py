@@ -25,7 +25,7 @@ ADAPTER_FILE = "adapter.safetensors"
 """File in the folder of a checkpoint with the trained weights under peft's names."""
 
 OPTIMIZER_FILE = "optimizer.pt"
-"""File in the folder of a checkpoint with the states of the optimizer and the schedule."""
+"""File in the folder of a checkpoint with the state of optimizer and learning-rate scheduler."""
 
 LORA_RECORD = "lora.json"
 """File in the folder of each checkpoint that holds LoRA files, with their hashes."""
@@ -51,7 +51,7 @@ class RunLayout:
         finished: Marker of a finished run: the result with the hash of each exported file.
         lock: Lock file, held by the step that trains the run.
         training_lock: Lock file, held by the training process that writes the folder.
-        stop_request: File whose existence makes the training process stop after its current step.
+        stop_request: File that makes the training process stop after its current step if it exists.
         checkpoints: Folder with one sub-folder per checkpoint.
         exported: Folder of this run's LoRA files, from which they are published.
         metrics: JSON lines, one per step.

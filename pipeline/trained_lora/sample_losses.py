@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.run_folder import RunLayout
 
 MIN_DRAWS_PER_BIN = 25
-"""Minimum number of losses whose mean is the expected loss at a timestep."""
+"""Minimum number of losses for their mean to be the expected loss at a timestep."""
 
 MAX_BINS = 20
 """Maximum number of groups into which timesteps are divided."""

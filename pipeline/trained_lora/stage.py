@@ -218,7 +218,7 @@ def _plan_run(
     require_trackers(recipe.training)
     resolve_training_adapter(recipe, log=log)
 
-    # A sample whose caption was rejected has a latent all the same.
+    # A sample with a rejected caption has a latent all the same.
     rejected = Tables(recipe.output_dir).read_rejected("text_embeddings")
     latents = latents.join(rejected, on="sample_id", how="anti", maintain_order="left")
     inputs = training_inputs(recipe, entries, latents, text)

@@ -130,7 +130,7 @@ def _require_file(path: Path, where: str) -> None:
 
 
 def _require_no_checkpoint_state(path: Path, where: str) -> None:
-    """Raise TrainingError for the state in a checkpoint, whose keys differ from the LoRA files next to it."""
+    """Raise TrainingError for the state in a checkpoint; its keys differ from the LoRA files next to it."""
     if path.name != ADAPTER_FILE or not path.with_name(OPTIMIZER_FILE).exists():
         return
 

@@ -50,7 +50,7 @@ def forecast_folder(
     card_bytes: int | None = None,
     launch: Launch | None = None,
 ) -> MemoryForecast:
-    """Return `forecast_memory` for a base model whose folder is known."""
+    """Return `forecast_memory` for a base model in a known folder."""
     with tempfile.TemporaryDirectory(prefix="latentline-") as work:
         job_file = Path(work) / "job.json"
         write_job(MemoryJob(recipe, folder, replaced, card_bytes), job_file)

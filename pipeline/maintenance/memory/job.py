@@ -23,7 +23,7 @@ class MemoryJob:
     Attributes:
         recipe: Recipe with absolute paths.
         model_folder: Folder of the base model, which may contain configuration files only.
-        component_folders: Folders of the components that replace those of the model, by role.
+        component_folders: Folders of the components that replace the model's own, by role.
         card_bytes: Memory of the GPU to compare with; None for the GPU of this machine, if there is one.
     """
 

@@ -20,7 +20,7 @@ NUM_BUNDLES = 5
 """Number of injection blocks; each reads a bundle of three layers of the language model."""
 
 PERCEIVER_BUNDLE = 2
-"""Index of the injection block whose bundle the transformer's Perceiver reads too."""
+"""Index of the injection block with the bundle that the transformer's Perceiver reads too."""
 
 _LAYERS_PER_BUNDLE = 3
 

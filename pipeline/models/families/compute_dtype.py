@@ -1,6 +1,6 @@
 """The dtypes in which the components of a base model compute.
 
-A recipe states one dtype, or "auto" for each component's own. The choice depends on the component alone and
+A recipe sets one dtype, or "auto" for each component's own. The choice depends on the component alone and
 is the same on every machine, because it is part of the keys of cache entries and of run ids.
 """
 

@@ -1,7 +1,7 @@
 """FLUX.2 dev: klein's transformer with a guidance scale, conditioned on a Mistral 3 with a system message.
 
 Of the language model's processor only the tokenizer is loaded: captions need no more, and the image processor
-would require torchvision. Noise levels are those of FLUX.2 klein.
+would require torchvision. Noise levels are the same as for FLUX.2 klein.
 
 Recommended number of references: https://docs.bfl.ml/guides/prompting_editing_overview
 """

@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext: FLUX.1 dev with the tokens of one reference image behind those of the latent."""
+"""FLUX.1 Kontext: FLUX.1 dev with the tokens of one reference image behind the latent's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLUX_KONTEXT = FamilySpec(
     denoiser_call="families.flux_kontext:KontextCall",
     drawing="families.flux_kontext:KontextDrawing",
     lora=FLUX_KEYS,
-    architecture="flux-1-dev",  # as musubi-tuner names it: the transformer is that of FLUX.1 dev
+    architecture="flux-1-dev",  # as musubi-tuner names it: it has the transformer of FLUX.1 dev
     guidance_scale=2.5,
     no_negative_prompts="its guidance is distilled",
     references=KONTEXT_REFERENCES,

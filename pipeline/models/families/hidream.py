@@ -51,7 +51,7 @@ class HiDreamLatents(LatentSpec):
 
 @dataclass(frozen=True)
 class FourEncoderText(TextSpec):
-    """T5's hidden states and those of all Llama layers, padded, and both CLIPs' projections."""
+    """The hidden states of T5 and of all Llama layers, padded, and both CLIPs' projections."""
 
     def roles(self, model: ModelFolder, components: Iterable[str]) -> tuple[str, ...]:
         """Return all tokenizers and encoders.

@@ -1,4 +1,4 @@
-"""Kolors: a ChatGLM whose padding the UNet sees, Stable Diffusion XL's UNet and VAE."""
+"""Kolors: a ChatGLM with padding that the UNet sees, Stable Diffusion XL's UNet and VAE."""
 
 from __future__ import annotations
 

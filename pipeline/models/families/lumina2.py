@@ -1,7 +1,7 @@
 """Lumina Image 2: a Gemma 2 behind a system prompt, a single-stream transformer, a VAE of 16 channels.
 
 Its schedule, with a shift of 6, is for drawing. Training uses the shift of the original training code, which
-is that of FLUX.1: https://github.com/Alpha-VLLM/Lumina-Image-2.0/blob/main/transport/transport.py.
+is FLUX.1's: https://github.com/Alpha-VLLM/Lumina-Image-2.0/blob/main/transport/transport.py.
 Objective 1 used the schedule.
 """
 

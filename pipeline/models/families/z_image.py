@@ -18,7 +18,7 @@ from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import LatentSpec
 
 _TURBO_SHIFT = 3.0
-"""Shift in the schedule of Z-Image-Turbo, whose configurations are otherwise those of Z-Image."""
+"""Shift in the schedule of Z-Image-Turbo; its other configurations are the same as in Z-Image."""
 
 
 def is_turbo(model: ModelFolder) -> bool:

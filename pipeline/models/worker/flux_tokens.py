@@ -30,7 +30,7 @@ def unpack(pipeline: Any, tokens: Tensor, noisy: Tensor, factor: int) -> Tensor:
     """Rearrange the transformer's output tokens (B, T, D) into a latent (B, C, h, w).
 
     Args:
-        pipeline: diffusers' pipeline class, whose `_unpack_latents` does the work.
+        pipeline: diffusers' pipeline class; its `_unpack_latents` does the work.
         tokens: Output of the transformer, one token per 2x2 patch of the latent; further tokens, which belong
             to a reference image, are ignored.
         noisy: Latent (B, C, h, w) that was packed into the transformer's input.

@@ -87,7 +87,7 @@ def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module,
 
 
 def drop_unused_parts(network: nn.Module, *, sees_images: bool = False) -> None:
-    """Remove the output layer of a language model, whose hidden states are used, and its vision encoder.
+    """Remove a language model's output layer, because only hidden states are used, and its vision encoder.
 
     A model that sees images keeps its vision encoder.
     """

@@ -40,7 +40,7 @@ MASKED_PROMPT = {"prompt_embeds": "text_embedding", "prompt_attention_mask": "te
 class EncodedCaption:
     """The text embeddings of one caption.
 
-    The counts are those of the encoder that reads furthest into the caption.
+    The encoder that reads furthest into the caption decides the counts.
 
     Attributes:
         tensors: Tensors as an entry stores them, named as in `TextSpec.shapes`, in the encoders' dtype.
@@ -171,7 +171,7 @@ class TextConditioner(ABC):
     def encode_captions(self, encoders: Any, captions: Sequence[str]) -> list[EncodedCaption]:
         """Return the text embeddings of prompts in one forward pass; `embeds_batches` must be True.
 
-        They equal those of `encode_caption` up to the arithmetic of a larger batch.
+        They equal the tensors of `encode_caption` up to the arithmetic of a larger batch.
         """
         with torch.inference_mode():
             batch = self.embed(encoders, list(captions))
@@ -187,7 +187,7 @@ class TextConditioner(ABC):
     def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return the conditions of a batch as in `stack`, with their autograd graph.
 
-        They equal those of `encode_caption` up to the arithmetic of a larger batch.
+        They equal the tensors of `encode_caption` up to the arithmetic of a larger batch.
         """
         if self.embeds_batches:
             return self.embed(encoders, list(captions))
@@ -253,7 +253,7 @@ def count_within_template(
         spans_of: Returns (first character, last character + 1) of each token of a caption in its template.
         caption: The caption.
         caption_start: Number of characters of the template before the caption.
-        limit: Maximum number of tokens, those of the template included.
+        limit: Maximum number of tokens, the template included.
     """
     spans = spans_of(caption)
     if len(spans) <= limit:

@@ -1,4 +1,4 @@
-"""The layers of text encoders that stay on the GPU, and those that are streamed while captions are encoded.
+"""The layers of text encoders that stay on the GPU, and layers that are streamed while captions are encoded.
 
 Text encoders compute forward passes only. Their values do not depend on where the weights are between uses.
 """
@@ -60,7 +60,7 @@ class EncoderSize:
     """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """Measure a network on any device; `dtype` is that of `move_weights`."""
+        """Measure a network on any device; `dtype` is the argument of `move_weights`."""
         self.layers = {name: _num_bytes(layer, dtype) for name, layer in repeated_blocks(network).items()}
         self.total = _num_bytes(network, dtype)
 

@@ -297,7 +297,7 @@ def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def is_factor(key: str) -> bool:
-    """Return whether a key, in any layout, is that of a down or up matrix."""
+    """Return whether a key, in any layout, names a down or up matrix."""
     return key.endswith((".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up.weight"))
 
 

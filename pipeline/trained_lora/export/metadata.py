@@ -1,4 +1,4 @@
-"""Header metadata of LoRA files: the `ss_*` keys of kohya's tools and those of ModelSpec.
+"""Header metadata of LoRA files: the `ss_*` keys of kohya's tools and the keys of ModelSpec.
 
 ModelSpec: https://github.com/Stability-AI/ModelSpec. The metadata contains nothing volatile.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 READERS_KEY = "latentline.readers"
-"""Key in a file's metadata that states which programs apply the file with another strength."""
+"""Key in a file's metadata with the programs that apply the file with another strength."""
 
 
 def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pipeline.trained_lora.export.lora_files import SHEET_FILE
 def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str], has_sheet: bool) -> str:
     """Return the card as Markdown, with the front matter that the Hugging Face Hub reads.
 
-    With `has_sheet`, it shows `SHEET_FILE`, whose columns have these headings: prompts with their settings.
+    With `has_sheet`, it shows `SHEET_FILE`; `headings` are its columns: prompts with their settings.
     """
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 

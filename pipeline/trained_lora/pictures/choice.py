@@ -120,7 +120,7 @@ def _published(output_dir: Path) -> ChosenLoras | None:
 
 
 def _finished_without_checkpoints(layout: RunLayout, steps: Steps) -> ChosenLoras:
-    """Return the last step of a finished run of Latentline 0.2 or earlier, whose checkpoints have no LoRA."""
+    """Return the last step of a finished run of Latentline 0.2 or earlier; its checkpoints have no LoRA."""
     num_steps = _read_json(layout.finished).get("steps")
     file = layout.exported / _FILE
     if num_steps is None or not file.is_file():

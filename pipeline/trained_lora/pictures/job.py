@@ -79,7 +79,7 @@ class DrawingJob:
         loras: LoRAs of one run, or a single file.
         strengths: Factors of the LoRA's effect; 0 draws without it. Each is multiplied by the prompt's
             `lora_scale`.
-        seed: Seed of the first noise of each picture whose prompt has none.
+        seed: Seed of the first noise of pictures with prompts without a seed.
         folder: Folder of the pictures and the sheet.
         run: Run of the LoRAs; None for a file that was given by its path.
         component_folders: Folders of model components that replace those in `base`, by role.

@@ -42,8 +42,8 @@ class Request:
         file: LoRA file to draw with instead of a run's.
         strengths: Factors of the LoRA's effect.
         prompts: Prompts; empty for the recipe's.
-        references: Reference images of all prompts, in order; empty for those of the recipe's prompts.
-        seed: Seed of the first noise; None for that of each prompt, or the recipe's.
+        references: Reference images of all prompts, in order; empty for the references in the recipe.
+        seed: Seed of the first noise; None for each prompt's own seed, or the recipe's.
         output: Folder of the pictures; None for a new one in the reports.
     """
 
@@ -184,7 +184,7 @@ def _no_prompts(recipe: Recipe) -> DrawingError:
 def _prompts(
     recipe: Recipe, given: Iterable[str], entries: RecipeEntries, previews: tuple[Prompt, ...]
 ) -> tuple[Prompt, ...]:
-    """Return the given prompts, or else the recipe's, or else those of the run's previews."""
+    """Return the given prompts, or else the recipe's, or else the prompts of the run's previews."""
     if captions := list(dict.fromkeys(given)):
         return square_prompts(entries, captions)
     if own := list(dict.fromkeys(recipe.training.sample_prompts)):

@@ -107,7 +107,7 @@ class PlanInputs(Sequence[PlanInput]):
         side = pl.col("slider").replace_strict({1: _SLIDER, -1: _SLIDER + _OPPOSITE}, default="")
         self._buckets = table["bucket"]
         self._references = table["references"]
-        # Without references, the names are those of recipes that have none, and so are the plans.
+        # Without references the names have no suffix, so that plans stay the same.
         references = pl.when(pl.col("references") != "").then(pl.lit(" ") + pl.col("references"))
         group = pl.col("bucket") + references.otherwise(pl.lit("")) + side
         self.buckets = Groups(table.select(group).to_series())

@@ -32,7 +32,7 @@ from pipeline.trained_lora.plan.inputs import Ints, PlanInputs
 from pipeline.trained_lora.plan.random_streams import hash_bits
 
 Exhausted = Literal["leave", "end_epoch", "repeat"]
-"""Treatment of a dataset whose samples have all been drawn."""
+"""Treatment of a dataset after all of its samples have been drawn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ class TrainingPlan(Sequence[StepPlan]):
     @overload
     def __getitem__(self, index: slice) -> list[StepPlan]: ...
     def __getitem__(self, index: int | slice) -> StepPlan | list[StepPlan]:
-        """Return one step, or those of a slice."""
+        """Return one step, or the steps of a slice."""
         if isinstance(index, slice):
             return [self._step(number) for number in range(*index.indices(len(self)))]
         number = index + len(self) if index < 0 else index
@@ -274,7 +274,7 @@ class TrainingPlan(Sequence[StepPlan]):
 
 
 def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
-    """Split the slots over the ranks, in order, into shares whose sizes differ by at most one.
+    """Split the slots over the ranks, in order, into shares of sizes that differ by at most one.
 
     A rank without a slot gets the first one with weight 0. It takes part in forward, backward and gradient
     exchange, but does not change the result.

@@ -10,7 +10,7 @@
 A folder is written under a temporary name, synced and renamed. Its number counts the optimizer steps done.
 
 Pruning a checkpoint removes COMPLETE and the files that it lists. The LoRA files stay. Checkpoints of step 0,
-and those that earlier versions of Latentline saved, have no LoRA files.
+and checkpoints that Latentline 0.2 or earlier saved, have no LoRA files.
 """
 
 from __future__ import annotations

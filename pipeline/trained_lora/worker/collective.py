@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run_on_main(engine: Engine, work: Callable[[], object]) -> None:
     """Run `work` on the main process; every process calls it.
 
-    If the denoiser is sharded, the other processes repeat its forward passes, which must be inside of
+    If the denoiser is sharded, the remaining processes repeat its forward passes, which must be inside of
     `Engine.evaluation`. An error of `work` leaves no process waiting.
     """
     is_main = engine.accelerator.is_main_process

@@ -5,7 +5,7 @@ torchao packs the weights and rounds the layer's input, so the product takes the
     forward     y = round(x / s_x) @ round(W / s_w).T * s_x * s_w + b     in int8 or fp8
     backward    dL/dx = dL/dy @ (round(W / s_w) * s_w)                    in the dtype of dL/dy
 
-The rounding of x has no derivative, so the gradient is that of the layer with rounded weights
+The rounding of x has no derivative, so the gradient equals the gradient of the layer with rounded weights
 (straight-through estimator, https://arxiv.org/abs/1308.3432). The weights are unpacked for the backward pass
 one layer at a time.
 """
@@ -28,7 +28,7 @@ Layers with fewer rows are modulations, which take little time.
 
 
 class EightBitLinear(nn.Linear):
-    """A frozen linear layer whose weight torchao packed for 8-bit products."""
+    """A frozen linear layer with a weight that torchao packed for 8-bit products."""
 
     def __init__(self, layer: nn.Linear) -> None:
         """Take over the weight and the bias of `layer`."""
@@ -65,7 +65,7 @@ class _Product(Function):
 
 
 def use_eight_bit_products(network: nn.Module) -> None:
-    """Replace the linear layers whose weights torchao packed for 8-bit products."""
+    """Replace the linear layers with weights that torchao packed for 8-bit products."""
     packed = [
         (name, module)
         for name, module in network.named_modules()

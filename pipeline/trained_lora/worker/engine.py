@@ -86,7 +86,7 @@ class StepOutcome:
 
 
 class QueuedStep:
-    """A step whose numbers the device may still be computing.
+    """A step that the device may still be computing.
 
     Attributes:
         batch: The step.
@@ -322,7 +322,7 @@ class Engine:
         return step
 
     def finish(self, step: QueuedStep) -> StepOutcome:
-        """Wait for the numbers of a step, which may be the last but one.
+        """Read a step's losses and gradient norm; it may lag one step behind.
 
         Raises:
             TrainingError: The loss or the gradient is not finite; the error lists the samples. Weights,

@@ -100,7 +100,7 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
         try:
             finished = run.train(stop)
         except BaseException:
-            # `end_training` would also close the process group, which the other ranks may still use.
+            # `end_training` would also close the process group, which slower ranks may still use.
             for tracker in run.engine.accelerator.trackers:
                 tracker.finish()
             raise

@@ -94,7 +94,7 @@ def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> 
     """Return each sample's weight for its noise level.
 
     A weighting is a function w of the SNR, applied to the error of the predicted clean latent. The error of
-    the predicted noise is SNR times as large, and that of the velocity SNR + 1 times, so w is divided by that
+    the predicted noise is SNR times as large, and the error of the velocity SNR + 1 times, so w is divided by that
     factor:
 
         min_snr       w = min(SNR, gamma)                (https://arxiv.org/abs/2303.09556)

@@ -76,7 +76,7 @@ def _add_scaled(noise: Array, scale: float, other: Array) -> Array:
 def noise_levels(uniform: Tensor, settings: TimestepSettings, family_density: Density) -> Tensor:
     """Map uniform random numbers to noise levels of the recipe's density and range.
 
-    The densities are those of section 3.1 of https://arxiv.org/abs/2403.03206. The map is increasing.
+    The densities are from section 3.1 of https://arxiv.org/abs/2403.03206. The map is increasing.
     `NoiseProcess.timesteps` applies the shift of a flow-matching schedule to its result.
 
     Args:

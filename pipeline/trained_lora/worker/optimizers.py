@@ -30,7 +30,7 @@ _UP_MATRIX = ".lora_B."
 
 
 def weight_groups(networks: Networks, settings: TrainingSettings) -> list[dict[str, Any]]:
-    """Return torch's parameter groups: those of the denoiser, then those of the text encoders.
+    """Return torch's parameter groups: first for the denoiser, then for the text encoders.
 
     In both, the weights without a learning rate of their own come first. Groups of `training.learning_rate`
     have no `lr`.

@@ -19,7 +19,7 @@ def out_of_memory_error(
     """Return the error for memory that ran out, with the settings that the recipe can still change.
 
     `when` is a phrase such as "in step 3". `usage` describes the memory in use and may be empty. `resident`
-    states what `training.offload: auto` resolved to, once that is decided.
+    is the resolved value of `training.offload: auto`, once it is decided.
     """
     training = recipe.training
     where = (

@@ -37,7 +37,7 @@ class Startup:
     """
 
     def __init__(self, job: TrainingJob, report: Report) -> None:
-        """Find the phases of `job`, whose texts `report` receives; imports no torch."""
+        """Find the phases of `job`; `report` receives their texts. This imports no torch."""
         training = job.recipe.training
         denoiser = "UNet" if detect(job.base).denoiser_name == "unet" else "transformer"
         self.base = f"loading the {denoiser}"

@@ -4,7 +4,7 @@
     trained   caption -> text encoders with adapters -> denoiser   one graph, one optimizer, two learning
     rates
 
-With fresh adapters, whose delta weights are zero, both give the denoiser the same embeddings.
+With fresh adapters the delta weights are zero, and both give the denoiser the same embeddings.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def missing_results(job: TrainingJob, step: int, *, is_main: bool) -> MissingRes
     them leaves a checkpoint without these results. They are tried once more, and then none counts as missing:
     if they are what kills the process, for example because memory runs out, the run must not end at this step
     again and again. Before the first step, everything counts as
-    missing, because the holdout or prompts may differ from those of an earlier start.
+    missing, because the holdout or prompts may differ from an earlier start.
 
     Every rank calls it and gets the same answer, because all of them take part in a validation. Other
     machines may lack the main process's files.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "training.offload: auto"
-"""The change that streams as many blocks as necessary. The least that it needs is that of `offload: 0`."""
+"""The change that streams as many blocks as necessary. It needs at least as much memory as `offload: 0`."""
 
 
 def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: int) -> Change:

@@ -164,7 +164,7 @@ class StackedKeys(LoraKeys):
     """Layers that the original code stacks, such as query, key and value in one matrix.
 
     Attributes:
-        blocks: Every kind of block whose layers have a name.
+        blocks: Every kind of block with layers that have a name.
         comfyui_as_kohya: Whether ComfyUI's layout uses kohya's keys because its model has stacked layers.
     """
 

@@ -192,13 +192,13 @@ QWEN_IMAGE21_REFERENCES = ReferenceSpec(
 )
 """The references of Qwen-Image 2.1, stretched to a megapixel for VAE and text encoder.
 
-The pipeline accepts any number; the limit is that of Qwen-Image-Edit. An embedding has only the tokens of the
-text around an image: the transformer puts the image's latent in place of the image's own tokens.
+The pipeline accepts any number; the limit is the same as for Qwen-Image-Edit. An embedding has only the
+tokens of the text around an image: the transformer puts the image's latent in place of the image's own tokens.
 """
 
 
 _FIBO2_PX = 1024 * 1024
-"""Area of references of Bria FIBO 2: that of `default_sample_size` in its pipeline."""
+"""Area of references of Bria FIBO 2, from `default_sample_size` of its pipeline."""
 
 _FIBO2_MULTIPLE_PX, _FIBO2_MIN_EDGE_PX = 16, 64
 """Number that both edges of such a reference are a multiple of, and its shortest edge."""

@@ -86,7 +86,7 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class ChannelScaledLatents(LatentSpec):
-    """Latents of an `AutoencoderKL` whose configuration may have a mean and deviation for each channel."""
+    """Latents of an `AutoencoderKL`; its configuration may have a mean and deviation for each channel."""
 
     codec: str = "vae:ChannelScaledCodec"
 
@@ -143,7 +143,7 @@ class DeepCompressionLatents(LatentSpec):
 
 @dataclass(frozen=True)
 class PatchedLatents(LatentSpec):
-    """Latents of `AutoencoderKLFlux2`, stored in patches whose values are normalised one by one.
+    """Latents of `AutoencoderKLFlux2`, stored in patches with values that are normalised one by one.
 
     Attributes:
         channels_last: Whether the values of a patch are ordered position first and channel last.

@@ -170,6 +170,6 @@ def _injected(bundles: Tensor) -> dict[str, Tensor]:
 
 
 def _bundles(text: Mapping[str, Any]) -> Tensor:
-    """Return the bundle of the Perceiver and that of each injection block, (B, 6, T, 3 D)."""
+    """Return the bundles of the Perceiver and of each injection block, (B, 6, T, 3 D)."""
     injected = text["text_embedding"].unflatten(2, (NUM_BUNDLES, -1)).transpose(1, 2)
     return torch.cat([injected[:, PERCEIVER_BUNDLE : PERCEIVER_BUNDLE + 1], injected], dim=1)

@@ -19,7 +19,7 @@ class MaskedT5Conditioner(TextConditioner):
     """T5's hidden states and the mask of the tokens that count.
 
     The pipeline's mask is a float, which attention adds to its scores, so padding is seen nearly as well as
-    the caption. As a boolean, it hides padding: the result equals that of a caption without padding.
+    the caption. As a boolean, it hides padding: the result equals a caption without padding.
     """
 
     prompt_names = MASKED_PROMPT

@@ -40,7 +40,7 @@ class CogView4Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; one call per sample, because no mask hides padding from the others."""
+        """See `DenoiserCall.predict`; one call per sample, because no mask hides padding."""
         texts = unpadded(conditions["text_embedding"], conditions["text_lengths"])
         predictions: list[Tensor] = []
         for index, text in enumerate(texts):

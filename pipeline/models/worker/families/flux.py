@@ -38,7 +38,7 @@ class FluxCall(DenoiserCall):
     """The transformer over packed latents."""
 
     def image_tokens(self, noisy: Tensor, conditions: Conditions) -> dict[str, Tensor]:
-        """Return `hidden_states` and `img_ids`, those of the noisy latent first."""
+        """Return `hidden_states` and `img_ids`, the noisy latent first."""
         return pack(self.pipeline, noisy)
 
     def predict(

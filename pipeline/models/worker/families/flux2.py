@@ -25,7 +25,7 @@ class KleinConditioner(TextConditioner):
 
 
 class Flux2Call(DenoiserCall):
-    """The transformer over tokens that are the values of a patched latent, then those of the references."""
+    """The transformer over tokens that are the values of a patched latent, then of the references."""
 
     def guidance(self, noisy: Tensor) -> Tensor | None:
         """Return the guidance scale (B,), or None if the transformer takes none."""
@@ -44,11 +44,11 @@ class Flux2Call(DenoiserCall):
             txt_ids=self.pipeline._prepare_text_ids(text).to(noisy.device),
             return_dict=False,
         )[0]
-        tokens = tokens[:, : noisy[0, 0].numel()]  # without those of the references
+        tokens = tokens[:, : noisy[0, 0].numel()]  # without the references
         return tokens.transpose(1, 2).reshape(noisy.shape)  # tokens are the latent's values, row by row
 
     def _image_tokens(self, noisy: Tensor, conditions: Conditions) -> dict[str, Tensor]:
-        """Return `hidden_states` and `img_ids` of the noisy latent, followed by those of the references."""
+        """Return `hidden_states` and `img_ids` of the noisy latent, then of the references."""
         tokens = [self.pipeline._pack_latents(noisy)]
         ids = [self.pipeline._prepare_latent_ids(noisy)]
         if references := conditions.get("references"):

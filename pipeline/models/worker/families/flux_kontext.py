@@ -14,7 +14,7 @@ from pipeline.models.worker.flux_tokens import pack
 from pipeline.models.worker.inference import PipelineDrawing
 
 _REFERENCE_ID = 1
-"""First position id of a reference's tokens; that of the noisy latent is 0."""
+"""First position id of a reference's tokens; the noisy latent's is 0."""
 
 
 class KontextCall(FluxCall):

@@ -18,7 +18,7 @@ _PATCH = 2
 
 
 class QwenConditioner(TextConditioner):
-    """A Qwen2.5-VL behind the pipeline's template, whose hidden states are dropped."""
+    """A Qwen2.5-VL behind the pipeline's template; the template's hidden states are dropped."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
         """See `TextConditioner.prompt`."""
@@ -63,6 +63,6 @@ class QwenImageCall(DenoiserCall):
             img_shapes=[shapes] * batch,
             return_dict=False,
         )[0]
-        tokens = tokens[:, : (height // _PATCH) * (width // _PATCH)]  # without those of the references
+        tokens = tokens[:, : (height // _PATCH) * (width // _PATCH)]  # without the references
         factor = self.family.vae_factor
         return self.pipeline._unpack_latents(tokens, height * factor, width * factor, factor).squeeze(2)

@@ -33,11 +33,11 @@ class OwnMemory:
 class SharedMemory:
     """Memory that the processes of one machine map, so that a machine holds frozen weights once.
 
-    The first process of each machine fills an anonymous file of Linux (`memfd_create`), the others map it
+    The first process of each machine fills an anonymous file of Linux (`memfd_create`), the rest map it
     through /proc:
 
         first    create, fill -- path --> barrier, close
-        others                            map, barrier
+        rest                              map, barrier
 
     The file has no name in any folder, and its memory is freed with the last process that maps it, however
     that process ends.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pipeline.models.worker.offload.host_memory import HostMemory, OwnMemory
 
 ALIGNMENT = 256
-"""Alignment of tensors in bytes, that of CUDA's own allocations."""
+"""Alignment of tensors in bytes, as in CUDA's own allocations."""
 
 CHUNK_BYTES = 32 << 20
 """Size of host allocations. torch rounds pinned ones up to a power of two."""
@@ -217,7 +217,7 @@ def _copy_chunks(chunks: Sequence[Tensor], slot: Tensor) -> None:
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides, or those of a contiguous one if its numbers are not dense in memory."""
+    """Return the tensor's strides, or contiguous strides if its numbers are not dense in memory."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

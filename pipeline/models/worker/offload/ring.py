@@ -64,7 +64,7 @@ class Ring:
     def forward_begins(self, block: int, *, with_backward: bool) -> None:
         """Make a block's weights readable for its forward pass.
 
-        `with_backward` states whether a backward pass follows, so that the last block is needed again first.
+        `with_backward` is whether a backward pass follows, so that the last block is needed again first.
         """
         self._learn_order(block)
         self._backward = None

@@ -6,8 +6,8 @@ which other blocks use in the meantime. There are two cases:
     no checkpointing    the weight's place in its block is saved instead, and looked up in the backward pass
     checkpointing       nothing is saved; the block is computed again, and its slot kept to its last gradient
 
-Autograd runs the nodes of later operations first, so all gradients of a block come before those of the blocks
-before it, and the backward pass of one block ends when that of another begins.
+Autograd runs the nodes of later operations first, so all gradients of a block come before the gradients of
+earlier blocks, and the backward pass of one block ends when the backward pass of another begins.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _SavedPackedWeight:
 
 
 class StreamedBlocks:
-    """The blocks of a network whose frozen weights are on the host.
+    """The blocks of a network with frozen weights on the host.
 
     Attributes:
         names: Paths of the blocks in the network.
@@ -218,7 +218,7 @@ def move_weights(network: nn.Module, device: torch.device, dtype: torch.dtype | 
     """Move a network to a device, with weights converted one by one.
 
     Buffers that are stored in the network's file are converted to half precision, too: ChatGLM rounds its
-    rotary embedding to their dtype, and does not run if it differs from that of the weights. In float32 they
+    rotary embedding to their dtype, and does not run if it differs from the weights' dtype. In float32 they
     keep their dtype, as they did when existing cache entries were encoded.
     """
     if dtype is not None:
@@ -235,7 +235,7 @@ def move_weights(network: nn.Module, device: torch.device, dtype: torch.dtype | 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost repeated blocks by their paths.
 
-    They are those that `compile_repeated_blocks` of diffusers compiles. Networks that name none, such as
+    diffusers' `compile_repeated_blocks` compiles the same blocks. Networks that name none, such as
     Stable Diffusion 3 and all of transformers, name the modules that `device_map` does not split; those in a
     list are blocks.
     """

@@ -1,6 +1,6 @@
 """Drawing the pictures of a job with one loaded base model.
 
-The arithmetic is that of the previews during training, so that both give the same picture for the same LoRA,
+The arithmetic is the same as for previews during training. Both give the same picture for the same LoRA,
 prompt and seed. On the CPU they are equal bit for bit, with three exceptions: the files of LoHa, LoKr, PiSSA
 and OLoRA hold a converted LoRA, `lora.save_dtype` rounds a file, and `compile` trains compiled blocks.
 """

@@ -1,6 +1,6 @@
 """Adapters in the shape of a LoRA file, with which a loaded base model draws at any strength.
 
-Training adds adapters in the shape that the recipe states. Here their shape is the file's, so that files of
+Training adds adapters in the shape that the recipe sets. Here their shape is the file's, so that files of
 other programs work too, and so do LoHa, LoKr, PiSSA and OLoRA, which are exported as a LoRA.
 """
 
@@ -75,7 +75,7 @@ class FileAdapter:
         self.set_strength(1.0)
 
     def load(self, path: Path) -> None:
-        """Replace the weights by those of another file of the same run, which has equal layers and ranks."""
+        """Replace the weights by another file of the same run, which has equal layers and ranks."""
         file = with_separate_parts(read_lora_tensors(path), self._modules, self._layout)
         load_lora_tensors(self.networks, self._modules, file, self._layout)
 
@@ -110,7 +110,7 @@ def _add_adapter(network: nn.Module, prefix: str, modules: list[LoraModule]) -> 
 
 
 def _detect_layout(family: WorkerFamily, layers: list[LoraModule], file: LoraFile) -> Layout:
-    """Return the layout under whose names the file holds the most layers.
+    """Return the layout that names the most layers of the file.
 
     Raises:
         DrawingError: It holds none.

@@ -26,7 +26,7 @@ def with_separate_parts(file: LoraFile, modules: Sequence[LoraModule], layout: L
 
     Args:
         file: The file, with tensors of torch.
-        modules: Adapted modules. A layer whose rank in the file is that of its modules is dense.
+        modules: Adapted modules. A layer with the same rank in the file as in its modules is dense.
         layout: Layout of the file.
     """
     tensors: dict[str, Any] = dict(file.tensors)

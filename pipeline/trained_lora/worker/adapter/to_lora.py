@@ -30,7 +30,7 @@ Shape: TypeAlias = tuple[int, ...]
 def lora_state(denoiser: nn.Module) -> dict[str, Tensor]:
     """Return the weights of the LoRA that equals the adapter, under peft's names: float32 on the CPU.
 
-    A LoRA is returned as it is. With a frozen adapter, the result has twice the rank. For the other kinds
+    A LoRA is returned as it is. With a frozen adapter, the result has twice the rank. For all other kinds
     each number is a product of two of the adapter's numbers.
     """
     state = adapter_state(denoiser)

@@ -39,7 +39,7 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
     """Load a LoRA file into the adapters, so that they have the same effect as the file.
 
     Modules of the file without an adapter are ignored only if their up matrix is zero. A layer that combines
-    several modules may have a dense LoRA; then its rank must be that of the adapter.
+    several modules may have a dense LoRA; then its rank must be the adapter's.
 
     The file may be in any of the layouts of `lora_files`, and of any float dtype.
 
@@ -56,7 +56,7 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
 def load_lora_tensors(networks: Networks, modules: list[LoraModule], file: LoraFile, layout: Layout) -> None:
     """Load the tensors of a file into adapters of the same modules, ranks and kind.
 
-    Every weight of the adapters is replaced. If the file's scale differs from that of `modules`, the up
+    Every weight of the adapters is replaced. If the file's scale differs from the scale of `modules`, the up
     matrices are rescaled.
     """
     state: dict[str, Tensor] = {}

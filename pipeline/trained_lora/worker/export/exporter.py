@@ -61,7 +61,7 @@ RELOAD_TOLERANCE = 1e-6
 
 The files hold the trained factors in `lora.save_dtype`, and are compared with these. In float32, only a scale
 that a reader moves into the factors is rounded. The
-tolerance is ten times as large for adapters that are converted to a LoRA, whose factors are products.
+tolerance is ten times as large for adapters that are converted to a LoRA, because its factors are products.
 """
 
 
@@ -73,7 +73,7 @@ class ExportedFile:
         name: File name.
         max_error: Largest relative error of a module, including the rounding to `lora.save_dtype`; 0 if all
             factors are the trained ones.
-        num_modules: Number of adapted modules, all of which were compared.
+        num_modules: Number of adapted modules; all were compared.
     """
 
     name: str
@@ -209,7 +209,7 @@ class Exporter:
     def _verify(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
         """Compare each file, as its readers read it, with the adapter in memory.
 
-        Its factors must be those of the adapter, rounded to the files' dtype.
+        Its factors must be the adapter's, rounded to the files' dtype.
         """
         tolerance = RELOAD_TOLERANCE * (1 if _is_plain_lora(trained.networks[""]) else 10)
         exact_weights = trained_weights(trained.modules, trained.state, trained.norms)
@@ -275,7 +275,7 @@ def _rounding_error(rounded: LoraWeights, exact: LoraWeights, *, where: Path, dt
 def _conversion_error(
     trained: _TrainedLora, expected: LoraWeights, *, where: Path, tolerance: float
 ) -> float:
-    """Return the largest error of the delta weights of `expected`, compared with those of the adapter.
+    """Return the largest error of the delta weights of `expected`, compared with the adapter's.
 
     The factors of a plain LoRA are exported as they are, so a few modules of each kind suffice. The delta
     weights of other adapters are all multiplied out, one at a time to save memory.

@@ -83,7 +83,7 @@ def layout_tensors(
 
 
 def trained_weights(modules: list[LoraModule], state: Mapping[str, Tensor], norms: RowNorms) -> LoraWeights:
-    """Return the weights that every file must hold; `state` and `norms` are those of `layout_tensors`."""
+    """Return the weights that every file must hold; see `layout_tensors` for `state` and `norms`."""
     weights: dict[str, ModuleWeights] = {}
     for module in modules:
         down, up = state[f"{module.name}.lora_A.weight"], state[f"{module.name}.lora_B.weight"]

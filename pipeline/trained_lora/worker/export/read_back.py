@@ -22,7 +22,7 @@ _RELOADED = "reloaded"
 def loaded_weights(
     path: Path, pipeline: Any, networks: Networks, norms: RowNorms, *, denoiser_name: str
 ) -> LoraWeights:
-    """Return the weights of a file as diffusers loads it, into networks whose base weights take no memory.
+    """Return the weights of a file as diffusers loads it, into networks with base weights that take no memory.
 
     The file is in the layout of diffusers or kohya. `norms` are the row norms of the exported adapter, and
     `denoiser_name` is "unet" or "transformer".
@@ -37,7 +37,7 @@ def loaded_weights(
     }
     denoiser = skeletons[""]
     try:
-        # UNet pipelines return (state, alphas, metadata), as FLUX.1 on request; the others (state, metadata).
+        # UNet pipelines return (state, alphas, metadata), as FLUX.1 on request; the rest (state, metadata).
         can_have_alphas = "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters
         state, *alphas, metadata = pipeline.lora_state_dict(
             path.parent,
@@ -79,7 +79,7 @@ def _module_weights(module: Adapted, norms: tuple[Tensor, Tensor] | None) -> Mod
 
 
 def _skeleton(network: nn.Module, constructor: str) -> Any:
-    """Return a network of the same configuration whose weights are expanded views of a single zero.
+    """Return a network of the same configuration, with expanded views of a single zero as weights.
 
     `constructor` names the class method of `network` that takes a configuration.
     """

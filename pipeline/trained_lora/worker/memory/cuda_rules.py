@@ -1,7 +1,7 @@
 """How CUDA treats dtypes and memory where the meta device differs.
 
 The meta device has no autocast, materialises the weights of attention, and has no packed weights. These rules
-imitate CUDA's. Autocast's lists are those of `ATen/autocast_mode.h` in torch 2.13.
+imitate CUDA's. Autocast's lists are from `ATen/autocast_mode.h` in torch 2.13.
 """
 
 from __future__ import annotations

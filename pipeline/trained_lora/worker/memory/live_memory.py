@@ -32,7 +32,7 @@ class LiveMemory(TorchFunctionMode):
     """
 
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
-        """Start with no tensors; those in `without`, such as a network's weights, are never counted."""
+        """Start with no tensors; tensors in `without`, such as a network's weights, are never counted."""
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -92,7 +92,7 @@ class LiveMemory(TorchFunctionMode):
 
         Args:
             loss: Scalar with its graph.
-            network: Network whose blocks may be checkpointed; `modes` apply while they are computed again.
+            network: Network with blocks that may be checkpointed; `modes` apply while they are computed again.
             modes: Opens the modes of the forward pass.
         """
         for node in _nodes(loss):

@@ -150,7 +150,7 @@ class TrainingForecast:
 
         blocks = _streamed_bytes(denoiser, variant, packed)
         slots = NUM_SLOTS * max(blocks, default=0) if len(blocks) > NUM_SLOTS else sum(blocks)
-        # Weights that are packed on the GPU move there one at a time, the others together.
+        # Weights that are packed on the GPU move there one at a time, all other weights together.
         one_at_a_time = packed and (not blocks or variant.quantize == "nf4")
         host = max(map(_unpacked_bytes, base)) + sum(blocks) if one_at_a_time else num_bytes(base)
         on_device = packed_bytes + plain_bytes - sum(blocks) + slots
@@ -166,7 +166,7 @@ class TrainingForecast:
     def _step(self, variant: Variant, *, largest: int) -> int:
         """Return the peak bytes of a step's tensors.
 
-        For packed variants other than the recipe's, it is that of the unpacked model plus the largest weight,
+        For packed variants other than the recipe's, it is the peak of the unpacked model plus the largest weight,
         which is unpacked while it is used. This needs no further run of the model. 8-bit products create
         other tensors and are always run.
         """
@@ -291,7 +291,7 @@ def _streamed_bytes(denoiser: nn.Module, variant: Variant, packed: Container[int
 
 
 def _sharded_bytes(denoiser: nn.Module, base: Sequence[Tensor], num_processes: int) -> int:
-    """Return the bytes of a share of the base weights, and of those that are gathered at a time."""
+    """Return the bytes of a share of the base weights, and of the blocks that are gathered at a time."""
     blocks = [
         num_bytes(weight for weight in block.parameters() if not weight.requires_grad)
         for block in repeated_blocks(denoiser).values()
