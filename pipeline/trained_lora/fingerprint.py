@@ -308,6 +308,7 @@ def log_differences(runs: Path, run: str, facts: Facts, *, log: Callable[[str], 
     earlier_runs = [path for path in runs.glob("*/run.json") if path.parent.name != run]
     if not earlier_runs:
         return
+    # By time, because run ids have no order.
     latest = max(earlier_runs, key=lambda path: path.stat().st_mtime_ns)
     try:
         latest_facts = json.loads(latest.read_text(encoding="utf-8"))
@@ -356,6 +357,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _shorten(value: object) -> str:
     text = str(value)
+    # Hashes and long lists are unreadable in a log line.
     return f"{text[:8]}..." if len(text) >= 32 else text
 
 

@@ -235,6 +235,7 @@ def _plan_run(
         prompts=preview_prompts(recipe, entries, inputs, latents),
     )
     table = trained_table(latents, job)
+    # The provenance contains the table, and the job contains the provenance.
     record = {**provenance(recipe, entries, facts, table), "overrides": dict(overrides)}
     return replace(job, provenance=record), facts, table
 
@@ -243,6 +244,7 @@ def trained_table(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
     """Return the table of trained_lora: each sample, its cache entries, and how often the plan shows it."""
     inputs = job.inputs.table
     times_seen = np.zeros(len(inputs), dtype=np.int32)
+    # The plan counts trained inputs only, in the order of the table.
     times_seen[~inputs["held_out"].to_numpy()] = job.plan().times_seen()
     caption_hashes = [" ".join(map(caption_hash, captions)) for captions in inputs["captions"]]
 
@@ -305,6 +307,7 @@ def _train(
     write_facts(layout, facts)
     for stale in (layout.result, layout.finished):
         with suppress(FileNotFoundError):
+            # A result of an earlier attempt must not be accepted if this one dies without writing its own.
             stale.unlink()
 
     write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
@@ -359,6 +362,7 @@ def _publish(job: TrainingJob, finished: dict[str, Any], *, launched: bool, log:
         log(f"lora/ holds run {job.run}: " + (f"wrote {', '.join(names)}" if names else "unchanged"))
         return finished["steps"]
 
+    # A person chose this step; only a new training or `--latest` replaces it.
     names = publish_step(recipe.output_dir, job.run, earlier_step)
     change = f"wrote {', '.join(names)}" if names else "unchanged"
     log(
@@ -373,6 +377,7 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Re
     metrics = read_metrics(layout.metrics, len(job.plan()))
     validation = read_metrics(layout.validation, len(job.plan()) + 1)
     losses = [line["loss"] for line in metrics]
+    # Losses of single steps are noisy, so the report compares means of a tenth of the run.
     tenth = max(1, len(losses) // 10)
     # Rounded up, so that the curve has at most CURVE_POINTS points.
     stride = max(1, -(-len(metrics) // CURVE_POINTS))

@@ -157,6 +157,7 @@ def run_trial_step(
         make_input: `MicroBatchMaker.make`.
     """
     before = engine.state(0)
+    # `Engine.state` does not copy the optimizer's tensors, and the step below changes them in place.
     before = replace(before, optimizer=copy.deepcopy(before.optimizer))
 
     def inputs() -> Iterator[tuple[StepPlan, MicroInput]]:
@@ -224,6 +225,7 @@ def perturbed_weights(weights: Sequence[nn.Parameter]) -> Generator[None]:
 
     The global random state does not change.
     """
+    # A generator of its own, so that the pre-flight does not change the training's random numbers.
     random = torch.Generator().manual_seed(0)
     with restored_afterwards(weights):
         with torch.no_grad():

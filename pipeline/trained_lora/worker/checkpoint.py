@@ -80,6 +80,7 @@ def save_checkpoint(
         with attach_path(final):
             if export is not None:
                 export(temp)
+                # The record lists the LoRA files only, so it is written before the training state.
                 lora_files = sorted(path.name for path in temp.iterdir())
                 _write_record(temp / LORA_RECORD, run, state.step, lora_files)
 
@@ -87,16 +88,20 @@ def save_checkpoint(
             with (temp / OPTIMIZER_FILE).open("wb") as file:
                 save_file(state.adapter, temp / ADAPTER_FILE)
                 torch.save(state.optimizer, file)
+        # The marker comes last: a folder without it is not a checkpoint.
         _write_record(temp / MARKER, run, state.step, [ADAPTER_FILE, OPTIMIZER_FILE])
         for path in temp.iterdir():
             sync_file(path)
 
+        # A folder cannot be replaced atomically. The previous checkpoint is moved aside, and no state is lost
+        # if the process is killed between the two renames: an earlier checkpoint is still valid.
         if final.exists():
             final.rename(replaced)
         temp.rename(final)
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
+    # The rename must be on the disk before the replaced checkpoint is deleted.
     sync_folder(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
@@ -126,6 +131,7 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
         keep: Number of checkpoints that keep their state, the newest up to step `newest`.
         newest: Step of the newest checkpoint to consider; later ones stay.
     """
+    # A folder with LoRA files alone has no state left to prune, and must not count towards `keep`.
     steps = sorted(step for step, path in _checkpoints(folder) if not _holds_only_lora(path))
     expired = [step for step in steps if step <= newest][:-keep]
     for step in expired:
@@ -165,6 +171,7 @@ def load_checkpoint(path: Path, run: str) -> TrainingState:
         raise _invalid(path, f"{', '.join(damaged)} changed after it was saved")
 
     adapter = load_file(path / ADAPTER_FILE)
+    # `weights_only`, because a checkpoint may come from another machine, and a pickle can run code.
     optimizer = torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     return TrainingState(step=step, adapter=adapter, optimizer=optimizer)
 

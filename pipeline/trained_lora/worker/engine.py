@@ -115,6 +115,7 @@ class QueuedStep:
         self.batch = batch
         self.lr_scheduler_state = lr_scheduler_state
         self._learning_rate = learning_rate
+        # One tensor, so that one copy brings all numbers of the step to the host.
         self._numbers = torch.cat([values.flatten(), grad_norm.detach().float().reshape(1)])
         # The copy from a GPU goes to pinned memory and does not block.
         self._on_host = self._numbers.to("cpu", non_blocking=True)
@@ -369,6 +370,7 @@ class Engine:
             return
 
         # With a gradient scaler an infinite gradient is normal: the scaler skips the step.
+        # On the host, a step that is not finite raises here, before the optimizer changes a weight.
         step.outcome(may_overflow=self.accelerator.scaler is not None)
         self._optimizer.step()
         self._optimizer.zero_grad()

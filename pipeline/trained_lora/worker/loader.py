@@ -86,11 +86,13 @@ class MicroBatchMaker:
         latent = torch.stack([self._latent(slot, item) for slot, item in zip(share, inputs, strict=True)])
         shape = _latent_shape(latent)
 
+        # Both images of a slider's pair get the same noise, so that their difference is only the attribute.
         places: list[Place] = [
             (step, slot.index) if item.pair is None else (item.pair, slot.epoch, slot.occurrence)
             for slot, item in zip(share, inputs, strict=True)
         ]
         noise = [self._noise.sample(place, shape) for place in places]
+        # Each place has a stream of its own, so that the split over ranks and micro-batches changes nothing.
         uniform = [stream(self._seed, "timestep", *place).random() for place in places]
         levels = noise_levels(
             torch.tensor(uniform, dtype=torch.float64), self._timestep_settings, self._family.density
@@ -184,6 +186,7 @@ class MicroBatchMaker:
         mean, std = tensors[MEAN].float(), tensors[STD].float()
         if use_mean:
             return mean
+        # Epoch and repeat are part of the seed, so that every showing has another sample of the posterior.
         random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
         normal = random.standard_normal(tuple(mean.shape), dtype=np.float32)
         return mean + std * torch.from_numpy(normal)
@@ -306,6 +309,7 @@ def micro_inputs(
         for step, batch in plan.iterate(start):
             for micro in batch.micro_batches:
                 share = micro[rank]
+                # Defaults bind this iteration's values; the lambda runs later, in another thread.
                 yield batch, lambda step=step, share=share: make(step, share)
 
     yield from prefetch(tasks(), readers=maker.readers)
@@ -319,6 +323,7 @@ def prefetch(
     At most `PREFETCH` results, or `readers` if more, are pending at a time, so that memory does not grow with
     the plan.
     """
+    # Fewer pending tasks than readers would leave threads without work.
     max_pending = max(PREFETCH, readers)
     pending: deque[tuple[StepPlan, Future[T]]] = deque()
     with ThreadPoolExecutor(readers, thread_name_prefix="latentline-loader") as pool:
@@ -332,5 +337,6 @@ def prefetch(
                 next_batch, future = pending.popleft()
                 yield next_batch, future.result()
         finally:
+            # After an error or an early end, reads that have not begun would only delay the exit.
             for _, future in pending:
                 future.cancel()

@@ -151,6 +151,7 @@ class _TrainingRun:
 
     def train(self, stop: StopRequest) -> bool:
         """Resume, train and export; return whether the plan is complete."""
+        # Before the checkpoint is shared: machines with different jobs would wait for each other forever.
         require_agreement(self.job, self.family)
         start = self._resume()
         self.started_at_s = time.time()
@@ -160,6 +161,7 @@ class _TrainingRun:
             if self.main:
                 accelerator = self.engine.accelerator
                 start_trackers(accelerator, self.job, start=start)
+                # One writer of the files; all other ranks compute the same numbers and drop them.
                 metrics = MetricsLog(self.paths, self.job.inputs, accelerator)
                 self.metrics = stack.enter_context(closing(metrics))
             self._validate_and_draw(start, missing_results(self.job, start, is_main=self.main))
@@ -283,6 +285,7 @@ class _TrainingRun:
         """Save a checkpoint if one is due, the run stops, or the plan is complete."""
         if self.metrics is not None and (stopping or self._checkpoint_due(steps_done)):
             self.report.phase(f"saving the checkpoint of step {steps_done}")
+            # Lines of the log must be on the disk before the checkpoint that a resume continues from.
             self.metrics.sync()
             self._save(self.engine.state(steps_done))
 
@@ -361,6 +364,7 @@ class _TrainingRun:
     def _finish(self) -> None:
         """Export the result and write `result.json`."""
         self.report.phase("exporting and verifying the LoRA")
+        # The finished LoRA replaces what an earlier failure had saved.
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
         files = self._export_result(self.paths.exported, step=len(self.plan))
         with self.engine.result_weights():

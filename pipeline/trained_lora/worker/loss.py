@@ -48,6 +48,7 @@ def sample_losses(
     Returns:
         Float32 (B,): the mean over C, H and W, computed in float32.
     """
+    # In half precision the mean over tens of thousands of values would lose digits.
     prediction, target = prediction.float(), target.float()
     if settings.kind == "huber":
         errors = huber_loss(prediction, target, reduction="none", delta=settings.delta)
@@ -94,8 +95,8 @@ def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> 
     """Return each sample's weight for its noise level.
 
     A weighting is a function w of the SNR, applied to the error of the predicted clean latent. The error of
-    the predicted noise is SNR times as large, and the error of the velocity SNR + 1 times, so w is divided by that
-    factor:
+    the predicted noise is SNR times as large, and the error of the velocity SNR + 1 times, so w is divided by
+    that factor:
 
         min_snr       w = min(SNR, gamma)                (https://arxiv.org/abs/2303.09556)
         soft_min_snr  w = SNR gamma / (SNR + gamma)      (https://arxiv.org/abs/2401.11605)

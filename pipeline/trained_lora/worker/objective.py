@@ -65,11 +65,13 @@ class Objective:
         family, noise_scheduler = self.family, self.noise_scheduler
         noisy = family.noise.add_noise(noise_scheduler, micro.latent, micro.input_noise, micro.timesteps)
         target = family.noise.target(noise_scheduler, micro.latent, micro.noise, micro.timesteps)
+        # A second forward pass without adapters; most recipes never need it.
         needs_base = micro.needs_base_prediction or self.always_predicts_base
         base = self._base_prediction(noisy, micro).to(target.dtype) if needs_base else target
         if micro.is_prior is not None:
             target = torch.where(micro.is_prior[:, None, None, None], base, target)
 
+        # The graph is built last, so that the base model's pass runs before activations take memory.
         prediction = self._predict(model, noisy, micro)
         losses = sample_losses(prediction, target, self.settings.loss, micro.place_weights)
         if micro.prior_place_weights is not None:
@@ -77,6 +79,7 @@ class Objective:
         if self.settings.loss.weighting == "none":
             return losses
         snr = family.noise.signal_to_noise(noise_scheduler, micro.timesteps)
+        # After the reduction over places, because the SNR is one number for each sample.
         return losses * snr_weights(snr, self.settings.loss, family.prediction_type())
 
     def _predict(self, model: nn.Module, noisy: Tensor, micro: MicroInput) -> Tensor:

@@ -47,6 +47,7 @@ def _groups(
     networks: list[nn.Module], settings: TrainingSettings, default: float | None, *, is_text: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the groups of some networks; None stands for `training.learning_rate`."""
+    # The default's group comes first even if its weights come later: optimizer states refer to groups by place.
     weights: dict[float | None, list[nn.Parameter]] = {default: []}
     for network in networks:
         for name, weight in network.named_parameters():
@@ -227,6 +228,7 @@ class UpdateOnDevice:
         # The scaler looks for gradients that are not finite; one is enough to skip the update of all weights.
         gradient = self._weights[0].grad
         assert gradient is not None, "a step follows a backward pass"
+        # NaN in one gradient is the signal to skip; 1.0 leaves finite steps bit for bit as they are.
         gradient.mul_(torch.where(self._are_finite, 1.0, math.nan))
         self._scaler.step(self._optimizer)
         self._scaler.update(1.0)

@@ -151,6 +151,7 @@ def _missing_on_disk(job: TrainingJob, step: int) -> MissingResults:
     tried = layout.folder / _TRIED_FILE
     if tried.is_file() and tried.read_text(encoding="utf-8") == str(step):
         return MissingResults(validation=False, previews=False)
+    # Written before the attempt, so that a process that dies in it does not try again.
     write_text(tried, str(step))
 
     measured_steps = {line["step"] for line in read_metrics(layout.validation, step + 1)}

@@ -193,7 +193,7 @@ QWEN_IMAGE21_REFERENCES = ReferenceSpec(
 """The references of Qwen-Image 2.1, stretched to a megapixel for VAE and text encoder.
 
 The pipeline accepts any number; the limit is the same as for Qwen-Image-Edit. An embedding has only the
-tokens of the text around an image: the transformer puts the image's latent in place of the image's own tokens.
+tokens of the text around an image, because the transformer puts the image's latent in place of its tokens.
 """
 
 

@@ -162,6 +162,7 @@ class StreamedBlocks:
                 names, context = cast("Any", tensor).__tensor_flatten__()
                 parts = {name: save(getattr(tensor, name)) for name in names}
                 return _SavedPackedWeight(type(tensor), parts, context, tensor.shape, tensor.stride())
+            # Activations and LoRA weights stay as they are; only views of the slot would be overwritten.
             if tensor.untyped_storage().data_ptr() != self._slot(number).untyped_storage().data_ptr():
                 return tensor
             return _SavedWeight(
@@ -205,6 +206,7 @@ def stream_blocks(
     blocks = repeated_blocks(network)
     names = spread_evenly(list(blocks), num_resident)
     if names:
+        # The weights move to the host block by block, so that the device never holds the complete network.
         store = host_store(device, NUM_SLOTS, memory)
         for name in names:
             move_weights(blocks[name], device, dtype)

@@ -73,6 +73,7 @@ def add_lora(
     ranks, alphas = rank_patterns(network, selected, settings)
     config_targets = targets if settings.family_modules else selected
     config = _config(settings, config_targets, ranks, cast("dict[str, int]", alphas))
+    # The weights depend on the seed alone, whatever has drawn from torch's generator before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_bits(32, seed, "lora"))
         network.add_adapter(config, adapter_name=ADAPTER)
@@ -82,6 +83,7 @@ def add_lora(
     if settings.dora and streamed_blocks(network) is not None:
         _init_streamed_magnitudes(network)
     for weight in trainable_weights(network):
+        # peft creates the adapter in the base weights' dtype, and small updates vanish in half precision.
         weight.data = weight.data.float()
     return config
 
@@ -155,6 +157,7 @@ def load_adapter_state(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         TrainingError: A weight is missing, unknown, or has another shape.
     """
+    # peft ignores missing and unknown names, so they are compared first.
     expected = {name: tuple(weight.shape) for name, weight in adapter_state(network).items()}
     given = {name: tuple(weight.shape) for name, weight in state.items()}
     if expected != given:
@@ -276,6 +279,7 @@ def row_norms(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     with torch.no_grad():
         for name, module in lora_modules(network):
             with weights_loaded(network, name):
+                # Streamed weights are readable within this context only.
                 base = dequantize_module_weight(cast("Any", module).get_base_layer())
                 weight = base.float().flatten(1).cpu()
                 adapted = weight + _delta(module, ADAPTER).flatten(1)

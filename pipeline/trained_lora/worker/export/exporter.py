@@ -145,6 +145,7 @@ class Exporter:
             TrainingError: A file does not reproduce the adapter (FAILURES R06), or a layout cannot hold it.
             OSError: Writing failed; the error names `folder`.
         """
+        # Files of an earlier attempt must not be verified or published together with the new ones.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trained = _TrainedLora.of(self._family, networks)
@@ -230,6 +231,7 @@ class Exporter:
             if layout != "diffusers":
                 weights = file_weights(path, trained.modules, layout, trained.norms)
                 error = max(error, largest_error(path, weights, expected, exact=True, tolerance=tolerance))
+            # Users load this file with diffusers, so diffusers reads it here too.
             if layout == "diffusers" or (layout == "kohya" and self._diffusers_reads_kohya(trained)):
                 weights = loaded_weights(
                     path,
@@ -268,6 +270,7 @@ def _rounding_error(rounded: LoraWeights, exact: LoraWeights, *, where: Path, dt
                 where=str(where),
                 fix="set training.lora.save_dtype: bfloat16 or float32, or lower training.learning_rate",
             )
+        # Rounding changes every weight; the error of the product is the figure that matters to a user.
         errors.append(module_error(weights, exact[name]))
     return max(errors)
 
@@ -340,6 +343,7 @@ def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
         try:
             json.dumps(json_value)
         except TypeError:
+            # peft's configuration has entries for its own use, such as functions.
             continue
         values[name] = json_value
     return values

@@ -22,7 +22,7 @@ _RELOADED = "reloaded"
 def loaded_weights(
     path: Path, pipeline: Any, networks: Networks, norms: RowNorms, *, denoiser_name: str
 ) -> LoraWeights:
-    """Return the weights of a file as diffusers loads it, into networks with base weights that take no memory.
+    """Return the weights of a file as diffusers loads it, into networks without memory for base weights.
 
     The file is in the layout of diffusers or kohya. `norms` are the row norms of the exported adapter, and
     `denoiser_name` is "unet" or "transformer".

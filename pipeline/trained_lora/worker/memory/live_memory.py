@@ -92,7 +92,7 @@ class LiveMemory(TorchFunctionMode):
 
         Args:
             loss: Scalar with its graph.
-            network: Network with blocks that may be checkpointed; `modes` apply while they are computed again.
+            network: Network, maybe with checkpointed blocks; `modes` apply while they are computed again.
             modes: Opens the modes of the forward pass.
         """
         for node in _nodes(loss):
