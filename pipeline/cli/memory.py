@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.cli.conventions import echo
 
 if TYPE_CHECKING:
-    from pipeline.maintenance.memory.job import Change, MemoryForecast
+    from pipeline.memory.job import Change, MemoryForecast
 
 GIB = 2**30
 

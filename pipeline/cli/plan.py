@@ -13,8 +13,8 @@ from pipeline.errors import ModelError, counted
 from pipeline.escaping import json_text
 from pipeline.maintenance.expected import Expected
 from pipeline.maintenance.forecast import Forecast, forecast
-from pipeline.maintenance.memory.forecast import forecast_memory
-from pipeline.maintenance.memory.job import MemoryForecast
+from pipeline.memory.forecast import forecast_memory
+from pipeline.memory.job import MemoryForecast
 from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.storage.tables import Tables

@@ -40,7 +40,7 @@ WITHOUT_ACCELERATE = (
     "pipeline.text_embeddings.worker",
     "pipeline.models.convert.worker",
     "pipeline.trained_lora.pictures.worker",
-    "pipeline.maintenance.memory.worker",
+    "pipeline.memory.worker",
 )
 """Entry modules that do not need accelerate's launcher. A single process of one is started directly, because
 the launcher would import torch first, which takes as long as a first image takes to be encoded."""

@@ -66,7 +66,7 @@ class Memory:
 
 def memory_of(published: Published, folder: Path) -> Memory:
     """Return the forecast for a model; `folder` receives its configuration files."""
-    from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_memory
+    from pipeline.memory.worker.encoding import latents_bytes, text_memory
 
     family = load_family(published.write(folder / "model"))
     resolution = RESOLUTIONS.get(published.name, 1024)
@@ -94,7 +94,7 @@ def memory_of(published: Published, folder: Path) -> Memory:
 
 def _proposal(forecast: TrainingForecast, recipe: Recipe, gigabytes: int) -> str:
     """Return what `latentline plan` proposes for a card, in addition to gradient checkpointing."""
-    from pipeline.maintenance.memory.worker.changes import cheapest_change
+    from pipeline.memory.worker.changes import cheapest_change
     from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES
 
     usable_bytes = gigabytes * GIB - RESERVED_BYTES

@@ -93,8 +93,7 @@ def save_checkpoint(
         for path in temp.iterdir():
             sync_file(path)
 
-        # A folder cannot be replaced atomically. The previous checkpoint is moved aside, and no state is lost
-        # if the process is killed between the two renames: an earlier checkpoint is still valid.
+        # A folder cannot be replaced atomically, so the previous checkpoint is moved aside first.
         if final.exists():
             final.rename(replaced)
         temp.rename(final)

@@ -47,7 +47,7 @@ def _groups(
     networks: list[nn.Module], settings: TrainingSettings, default: float | None, *, is_text: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the groups of some networks; None stands for `training.learning_rate`."""
-    # The default's group comes first even if its weights come later: optimizer states refer to groups by place.
+    # The default's group comes first, because optimizer states refer to groups by their place.
     weights: dict[float | None, list[nn.Parameter]] = {default: []}
     for network in networks:
         for name, weight in network.named_parameters():

@@ -14,7 +14,7 @@ from bench.gpu.configurations import PUBLISHED
 from pipeline.cli.main import latentline
 from pipeline.cli.memory import GIB, show_memory
 from pipeline.errors import ModelError
-from pipeline.maintenance.memory.job import Change, MemoryForecast, StageMemory
+from pipeline.memory.job import Change, MemoryForecast, StageMemory
 
 TEXT = """\
 datasets: [{{name: photos, path: {folder}/photos}}]

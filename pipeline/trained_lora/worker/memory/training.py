@@ -166,9 +166,9 @@ class TrainingForecast:
     def _step(self, variant: Variant, *, largest: int) -> int:
         """Return the peak bytes of a step's tensors.
 
-        For packed variants other than the recipe's, it is the peak of the unpacked model, plus the
-        largest weight, which is unpacked while it is used. This needs no further run of the model. 8-bit products create
-        other tensors and are always run.
+        For packed variants other than the recipe's, it is the peak of the unpacked model, plus the largest
+        weight, which is unpacked while it is used. This needs no further run of the model. 8-bit products
+        create other tensors and are always run.
         """
         # A step creates the same tensors wherever the weights of blocks are between their uses.
         own, variant = (replace(each, offload="none") for each in (self.variant, variant))

@@ -10,9 +10,9 @@ import psutil
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob, StageMemory
-from pipeline.maintenance.memory.worker.changes import cheapest_change
-from pipeline.maintenance.memory.worker.encoding import latents_bytes, text_memory
+from pipeline.memory.job import MemoryForecast, MemoryJob, StageMemory
+from pipeline.memory.worker.changes import cheapest_change
+from pipeline.memory.worker.encoding import latents_bytes, text_memory
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES, largest_size, most_resident
 from pipeline.trained_lora.worker.memory.training import TrainingForecast

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob, read_result, write_job
+from pipeline.memory.job import MemoryForecast, MemoryJob, read_result, write_job
 from pipeline.models.config_files import config_folder
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import AccelerateSettings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.processes.launch import Launch
     from pipeline.recipe import Recipe
 
-ENTRY_MODULE = "pipeline.maintenance.memory.worker"
+ENTRY_MODULE = "pipeline.memory.worker"
 
 
 def forecast_memory(

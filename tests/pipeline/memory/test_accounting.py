@@ -18,7 +18,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import component_class
 from pipeline.recipe import recipe_from_mapping
 from pipeline.trained_lora.worker.memory.training import TrainingForecast
-from tests.pipeline.maintenance.memory.fake_accounting import step_peak_bytes
+from tests.pipeline.memory.fake_accounting import step_peak_bytes
 
 TOKENS = 4096
 """Tokens of an image of 1024 x 1024 px with a VAE that divides edges by 8 and patches of 2."""

@@ -1,4 +1,4 @@
-"""`python -m pipeline.maintenance.memory.worker <job.json>`: forecast the memory of a recipe."""
+"""`python -m pipeline.memory.worker <job.json>`: forecast the memory of a recipe."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def main(job_file: Path) -> None:
         from pipeline.models.worker.loading import keep_quiet
 
         keep_quiet()
-        from pipeline.maintenance.memory.job import read_job, write_result
-        from pipeline.maintenance.memory.worker.stages import forecast_stages
+        from pipeline.memory.job import read_job, write_result
+        from pipeline.memory.worker.stages import forecast_stages
 
         write_result(forecast_stages(read_job(job_file)), job_file)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.configurations import PUBLISHED
-from pipeline.maintenance.memory.forecast import forecast_folder
-from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob
-from pipeline.maintenance.memory.worker.stages import forecast_stages
+from pipeline.memory.forecast import forecast_folder
+from pipeline.memory.job import MemoryForecast, MemoryJob
+from pipeline.memory.worker.stages import forecast_stages
 from pipeline.recipe import Recipe, load_recipe
 
 GIB = 2**30

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeline.maintenance.memory.job import Change
+from pipeline.memory.job import Change
 from pipeline.trained_lora.worker.memory.resident_blocks import most_resident
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from bench.gpu.configurations import PUBLISHED
-from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob
-from pipeline.maintenance.memory.worker.stages import forecast_stages, machine_bytes
+from pipeline.memory.job import MemoryForecast, MemoryJob
+from pipeline.memory.worker.stages import forecast_stages, machine_bytes
 from pipeline.recipe import recipe_from_mapping
 
 GIB = 2**30
