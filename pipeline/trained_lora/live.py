@@ -153,11 +153,11 @@ class LiveRun:
         return {int(marker.parent.name.removeprefix("step-")) for marker in markers} - {0}
 
     def _preview_files(self) -> list[Preview]:
-        return read_previews(self._layout.samples)
+        return read_previews(self._layout.previews)
 
     def _new_previews(self) -> list[Preview]:
         """Return the previews of the newest step for which all prompts are drawn and none is reported."""
-        if not self._layout.samples.is_dir():
+        if not self._layout.previews.is_dir():
             return []
         new = [preview for preview in self._preview_files() if preview.step not in self._seen_previews]
         steps = [preview.step for preview in new]

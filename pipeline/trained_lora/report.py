@@ -36,7 +36,7 @@ def write_run_report(job: TrainingJob, layout: RunLayout) -> None:
     num_steps = len(job.plan())
     metrics = read_metrics(layout.metrics, num_steps)
     validation = read_metrics(layout.validation, num_steps + 1)
-    previews = read_previews(layout.samples)
+    previews = read_previews(layout.previews)
     pictures = {
         CURVE_FILE: loss_curve(metrics, validation),
         SHEET_FILE: preview_sheet(previews),

@@ -58,7 +58,7 @@ class RunLayout:
         sample_losses: JSON lines, one per step: `losses` and `timesteps` of its samples, in the order of the
             plan. `samples` holds their indices among the trained inputs, from 0.
         validation: JSON lines, one per measurement: `step` (number of steps done), `loss` and `by_level`.
-        samples: Folder of the previews.
+        previews: Folder of the previews, `samples/`.
         report: Folder of the finished run's pictures and tables.
         last_good: Folder of the LoRA files from before a failed step; absent if no step failed.
     """
@@ -76,7 +76,7 @@ class RunLayout:
         self.metrics = folder / "logs" / "metrics.jsonl"
         self.sample_losses = folder / "logs" / "sample_losses.jsonl"
         self.validation = folder / "logs" / "validation.jsonl"
-        self.samples = folder / "samples"
+        self.previews = folder / "samples"
         self.report = folder / "report"
         self.last_good = folder / "last_good_lora"
 

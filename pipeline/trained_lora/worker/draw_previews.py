@@ -83,7 +83,7 @@ def _draw_all(
                 with scaled_adapters(engine.networks, prompt.lora_scale):
                     picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
 
-                path = preview_file(RunLayout(job.folder).samples, step, number)
+                path = preview_file(RunLayout(job.folder).previews, step, number)
                 text_chunks = PngInfo()
                 for key, text in {PROMPT_KEY: prompt.caption, **prompt.settings()}.items():
                     text_chunks.add_itxt(key, text)

@@ -46,7 +46,7 @@ class MicroBatchMaker:
     It can be used from several threads.
     """
 
-    def __init__(self, job: TrainingJob, family: WorkerFamily, scheduler: Any) -> None:
+    def __init__(self, job: TrainingJob, family: WorkerFamily, noise_scheduler: Any) -> None:
         """Prepare to build micro-batches; nothing is read yet."""
         training = job.recipe.training
         self._store = job.store
@@ -64,7 +64,7 @@ class MicroBatchMaker:
         self._masks = {dataset.name: dataset.mask for dataset in job.recipe.datasets}
         self._reads_text = training.lora.text_encoders is None
         self._family = family
-        self._scheduler = scheduler
+        self._noise_scheduler = noise_scheduler
 
     @property
     def readers(self) -> int:
@@ -163,7 +163,7 @@ class MicroBatchMaker:
             latent=latent,
             noise=noise,
             input_noise=input_noise,
-            timesteps=self._family.noise.timesteps(self._scheduler, levels, _latent_shape(latent)),
+            timesteps=self._family.noise.timesteps(self._noise_scheduler, levels, _latent_shape(latent)),
             conditions=conditions,
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
             loss_weights=torch.tensor([self._loss_weights[item.dataset] for item in inputs]),

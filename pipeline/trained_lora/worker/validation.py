@@ -155,7 +155,7 @@ def _missing_on_disk(job: TrainingJob, step: int) -> MissingResults:
     write_text(tried, str(step))
 
     measured_steps = {line["step"] for line in read_metrics(layout.validation, step + 1)}
-    files = [preview_file(layout.samples, step, number) for number in range(len(job.prompts))]
+    files = [preview_file(layout.previews, step, number) for number in range(len(job.prompts))]
     return MissingResults(
         validation=step not in measured_steps,
         previews=not all(file.is_file() for file in files),

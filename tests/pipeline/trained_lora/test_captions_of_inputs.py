@@ -224,4 +224,4 @@ def test_default_previews_have_the_references_of_their_samples(
         assert prompt.negative is not None
         assert prompt.negative.text == item.empty_text
         assert [path.name for path in prompt.references] == [Path(item.sample_id).name]
-    assert len(list(RunLayout(job.folder).samples.glob("*.png"))) == 4
+    assert len(list(RunLayout(job.folder).previews.glob("*.png"))) == 4

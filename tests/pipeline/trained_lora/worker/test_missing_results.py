@@ -67,7 +67,7 @@ def validated(job: TrainingJob) -> list[int]:
 
 
 def drawn(job: TrainingJob) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(RunLayout(job.folder).samples.glob("*.png"))}
+    return {path.name: path.read_bytes() for path in sorted(RunLayout(job.folder).previews.glob("*.png"))}
 
 
 @pytest.mark.parametrize("training", [{"ema_decay": 0.9}, {"optimizer": "schedule_free"}], ids=str)
@@ -100,7 +100,7 @@ def test_only_missing_results_are_computed_after_the_resume(
     assert validated(job) == [0, 2, 4]
     assert len(drawn(job)) == 6
 
-    first, second = (preview_file(RunLayout(job.folder).samples, 4, number) for number in (0, 1))
+    first, second = (preview_file(RunLayout(job.folder).previews, 4, number) for number in (0, 1))
     second.unlink()
     assert run_until(job)[0]
     assert validated(job) == [0, 2, 4]
@@ -118,7 +118,9 @@ def test_R09_results_that_end_the_process_again_are_skipped(
     assert run_until(job)[0]
     assert validated(job) == [0, 2, 4]
     assert sorted(drawn(job)) == sorted(
-        preview_file(RunLayout(job.folder).samples, step, number).name for step in (0, 4) for number in (0, 1)
+        preview_file(RunLayout(job.folder).previews, step, number).name
+        for step in (0, 4)
+        for number in (0, 1)
     )
 
 
@@ -157,7 +159,7 @@ def test_two_processes_agree_on_what_is_missing(make_project: Callable[..., Proj
 
     lines = layout.validation.read_text().splitlines(keepends=True)
     layout.validation.write_text("".join(lines[:-1]))
-    preview_file(layout.samples, 4, 1).unlink()
+    preview_file(layout.previews, 4, 1).unlink()
     launch("pipeline.trained_lora.worker", job.write())
     assert layout.validation.read_text().splitlines(keepends=True) == lines
     assert drawn(job) == expected

@@ -222,10 +222,10 @@ def test_a_run_with_previews_and_validation_that_resumes_exports_the_same_files(
     assert result["warnings"] == []
     assert result["resumed_from"] == 2
     assert result["output_change"] == json.loads(expected.result.read_text(encoding="utf-8"))["output_change"]
-    previews = sorted(path.name for path in expected.samples.iterdir())
+    previews = sorted(path.name for path in expected.previews.iterdir())
     assert len(previews) > 2
     for name in previews:
-        assert (expected.samples / name).read_bytes() == (actual.samples / name).read_bytes()
+        assert (expected.previews / name).read_bytes() == (actual.previews / name).read_bytes()
     assert actual.validation.read_bytes() == expected.validation.read_bytes() != b""
 
     for path in expected.exported.glob("*.safetensors"):

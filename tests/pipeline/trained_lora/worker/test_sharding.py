@@ -77,11 +77,11 @@ def assert_same_results(project: Project, ranks: RankServer, *, steps: int) -> N
         for key, tensor in before.items():
             torch.testing.assert_close(after[key], tensor, rtol=0, atol=1e-6)
 
-    previews = sorted(path.name for path in expected.samples.iterdir())
+    previews = sorted(path.name for path in expected.previews.iterdir())
     assert len(previews) > 1
-    assert previews == sorted(path.name for path in actual.samples.iterdir())
+    assert previews == sorted(path.name for path in actual.previews.iterdir())
     for name in previews:
-        assert (expected.samples / name).read_bytes() == (actual.samples / name).read_bytes()
+        assert (expected.previews / name).read_bytes() == (actual.previews / name).read_bytes()
     lines = [
         [json.loads(line) for line in layout.validation.read_text().splitlines()]
         for layout in (expected, actual)

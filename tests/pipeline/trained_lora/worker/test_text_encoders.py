@@ -274,7 +274,7 @@ def test_a_complete_run_passes_its_gates(make_project: Callable[..., Project]) -
     findings = trained_lora.run(CheckContext(project.recipe, tables))
     assert [finding.summary for finding in findings if not finding.passed] == []
     layout = RunLayout(project.recipe.output_dir / "runs" / result.report["run"])
-    assert len(list(layout.samples.glob("*.png"))) == 2
+    assert len(list(layout.previews.glob("*.png"))) == 2
     modules = json.loads(layout.finished.read_text())["modules"]
     assert {each["diffusers"].split(".")[0] for each in modules} == {"unet", "text_encoder", "text_encoder_2"}
     header = read_lora_file(project.recipe.output_dir / "lora" / layout_file("kohya", "demo")).metadata

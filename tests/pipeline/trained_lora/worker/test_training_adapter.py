@@ -31,7 +31,6 @@ from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.read_back import loaded_weights
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from pipeline.trained_lora.worker.trial_step import require_adapter_effect
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.runs import run, run_folders, run_until
 from tests.pipeline.trained_lora.text_encoder_project import project_of as text_encoders_project
@@ -180,7 +179,7 @@ def test_files_and_previews_of_a_run_do_not_contain_the_adapter_and_resume_is_ex
     assert {f"unet.{name}" for name in state} == exported(job).keys()
     assert differing_tensors({f"unet.{name}": weight for name, weight in state.items()}, exported(job)) == []
 
-    drawn = np.asarray(Image.open(next(layout.samples.glob("step-00000004-*.png"))))
+    drawn = np.asarray(Image.open(next(layout.previews.glob("step-00000004-*.png"))))
     np.testing.assert_allclose(drawn / 255, drawn_by_diffusers(job, layout.exported), atol=0.6 / 255)
 
 

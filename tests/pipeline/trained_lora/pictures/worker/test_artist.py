@@ -110,7 +110,7 @@ def test_pictures_equal_the_previews_of_their_step_bit_for_bit(
 ) -> None:
     project = train(prediction, mixed_precision, **training)
     job = drawn(project, steps=(2, 4), strengths=(0.0, 1.0))
-    samples = RunLayout(run_folders(project)[0]).samples
+    samples = RunLayout(run_folders(project)[0]).previews
     for cell in job.cells():
         assert cell.lora.step is not None
         step = cell.lora.step if cell.strength else 0
@@ -136,7 +136,7 @@ def test_pictures_of_a_converted_lora_equal_the_previews_up_to_rounding(
 ) -> None:
     project = train(lora=lora, sample_prompts=[*PROMPTS, {**OWN_SETTINGS, "lora_scale": -1.5}])
     job = drawn(project, steps=(4,))
-    samples = RunLayout(run_folders(project)[0]).samples
+    samples = RunLayout(run_folders(project)[0]).previews
     for cell in job.cells():
         preview = pixels(preview_file(samples, 4, cell.number))
         difference = np.abs(pixels(cell.path).astype(int) - preview.astype(int))
@@ -197,7 +197,7 @@ def test_pictures_with_references_equal_the_previews_and_those_of_diffusers(
     project = train("klein", sample_prompts=[*prompts, PROMPTS[0]])
     job = drawn(project)
 
-    samples = RunLayout(run_folders(project)[0]).samples
+    samples = RunLayout(run_folders(project)[0]).previews
     for cell in job.cells():
         assert np.array_equal(pixels(cell.path), pixels(preview_file(samples, 4, cell.number)))
     with Image.open(preview_file(samples, 4, 0)) as picture:
