@@ -21,9 +21,11 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
             *("sample_id", "dataset", "path", "content_hash", "height", "width", "duplicate_group"),
             *("bucket", "resized_height", "resized_width", "crop_top", "crop_left"),
             *("target_height", "target_width", "flipped", *SIDE_INPUT_HASHES),
+            # A training marks the entries that it uses, so that latentline gc keeps them.
+            *("key", "mask_key", "reference_keys"),
         ),
         "text_embeddings": (
-            *("sample_id", "dataset", "variant", "caption", "text_length"),
+            *("sample_id", "dataset", "variant", "caption", "text_length", "key"),
             "reference_images",
         ),
     },
