@@ -50,7 +50,7 @@ def test_the_command_of_a_script_exists(name: str, command: str) -> None:
         for parameter in latentline.get_command(None, command).params  # type: ignore[arg-type]
         if parameter.param_type_name == "argument"
     )
-    assert argument.name == "order"
+    assert argument.name == {"train": "job", "encode": "encoding"}[command]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
