@@ -83,7 +83,8 @@ class Samples:
         """Return the columns of vae_latents and text_embeddings that decide keys and run ids."""
         buckets = assign_buckets(entries.recipe, validated, log=lambda line: None).table
         text = caption_variants(validated).with_columns(text_length=pl.lit(77))
-        return entries.latent_requests(buckets), text
+        keys = pl.Series("key", entries.text_keys(text["caption"]))
+        return entries.latent_requests(buckets), text.with_columns(keys)
 
     def ids(self, values: Values, validated: pl.DataFrame | None = None) -> Ids:
         """Return the keys and the run id of a recipe with these values."""
