@@ -135,7 +135,7 @@ def command(
             _require_cache(cache_dir, surveyed)
         _show(cache_dir, surveyed, age_s)
         packs = surveyed.packs
-        has_garbage = bool(surveyed.orphans or surveyed.leftovers or surveyed.old_orders)
+        has_garbage = bool(surveyed.orphans or surveyed.leftovers or surveyed.old_encodings)
         has_garbage |= bool(packs.single or packs.old or surveyed.expired_lists)
         if has_garbage and do_delete:
             num_files, num_bytes = delete(cache_dir, surveyed, log=log_to_stderr)
@@ -255,11 +255,11 @@ def _show(cache_dir: Address, surveyed: Survey, age_s: float) -> None:
     if surveyed.leftovers:
         leftover_bytes = bytes_text(sum(surveyed.leftovers.values()))
         echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
-    if surveyed.num_young_orders:
-        echo(f"  {surveyed.num_young_orders:>9,} encoding orders younger than a day: kept")
-    if surveyed.num_old_orders:
-        order_bytes = bytes_text(sum(surveyed.old_orders.values()))
-        echo(f"  {surveyed.num_old_orders:>9,} encoding orders of jobs that failed, {order_bytes}")
+    if surveyed.num_young_encodings:
+        echo(f"  {surveyed.num_young_encodings:>9,} shared encodings younger than a day: kept")
+    if surveyed.num_old_encodings:
+        encoding_bytes = bytes_text(sum(surveyed.old_encodings.values()))
+        echo(f"  {surveyed.num_old_encodings:>9,} shared encodings of jobs that failed, {encoding_bytes}")
     if surveyed.foreign:
         names = ", ".join(surveyed.foreign[:MAX_SHOWN])
         names += ", ..." if len(surveyed.foreign) > MAX_SHOWN else ""

@@ -54,9 +54,9 @@ class Survey:
         young: Number of single entries that were not used, but written recently or at an unknown time.
         expired_lists: Size of each list of used keys that does not count any more.
         leftovers: Size of each old temporary file, and of each old registration of version 0.2.
-        old_orders: Size of each file of an order without a recent file.
-        num_old_orders: Number of these orders.
-        num_young_orders: Number of orders with a recent file, which workers may be encoding.
+        old_encodings: Size of each file of a shared encoding without a recent file.
+        num_old_encodings: Number of these encodings.
+        num_young_encodings: Number of encodings with a recent file, which workers may be computing.
         foreign: Files that Latentline did not write and never touches.
     """
 
@@ -70,9 +70,9 @@ class Survey:
     young: int = 0
     expired_lists: dict[str, int] = field(default_factory=dict[str, int])
     leftovers: dict[str, int] = field(default_factory=dict[str, int])
-    old_orders: dict[str, int] = field(default_factory=dict[str, int])
-    num_old_orders: int = 0
-    num_young_orders: int = 0
+    old_encodings: dict[str, int] = field(default_factory=dict[str, int])
+    num_old_encodings: int = 0
+    num_young_encodings: int = 0
     foreign: list[str] = field(default_factory=list[str])
 
     @property
@@ -104,14 +104,14 @@ class Survey:
             elif not is_used:
                 self.young += 1
 
-    def add_orders(self, orders: Mapping[str, Sequence[CacheFile]], oldest_kept_s: float) -> None:
-        """Add orders, by id. One with a file of unknown age counts as young."""
-        for files in orders.values():
+    def add_encodings(self, encodings: Mapping[str, Sequence[CacheFile]], oldest_kept_s: float) -> None:
+        """Add shared encodings, by id. One with a file of unknown age counts as young."""
+        for files in encodings.values():
             if all(_is_before(file, oldest_kept_s) for file in files):
-                self.num_old_orders += 1
-                self.old_orders |= {file.name: file.num_bytes for file in files}
+                self.num_old_encodings += 1
+                self.old_encodings |= {file.name: file.num_bytes for file in files}
             else:
-                self.num_young_orders += 1
+                self.num_young_encodings += 1
 
 
 def survey(
@@ -131,11 +131,11 @@ def survey(
     used = UsedKeys(cache_dir, keep_s, also=(key for group in recipe_keys or () for key in group))
     used.read()
     result = Survey(used, _read_packs(cache_dir), recipe_keys, expired_lists=used.expired)
-    # Orders and temporary files belong to jobs of the last hours, whatever the age of entries.
+    # Encodings and temporary files belong to jobs of the last hours, whatever the age of entries.
     oldest_job_s = used.oldest_kept_s + keep_s - OLD_S
 
-    # An order is old only if all of its files are, so these are classified together.
-    orders: defaultdict[str, list[CacheFile]] = defaultdict(list)
+    # An encoding is old only if all of its files are, so these are classified together.
+    encodings: defaultdict[str, list[CacheFile]] = defaultdict(list)
     old_pack_files = set[str]()
     entries = _Entries(result)
     for file in _list_files(cache_dir):
@@ -143,7 +143,7 @@ def survey(
         if _is_entry(path):
             entries.add(path.parts[0], file)
         elif path.parts[0] == ENCODINGS and len(path.parts) > 2:
-            orders[path.parts[1]].append(file)
+            encodings[path.parts[1]].append(file)
         elif file.name in result.packs:
             old_pack_files |= {file.name} if result.is_old(file) else set()
         elif _is_leftover(path):
@@ -157,13 +157,13 @@ def survey(
             result.foreign.append(file.name)
 
     entries.classify()
-    result.add_orders(orders, oldest_job_s)
+    result.add_encodings(encodings, oldest_job_s)
     result.packs.classify(used.keys, old_pack_files.__contains__)
     return result
 
 
 def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple[int, int]:
-    """Delete the survey's orphans, packs, leftovers and old orders, except entries that a job uses since.
+    """Delete the survey's orphans, packs, leftovers and old encodings, except entries that a job uses since.
 
     Single entries that packs hold are deleted too, and lists that do not count any more. `log` receives
     warnings about damaged packs.
@@ -179,7 +179,7 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
         # Their lists may be deleted below, and a later gc must not take the entries for unused.
         KeyLists(cache_dir, surveyed.recipe_keys, log=log).mark()
 
-    leftovers = {**surveyed.leftovers, **surveyed.old_orders}
+    leftovers = {**surveyed.leftovers, **surveyed.old_encodings}
     try:
         deleted = delete_single(cache, surveyed.packs, log=log)
         deleted |= delete_old(cache, surveyed.packs, used)

@@ -189,11 +189,11 @@ def test_gc_lists_orders_of_failed_jobs_keeps_young_ones_and_deletes_old_ones(
     with pytest.raises(LaunchError):
         latents(shared, OnWorkers(in_process_launch, lambda _: []))
     young = gc.survey(shared.recipe.cache_dir)
-    assert (young.num_young_orders, young.num_old_orders, young.foreign) == (1, 0, [])
+    assert (young.num_young_encodings, young.num_old_encodings, young.foreign) == (1, 0, [])
     monkeypatch.setattr(gc, "OLD_S", -60.0)
     old = gc.survey(shared.recipe.cache_dir)
-    assert (old.num_young_orders, old.num_old_orders) == (0, 1)
-    assert sorted(old.old_orders) == other_files(shared.recipe)
+    assert (old.num_young_encodings, old.num_old_encodings) == (0, 1)
+    assert sorted(old.old_encodings) == other_files(shared.recipe)
     gc.delete(shared.recipe.cache_dir, old)
     assert other_files(shared.recipe) == []
     if isinstance(shared.recipe.cache_dir, Path):

@@ -131,13 +131,13 @@ def test_L13_gc_keeps_an_order_while_its_step_waits_for_workers(
     for file in shared.files():
         os.utime(tmp_path / "cache" / ENCODINGS / shared.encoding_id / file.name, (1e9, 1e9))
     collector.poll_sometimes()
-    assert survey(tmp_path / "cache").num_old_orders == 1, "the encoding is renewed once an hour"
+    assert survey(tmp_path / "cache").num_old_encodings == 1, "the encoding is renewed once an hour"
 
     monotonic = time.monotonic
     monkeypatch.setattr("pipeline.encoding.collecting.time.monotonic", lambda: monotonic() + 3600)
     collector.poll_sometimes()
     surveyed = survey(tmp_path / "cache")
-    assert (surveyed.num_young_orders, surveyed.old_orders) == (1, {})
+    assert (surveyed.num_young_encodings, surveyed.old_encodings) == (1, {})
 
     # Neither workers nor the collector use the new file.
     (tmp_path / "there").mkdir()

@@ -229,10 +229,10 @@ def test_L13_files_of_unknown_age_are_never_deleted(job: Job, monkeypatch: pytes
     make_old(job.recipe.cache_dir)
     monkeypatch.setattr("pipeline.maintenance.gc.cache_folder", AgelessFolder)
     surveyed = survey(job.recipe.cache_dir)
-    to_delete = {name: getattr(surveyed, name) for name in ("orphans", "leftovers", "old_orders")}
-    assert to_delete == {"orphans": {}, "leftovers": {}, "old_orders": {}}
-    kept = {name: getattr(surveyed, name) for name in ("young", "num_young_orders", "num_old_orders")}
-    assert kept == {"young": 2, "num_young_orders": 1, "num_old_orders": 0}
+    to_delete = {name: getattr(surveyed, name) for name in ("orphans", "leftovers", "old_encodings")}
+    assert to_delete == {"orphans": {}, "leftovers": {}, "old_encodings": {}}
+    kept = {name: getattr(surveyed, name) for name in ("young", "num_young_encodings", "num_old_encodings")}
+    assert kept == {"young": 2, "num_young_encodings": 1, "num_old_encodings": 0}
     delete(job.recipe.cache_dir, surveyed)
     files = (latent, text, leftover, encoding)
     assert [path.name for path in files if not path.exists()] == [], "files that gc has deleted"
@@ -250,16 +250,20 @@ def test_L13_an_entry_is_old_after_30_days_and_an_order_and_a_leftover_after_one
     for path, age_s in ((latent, KEEP_S), (encoding, DAY_S), (leftover, DAY_S)):
         os.utime(path, (now_s - age_s - older_s, now_s - age_s - older_s))
     surveyed = survey(job.recipe.cache_dir)
-    found = {"orphans": surveyed.orphans, "orders": surveyed.old_orders, "leftovers": surveyed.leftovers}
-    files = {"orphans": latent, "orders": encoding, "leftovers": leftover}
+    found = {
+        "orphans": surveyed.orphans,
+        "encodings": surveyed.old_encodings,
+        "leftovers": surveyed.leftovers,
+    }
+    files = {"orphans": latent, "encodings": encoding, "leftovers": leftover}
     actual = {kind: names_in_cache(job, file) <= set(found[kind]) for kind, file in files.items()}
     assert actual == dict.fromkeys(files, is_old)
-    numbers = {"old": surveyed.num_old_orders, "young": surveyed.num_young_orders}
+    numbers = {"old": surveyed.num_old_encodings, "young": surveyed.num_young_encodings}
     assert numbers == {"old": int(is_old), "young": int(not is_old)}
 
 
 def test_L13_an_order_with_one_young_file_is_young(tmp_path: Path) -> None:
     files = [CacheFile(f"encodings/1/{name}", 5, modified_s) for name, modified_s in (("a", 10), ("b", 90))]
     surveyed = Survey(UsedKeys(tmp_path, 0), Packs(cache_folder(tmp_path)))
-    surveyed.add_orders({"1": files}, oldest_kept_s=50)
-    assert (surveyed.old_orders, surveyed.num_young_orders) == ({}, 1)
+    surveyed.add_encodings({"1": files}, oldest_kept_s=50)
+    assert (surveyed.old_encodings, surveyed.num_young_encodings) == ({}, 1)

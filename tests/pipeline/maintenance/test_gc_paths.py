@@ -58,7 +58,7 @@ FOREIGN = (
     "packs/photos/changed",
     "packs/latents/notes.txt",
     "packs/latents/ab/changed",
-    "orders/notes.txt",
+    "encodings/notes.txt",
 )
 
 
@@ -88,24 +88,26 @@ def test_a_survey_of_each_kind_of_file_is_complete_and_deletion_leaves_no_empty_
 ) -> None:
     use(tmp_path, ["2" * 64])
     make_old(tmp_path)
-    for name in (*ENTRIES, *LEFTOVERS, "orders/1/order.json", "orders/1/shard/0.json"):
+    for name in (*ENTRIES, *LEFTOVERS, "encodings/1/encoding.json", "encodings/1/shard/0.json"):
         put(tmp_path, name)
     put(tmp_path, "notes/of/mine.txt")
-    put(tmp_path, "orders/2/order.json", modified_s=time.time())
+    put(tmp_path, "encodings/2/encoding.json", modified_s=time.time())
     put(tmp_path, f"latents/11/{'1' * 64}.safetensors", modified_s=time.time())
     surveyed = survey(tmp_path)
     assert (surveyed.entries, surveyed.entry_bytes, surveyed.young) == (4, 12, 1)
     assert surveyed.orphans == dict.fromkeys(ENTRIES, 3)
     assert surveyed.leftovers == dict.fromkeys(LEFTOVERS, 3)
-    assert surveyed.old_orders == dict.fromkeys(("orders/1/order.json", "orders/1/shard/0.json"), 3)
-    assert (surveyed.num_old_orders, surveyed.num_young_orders) == (1, 1)
+    assert surveyed.old_encodings == dict.fromkeys(
+        ("encodings/1/encoding.json", "encodings/1/shard/0.json"), 3
+    )
+    assert (surveyed.num_old_encodings, surveyed.num_young_encodings) == (1, 1)
     assert surveyed.foreign == ["notes/of/mine.txt"]
 
     assert delete(tmp_path, surveyed) == (12, 36)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     left = sorted(name for name in left if not name.startswith("used/"))
-    assert left == [f"latents/11/{'1' * 64}.safetensors", "notes/of/mine.txt", "orders/2/order.json"]
-    for folder in ("latents/00", "latents/ab", "text/00", "masks/00", "orders/1", "outputs"):
+    assert left == ["encodings/2/encoding.json", f"latents/11/{'1' * 64}.safetensors", "notes/of/mine.txt"]
+    for folder in ("latents/00", "latents/ab", "text/00", "masks/00", "encodings/1", "outputs"):
         assert not (tmp_path / folder).exists(), folder
 
 
