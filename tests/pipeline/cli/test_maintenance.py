@@ -414,8 +414,13 @@ def test_verify_finds_and_repairs_damage_in_a_pack(
     assert str(pack) in damaged.stdout
     repaired = cli("verify", "sample", "--repair")
     assert "repaired 1 of 1 entry" in repaired.stdout, repaired.output
-    assert len(list(job.recipe.cache_dir.rglob("*.safetensors"))) == 1
-    assert "1 pack written with 1 entry," in cli("pack", "sample").stdout
+    # The pack stays as it is: the single file precedes its damaged entry, also after the next gc.
+    single = list(job.recipe.cache_dir.rglob("*.safetensors"))
+    assert len(single) == 1
+    assert "0 packs written" in cli("pack", "sample").stdout
+    cli("gc", "--delete")
+    assert list(job.recipe.cache_dir.rglob("*.safetensors")) == single
+    assert "0 missing or damaged" in cli("verify", "sample").stdout
 
 
 def test_pack_omits_damaged_entries_with_a_warning_and_a_fix(cli: Any, job: Job) -> None:
