@@ -34,7 +34,7 @@ class InProcessLaunch:
 
     Attributes:
         modules: Entry modules of all calls.
-        orders: Orders of all calls.
+        job_files: File with the job of each call: an encoding or a training.
         lines: Lines that the workers have reported.
         stop_after: Number of steps after which a training is stopped; None for all.
         copies: Local copies of packs for a training; None for the default.
@@ -42,29 +42,29 @@ class InProcessLaunch:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.modules: list[str] = []
-        self.encodings: list[Path] = []
+        self.job_files: list[Path] = []
         self.lines: list[str] = []
         self.stop_after = stop_after
         self.copies: CopySettings | None = None
 
-    def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile | None = None) -> None:
+    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         if meanwhile is not None:
             meanwhile()
         self.modules.append(module)
-        self.encodings.append(encoding)
+        self.job_files.append(job_file)
         if module == TRAINING_MODULE:
-            self._train(encoding)
+            self._train(job_file)
         else:
             assert module in WORKERS.values()
-            run(encoding, self, rank=0, num_ranks=1)
+            run(job_file, self, rank=0, num_ranks=1)
 
-    def _train(self, encoding: Path) -> None:
+    def _train(self, job_file: Path) -> None:
         from pipeline.trained_lora.job import read_job
         from pipeline.trained_lora.worker.loop import train
         from pipeline.trained_lora.worker.stop_request import StopRequest
 
         self._stop = StopRequest()
-        if not train(read_job(encoding, copies=self.copies), self, self._stop):
+        if not train(read_job(job_file, copies=self.copies), self, self._stop):
             raise LaunchError("stopped", where=TRAINING_MODULE, fix="start again")
 
     def info(self, text: str) -> None:

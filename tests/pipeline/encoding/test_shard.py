@@ -250,9 +250,11 @@ def test_a_worker_resolves_a_model_that_its_disk_lacks_and_refuses_one_that_diff
     assert "differs from the stage's" in other.what
 
 
-def test_shards_have_about_equal_cost_and_every_job_is_in_one(cache: Cache, in_process_launch: Any) -> None:
+def test_shards_have_about_equal_cost_and_every_job_is_in_one(
+    cache: Cache, in_process_launch: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     def run(encoding: SharedEncoding) -> Sequence[str]:
-        jobs = list(read_encoding(encoding.fetch(cache.recipe.output_dir)[0]).jobs)
+        jobs = list(read_encoding(encoding.fetch(tmp_path_factory.mktemp("worker"))[0]).jobs)
         shares = [list(share(jobs, index, 3)) for index in range(3)]
         assert sorted(job.spec.key for each in shares for job in each) == sorted(j.spec.key for j in jobs)
         costs = [sum(job.cost for job in each) for each in shares]

@@ -85,7 +85,7 @@ def trained(
     meanwhile(job)
     tables = (job.tables.read(name) for name in ("vae_latents", "text_embeddings"))
     train_lora(recipe, *tables, launch=launch, **QUIET)
-    return job, read_job(launch.orders[-1])
+    return job, read_job(launch.job_files[-1])
 
 
 @pytest.fixture

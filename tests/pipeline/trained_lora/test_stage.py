@@ -50,7 +50,7 @@ def test_a_finished_run_writes_its_files_table_and_provenance(
     lora = project.recipe.output_dir / "lora"
     assert [path.name for path in sorted(lora.glob("*[nrs]"))] == FILES
     table = validated("trained_lora", result.table, "the result")
-    assert table["times_seen"].sum() == sum(step.num_samples for step in read_job(launch.orders[0]).plan())
+    assert table["times_seen"].sum() == sum(step.num_samples for step in read_job(launch.job_files[0]).plan())
     assert result.report["samples"] == 8
     assert result.report["launched"]
     assert result.report["startup_seconds"] >= 0
@@ -100,14 +100,14 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     project, launch, log = make_project(), InProcessLaunch(), list[str]()
     first = run(project, launch)
     second = run(project, launch, log)
-    assert len(launch.orders) == 1, "the second run must not launch a training"
+    assert len(launch.job_files) == 1, "the second run must not launch a training"
     assert second.report["launched"] is False
     assert "nothing is launched" in "\n".join(log)
     assert second.table.equals(first.table)
     original = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     (run_folders(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
     third = run(project, launch)
-    assert len(launch.orders) == 2
+    assert len(launch.job_files) == 2
     assert third.report["resumed_from"] == 6
     exported = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     assert differing_tensors(exported, original) == []
@@ -122,7 +122,7 @@ def test_packing_the_cache_changes_neither_a_finished_run_nor_its_provenance(
     record = read_provenance(lora)
     pack_everything(project.recipe.cache_dir)
     second = run(project, launch)
-    assert len(launch.orders) == 1
+    assert len(launch.job_files) == 1
     assert second.table.equals(first.table)
     assert read_provenance(lora) == record
 
@@ -133,7 +133,7 @@ def test_a_training_from_packs_gives_the_lora_of_single_entries(make_project: Ca
     pack_everything(project.recipe.cache_dir)
     other = project.changed("from packs")
     run(other, launch)
-    assert len(launch.orders) == 2
+    assert len(launch.job_files) == 2
     single, packed = (
         load_file(each.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
         for each in (project, other)
@@ -252,7 +252,7 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     (difference,) = [line for line in log if "is new; it differs from" in line]
     assert f"differs from {old} in optimizer.learning_rate 0.01 -> 0.02" in difference
     changed_back = run(project, launch)
-    assert len(launch.orders) == 2
+    assert len(launch.job_files) == 2
     assert changed_back.report["run"] == old
     record = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())
     assert record["run"] == old
@@ -287,7 +287,7 @@ def test_epochs_are_converted_to_steps_and_plan_completed_uses_that_number(
     project = make_project(datasets=weighted, steps=None, epochs=2, exhausted="end_epoch")
     launch = InProcessLaunch()
     result = run(project, launch)
-    plan = read_job(launch.orders[0]).plan()
+    plan = read_job(launch.job_files[0]).plan()
     assert [plan[-1].epoch, plan.num_epochs] == [1, 2]
     assert result.report["steps"] == len(plan)
     assert completed(project)
@@ -355,7 +355,7 @@ def test_O10_training_does_not_start_if_the_cache_fails_a_gate(make_project: Cal
     with pytest.raises(GateClosedError) as excinfo:
         run(project, launch)
     assert "vae_latents" in excinfo.value.where
-    assert launch.orders == []
+    assert launch.job_files == []
 
 
 def test_O10_B09_training_alone_does_not_start_with_more_processes_than_a_bucket_fills(
@@ -370,7 +370,7 @@ def test_O10_B09_training_alone_does_not_start_with_more_processes_than_a_bucket
     ) as excinfo:
         run(changed, launch)
     assert "aspect_buckets" in excinfo.value.where
-    assert launch.orders == []
+    assert launch.job_files == []
 
 
 def test_O10_training_alone_applies_the_dataset_gates_without_reading_the_dataset(
@@ -390,13 +390,13 @@ def test_O10_training_alone_applies_the_dataset_gates_without_reading_the_datase
     with pytest.raises(GateClosedError, match="captions_present: 1 image has no caption") as excinfo:
         run(project, launch)
     assert "validated_dataset" in excinfo.value.where
-    assert launch.orders == []
+    assert launch.job_files == []
     checks = project.recipe.checks.model_copy(
         update={"allow": ("captions_present", "conservation"), "max_rejected_fraction": 0.5}
     )
     project.recipe = project.recipe.model_copy(update={"checks": checks})
     run(project, launch)
-    assert len(launch.orders) == 1
+    assert len(launch.job_files) == 1
 
 
 def test_a_sample_without_a_text_embedding_is_an_error(make_project: Callable[..., Project]) -> None:

@@ -143,7 +143,7 @@ def test_a_run_with_a_shift_that_the_family_ignores_is_not_launched(
     project = make_project(prediction="ideogram", steps=1, timesteps={"shift": 3.0})
     with pytest.raises(TrainingError, match=r"timesteps\.shift 3\.0 is not available for Ideogram 4"):
         run(project, launch)
-    assert launch.orders == []
+    assert launch.job_files == []
 
 
 def test_text_encoders_are_trained_only_if_the_recipe_says_so_and_the_family_can(

@@ -104,7 +104,7 @@ def complete_job(recipe: Any, tables: Tables, launch: InProcessLaunch) -> tuple[
     text = write_table("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
     assert len(latents) == len(text) == 5
     train_lora(recipe, latents, text, launch=launch, log=log)
-    return RecipeEntries(recipe), read_job(launch.orders[-1])
+    return RecipeEntries(recipe), read_job(launch.job_files[-1])
 
 
 def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeEntries, pipe: Any) -> None:

@@ -111,10 +111,10 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     assert read_provenance(project.recipe.output_dir)["step"] == 4
     assert "| steps | 4 of 6, " in earlier["README.md"].decode()
     assert "| steps | 6, " in last["README.md"].decode()
-    assert_samples_are_those_of_step_4(project, read_job(launch.orders[0]))
+    assert_samples_are_those_of_step_4(project, read_job(launch.job_files[0]))
 
     again = run(project, launch, log)
-    assert len(launch.orders) == 1
+    assert len(launch.job_files) == 1
     assert published(project) == earlier
     assert again.report["published_step"] == 4
     assert [line for line in log if "step 4" in line and "--latest" in line] != [], log
