@@ -3,7 +3,7 @@
 Requests use the client of dagster-k8s. Its PipesK8sClient runs a single pod, so it is of no use here. A
 training runs where the executor runs its step; deploy/kubernetes-training.yaml trains in several pods.
 
-Tested on 2026-11-26 with dagster-k8s 0.29.27, kubernetes 36.0.3 and a substitute for the API server, which
+`.ci/clusters` tests it with dagster-k8s 0.29.27, kubernetes 36.0.3 and a substitute for the API server, which
 runs pods as local processes (tests/launchers/kubernetes_api.py). Not tested: a real cluster, volumes,
 scheduling, GPUs.
 """

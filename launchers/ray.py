@@ -4,7 +4,7 @@ A job runs `latentline encode` for each shard, or `latentline train` on each of 
 launchers/ray_job. It is submitted with Ray's own client: `PipesRayJobClient` of dagster-ray stops a job only
 for Dagster's interruption, does not wait for its end, and has no place for an observer.
 
-Tested on 2026-11-26 with Ray 2.60.0 and a cluster of two nodes on one machine, see
+`.ci/clusters` tests it with Ray 2.60.0 and a cluster of two nodes on one machine, see
 tests/launchers/ray_cluster.py. Not tested: GPUs, several machines.
 """
 

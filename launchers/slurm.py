@@ -3,7 +3,7 @@
 An encoding is a job array with one task per shard, a training one job with one task per machine. The command
 `sbatch --wait` ends with the job. Project, environment and scratch folder are at the same path on all nodes.
 
-Tested on 2026-11-26 with Debian's Slurm 22.05.8 and two nodes on one machine, see
+`.ci/clusters` tests it with Debian's Slurm 22.05.8 and two nodes on one machine, see
 tests/launchers/slurm_cluster.py. Not tested: GPUs, several machines, accounting with sacct.
 """
 

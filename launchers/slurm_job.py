@@ -3,7 +3,7 @@
 `scontrol show job` knows a job for some minutes after its end (`MinJobAge`); `sacct` knows it for as long as
 the cluster keeps records, if it keeps any.
 
-Tested on 2026-11-26 with Slurm 22.05.8, except for the output of sacct, which tests write by hand.
+`.ci/clusters` tests it with Slurm 22.05.8, except for the output of sacct, which tests write by hand.
 """
 
 from __future__ import annotations

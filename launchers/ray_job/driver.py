@@ -8,7 +8,7 @@ The output of all commands goes through an actor to the log of the job, and its 
 SIGTERM to the driver, with which Ray stops a job, stops all commands. Commands end with the process of their
 task, and Ray ends the tasks with the driver.
 
-Tested on 2026-11-26 with Ray 2.60.0 and a cluster of two nodes on one machine, see
+`.ci/clusters` tests it with Ray 2.60.0 and a cluster of two nodes on one machine, see
 tests/launchers/ray_cluster.py. Not tested: GPUs, several machines.
 """
 

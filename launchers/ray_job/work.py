@@ -1,6 +1,6 @@
 """Messages between the Ray launcher and the driver of its job: the commands, and their result.
 
-Tested on 2026-11-26 with Ray 2.60.0 and a cluster of two nodes on one machine, see
+`.ci/clusters` tests it with Ray 2.60.0 and a cluster of two nodes on one machine, see
 tests/launchers/ray_cluster.py. Not tested: GPUs, several machines.
 """
 

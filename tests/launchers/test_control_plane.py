@@ -18,14 +18,11 @@ from ruamel.yaml import YAML
 
 from pipeline.errors import LaunchError
 from tests.launchers.steps import encode, in_step
-from tests.pipeline.cache_case import cache, entry_bytes
 
 pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
 
 from launchers.kubernetes import KubernetesLauncher
 from tests.launchers.control_plane import INDEX, NAMESPACE, ControlPlane, control_plane, why_no_control_plane
-
-__all__ = ["cache", "entry_bytes"]  # fixtures
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,11 +14,10 @@ from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
 from pipeline.trained_lora.job import TrainingJob
 from tests.launchers.slurm_cluster import SlurmCluster, cluster, slurm_cluster, why_no_slurm
 from tests.launchers.steps import in_step, when_steps_are_done
-from tests.pipeline.trained_lora.conftest import make_project, one_thread, tiny_bases
 from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.pipeline.trained_lora.runs import steps_kept
 
-__all__ = ["cluster", "make_project", "one_thread", "tiny_bases"]  # fixtures
+__all__ = ["cluster"]  # fixture
 
 pytestmark = [
     pytest.mark.clusters,
