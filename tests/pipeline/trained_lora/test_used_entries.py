@@ -16,7 +16,7 @@ from tests.pipeline.trained_lora.runs import InProcessLaunch, run
 from tests.pipeline.used_case import OLD_S, forget_use, lists, used
 
 if TYPE_CHECKING:
-    from conftest import Project
+    from tests.pipeline.trained_lora.project import Project
 
 PREVIEW = {"prompt": "a cat", "negative_prompt": "a dog"}
 
@@ -49,7 +49,7 @@ def test_L13_a_training_records_its_entries_before_it_starts(make_project: Calla
     project = make_project(sample_every=6, sample_prompts=[PREVIEW], steps=2)
     launch = RecordingLaunch(project.recipe.cache_dir)
     run(project, launch)
-    read = entries_read(read_job(launch.launched[0]))
+    read = entries_read(read_job(launch.job_files[0]))
     assert read <= launch.used
     previews = {RecipeEntries(project.recipe).text_spec(text).key for text in ("", "a cat", "a dog")}
     assert previews < read
@@ -110,7 +110,7 @@ def test_L13_a_training_finds_a_missing_entry_after_it_has_recorded_all(
     with pytest.raises(GateClosedError):
         run(project, launch)
     assert entry.stem in used(project.recipe.cache_dir)
-    assert launch.launched == []
+    assert launch.job_files == []
 
 
 def test_L13_a_training_that_cannot_record_its_entries_does_not_start(
@@ -122,4 +122,4 @@ def test_L13_a_training_that_cannot_record_its_entries_does_not_start(
     with pytest.raises(StoreError, match="cannot be recorded in the cache") as excinfo:
         run(project, launch)
     assert excinfo.value.where == str(folder)
-    assert launch.launched == []
+    assert launch.job_files == []
