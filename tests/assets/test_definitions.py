@@ -34,7 +34,7 @@ def test_a_recipe_has_six_assets_in_its_group_two_jobs_a_schedule_and_a_sensor(t
     assert {graph.get(key).group_name for key in graph.get_all_asset_keys()} == {"flowers"}
     assert {"flowers_cache", "flowers_train"} <= {job.name for job in repository.get_all_jobs()}
     assert [schedule.name for schedule in repository.schedule_defs] == ["flowers_recache"]
-    assert [sensor.name for sensor in repository.sensor_defs] == ["flowers_dataset_changed"]
+    assert {sensor.name for sensor in repository.sensor_defs} == {"dead_runs", "flowers_dataset_changed"}
 
 
 def test_each_asset_explains_the_label_unsynced(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_run_can_set_the_grace_period_and_the_machines_of_a_training(tmp_path:
         resources[name].config_type.fields["config"].config_type for name in ("tables", "launcher")
     )
     assert list(tables.fields) == []
-    assert list(launcher.fields) == ["grace_s", "machines", "master", "wait_s"]
+    assert list(launcher.fields) == ["grace_s", "machines", "master", "wait_s", "seal_packs"]
     assert "checkpoint" in launcher.fields["grace_s"].description
 
 

@@ -14,7 +14,7 @@ from pipeline.memory.worker.stages import forecast_stages
 from pipeline.recipe import Recipe, load_recipe
 
 GIB = 2**30
-EXAMPLES = Path(__file__).resolve().parents[4] / "configs" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "configs" / "examples"
 PROMISE = re.compile(r"^# Fits a GPU of (\d+) GB", re.MULTILINE)
 BASE = re.compile(r"^  base: (\S+)", re.MULTILINE)
 BY_BASE = {each.hub_id: each for each in PUBLISHED}

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from pipeline.trained_lora.live import LiveRun, LiveState
-from pipeline.trained_lora.previews import preview_file
+from pipeline.trained_lora.previews import PROMPT_KEY, preview_file
+
+PROMPTS = ("a cat", "a dog")
 
 
 class Run:
@@ -23,7 +26,7 @@ class Run:
         (folder / "samples").mkdir()
         job = {
             "recipe": {"training": {"steps": 100}},
-            "prompts": [{"caption": "a cat"}, {"caption": "a dog"}],
+            "prompts": [{"caption": caption} for caption in PROMPTS],
         }
         (folder / "order.json").write_text(json.dumps(job), encoding="utf-8")
 
@@ -43,7 +46,9 @@ class Run:
 
     def preview(self, step: int, number: int) -> None:
         file = preview_file(self.folder / "samples", step, number)
-        Image.new("RGB", (64, 64), "green").save(file)
+        text = PngInfo()
+        text.add_text(PROMPT_KEY, PROMPTS[number])
+        Image.new("RGB", (64, 64), "green").save(file, pnginfo=text)
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def test_checkpoints_and_complete_previews_are_reported_earlier_but_at_most_ever
     assert states(run, live, 1) == [], "the second prompt is not drawn yet"
     run.preview(0, 1)
     (before,) = states(run, live, 2)
-    assert (before.step, [preview.heading for preview in before.previews]) == (0, ["a cat", "a dog"])
+    assert (before.step, [preview.heading for preview in before.previews]) == (0, [*PROMPTS])
     assert before.picture().startswith(b"\xff\xd8")
 
     run.steps(0, 9)

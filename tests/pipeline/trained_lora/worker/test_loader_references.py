@@ -195,13 +195,15 @@ def test_references_of_held_out_images_are_measured_but_never_trained_on(
     measured = Validation(job, load_family(job.base), job.inputs.held_out)
     numbers: dict[str, int] = {}
 
-    class Engine:
-        accelerator = Accelerator(cpu=True)
-        is_sharded = False
-
+    class Objective:
         def errors(self, micro: MicroInput, scheduler: object) -> torch.Tensor:
             numbers.update(dict.fromkeys(micro.variant_ids, len(micro.conditions["references"])))
             return torch.ones(len(micro.variant_ids))
+
+    class Engine:
+        accelerator = Accelerator(cpu=True)
+        is_sharded = False
+        objective = Objective()
 
     measured.loss(cast("Any", Engine()))
     assert numbers == dict.fromkeys(held_out, 2)

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.errors import TrainingError
 from pipeline.recipe import TrainingSettings
-from pipeline.trained_lora import requirements
+from pipeline.trained_lora import supported_settings
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.loop import train
@@ -119,8 +119,8 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_launch(
 ) -> None:
     settings = TrainingSettings(trackers=("wandb",))
     specs: dict[str, Any] = {"wandb": None}
-    monkeypatch.setattr(requirements, "find_spec", specs.get)
+    monkeypatch.setattr(supported_settings, "find_spec", specs.get)
     with pytest.raises(TrainingError, match="wandb is not installed"):
-        requirements.require_trackers(settings)
+        supported_settings.require_trackers(settings)
     specs["wandb"] = object()
-    requirements.require_trackers(settings)
+    supported_settings.require_trackers(settings)

@@ -97,6 +97,10 @@ class CountingEngine:
     def accelerator(self) -> CountingEngine:
         return self
 
+    @property
+    def objective(self) -> CountingEngine:
+        return self
+
     def errors(self, micro: MicroInput, scheduler: object) -> torch.Tensor:
         self.passes += 1
         return micro.indices.float()
