@@ -15,11 +15,10 @@ from dagster import (
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import picture_metadata, publish
 from assets.names import step_name
-from assets.run_log import run_log
-from assets.stage_outputs import stage_outputs
-from assets.table_specs import TABLE, table_in, table_out
+from assets.stage_io import TABLE, stage_outputs, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
+from resources.step_log import run_log
 
 DESCRIPTION = (
     "The bucket of each image: how it is scaled and cropped, as a pure function of its size and the settings."
@@ -41,6 +40,7 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         import polars as pl
 
+        from pipeline.aspect_buckets import checks
         from pipeline.aspect_buckets.report import write_bucket_report
         from pipeline.aspect_buckets.stage import assign_buckets
         from pipeline.storage.tables import Tables
@@ -65,6 +65,6 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
                     )
                     yield publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
 
-                yield from check_results(context, recipe, "aspect_buckets")
+                yield from check_results(context, recipe, "aspect_buckets", checks.run)
 
     return aspect_buckets

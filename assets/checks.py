@@ -4,9 +4,8 @@ A gate is a blocking check with severity ERROR. When it fails, its step fails an
 `pipeline/<asset>/checks.py` decides what passes; this module translates its findings.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dagster import (
@@ -20,14 +19,14 @@ from dagster import (
 
 from assets.metadata import report_metadata, table_metadata
 from assets.names import asset_key
-from assets.run_log import run_log
 from pipeline.errors import PathIsolationError
 from pipeline.escaping import inactive_markdown, printable_lines
 from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import PATH_ISOLATION, specs_of
+from resources.step_log import run_log
 
 if TYPE_CHECKING:
-    from pipeline.reporting.findings import Finding
+    from pipeline.reporting.findings import CheckContext, Finding
 
 
 def check_specs(recipe: Recipe, asset: str) -> list[AssetCheckSpec]:
@@ -52,8 +51,19 @@ def path_isolation_results(context: AssetExecutionContext, recipe: Recipe) -> It
         raise error
 
 
-def check_results(context: AssetExecutionContext, recipe: Recipe, asset: str) -> Iterator[AssetCheckResult]:
+def check_results(
+    context: AssetExecutionContext,
+    recipe: Recipe,
+    asset: str,
+    run: Callable[["CheckContext"], Sequence["Finding"]],
+) -> Iterator[AssetCheckResult]:
     """Yield the result of each selected check of the asset's table, except `path_isolation`.
+
+    Args:
+        context: Context of the step.
+        recipe: The recipe.
+        asset: Name of the asset.
+        run: Function that runs all checks of the asset.
 
     Raises:
         GateClosedError: At least one gate closed. It is raised after all results, and names all closed gates.
@@ -68,7 +78,7 @@ def check_results(context: AssetExecutionContext, recipe: Recipe, asset: str) ->
     # All checks run, so that the report lists all of them, but only the selected ones have a result.
     key = asset_key(recipe, asset)
     inputs = CheckContext(recipe, Tables(recipe.output_dir), log=run_log(context))
-    findings = import_module(f"pipeline.{asset}.checks").run(inputs)
+    findings = run(inputs)
     write_findings(recipe.output_dir, asset, findings)
     selected_findings = [finding for finding in findings if finding.name in selected]
     for finding in selected_findings:

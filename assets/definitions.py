@@ -11,10 +11,9 @@ import click
 from dagster import Definitions, colored_console_logger, definitions
 
 from assets.automation import dead_runs_sensor
-from assets.broken_recipe import broken_recipe_graphs
 from assets.deployment import build_executor, build_launcher, gpu_pool
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
-from assets.recipe_graph import recipe_graph
+from assets.recipe_graph import broken_recipe_graphs, recipe_graph
 from pipeline.errors import RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple

@@ -8,11 +8,10 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import publish
 from assets.names import step_name
-from assets.run_log import run_log
-from assets.stage_outputs import stage_outputs
-from assets.table_specs import TABLE, table_out
+from assets.stage_io import TABLE, stage_outputs, table_out
 from pipeline.recipe import Recipe, with_overrides
 from resources.failures import errors_as_failures
+from resources.step_log import run_log
 
 DESCRIPTION = "Every image file of the datasets: its path, its size after orientation and its content hash."
 
@@ -30,6 +29,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
         from pipeline.models.prompt_support import require_preview_prompts
         from pipeline.models.reference_support import require_references
         from pipeline.models.resolve import check_local_base
+        from pipeline.raw_images import checks
         from pipeline.raw_images.stage import scan
         from pipeline.storage.tables import Tables
         from pipeline.trained_lora.start_file import require_start_file
@@ -46,7 +46,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
                     result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
                     yield publish(recipe, "raw_images", result)
 
-                yield from check_results(context, recipe, "raw_images")
+                yield from check_results(context, recipe, "raw_images", checks.run)
 
     return raw_images
 

@@ -8,12 +8,11 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import picture_metadata, publish
 from assets.names import step_name
-from assets.run_log import run_log
-from assets.stage_outputs import stage_outputs
-from assets.table_specs import TABLE, table_in, table_out
+from assets.stage_io import TABLE, stage_outputs, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
 from resources.local_launcher import AccelerateLauncher
+from resources.step_log import run_log
 
 DESCRIPTION = (
     "The cache entry of each caption's embedding: one for each distinct caption, and one for the empty "
@@ -36,6 +35,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.storage.tables import Tables
+        from pipeline.text_embeddings import checks
         from pipeline.text_embeddings.report import write_caption_report
         from pipeline.text_embeddings.stage import cache_text
 
@@ -56,6 +56,6 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                     pictures = picture_metadata(write_caption_report(recipe, result.table))
                     yield publish(recipe, "text_embeddings", result, pictures=pictures)
 
-                yield from check_results(context, recipe, "text_embeddings")
+                yield from check_results(context, recipe, "text_embeddings", checks.run)
 
     return text_embeddings

@@ -1,11 +1,14 @@
 """trained_lora: the LoRA, trained from the cache alone."""
 
-from collections.abc import Iterator
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
+    AssetObservation,
     AssetsDefinition,
     Field,
     Float,
@@ -17,16 +20,14 @@ from dagster import (
 )
 
 from assets.checks import check_results, check_specs, path_isolation_results
-from assets.live_training import observe_training
-from assets.metadata import picture_metadata, publish, table_metadata
-from assets.names import step_name
-from assets.run_log import run_log
-from assets.stage_outputs import stage_outputs
-from assets.table_specs import TABLE, table_in, table_out
+from assets.metadata import picture_metadata, publish, report_metadata, table_metadata
+from assets.names import asset_key, step_name
+from assets.stage_io import TABLE, stage_outputs, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
 from resources.failures import errors_as_failures
 from resources.local_launcher import AccelerateLauncher
+from resources.step_log import StepLog, run_log
 
 DESCRIPTION = (
     "The LoRA in three layouts, trained from the cache with accelerate. A finished run with the same inputs "
@@ -56,6 +57,7 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
     def trained_lora(
         context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        from pipeline.trained_lora import checks
         from pipeline.trained_lora.stage import train_lora
 
         with errors_as_failures():
@@ -71,9 +73,54 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                     files = _file_metadata(recipe, result.report["run"])
                     yield publish(recipe, "trained_lora", result, pictures=pictures, files=files)
 
-                yield from check_results(context, recipe, "trained_lora")
+                yield from check_results(context, recipe, "trained_lora", checks.run)
 
     return trained_lora
+
+
+def observe_training(
+    context: AssetExecutionContext, recipe: Recipe
+) -> Callable[[Path], Callable[[bool], None]]:
+    """Return an observer for `AccelerateLauncher.bind`, which reports a run's state to the event log.
+
+    An observation that cannot be reported is a warning: the training continues without further ones.
+    """
+
+    def follow(job_file: Path) -> Callable[[bool], None]:
+        from pipeline.trained_lora.live import LiveRun
+
+        run = LiveRun(job_file)
+        is_broken = False
+
+        def poll(final: bool) -> None:
+            nonlocal is_broken
+            if is_broken:
+                return
+            try:
+                state = run.poll(final=final)
+                if state is not None:
+                    metadata = _live_metadata(context, state)
+                    # Dagster holds back the events of `context.log_event` until the step yields its next
+                    # output, which is after the training. This call writes at once.
+                    observation = AssetObservation(asset_key(recipe, "trained_lora"), metadata=metadata)
+                    context.instance.report_runless_asset_event(observation)
+            except Exception as err:  # a picture or the event log must not stop a training
+                is_broken = True
+                reason = f"{type(err).__name__}: {err}".splitlines()[0]
+                StepLog(context).warning(f"no more live observations: {reason}")
+
+        return poll
+
+    return follow
+
+
+def _live_metadata(context: AssetExecutionContext, state: Any) -> dict[str, MetadataValue[Any]]:
+    """Return the metadata of a `pipeline.trained_lora.live.LiveState`."""
+    metadata = report_metadata(state.numbers())
+    if picture := state.picture():
+        data = base64.b64encode(picture).decode("ascii")
+        metadata["previews"] = MetadataValue.md(f"![previews](data:image/jpeg;base64,{data})")
+    return {**metadata, "dagster_run": MetadataValue.dagster_run(context.run.run_id)}
 
 
 def _run_config(recipe: Recipe) -> dict[str, Field]:

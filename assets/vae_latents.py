@@ -15,14 +15,13 @@ from dagster import (
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import captioned_pictures, publish
 from assets.names import step_name
-from assets.run_log import run_log
-from assets.stage_outputs import stage_outputs
-from assets.table_specs import TABLE, table_in, table_out
+from assets.stage_io import TABLE, stage_outputs, table_in, table_out
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
 from resources.failures import errors_as_failures
 from resources.local_launcher import AccelerateLauncher
+from resources.step_log import run_log
 
 DESCRIPTION = (
     "The cache entry of each image's latent. Its key covers everything that decides the bytes; "
@@ -45,6 +44,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.storage.tables import Tables
+        from pipeline.vae_latents import checks
         from pipeline.vae_latents.stage import cache_latents
 
         with errors_as_failures():
@@ -64,7 +64,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                     pictures = _decoded_latents(recipe, result.report)
                     yield publish(recipe, "vae_latents", result, pictures=pictures)
 
-                yield from check_results(context, recipe, "vae_latents")
+                yield from check_results(context, recipe, "vae_latents", checks.run)
 
     return vae_latents
 

@@ -15,11 +15,10 @@ from dagster import (
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.metadata import picture_metadata, publish
 from assets.names import step_name
-from assets.run_log import run_log
-from assets.stage_outputs import stage_outputs
-from assets.table_specs import TABLE, table_in, table_out
+from assets.stage_io import TABLE, stage_outputs, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
+from resources.step_log import run_log
 
 DESCRIPTION = "Images that decode, with their captions; unusable ones are rejected with a reason."
 
@@ -40,6 +39,7 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
         import polars as pl
 
         from pipeline.storage.tables import Tables
+        from pipeline.validated_dataset import checks
         from pipeline.validated_dataset.dataset_page import write_dataset_page
         from pipeline.validated_dataset.report import write_dataset_report
         from pipeline.validated_dataset.stage import validate
@@ -59,6 +59,6 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
                     )
                     yield publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
 
-                yield from check_results(context, recipe, "validated_dataset")
+                yield from check_results(context, recipe, "validated_dataset", checks.run)
 
     return validated_dataset

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from dagster import AssetExecutionContext
+
+from pipeline.escaping import printable_lines, without_secrets
 
 PAUSE_S = 30.0
 """Time after a failure in which lines are only printed."""
@@ -42,3 +45,9 @@ class StepLog:
                 sys.stderr.write(f"Dagster's log cannot be written ({reason}); lines are printed instead\n")
         sys.stderr.write(f"{level}: {text}\n")
         sys.stderr.flush()
+
+
+def run_log(context: AssetExecutionContext) -> Callable[[str], None]:
+    """Return a function that logs a line without its secrets and control characters."""
+    log = StepLog(context)
+    return lambda text: log.info(printable_lines(without_secrets(text)))

@@ -19,7 +19,7 @@ from dagster import (
 )
 
 from assets.definitions import build_definitions
-from assets.live_training import observe_training
+from assets.trained_lora import observe_training
 from pipeline.recipe import Recipe, recipe_from_mapping
 from resources.local_launcher import AccelerateLauncher
 from tests.refused_events import MESSAGE, events_refused

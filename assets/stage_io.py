@@ -1,10 +1,26 @@
-"""Code versions: what Dagster compares to mark an asset as stale after a change of the recipe or the code."""
+"""What the step of a stage reads and writes: its tables with their code versions, and files at an address."""
 
 import hashlib
+from contextlib import AbstractContextManager
 from typing import Any
 
+from dagster import AssetExecutionContext, AssetIn, AssetOut
+
+from assets.names import TABLES_RESOURCE, asset_key
 from pipeline.recipe import Recipe
+from pipeline.storage.needed_columns import needed_columns
 from pipeline.versions import CAPTIONS_VERSION, LOOK_VERSION, PREPROCESSING_VERSION, TRAINING_VERSION
+from resources.step_log import run_log
+from resources.tables import COLUMNS
+
+TABLE = "result"
+"""Name of the output that holds an asset's table."""
+
+UNSYNCED = (
+    "*Unsynced* means that the recipe, the code or an asset before this one has changed since it was "
+    "materialized. Materialize it again: unchanged work is reused."
+)
+"""Explanation of Dagster's label, shown in the description of each asset."""
 
 _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     "raw_images": {"datasets": True, "checks": {"max_image_pixels", "max_file_bytes"}},
@@ -37,6 +53,29 @@ _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
 """Further recipe fields and versions that decide text_embeddings if a text encoder may see references."""
 
 
+def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) -> AssetOut:
+    """Declare the table that `asset` writes.
+
+    The output is optional, because a run may select the asset's checks without the asset.
+    """
+    return AssetOut(
+        key=asset_key(recipe, asset),
+        description=f"{description}\n\n{UNSYNCED}",
+        io_manager_key=TABLES_RESOURCE,
+        is_required=False,
+        group_name=recipe.name,
+        code_version=code_version(recipe, asset),
+        kinds=kinds,
+    )
+
+
+def table_in(recipe: Recipe, asset: str, *, reader: str) -> AssetIn:
+    """Declare that the asset `reader` reads the table of `asset`, limited to the columns that it needs."""
+    columns = needed_columns(reader, asset)
+    metadata = None if columns is None else {COLUMNS: list(columns)}
+    return AssetIn(key=asset_key(recipe, asset), metadata=metadata)
+
+
 def code_version(recipe: Recipe, asset: str) -> str:
     """Return 12 hex digits over the recipe fields and algorithm versions that decide the asset's content.
 
@@ -53,3 +92,15 @@ def code_version(recipe: Recipe, asset: str) -> str:
 
 def _has_references(recipe: Recipe) -> bool:
     return any(each.references for each in (*recipe.datasets, *recipe.training.sample_prompts))
+
+
+def stage_outputs(context: AssetExecutionContext, recipe: Recipe, asset: str) -> AbstractContextManager[None]:
+    """Fetch what a stage and its checks read before the body, and upload their results after it.
+
+    Call it after path isolation has been checked. See `pipeline.outputs.stage_files.stage_files`.
+    """
+    from pipeline.outputs.folder import outputs_of
+    from pipeline.outputs.stage_files import stage_files
+
+    log = run_log(context)
+    return stage_files(outputs_of(recipe, log), asset, checks_only=not context.selected_asset_keys, log=log)
