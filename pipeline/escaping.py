@@ -1,0 +1,124 @@
+"""Text from outside, such as file names, captions and addresses, made safe for each place that shows it.
+
+Three things must not happen where a text is shown: a terminal obeys a control character, a page runs markup
+or loads a picture that a name contains, and a reader sees a name whose letters are reordered. Passwords and
+query strings of addresses are hidden as well, because reports and logs are shared.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import unicodedata
+from typing import Any
+
+_JOINERS = frozenset("\u200c\u200d")
+"""Invisible characters that Persian and Indic texts and composed emoji need."""
+
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#\s@\"']*(?:@[^/?#\s@\"']*)*)@")
+_QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?(?!\*\*\*)[^\s\"'<>]*", re.IGNORECASE)
+
+_TOKEN_PROTOCOLS = frozenset(["http", "https"])
+"""Protocols for which a user name without a password may be a token."""
+
+_OTHER_MEANINGS = frozenset(["abfs", "abfss", "az", "wasb", "wasbs", "github", "gitlab", "git", "hf"])
+"""Protocols that write a container or a revision next to an @."""
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with control characters and lone surrogates as backslash escapes."""
+    return _escaped(" ".join(text.split()))
+
+
+def printable_name(text: str) -> str:
+    """Return a file name or path on one line, with line breaks and other control characters as escapes."""
+    return _escaped(text)
+
+
+def printable_lines(text: str) -> str:
+    """Return `text` with its line breaks and tabs, and other control characters as backslash escapes."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter in "\n\t" else _escaped(letter) for letter in text)
+
+
+def json_text(value: Any) -> str:
+    """Return a JSON-serializable value as indented JSON that is safe to print."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    return "".join(
+        letter if letter == "\n" or not _is_invisible(letter) else json.dumps(letter)[1:-1] for letter in text
+    )
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(_escape(letter) if _is_invisible(letter) else letter for letter in text)
+
+
+def _is_invisible(letter: str) -> bool:
+    return not letter.isprintable() and letter not in _JOINERS and unicodedata.category(letter) != "Zs"
+
+
+def _escape(letter: str) -> str:
+    # Python decodes the bytes of a file name that is not UTF-8 as these surrogates.
+    if "\udc80" <= letter <= "\udcff":
+        return f"\\x{ord(letter) - 0xDC00:02x}"
+    return letter.encode("unicode_escape").decode("ascii")
+
+
+def html_text(text: str) -> str:
+    """Return plain text as HTML, for element contents and quoted attributes."""
+    return html.escape(printable_lines(text), quote=True)
+
+
+def markdown_text(text: str) -> str:
+    """Return `text` on one line such that Markdown shows it verbatim; for file names and captions."""
+    plain = html.escape(printable(text), quote=False)
+    return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", plain)
+
+
+def inactive_markdown(text: str) -> str:
+    """Return `text` such that Markdown makes no links, pictures or HTML of it.
+
+    Other characters stay, because the same text is printed on terminals.
+    """
+    return re.sub(r"\](?=[(:])|<(?=[A-Za-z/!?])", r"\\\g<0>", printable_lines(text))
+
+
+def markdown_code(text: str) -> str:
+    """Return `text` on one line as inline code, which Markdown shows verbatim."""
+    shown = printable(text)
+    longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
+    fence = "`" * (longest + 1)
+    return f"{fence} {shown} {fence}" if longest else f"`{shown}`"
+
+
+def markdown_block(text: str) -> str:
+    """Return `text` as a code block that no backticks in it can close."""
+    shown = printable_lines(text)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", shown)), default=0))
+    return f"{fence}text\n{shown}\n{fence}"
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` with `***` for the passwords and query strings of the addresses in it."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(r"\1?***", _USERINFO.sub(_hide_userinfo, text))
+
+
+def has_credentials(text: str) -> bool:
+    """Return True if an address in `text` contains a password, or a token in place of a user."""
+    return any(_is_secret(*match.groups()) for match in _USERINFO.finditer(text))
+
+
+def _hide_userinfo(match: re.Match[str]) -> str:
+    return f"{match[1]}://***@" if _is_secret(match[1], match[2]) else match[0]
+
+
+def _is_secret(protocol: str, userinfo: str) -> bool:
+    # For sftp and others, a user name without a password is the usual way to log in.
+    protocol = protocol.lower()
+    return protocol not in _OTHER_MEANINGS and (":" in userinfo or protocol in _TOKEN_PROTOCOLS)
