@@ -7,8 +7,8 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+
+from pipeline.processes.launch import OutputFile
 
 
 @contextmanager
@@ -35,28 +35,11 @@ def uninterrupted() -> Generator[None]:
             signal.raise_signal(number)
 
 
-@dataclass
-class ForwardedOutput:
-    """The output of launched processes, in a file: a pipe would break when the step is killed."""
-
-    file: Path
-    _forwarded_bytes: int = 0
+class ForwardedOutput(OutputFile):
+    """The output of launched processes, which the log of a step shows."""
 
     def forward(self, *, final: bool = False) -> None:
         """Copy new output to standard error, which Dagster captures: complete lines only, unless `final`."""
-        if not self.file.exists():
-            return
-        with self.file.open("rb") as file:
-            file.seek(self._forwarded_bytes)
-            new = file.read()
-        new = new if final else new[: new.rfind(b"\n") + 1]
-        self._forwarded_bytes += len(new)
-        if new:
-            sys.stderr.write(new.decode("utf-8", errors="replace"))
+        if text := self.new_text(final=final):
+            sys.stderr.write(text)
             sys.stderr.flush()
-
-    def lines(self) -> list[str]:
-        """Return all lines; none if the file does not exist."""
-        if not self.file.exists():
-            return []
-        return self.file.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from pipeline.processes.launch import OutputFile
 from pipeline.processes.tree import ProcessTree
 
 POLL_S = 0.1
@@ -39,21 +40,21 @@ def run_in_foreground(
         The exit status, or minus the number of the signal that ended the command; and the stop signal that
         this process received, or None.
     """
-    with stop_signals() as received, output_file.open("wb") as output:
+    output = OutputFile(output_file)
+    with stop_signals() as received, output_file.open("wb") as file:
         # A session of its own: Ctrl-C at a terminal reaches this process only, which then stops all others.
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         tree = ProcessTree(process.pid)
-        num_shown_bytes = 0
         while process.poll() is None and not received:
-            num_shown_bytes = _show_new_lines(output_file, num_shown_bytes, show)
+            _show(output.new_text(), show)
             tree.members()  # finds descendants before their parents can die
             time.sleep(POLL_S)
 
         tree.stop(grace_s=grace_s)
         status = process.wait()
-        _show_new_lines(output_file, num_shown_bytes, show, final=True)
+        _show(output.new_text(final=True), show)
     return status, received[0] if received else None
 
 
@@ -73,17 +74,6 @@ def stop_signals() -> Generator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _show_new_lines(
-    file: Path, num_shown_bytes: int, show: Callable[[str], None], *, final: bool = False
-) -> int:
-    """Show the lines after the first `num_shown_bytes`, and return the number of bytes shown.
-
-    Only complete lines are shown, unless `final`: a process that was killed may not have ended its last one.
-    """
-    with file.open("rb") as output:
-        output.seek(num_shown_bytes)
-        new = output.read()
-    shown = new if final else new[: new.rfind(b"\n") + 1]
-    for line in shown.decode("utf-8", errors="replace").splitlines():
+def _show(text: str, show: Callable[[str], None]) -> None:
+    for line in text.splitlines():
         show(line)
-    return num_shown_bytes + len(shown)

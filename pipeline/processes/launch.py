@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -177,6 +178,33 @@ def cpu_threads() -> int:
     return int(os.environ.get(THREADS_VARIABLE, CPU_THREADS_PER_PROCESS))
 
 
+@dataclass
+class OutputFile:
+    """The output of launched processes, in a file: a pipe would break when the reading process is killed."""
+
+    file: Path
+    _num_read_bytes: int = 0
+
+    def new_text(self, *, final: bool = False) -> str:
+        """Return the output since the last call: complete lines only, unless `final`."""
+        if not self.file.exists():
+            return ""
+        with self.file.open("rb") as file:
+            file.seek(self._num_read_bytes)
+            new = file.read()
+
+        # A process that was killed may not have ended its last line, which then is never complete.
+        new = new if final else new[: new.rfind(b"\n") + 1]
+        self._num_read_bytes += len(new)
+        return new.decode("utf-8", errors="replace")
+
+    def lines(self) -> list[str]:
+        """Return all lines; none if the file does not exist."""
+        if not self.file.exists():
+            return []
+        return self.file.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
 class LocalLaunch:
     """A `Launch` without Dagster: it waits for one subprocess, and quotes its output in errors."""
 
@@ -193,8 +221,8 @@ class LocalLaunch:
     def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         """See `Launch.__call__`."""
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
-            error_file, output_file = Path(folder) / "error.json", Path(folder) / "output.txt"
-            with output_file.open("wb") as file:
+            error_file, output = Path(folder) / "error.json", OutputFile(Path(folder) / "output.txt")
+            with output.file.open("wb") as file:
                 process = subprocess.Popen(
                     launch_command(self._settings, module, job_file),
                     env=launch_environment(self._settings, error_file),
@@ -205,7 +233,7 @@ class LocalLaunch:
             try:
                 if meanwhile is not None:
                     meanwhile()
-                status = _wait(process, output_file, error_file=error_file, log=self._log)
+                status = _wait(process, output, error_file=error_file, log=self._log)
             # Ctrl-C raises KeyboardInterrupt, and must not leave the process running either.
             except BaseException:
                 process.kill()
@@ -214,17 +242,17 @@ class LocalLaunch:
 
             if status == 0:
                 return
-            output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
-            if status in _INTERRUPTED_STATUSES or output[-1:] == ["KeyboardInterrupt"]:
+            lines = output.lines()
+            if status in _INTERRUPTED_STATUSES or lines[-1:] == ["KeyboardInterrupt"]:
                 # A terminal sends Ctrl-C to both processes; this one may notice the child's end first. During
                 # its start or end, Python's exit status is 1 and only the traceback names the cause.
                 raise KeyboardInterrupt
-            raise launch_error(module, status, output=output, error_file=error_file)
+            raise launch_error(module, status, output=lines, error_file=error_file)
 
 
 def _wait(
     process: subprocess.Popen[bytes],
-    output_file: Path,
+    output: OutputFile,
     *,
     error_file: Path,
     log: Callable[[str], None] | None,
@@ -233,20 +261,15 @@ def _wait(
     if log is None:
         return process.wait()
 
-    num_bytes = 0
     while True:
         status = process.poll()
-        with output_file.open("rb") as file:
-            file.seek(num_bytes)
-            new = file.read()
+        text = output.new_text(final=status is not None)
 
         # The process writes its error to the file before it prints it. The launch raises it, so that lines
         # which are read after that are not needed.
         if error_file.exists():
             return process.wait()
-        complete = new if status is not None else new[: new.rfind(b"\n") + 1]
-        num_bytes += len(complete)
-        for line in complete.decode("utf-8", errors="replace").splitlines():
+        for line in text.splitlines():
             log(line)
         if status is not None:
             return status
