@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dagster import DagsterEvent, DagsterEventType, logger
 
+from pipeline.background import in_background
 from pipeline.escaping import printable_lines
 
 if TYPE_CHECKING:
@@ -78,7 +79,6 @@ def show_run(stream: TextIO, instance: DagsterInstance | None = None) -> Generat
 @contextmanager
 def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Generator[None]:
     """Show the entries of the run's event log, in a thread, and the last ones at the end of the body."""
-    ended = threading.Event()
     cursor: str | None = None
 
     def show_new_entries() -> None:
@@ -90,19 +90,16 @@ def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Gen
                 handler.show_entry(record.event_log_entry)
             cursor, has_more = new.cursor, new.has_more
 
-    def follow() -> None:
+    def follow(ended: threading.Event) -> None:
         while not ended.wait(POLL_S):
             # The database may be away for a while. A later read gets all entries since the last one.
             with suppress(Exception):
                 show_new_entries()
 
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
     try:
-        yield
+        with in_background(follow, name="event-log"):
+            yield
     finally:
-        ended.set()
-        thread.join()
         with suppress(Exception):  # the summary, which follows, reports that the database is away
             show_new_entries()
 

@@ -124,7 +124,15 @@ def test_the_first_level_of_the_pipeline_is_the_documented_one() -> None:
     packages = {path.parent.name for path in (ROOT / "pipeline").glob("*/__init__.py")}
     assert {name for name in packages if f"| `{name}/` |" in page} == packages
     modules = {path.name for path in (ROOT / "pipeline").glob("*.py")}
-    assert modules == {"__init__.py", "errors.py", "escaping.py", "log.py", "migrations.py", "versions.py"}
+    assert modules == {
+        "__init__.py",
+        "background.py",
+        "errors.py",
+        "escaping.py",
+        "log.py",
+        "migrations.py",
+        "versions.py",
+    }
 
 
 def test_ids_of_parametrized_tests_name_their_cases(request: pytest.FixtureRequest) -> None:

@@ -6,17 +6,8 @@
     <cache_dir>/used/lock             local cache: held while a job records its keys, and while gc deletes
     <cache_dir>/used/deleting-<id>    remote cache: exists while a gc deletes
 
-A job records its keys before it checks the first entry. Equal keys give equal lists, whatever the recipe,
-folder or machine, so a list that exists is only marked as used again: it is replaced by itself, which renews
-its modification time. A job that encodes or trains for hours marks its lists again every hour.
-
-All times come from the file system or service that holds the cache, so the clocks of machines need not agree.
-
-`gc` reads the lists before each of its deletions, and no job relies on an entry between the two. On a local
-disk a lock ensures it, which the system releases if its holder is killed. Object stores have no locks: there,
-gc announces each deletion, and a job that has recorded its keys waits until the announced deletions have
-ended. A gc that is killed leaves an announcement, which counts for `DEAD_S`. A gc deletes nothing after half
-of that time.
+A job records its keys before it checks the first entry, and marks its lists again every hour. `gc` reads the
+lists before each of its deletions, and no job relies on an entry between the two.
 """
 
 from __future__ import annotations
@@ -25,24 +16,27 @@ import fcntl
 import hashlib
 import math
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.background import in_background
 from pipeline.cache.backends import access_fix, cache_folder
 from pipeline.cache.folder import CacheFile, CacheFolder
 from pipeline.errors import StoreError
 from pipeline.log import Log
 from pipeline.storage.addresses import Address
 from pipeline.storage.os_errors import as_file_access_error, is_write_denied
+
+if TYPE_CHECKING:
+    import threading
 
 Keys: TypeAlias = npt.NDArray[np.bytes_]
 """Sorted distinct keys, 32 bytes each; a Python set of their hex digits would take five times the memory."""
@@ -152,9 +146,8 @@ class KeyLists:
 
         A thread does it, because the body waits in a launcher that may be another program's client.
         """
-        ended = threading.Event()
 
-        def mark_until_ended() -> None:
+        def mark_until_ended(ended: threading.Event) -> None:
             while not ended.wait(every_s):
                 try:
                     with self._access():
@@ -162,13 +155,8 @@ class KeyLists:
                 except StoreError as err:
                     self._log(f"warning: {err.what} ({err.where}); it is tried again in {every_s:.0f} s")
 
-        thread = threading.Thread(target=mark_until_ended, name="latentline-used", daemon=True)
-        thread.start()
-        try:
+        with in_background(mark_until_ended, name="latentline-used"):
             yield
-        finally:
-            ended.set()
-            thread.join()
 
     @contextmanager
     def _access(self) -> Generator[None]:
@@ -189,6 +177,8 @@ class KeyLists:
         if not self._lists:
             return False
         root = self._folder.address
+        # Equal keys give equal lists, whatever the recipe or machine, so a list that exists is only replaced
+        # by itself, which renews its modification time.
         with _locked(root) if isinstance(root, Path) else nullcontext():
             now_s, files = _listed(self._folder)
             marked_s = {file.name: file.modified_s for file in files}
@@ -301,6 +291,7 @@ class UsedKeys:
             StoreError: A list cannot be read, or the deletion cannot be announced.
         """
         root = self._folder.address
+        # The system releases the lock of a local cache if its holder is killed.
         if isinstance(root, Path):
             with ExitStack() as stack:
                 with self._access():
@@ -309,6 +300,8 @@ class UsedKeys:
                 yield math.inf
             return
 
+        # Object stores have no locks. A job that has recorded its keys waits until this file is gone, or
+        # older than `DEAD_S` because its gc was killed. This gc stops in time, after half of `DEAD_S`.
         announcement = f"{FOLDER}/{_ANNOUNCEMENT}{uuid.uuid4().hex}"
         # A machine may be suspended, so this is not a monotonic time.
         until_s = time.time() + DEAD_S / 2
@@ -384,6 +377,7 @@ def _time_s(folder: CacheFolder) -> float:
 
 def _listed(folder: CacheFolder) -> tuple[float | None, list[CacheFile]]:
     """Return the time of the file system or service, None if it has no times, and all files in the folder."""
+    # The file system or service gives this file its time, so the clocks of machines need not agree.
     folder.replace(f"{FOLDER}/{_CLOCK}", b"")
     files = folder.files_in(FOLDER)
     return next((file.modified_s for file in files if file.name == _CLOCK), None), files

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import cast
 
+from pipeline.background import in_background
 from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import Store
 from pipeline.encoding.collecting import Collector
@@ -172,9 +173,8 @@ def _uploaded(upload: ResultsUpload, log: Log) -> Generator[None]:
     Raises:
         StoreError: The last results cannot be written.
     """
-    over = threading.Event()
 
-    def push_repeatedly() -> None:
+    def push_repeatedly(over: threading.Event) -> None:
         is_failing = False
         while not over.wait(UPLOAD_INTERVAL_S):
             try:
@@ -185,18 +185,13 @@ def _uploaded(upload: ResultsUpload, log: Log) -> Generator[None]:
                     log(f"warning: {err.what}; trying again")
                 is_failing = True
 
-    thread = threading.Thread(target=push_repeatedly, name="upload", daemon=True)
-    thread.start()
     try:
-        yield
+        with in_background(push_repeatedly, name="upload"):
+            yield
     except BaseException:
-        over.set()
-        thread.join()
         with suppress(StoreError):  # the first error is the cause
             upload.push()
         raise
-    over.set()
-    thread.join()
     upload.push()
 
 

@@ -1,7 +1,7 @@
 """A lease at an address: one process at a time holds it, and no holder can block others after its death.
 
 The lease is a small file. Its holder replaces it every `HEARTBEAT_S` seconds. Another process that sees the
-same version for `STALE_S` seconds takes it over; clocks of different machines are never compared.
+same version for `STALE_S` seconds takes it over.
 
     {"machine": ..., "owner": id of the local folder, "token": random, "beat": 12, "time": ..., "doing": ...}
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from pipeline.background import in_background
 from pipeline.log import Log, discard
 from pipeline.outputs.folder import OutputFolder
 from pipeline.storage.remote_folder import FileChangedError, NoConditionalWritesError, RemoteFolder
@@ -99,6 +100,7 @@ class Lease:
             version, current = self.read()
             if current is None:
                 continue  # released since
+            # Only this process measures the time: clocks of different machines are never compared.
             now_s = self._clock.now()
             if version != seen:
                 if not seen:
@@ -167,8 +169,6 @@ class Lease:
     def is_held(self) -> bool:
         """Read the file, and return whether this process still holds the lease; if not, it is lost.
 
-        A later holder may have released it, so a missing file is a lost lease too.
-
         Raises:
             OSError: The service does not answer.
         """
@@ -178,6 +178,8 @@ class Lease:
         if current is not None and current.get("token") == self._token:
             self._version = version
             return True
+
+        # A missing file is a lost lease too, because a later holder may have released it.
         self.lost = True
         self._log(f"another machine took over while this one was {self._doing}; nothing more is uploaded")
         return False
@@ -226,11 +228,10 @@ def holder_text(content: Mapping[str, Any]) -> str:
 def lease_at(outputs: OutputFolder, name: str, *, log: Log = discard, doing: str = TRAINING) -> Lease:
     """Return the lease `name` of an output folder at an address.
 
-    It has a connection of its own, because a heartbeat must not wait for a large upload.
-
     Raises:
         StoreError: The address cannot be opened.
     """
+    # A second connection, because a heartbeat must not wait for a large upload.
     return Lease(outputs.connect(), name, owner=outputs.owner, log=log, doing=doing)
 
 
@@ -256,14 +257,10 @@ def hold_lease(outputs: OutputFolder, name: str, log: Log, *, doing: str = TRAIN
 @contextmanager
 def kept(lease: Lease) -> Generator[None]:
     """Keep a lease that this process holds for the body, and release it."""
-    stop = threading.Event()
-    heartbeat = threading.Thread(target=lease.keep, args=(stop,), name="lease", daemon=True)
-    heartbeat.start()
     try:
-        yield
+        with in_background(lease.keep, name="lease"):
+            yield
     finally:
-        stop.set()
-        heartbeat.join()
         lease.release()
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from pipeline.background import in_background
 from pipeline.errors import LatentlineError, LaunchError, TrainingError
 from pipeline.log import Log
 from pipeline.outputs.folder import OutputFolder, outputs_of
@@ -37,6 +38,7 @@ LEASE_FILE = "lease"
 _STATE_FILES = (MARKER, OPTIMIZER_FILE, ADAPTER_FILE)
 """Files of a checkpoint that a run resumes from, in the order in which they are deleted."""
 
+# Locks and requests between processes of this machine.
 _LOCAL_FILES = ("lock", "training.lock", "stop_request")
 
 _PREFLIGHT = "checkpoints/step-00000000/"
@@ -81,6 +83,7 @@ class RunUpload:
             return launch
 
         def launch_and_upload(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+            # An attempt that lost its lease may have left a request, which would stop this one.
             self._layout.stop_request.unlink(missing_ok=True)
             self.upload()
             try:
@@ -177,11 +180,7 @@ class RunUpload:
                     (folder / name).unlink(missing_ok=True)
 
     def _is_up_to_date(self, infos: Mapping[str, Any]) -> bool:
-        """Return whether the local run is as far as the run at the address, or further.
-
-        Checkpoints of one step are interchangeable: the id of the run is a hash of everything that decides
-        them. Files of the same step from two machines are not mixed, though, so their markers are compared.
-        """
+        """Return whether the local run is as far as the run at the address, or further."""
         finished = f"{self._top}/{self._layout.finished.name}"
         local_finished = self._read_finished()
         if finished in infos:
@@ -195,6 +194,8 @@ class RunUpload:
         remote = max(self._within_plan(_steps_with_marker(infos)), default=0)
         if local != remote or remote == 0:
             return local >= remote
+
+        # Checkpoints of one step from two machines are interchangeable, but their files must not be mixed.
         marker = f"{self._top}/checkpoints/step-{remote:08d}/{MARKER}"
         return self._outputs.read(marker) == (self._layout.folder.parents[1] / marker).read_bytes()
 
@@ -216,17 +217,14 @@ class RunUpload:
             self._outputs.fetch_listed(files)
 
     def _note_uploaded(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note which files need no upload: complete checkpoints, and all files of a run that has finished.
-
-        A checkpoint never changes after it was written. So it is complete at the address if each of its local
-        files has the same size there.
-        """
+        """Note which files need no upload: complete checkpoints, and all files of a run that has finished."""
         finished = f"{self._top}/{self._layout.finished.name}"
         is_same_run = (
             finished in infos
             and self._layout.finished.is_file()
             and self._outputs.read(finished) == self._layout.finished.read_bytes()
         )
+        # A checkpoint never changes after it was written, so equal sizes mean that it is complete there.
         stats = self._local_stats()
         incomplete = {
             name.rpartition("/")[0]
@@ -279,18 +277,12 @@ class RunUpload:
     @contextmanager
     def _uploads(self) -> Generator[None]:
         """Upload new checkpoints during the body, and everything after it."""
-        stop = threading.Event()
-        thread = threading.Thread(target=self._follow, args=(stop,), name="uploads", daemon=True)
-        thread.start()
         try:
-            yield
+            with in_background(self._follow, name="uploads"):
+                yield
         except BaseException:
-            stop.set()
-            thread.join()
             self._upload_or_warn()
             raise
-        stop.set()
-        thread.join()
         self.upload()
 
     def _follow(self, stop: threading.Event) -> None:
