@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -137,26 +138,29 @@ def survey(
     # An encoding is old only if all of its files are, so these are classified together.
     encodings: defaultdict[str, list[CacheFile]] = defaultdict(list)
     old_pack_files = set[str]()
-    entries = _Entries(result)
-    for file in _list_files(cache_dir):
-        path = PurePosixPath(file.name)
-        if _is_entry(path):
-            entries.add(path.parts[0], file)
-        elif path.parts[0] == ENCODINGS and len(path.parts) > 2:
-            encodings[path.parts[1]].append(file)
-        elif file.name in result.packs:
-            old_pack_files |= {file.name} if result.is_old(file) else set()
-        elif _is_leftover(path):
-            if _is_before(file, oldest_job_s):
-                result.leftovers[file.name] = file.num_bytes
-        elif _is_registration(path):
-            # Another machine may still have the earlier version.
-            if result.is_old(file):
-                result.leftovers[file.name] = file.num_bytes
-        elif not _is_bookkeeping(path):
-            result.foreign.append(file.name)
+    for kind, files in groupby(_list_files(cache_dir), _entry_kind):
+        if kind:
+            # A cache may have millions of entries, and only one part of them is in memory.
+            while part := list(islice(files, _CLASSIFIED_AT_ONCE)):
+                result.add_entries(kind, part)
+            continue
 
-    entries.classify()
+        for file in files:
+            path = PurePosixPath(file.name)
+            if path.parts[0] == ENCODINGS and len(path.parts) > 2:
+                encodings[path.parts[1]].append(file)
+            elif file.name in result.packs:
+                old_pack_files |= {file.name} if result.is_old(file) else set()
+            elif _is_leftover(path):
+                if _is_before(file, oldest_job_s):
+                    result.leftovers[file.name] = file.num_bytes
+            elif _is_registration(path):
+                # Another machine may still have the earlier version.
+                if result.is_old(file):
+                    result.leftovers[file.name] = file.num_bytes
+            elif not _is_bookkeeping(path):
+                result.foreign.append(file.name)
+
     result.add_encodings(encodings, oldest_job_s)
     result.packs.classify(used.keys, old_pack_files.__contains__)
     return result
@@ -211,25 +215,6 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
     return len(deleted), sum(deleted.values())
 
 
-class _Entries:
-    """Single entries in the order of a listing, which are classified in groups of one kind."""
-
-    def __init__(self, survey: Survey) -> None:
-        self._survey = survey
-        self._kind = ""
-        self._files: list[CacheFile] = []
-
-    def add(self, kind: str, file: CacheFile) -> None:
-        if kind != self._kind or len(self._files) == _CLASSIFIED_AT_ONCE:
-            self.classify()
-            self._kind = kind
-        self._files.append(file)
-
-    def classify(self) -> None:
-        self._survey.add_entries(self._kind, self._files)
-        self._files = []
-
-
 def _keys_of(names: Iterator[str] | Sequence[str]) -> Keys:
     """Return the keys of entries in the order of their names, not sorted."""
     return np.array([bytes.fromhex(PurePosixPath(name).stem) for name in names], "S32")
@@ -263,11 +248,13 @@ def _listing_error(cache: CacheFolder, err: OSError) -> StoreError:
     )
 
 
-def _is_entry(path: PurePosixPath) -> bool:
-    """Return whether the path is `<kind>/<first two digits>/<key>.safetensors`."""
+def _entry_kind(file: CacheFile) -> str:
+    """Return the kind of a single entry, `<kind>/<first two digits>/<key>.safetensors`; empty for others."""
+    path = PurePosixPath(file.name)
     if path.suffix != SUFFIX or len(path.parts) != 3 or _KEY.fullmatch(path.stem) is None:
-        return False
-    return path.parts[0] in KINDS and path.parts[1] == path.stem[:2]
+        return ""
+    kind, digits, _ = path.parts
+    return kind if kind in KINDS and digits == path.stem[:2] else ""
 
 
 def _is_leftover(path: PurePosixPath) -> bool:
