@@ -69,8 +69,7 @@ class CacheFolder(ABC):
         threads: Number of entries to check or write at the same time.
         readers: Number of threads that keep up with training.
         fix: Suggested fix if a file cannot be read or written.
-        reads_packs_first: Whether an entry in a pack is read before its single file is tried. A request for a
-            missing file costs as much as one for an existing file.
+        reads_packs_first: Whether an entry in a pack is read before its single file is tried.
     """
 
     threads: ClassVar[int]
@@ -135,10 +134,6 @@ class CacheFolder(ABC):
     @abstractmethod
     def download(self, name: str, path: Path) -> None:
         """Write the content of a file to a local path, which is not replaced atomically."""
-
-    @abstractmethod
-    def names(self, folder: str) -> list[str]:
-        """Return the sorted names of the files directly in a folder; none if it does not exist."""
 
     @abstractmethod
     def files_in(self, folder: str) -> list[CacheFile]:

@@ -1,10 +1,4 @@
-"""A cache at an address that fsspec opens: an object store, another host's disk, memory.
-
-Object stores make an object visible only when it is complete; on any other file system, a file is renamed
-when it is complete. If the service can put an object on the condition that none exists (S3, Google Cloud
-Storage), the first of several writers wins, as on a local disk. Otherwise a later writer may replace the
-entry of an earlier one; both are valid.
-"""
+"""A cache at an address that fsspec opens: an object store, another host's disk, memory."""
 
 from __future__ import annotations
 
@@ -31,8 +25,8 @@ from pipeline.cache.folder import (
 )
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
+from pipeline.storage.file_systems import stat_from_info
 from pipeline.storage.remote_folder import ACCESS_FIX, NoConditionalWritesError, RemoteFolder
-from pipeline.storage.remote_stat import stat_from_info
 
 _MAX_SINGLE_REQUESTS = 32
 """Number of entries that are always stat one by one."""
@@ -106,13 +100,13 @@ class FsspecFolder(CacheFolder):
         """See `CacheFolder.entry_stats`.
 
         Few entries are stat one by one, and so are entries that are a small part of a large cache. Otherwise
-        all entries whose keys have the same first digits are listed together. The number of entries in the
-        cache is estimated from the entries with similar keys. Memory does not grow with the other entries.
+        all entries with the same first digits of the key are listed together.
         """
         names = [entry_name(kind, key) for key in keys]
         listings = self._listings(kind, names)
         found: dict[str, FileStat] = {}
         if listings:
+            # Other listed entries are dropped at once, so that memory does not grow with their number.
             wanted = set(names)
             with ThreadPoolExecutor(_LISTING_THREADS) as pool:
                 for listed in pool.map(lambda each: self._listed(each[0], each[1], wanted), listings):
@@ -179,6 +173,8 @@ class FsspecFolder(CacheFolder):
 
     def create(self, name: str, data: bytes, is_valid: Callable[[bytes], bool]) -> bool:
         """See `CacheFolder.create`."""
+        # With conditional writes (S3, Google Cloud Storage), the first of several writers wins, as on a local
+        # disk. Without them, a later writer may replace the entry of an earlier one, and both are valid.
         with suppress(NoConditionalWritesError):
             if self.remote.put_if_absent(name, data):
                 return True
@@ -202,10 +198,6 @@ class FsspecFolder(CacheFolder):
     def download(self, name: str, path: Path) -> None:
         """See `CacheFolder.download`."""
         self._downloads.download(name, path)
-
-    def names(self, folder: str) -> list[str]:
-        """See `CacheFolder.names`."""
-        return sorted(self.stats(folder))
 
     def files_in(self, folder: str) -> list[CacheFile]:
         """See `CacheFolder.files_in`."""

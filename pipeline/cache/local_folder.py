@@ -1,8 +1,4 @@
-"""A cache on a local disk.
-
-A file is written under a temporary name, synced, and linked or renamed to its final name. A link is refused
-if the name exists, so that only one of several writers creates an entry and no lock is needed.
-"""
+"""A cache on a local disk, in which a file gets its name when it is complete and synced."""
 
 from __future__ import annotations
 
@@ -68,12 +64,10 @@ class LocalFolder(CacheFolder):
         return self.read_with_stat(name)[0]
 
     def read_with_stat(self, name: str) -> tuple[bytes, FileStat]:
-        """See `CacheFolder.read_with_stat`.
-
-        Uses system calls directly: a Python file object makes eight of them instead of four, and threads that
-        read many small entries wait for each other at every call.
-        """
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        """See `CacheFolder.read_with_stat`."""
+        # A Python file object makes eight system calls instead of four, and threads that read many small
+        # entries wait for each other at every call. Without O_NONBLOCK, opening a named pipe would wait for a
+        # writer.
         descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NONBLOCK)
         try:
             stat = _regular_stat(os.fstat(descriptor))
@@ -109,6 +103,7 @@ class LocalFolder(CacheFolder):
                 file.flush()
                 os.fsync(file.fileno())
 
+            # A link is refused if the name exists: one of several writers creates the entry, without a lock.
             while not _link(temp, path):
                 if self._holds_valid(name, is_valid):
                     return False
@@ -125,11 +120,7 @@ class LocalFolder(CacheFolder):
             return False
 
     def _clear(self, path: Path, is_valid: Callable[[bytes], bool]) -> None:
-        """Remove a wrong file from the path of an entry, or rename a folder.
-
-        Another process may replace it with a valid entry between the check and the rename. So the renamed
-        file is verified once more, and restored if it is valid.
-        """
+        """Remove a wrong file from the path of an entry, or rename a folder."""
         aside = temp_path_for(path)
         try:
             path.rename(aside)
@@ -139,6 +130,7 @@ class LocalFolder(CacheFolder):
             aside.rename(aside.with_name(f"{path.stem}{aside.stem}{DISPLACED_SUFFIX}"))
             return
 
+        # Another process may have replaced it with a valid entry between the check and the rename.
         with suppress(OSError):
             if is_valid(self.read(aside.relative_to(self._root).as_posix())):
                 _link(aside, path)
@@ -154,11 +146,6 @@ class LocalFolder(CacheFolder):
     def download(self, name: str, path: Path) -> None:
         """See `CacheFolder.download`."""
         shutil.copyfile(self._root / name, path)
-
-    def names(self, folder: str) -> list[str]:
-        """See `CacheFolder.names`."""
-        path = self._root / folder
-        return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
 
     def files_in(self, folder: str) -> list[CacheFile]:
         """See `CacheFolder.files_in`."""

@@ -1,23 +1,22 @@
 """Copies of a remote cache's packs on a local disk, for training.
 
-A pack is copied in the background after one of its entries has been read. Until then, entries are read from
-the remote pack, so that training never waits for a copy. All processes of a machine share the folder, and
-one of them copies at a time. A copy has the name of its pack, and packs never change, so it is never
-outdated. Readers verify each entry, and discard a copy that differs from the remote pack.
+A pack is copied in the background after one of its entries has been read. Readers verify each entry, and
+discard a copy that differs from the remote pack.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import Queue
+
+from filelock import FileLock
 
 from pipeline.cache.packs import PACK_SUFFIX
 from pipeline.errors import StoreError
@@ -96,6 +95,7 @@ class PackCopies:
         """Copy a pack in the background if there is room, and if this process has not tried it before."""
         if num_bytes > self._max_bytes:
             return
+        # In the background: until the copy exists, training reads the remote pack and never waits.
         with self._lock:
             if name in self._wanted:
                 return
@@ -130,7 +130,9 @@ class PackCopies:
     def _copy(self, name: str, num_bytes: int) -> None:
         path = self._path(name)
         self._folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self._folder / "lock"):
+        # All processes of a machine share the folder, and each pack is downloaded by one of them. A copy is
+        # never outdated, because packs never change.
+        with FileLock(self._folder / "lock", fallback_to_soft=False):
             if path.exists() or not self._make_room(num_bytes):
                 return
             temp = temp_path_for(path)
@@ -167,11 +169,3 @@ class PackCopies:
 
     def _path(self, name: str) -> Path:
         return self._folder / PurePosixPath(name).name  # a hash, so equal names are equal packs
-
-
-@contextmanager
-def _locked(path: Path) -> Generator[None]:
-    """Hold a lock during the body; the system releases it if the process is killed."""
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,9 +1,4 @@
-"""Old training runs at an address: list them, and delete those that are not needed.
-
-The deletion of a run starts with `run.json`. If it is interrupted, the next one recognizes the rest by the
-missing file. It continues with the files that show that others are complete, so that a job which resumes the
-run in between finds complete checkpoints or none.
-"""
+"""Old training runs at an address: list them, and delete the runs that are not needed."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from pipeline.outputs.folder import OutputFolder
 from pipeline.outputs.lease import DELETING, STALE_S, Lease, holder_text, kept, lease_at, still_held
 from pipeline.outputs.stage_files import EXPORTED_STEP, run_records
 from pipeline.recipe import Recipe
-from pipeline.storage.remote_stat import stat_from_info
+from pipeline.storage.file_systems import stat_from_info
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.run_folder import (
@@ -132,8 +127,6 @@ class RemoteRuns:
     def delete(self, folder: Path) -> None:
         """Delete a run at the address and in the local folder, or the rest of an interrupted deletion.
 
-        The run's lease is held meanwhile: a job that wants to train the run waits, and then starts it again.
-
         Args:
             folder: Local folder of the run.
 
@@ -157,6 +150,7 @@ class RemoteRuns:
                 raise outputs.error(f"run {run} cannot be deleted: {err}", top) from err
             if not is_held:
                 raise needed_error(run, "another machine uses it", where=outputs.where(top))
+            # A job that wants to train the run waits for the lease, and then starts the run again.
             with kept(lease):
                 self._fetch_published()
                 if reason := self._published(folder):
@@ -165,7 +159,10 @@ class RemoteRuns:
                 if versions != self._surveyed.get(run, _Files()).versions:
                     raise needed_error(run, "its files have changed", where=outputs.where(top))
 
+                # The next gc recognizes the rest of an interrupted deletion by this missing file.
                 outputs.remove(f"{top}/{_FIRST_DELETED}", guard=require_lease)
+                # Markers are deleted first, so that a job which resumes the run in between finds complete
+                # checkpoints or none.
                 outputs.remove(*(f"{top}/{name}" for name in versions), guard=require_lease)
             delete_run_folder(folder)
 

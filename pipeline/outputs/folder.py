@@ -25,9 +25,9 @@ from pipeline.log import Log, discard
 from pipeline.recipe.isolation import require_isolation
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import sync_file, temp_path_for, write_text
+from pipeline.storage.file_systems import stat_from_info
 from pipeline.storage.os_errors import is_disk_full
 from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteFolder
-from pipeline.storage.remote_stat import stat_from_info
 
 if TYPE_CHECKING:
     from pipeline.recipe.schema import Recipe
@@ -175,9 +175,6 @@ class OutputFolder:
     def upload(self, *names: str, guard: Guard = allow) -> None:
         """Replace files at the address by the local ones; a name without a local file is ignored.
 
-        A file in `_LAST` is deleted at the address before its neighbours are replaced, so that it never is
-        next to files of another version.
-
         Args:
             names: Names of files and folders.
             guard: Called before each change of the address. An exception ends the upload.
@@ -189,6 +186,7 @@ class OutputFolder:
         if not self.is_remote:
             return
         files = sorted(self._local_files(names), key=lambda name: (_rank(name), name))
+        # Deleted before their neighbours are replaced, so that they never are next to another version.
         self.remove(*(name for name in files if _rank(name)), guard=guard)
         for _, group in groupby(files, _rank):
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:

@@ -19,7 +19,7 @@ _LOCAL_PROTOCOLS = ("file", "local")
 class Url(str):
     """An fsspec URL with the text unchanged.
 
-    `name`, `suffix` and `parent` work like those of a path, on the first link that contains a path. For
+    `name`, `suffix` and `parent` work as for a path, on the first link that contains a path. For
     `simplecache::s3://b/list.csv`, that link is `s3://b/list.csv`.
     """
 
@@ -104,10 +104,11 @@ def container(url: Url) -> Address:
 def url_parts(url: Url) -> tuple[str, ...]:
     """Return the names in a single link, starting with the server or bucket: ("bucket", "photos").
 
-    User and password are removed. The server or bucket is in lower case, because its case does not matter.
+    User and password are removed.
     """
     names = [name for name in url.partition("://")[2].split("/") if name not in {"", "."}]
     if names:
+        # The case of a server or bucket does not matter.
         names[0] = names[0].rpartition("@")[2].lower()
     return tuple(names)
 

@@ -1,12 +1,16 @@
-"""File systems that fsspec opens for remote addresses.
+"""File systems that fsspec opens for remote addresses, and the stats of their files.
 
 fsspec is imported when a file system is opened, so jobs without remote addresses never load it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from pipeline.storage.addresses import Url
@@ -27,12 +31,23 @@ _PACKAGES = {
 }
 """Packages required by protocols that fsspec implements itself."""
 
+_UNSETTLED_NS = 2**62
+"""Change time of a file with neither version nor time: too recent to be trusted, so each run reads it."""
+
+_VERSION_KEYS = (
+    *("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "md5", "Digest", "sha256", "sha", "blob_id"),
+    *("CRC", "generation", "checksum"),
+)
+"""Keys under which file systems report a version of the content, in order of preference."""
+
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "modified", "updated", "created")
+"""Keys under which file systems report a modification time, in order of preference."""
+
 
 def open_url(url: Url) -> tuple[Any, str]:
     """Return a new `fsspec.AbstractFileSystem` for an address, and the address's path within it.
 
-    fsspec's instance cache is skipped, because a cached instance may hold an outdated listing. Web servers
-    are read without following redirects to other servers.
+    Web servers are read without following redirects to other servers.
 
     Raises:
         ImportError: A package is missing; see `missing_package`.
@@ -43,6 +58,7 @@ def open_url(url: Url) -> tuple[Any, str]:
     # fsspec takes the options of each link of a chain under the name of the link's protocol.
     protocols = {link.partition("://")[0] for link in url.links}
     options = {name: {"get_client": bounded_client} for name in HTTP_PROTOCOLS if name in protocols}
+    # A cached instance may hold an outdated listing.
     opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True, **options)
     return opened
 
@@ -78,3 +94,42 @@ def protocols_of(files: Any) -> set[str]:
     """Return the protocols of a file system, such as s3 and s3a."""
     protocol: str | tuple[str, ...] = files.protocol
     return {protocol} if isinstance(protocol, str) else set(protocol)
+
+
+def stat_from_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Return (size in bytes, modification time, change time, version) of a remote file.
+
+    Times are in nanoseconds. An unknown size is -1, an unknown time 0. The version is 0 if the file system
+    reports none.
+
+    Args:
+        info: Dictionary returned by `AbstractFileSystem.info` and `ls`.
+    """
+    size = -1 if info.get("size") is None else int(info["size"])
+    times_ns = (_nanoseconds(info.get(name)) for name in _TIME_KEYS)
+    time_ns = next((time for time in times_ns if time is not None), None)
+
+    version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name) not in (None, "")), None)
+    if version is not None:
+        # The version reveals any change, so a time of change is not needed.
+        return size, time_ns or 0, 0, text_number(version)
+    return size, time_ns or 0, _UNSETTLED_NS if time_ns is None else time_ns, 0
+
+
+def text_number(text: str) -> int:
+    """Return a 63-bit hash of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") >> 1
+
+
+def _nanoseconds(value: object) -> int | None:
+    """Return nanoseconds since 1970, rounded to microseconds; None if `value` is not a time."""
+    if isinstance(value, str):
+        try:
+            value = parsedate_to_datetime(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        value = value.timestamp()
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return round(value * 1e6) * 1000
+    return None

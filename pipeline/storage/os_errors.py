@@ -49,10 +49,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def as_file_access_error(err: BaseException) -> FileAccessError | None:
-    """Return the error of the operating system that caused `err`, or None if there is none.
-
-    The first exception with an error number in the chain of causes and contexts counts.
-    """
+    """Return the first error of the operating system among `err`, its causes and contexts, or None."""
     current: BaseException | None = err
     while current is not None:
         number = os_error_number(current)

@@ -61,10 +61,8 @@ def open_regular(
 
 
 def read_all(file: io.BufferedReader) -> bytes:
-    """Return the remaining bytes of an opened file, at most one byte more than its size when it was opened.
-
-    The additional byte shows that the file is growing: the result then has another hash and another size.
-    """
+    """Return the remaining bytes of an opened file, at most one byte more than its size."""
+    # The additional byte shows that the file is growing: the result then has another hash and another size.
     return file.read(os.fstat(file.fileno()).st_size + 1)
 
 
@@ -91,9 +89,6 @@ class InsideCheck:
     def open(self, path: str, *, max_bytes: int | None = None) -> io.BufferedReader:
         """Open a file as `open_regular` does.
 
-        Most files are not links. Opening them without following links costs nothing, and no other process
-        can exchange the file between the check and the opening.
-
         Raises:
             RefusedFileError: The file is outside the root (`outside_dataset`), or see `open_regular`.
             OSError: The file cannot be opened.
@@ -105,6 +100,8 @@ class InsideCheck:
         if not self._is_inside[folder]:
             raise self._outside_error(path)
 
+        # Most files are not links. Opening them without following links costs nothing, and no other process
+        # can exchange the file between a check and the opening.
         try:
             return open_regular(path, max_bytes=max_bytes, follow_link=False)
         except OSError as err:

@@ -19,7 +19,14 @@ import numpy.typing as npt
 from pipeline.errors import DatasetError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.file_systems import join_path, missing_package, open_url, request_lock
+from pipeline.storage.file_systems import (
+    join_path,
+    missing_package,
+    open_url,
+    request_lock,
+    stat_from_info,
+    text_number,
+)
 from pipeline.storage.http_client import RedirectRefusedError
 from pipeline.storage.regular_files import (
     MAX_FILE_BYTES,
@@ -27,7 +34,6 @@ from pipeline.storage.regular_files import (
     require_size,
 )
 from pipeline.storage.remote_folder import ACCESS_FIX, UnreachableError
-from pipeline.storage.remote_stat import stat_from_info, text_number
 from pipeline.storage.retry import is_transient, retry
 from pipeline.storage.source import (
     MAX_BUFFERED_BYTES,

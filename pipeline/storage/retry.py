@@ -44,8 +44,7 @@ Answer = TypeVar("Answer")
 def retry(send: Callable[[], Answer], *, log: Callable[[str], object] | None = None) -> Answer:
     """Return the answer to a request, which is sent again while the service is unavailable.
 
-    The waits grow from 0.25 to 5 s. They are random, so that processes that failed together do not return
-    together. An error that another attempt cannot cure is raised immediately.
+    The waits grow from 0.25 to 5 s. An error that another attempt cannot cure is raised immediately.
 
     Args:
         send: Sends the request, and may do so several times.
@@ -65,6 +64,7 @@ def retry(send: Callable[[], Answer], *, log: Callable[[str], object] | None = N
             if log is not None and wait_s == _FIRST_WAIT_S:
                 reason = f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
                 log(without_secrets(f"a request failed and is repeated for up to {RETRY_S:g} s: {reason}"))
+        # Random, so that processes that failed together do not return together.
         time.sleep(wait_s * random.uniform(0.5, 1))
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

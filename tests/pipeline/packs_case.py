@@ -73,7 +73,7 @@ def single_files(store: Store) -> dict[str, bytes]:
 
 
 def pack_names(folder: CacheFolder) -> list[str]:
-    return [f"packs/latents/{name}" for name in folder.names("packs/latents")]
+    return [f"packs/latents/{name}" for name in sorted(folder.stats("packs/latents"))]
 
 
 def offset_of(folder: CacheFolder, pack: str, spec: EntrySpec) -> int:

@@ -68,12 +68,12 @@ class Identified:
         return bool(self.own & other.own)
 
     def inside(self, other: Identified) -> bool:
-        """Return True if this folder is below the other, at any depth."""
+        """Return True if this folder is below `other`, at any depth."""
         return not self.same(other) and bool(other.own & self.parents)
 
 
 def identify(path: Path | str) -> Identified:
-    """Return the identities of `path`, which need not exist; for a chained URL those of its container."""
+    """Return the identities of `path`, which need not exist, or of the container of a chained URL."""
     if isinstance(path, Url):
         outermost = container(path)
         return _identify_url(outermost) if isinstance(outermost, Url) else identify(outermost)
@@ -138,7 +138,7 @@ def mount_table() -> dict[str, Mount]:
 
 @lru_cache(maxsize=4)
 def parse_mounts(text: str) -> dict[str, Mount]:
-    """Return the mounts of a mountinfo file by mount point; the last mount of a point hides the others.
+    """Return the mounts of a mountinfo file by mount point; the last mount of a point hides earlier ones.
 
     The format is described in proc(5): lines of id, parent, device, root, point, options - type, source.
     """

@@ -25,12 +25,13 @@ class LinkInto:
 def links_into(searched: Identified, folders: Mapping[str, Identified]) -> Iterator[LinkInto]:
     """Yield the links and mount points at any depth of `searched` that reach one of `folders`, unordered.
 
-    A link reaches a folder if its target is the folder, is inside it, or contains it. Links to other folders
-    are followed, each folder once, so that loops end. Folders that cannot be listed are skipped. Only links
-    are resolved; other files cost nothing beyond the scandir of their folder.
+    A link reaches a folder if its target is the folder, is inside it, or contains it. Folders that cannot be
+    listed are skipped.
     """
     targets = Targets(folders)
     mounts = mount_table()
+    # Each folder is visited once, so that loops of links end. Only links are resolved: other files cost
+    # nothing beyond the scandir of their folder.
     pending, visited = [searched.real], {searched.real}
     while pending:
         for entry in _entries(pending.pop()):

@@ -57,12 +57,10 @@ class Tables:
         return selected(asset, _read(asset, path, stage=asset), columns)
 
     def read_previous(self, asset: str, columns: Sequence[str] | None = None) -> pl.DataFrame | None:
-        """Read the table of an earlier run; None if there is no valid one.
-
-        A stage then computes all rows again, so a damaged table or one of an older schema is not an error.
-        """
+        """Read the table of an earlier run; None if there is no valid one."""
         try:
             return self.read(asset, columns)
+        # The stage computes all rows again, so a damaged table or one of an older schema is not an error.
         except TableError:
             return None
 
@@ -83,11 +81,8 @@ class Tables:
         return path
 
     def write_rejected(self, stage: str, rows: pl.DataFrame) -> None:
-        """Replace the rows of `stage`, then rebuild `rejected.parquet` from the rows of all stages.
-
-        Each stage has its own file, so concurrent runs never undo each other's rows. The rebuild repeats if
-        another stage replaced its file in the meantime, so the last one includes every row.
-        """
+        """Replace the rows of `stage`, then rebuild `rejected.parquet` from the rows of all stages."""
+        # Each stage has its own file, so concurrent runs never undo each other's rows.
         stage_file = self.folder / "rejected" / f"{stage}.parquet"
         checked = validated("rejected", rows, f"samples rejected by {stage}")
         write_atomically(stage_file, partial(write_rows, checked.sort("sample_id")))
@@ -95,6 +90,8 @@ class Tables:
 
     def merge_rejected(self) -> None:
         """Rebuild `rejected.parquet` from the files of all stages."""
+        # Repeated if another stage has replaced its file in the meantime, so that the last one of several
+        # concurrent rebuilds includes every row.
         states: list[tuple[int, int]] = []
         while states != (current := self._rejected_states()):
             states = current
@@ -129,13 +126,12 @@ def read_rows(
 ) -> pl.DataFrame:
     """Read a file of `write_rows`: all columns, or the ones of `columns` that it has; all rows, or the first.
 
-    The file is opened once. Polars opens a path several times, and would read a mixture of two tables if
-    another process replaced the file in between.
-
     Raises:
         OSError: The file is missing or cannot be opened.
         polars.exceptions.PolarsError: The file is damaged or not a Parquet file.
     """
+    # Polars opens a path several times, and would read a mixture of two tables if another process replaced
+    # the file in between.
     with path.open("rb") as file:
         try:
             names = pl.read_parquet_schema(file)
@@ -148,7 +144,7 @@ def read_rows(
 
 
 def content_digest(*tables: pl.DataFrame, more: str = "") -> str:
-    """Return the SHA-256 of the tables as CSV, one after the other, followed by `more`, in hexadecimal."""
+    """Return the SHA-256 of the tables as CSV, in this order, followed by `more`, in hexadecimal."""
     digest = hashlib.sha256()
     for table in tables:
         # In slices, so that only a few thousand rows are text at a time.

@@ -147,7 +147,7 @@ def test_new_entries_are_packed_if_the_launcher_demands_it(
     before = set(latents(shared, launch, seal_packs=True).table["key"])
     store = RecipeEntries(shared.recipe).store
     assert store.packed("latents", entries) == before == set(entries)
-    num_packs = sum(name.endswith(".pack") for name in store.folder.names("packs/latents"))
+    num_packs = sum(name.endswith(".pack") for name in store.folder.stats("packs/latents"))
     assert num_packs == (NUM_SHARDS if on_workers else 1)
     assert len(entries_at(shared.recipe)) == len(before), "the single files stay"
 
