@@ -25,7 +25,7 @@ from dagster import AssetExecutionContext
 from pydantic import Field
 
 from launchers.remote import RemoteLauncher, remote_environment
-from launchers.slurm_job import job_error, job_id_in, read_job_end
+from launchers.slurm_job import answer, job_error, job_id_in, read_job_end
 from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status
@@ -41,9 +41,6 @@ POLL_S = 0.5
 
 KILL_WAIT_S = 30.0
 """Slurm's default of the time between SIGTERM and SIGKILL for a cancelled job (`KillWait`)."""
-
-COMMAND_S = 20.0
-"""Longest wait for an answer of `scancel` or `squeue`."""
 
 QUEUE_S = 30.0
 """Seconds between two requests for the reason why a job is pending."""
@@ -119,25 +116,13 @@ class SlurmLauncher(RemoteLauncher):
         cpus = self.cpu_options(settings)
         # The folder of a failed attempt stays, so that each attempt needs another one.
         folder = self._job_folder(f"{job_file.parent.name}-{uuid.uuid4().hex[:8]}")
-        command = [
-            sys.executable,
-            "-m",
-            "pipeline.cli",
-            "train",
-            str(job_file),
-            "--grace",
-            f"{self.grace_s:g}",
-        ]
+        command = [sys.executable, "-m", "pipeline.cli", "train", str(job_file)]
+        command += ["--grace", f"{self.grace_s:g}"]
         output = ForwardedOutput(folder / "output.txt")
+        nodes = [f"--nodes={self.machines}", "--ntasks-per-node=1"]
         job = _Job(
             name=f"latentline-{folder.name}",
-            options=[
-                *cpus,
-                *self.options,
-                f"--nodes={self.machines}",
-                "--ntasks-per-node=1",
-                f"--output={output.file}",
-            ],
+            options=[*cpus, *self.options, *nodes, f"--output={output.file}"],
             script=_TRAINING_STEP + shlex.join(command),
             outputs=[output],
             submission=ForwardedOutput(folder / "sbatch.txt"),
@@ -262,7 +247,6 @@ class _Job:
         """Cancel the job, and wait until it has ended.
 
         Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its own `KillWait`.
-        `sbatch --wait` may notice the end of a job half a minute late, so it is not waited for.
 
         Args:
             process: `sbatch --wait`. It may end while Slurm still waits for the job's processes.
@@ -278,7 +262,7 @@ class _Job:
             # if scancel succeeds.
             if not is_cancelled:
                 is_known = self._is_known(process)
-                refusal, _ = _answer("scancel", f"--name={self.name}")
+                refusal, _ = answer("scancel", f"--name={self.name}")
                 is_cancelled = is_known and refusal is None
                 refusal = refusal if is_known else refusal or "sbatch has not answered yet"
             problem = self._why_running(process, refusal)
@@ -286,6 +270,7 @@ class _Job:
                 break
             time.sleep(POLL_S)
 
+        # `sbatch --wait` may notice the end of a job half a minute late.
         process.kill()
         process.wait()
         return problem
@@ -301,7 +286,7 @@ class _Job:
             process: `sbatch --wait`.
             refusal: Why `scancel` had no effect, or None.
         """
-        failure, listed = _answer("squeue", "--noheader", f"--name={self.name}")
+        failure, listed = answer("squeue", "--noheader", f"--name={self.name}")
         if listed:
             return refusal or "squeue still lists it"
         status = process.poll()
@@ -344,7 +329,7 @@ class _QueueLog:
             return
 
         # A request that fails is made again later.
-        _, reasons = _answer("squeue", "--noheader", f"--name={self._job.name}", "--states=PENDING", "-o%r")
+        _, reasons = answer("squeue", "--noheader", f"--name={self._job.name}", "--states=PENDING", "-o%r")
         reason = reasons.partition("\n")[0].strip()
         if reason not in ("", "None", self._shown):
             self._log.info(f"the Slurm job {self._job.name} is pending: {reason}{self._fix(reason)}")
@@ -357,14 +342,3 @@ class _QueueLog:
         job_id = job_id_in(self._job.submission.lines())
         is_held = reason == HELD_BY_USER and job_id is not None
         return f"; release it: scontrol release {job_id}" if is_held else ""
-
-
-def _answer(*command: str) -> tuple[str | None, str]:
-    """Return why one of Slurm's commands failed, or None, and its output."""
-    try:
-        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
-    except subprocess.TimeoutExpired:
-        return f"{command[0]} did not answer within {COMMAND_S:g} s", ""
-    if completed.returncode == 0:
-        return None, completed.stdout.strip()
-    return f"{command[0]}: {' '.join(completed.stderr.split()) or completed.returncode}", ""

@@ -21,6 +21,9 @@ from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status, error_
 SUBMITTED = "Submitted batch job"
 """Beginning of the line that `sbatch` prints when Slurm has accepted the job; the id follows."""
 
+COMMAND_S = 20.0
+"""Longest wait for an answer of one of Slurm's commands."""
+
 COMPLETING_S = 60.0
 """Longest wait for the nodes of a job to confirm its end; a lost node never does."""
 
@@ -93,8 +96,8 @@ def read_job_end(job_id: str, status: int) -> JobEnd:
     if end is not None and end.state != _COMPLETING:
         return end
     columns = f"--format={','.join(_SACCT_COLUMNS)}"
-    recorded = _output_of("sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}", columns)
-    if recorded is not None and (recorded_end := end_in_sacct(job_id, recorded)) is not None:
+    _, recorded = answer("sacct", "--parsable2", "--noheader", "--allocations", f"--jobs={job_id}", columns)
+    if (recorded_end := end_in_sacct(job_id, recorded)) is not None:
         return recorded_end if end is None else replace(recorded_end, silent_nodes=end.silent_nodes)
     return JobEnd(job_id, status=status) if end is None else end
 
@@ -103,8 +106,8 @@ def _end_known_to_scontrol(job_id: str) -> JobEnd | None:
     """Return the end of a job as soon as its nodes have confirmed it, which reveals its last state."""
     end_s = time.monotonic() + COMPLETING_S
     while True:
-        shown = _output_of("scontrol", "show", "job", "--oneliner", job_id)
-        end = None if shown is None else end_in_scontrol(job_id, shown)
+        _, shown = answer("scontrol", "show", "job", "--oneliner", job_id)
+        end = end_in_scontrol(job_id, shown)
         if end is None or end.state != _COMPLETING or time.monotonic() > end_s:
             return end
         time.sleep(POLL_S)
@@ -193,10 +196,15 @@ def _status(exit_code: str) -> int:
     return -int(match[2]) if int(match[2]) else int(match[1])
 
 
-def _output_of(*command: str) -> str | None:
-    """Return the output of one of Slurm's commands; None if it fails or does not exist."""
+def answer(*command: str) -> tuple[str | None, str]:
+    """Return why one of Slurm's commands failed or None, and its output, empty after a failure."""
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return completed.stdout if completed.returncode == 0 else None
+        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} did not answer within {COMMAND_S:g} s", ""
+    except OSError as err:
+        # A cluster without accounting may have no sacct.
+        return f"{command[0]}: {err.strerror}", ""
+    if completed.returncode == 0:
+        return None, completed.stdout.strip()
+    return f"{command[0]}: {' '.join(completed.stderr.split()) or completed.returncode}", ""
