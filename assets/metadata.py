@@ -58,8 +58,7 @@ def publish(
 ) -> MaterializeResult[Any]:
     """Write the rejected rows and the report of a stage, and return its table with metadata.
 
-    The UI shows metadata in this order: pictures, numbers, long values, then `files`. The data version is a
-    hash of the table's content and of the training run, so an equal result leaves downstream assets fresh.
+    The UI shows metadata in this order: pictures, numbers, long values, then `files`.
     """
     from pipeline.storage.tables import Tables
 
@@ -76,6 +75,7 @@ def publish(
         "report": MetadataValue.path(str(report)),
         "first_rows": table_metadata(_preview(result.table)),
     }
+    # A hash of the content, so that an equal result leaves downstream assets fresh.
     version = DataVersion(content_version(result.table, run=result.report.get("run", "")))
     return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
 
@@ -122,8 +122,8 @@ def captioned_pictures(captions: Mapping[Path, str]) -> MetadataValue[Any]:
 def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
     """Return Markdown with the data of each picture, which any browser shows without access to the file.
 
-    Small pictures keep their bytes. The others share the bytes that remain; one that cannot be reduced to
-    its share is omitted.
+    Small pictures keep their bytes. Larger pictures share the bytes that remain; one that cannot be reduced
+    to its share is omitted.
     """
     sizes = {path: path.stat().st_size for path in paths}
     small = [path for path in paths if sizes[path] <= MAX_PICTURES_BYTES // len(paths)]
@@ -169,7 +169,7 @@ def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:
 def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
     """Return rows as a table of all their columns, in order of appearance; a missing value is empty text.
 
-    The UI shows the column `bucket` as `BUCKET_HEADER`, which states the order of a bucket's edges.
+    The UI shows the column `bucket` as `BUCKET_HEADER`, which gives the order of a bucket's edges.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
     headers = {name: BUCKET_HEADER if name == "bucket" else name for name in names}

@@ -106,10 +106,8 @@ def _free_name(name: str, taken: Collection[str]) -> str:
 
 
 def _broken_graph(name: str, error: RecipeError) -> Definitions:
-    """Return an external asset with the error as its description, and both jobs of the recipe.
-
-    There is no schedule and no sensor, because their runs could only fail.
-    """
+    """Return an external asset with the error as its description, and both jobs of the recipe."""
+    # Without schedule and sensor, because their runs could only fail.
     shown = AssetSpec(
         AssetKey([name, ERROR_ASSET]),
         description=f"This recipe is excluded until its file is repaired.\n\n{markdown_block(str(error))}",

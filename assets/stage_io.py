@@ -54,14 +54,12 @@ _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
 
 
 def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) -> AssetOut:
-    """Declare the table that `asset` writes.
-
-    The output is optional, because a run may select the asset's checks without the asset.
-    """
+    """Declare the table that `asset` writes."""
     return AssetOut(
         key=asset_key(recipe, asset),
         description=f"{description}\n\n{UNSYNCED}",
         io_manager_key=TABLES_RESOURCE,
+        # A run may select the asset's checks without the asset.
         is_required=False,
         group_name=recipe.name,
         code_version=code_version(recipe, asset),
@@ -77,12 +75,10 @@ def table_in(recipe: Recipe, asset: str, *, reader: str) -> AssetIn:
 
 
 def code_version(recipe: Recipe, asset: str) -> str:
-    """Return 12 hex digits over the recipe fields and algorithm versions that decide the asset's content.
-
-    The base model decides whether its text encoder sees references. It is not read here, so every recipe with
-    references counts as one whose text encoder does.
-    """
+    """Return 12 hex digits over the recipe fields and algorithm versions that decide the asset's content."""
     fields, versions = _RECIPE_FIELDS[asset], ALGORITHM_VERSIONS.get(asset, ())
+    # The base model, which is not read here, decides whether its text encoder sees references. So every
+    # recipe with references counts.
     if asset == "text_embeddings" and _has_references(recipe):
         more_fields, more_versions = _SEEN_BY_TEXT_ENCODER
         fields, versions = fields | more_fields, versions + more_versions

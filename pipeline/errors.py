@@ -1,4 +1,4 @@
-"""Errors shown to users: each states the problem, its location and a fix."""
+"""Errors shown to users: each has the problem, its location and a fix."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Text from outside, such as file names, captions and addresses, made safe for each place that shows it.
 
 Three things must not happen where a text is shown: a terminal obeys a control character, a page runs markup
-or loads a picture that a name contains, and a reader sees a name whose letters are reordered. Passwords and
-query strings of addresses are hidden as well, because reports and logs are shared.
+or loads a picture that a name contains, and a reader sees the letters of a name in another order. Passwords
+and query strings of addresses are hidden as well, because reports and logs are shared.
 """
 
 from __future__ import annotations
@@ -80,10 +80,8 @@ def markdown_text(text: str) -> str:
 
 
 def inactive_markdown(text: str) -> str:
-    """Return `text` such that Markdown makes no links, pictures or HTML of it.
-
-    Other characters stay, because the same text is printed on terminals.
-    """
+    """Return `text` such that Markdown makes no links, pictures or HTML of it."""
+    # Other characters stay, because the same text is printed on terminals.
     return re.sub(r"\](?=[(:])|<(?=[A-Za-z/!?])", r"\\\g<0>", printable_lines(text))
 
 

@@ -31,15 +31,12 @@ CLOCK_TOLERANCE_S = 2.0
 
 
 def end_dead_runs(instance: DagsterInstance) -> list[str]:
-    """Mark the started runs of dead processes as failed, free their slots in the pool, and return their ids.
-
-    Only runs count that name this machine, because processes of other machines cannot be seen from here.
-    Nothing happens if `instance` does not have Dagster's default run launcher: its runs may be in containers,
-    with process ids of their own.
-    """
+    """Mark runs of dead processes of this machine as failed, free their pool slots, and return their ids."""
+    # Other launchers may start runs in containers, which number their processes separately.
     if not isinstance(instance.run_launcher, DefaultRunLauncher):
         return []
     ended: list[str] = []
+    # Processes of other machines cannot be seen from here.
     of_this_machine = RunsFilter(statuses=[DagsterRunStatus.STARTED], tags={MACHINE_TAG: platform.node()})
     for run in instance.get_runs(of_this_machine):
         pid = _dead_process(instance, run)

@@ -67,8 +67,6 @@ def print_summary(
 ) -> None:
     """Print the summary of a run that ends, with all of a bad run on standard error.
 
-    A summary that fails, because of Dagster's database for example, is a warning: it must not end the run.
-
     Args:
         instance: Instance that holds the events.
         run_id: Id of the run.
@@ -77,6 +75,7 @@ def print_summary(
     """
     try:
         summary = summarize_run(instance, run_id, recipes, error=error)
+    # A summary must not end the run, for example if Dagster's database is away.
     except Exception as err:
         reason = f"{type(err).__name__}: {err}".splitlines()[0]
         warning = f"warning: the run {run_id} cannot be summarized: {reason}"

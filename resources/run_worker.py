@@ -31,11 +31,10 @@ def record_machine(instance: DagsterInstance, run_id: str) -> None:
 def end_with_code_server() -> None:
     """Send this process a SIGTERM when the code server that started it dies.
 
-    Dagster starts a run as a child process of its code server, and nothing waits for an orphan. Dagster turns
-    the signal into an interruption of the step, as for the UI's stop button, so a training writes its
-    checkpoint first. A process that no other Python process started, as in `dagster job execute`, is not
-    affected. Repeated calls are ignored.
+    A process that no other Python process started, as in `dagster job execute`, is not affected. Repeated
+    calls are ignored.
     """
+    # Dagster starts a run as a child process of its code server, and nothing waits for an orphan.
     server = multiprocessing.parent_process()
     if server is not None:
         threading.Thread(target=_watch, args=(server.sentinel,), daemon=True).start()
@@ -43,4 +42,6 @@ def end_with_code_server() -> None:
 
 def _watch(sentinel: int) -> None:
     wait([sentinel])
+    # Dagster turns the signal into an interruption of the step, as for the UI's stop button, so that a
+    # training writes its checkpoint first.
     os.kill(os.getpid(), signal.SIGTERM)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 KUBERNETES_EXECUTOR = "k8s"
-"""Name of `dagster_k8s.k8s_job_executor`, whose steps run in pods."""
+"""Name of `dagster_k8s.k8s_job_executor`, which runs steps in pods."""
 
 
 def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:

@@ -34,9 +34,8 @@ COLUMNS = "columns"
 class TableIOManager(IOManager):
     """Tables below each recipe's `output_dir/tables`, replaced atomically and checked against their schemas.
 
-    The first part of an asset key `<recipe>/<asset>` selects the output folder. Run configuration cannot
-    change it, because the recipe decides where its tables are. If the output folder is at an address, a table
-    is uploaded when it has been written, and fetched before it is read.
+    The first part of an asset key `<recipe>/<asset>` selects the output folder. If it is at an address, a
+    table is uploaded when it has been written, and fetched before it is read.
     """
 
     def __init__(self, outputs: Mapping[str, OutputFolder]) -> None:
@@ -77,6 +76,7 @@ class TableIOManager(IOManager):
 def table_io_manager(recipes: Sequence[Recipe]) -> IOManagerDefinition:
     """Return the table IO manager of the recipes."""
 
+    # Without configuration, because the recipe decides where its tables are.
     @io_manager(config_schema={}, description="Parquet tables below each recipe's output_dir.")
     def tables(_: InitResourceContext) -> TableIOManager:
         from pipeline.outputs.folder import outputs_of

@@ -266,7 +266,7 @@ def free_address() -> str:
 
 
 def no_room(work: RayWork, nodes: Iterable[Mapping[str, Any]]) -> LaunchError:
-    """Return the error for a cluster whose nodes do not have the resources of a command."""
+    """Return the error for a cluster in which too few nodes have the resources of a command."""
     number = 1 if work.kind == "encode" else work.number
     found = [
         ", ".join(f"{name} {node['Resources'].get(name, 0):g}" for name in work.resources)

@@ -1,4 +1,4 @@
-"""Bytes of one cache entry: a safetensors file whose exact size follows from its shapes and dtypes.
+"""Bytes of one cache entry: a safetensors file; its exact size follows from shapes and dtypes.
 
     bytes 0-7       2040, little endian
     bytes 8-2047    JSON header of the safetensors format, padded with spaces

@@ -8,8 +8,7 @@
 
 An entry has the tensors `<key>/header`, which is the first 2048 bytes of its file with metadata and
 checksum, and `<key>/<tensor>` for each tensor in the file. So one range of a pack is a complete entry, which
-is parsed and verified as a single file is. The header of the pack is an index of 280 bytes per entry. With
-the metadata of all entries it would be three times as long, and each process reads the headers of all packs.
+is parsed and verified as a single file is. The header of the pack is an index of 280 bytes per entry.
 
 A pack never changes: a damaged entry in it is replaced by a single file, which precedes it.
 """
@@ -101,6 +100,8 @@ def build_pack(kind: Kind, entries: Mapping[str, bytes]) -> tuple[str, bytes]:
     for key in sorted(entries):
         assert _KEY.fullmatch(key), "keys of packed entries have 64 digits"
         raw = entries[key]
+        # Each process reads the headers of all packs. With the metadata of entries, they would be three times
+        # as long.
         add(f"{key}/{_HEADER}", "U8", [DATA_START], at, at + DATA_START)
         for name, tensor in read_header(raw[:DATA_START]).items():
             if name != "__metadata__":

@@ -1,8 +1,4 @@
-"""Seal entries in packs: copy valid single entries into packs, and leave their files in place.
-
-A pack is written atomically. So a process that is killed leaves single entries as they are, and only complete
-packs. Sealing the same entries again writes the same pack.
-"""
+"""Seal entries in packs: copy valid single entries into packs, and leave their files in place."""
 
 from __future__ import annotations
 
@@ -87,15 +83,13 @@ def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
 
 
 def seal_new(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> None:
-    """Seal entries that were encoded just now, unless they are few.
-
-    A failure is a warning, because the entries are valid as single files.
-    """
+    """Seal entries that were encoded just now, unless they are few; a failure is a warning."""
     specs = list(specs)
     if len(specs) < MIN_NEW:
         return
     try:
         sealed = seal(store, specs, log=log)
+    # The entries are valid as single files, so the job continues.
     except StoreError as err:
         log(f"warning: new entries stay single files: {err.what} ({err.where}); {err.fix}; {_PACK_LATER}")
         return
@@ -140,6 +134,8 @@ def _divided(entries: Iterable[tuple[EntrySpec, bytes]]) -> Iterator[dict[str, b
 
 
 def _write_pack(store: Store, kind: Kind, entries: dict[str, bytes], result: Sealed) -> None:
+    # Atomically, so that a process that is killed leaves only complete packs. The name is the hash of the
+    # content: sealing the same entries again writes the same pack.
     name, content = build_pack(kind, entries)
     try:
         store.folder.replace(name, content)

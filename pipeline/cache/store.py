@@ -255,6 +255,7 @@ class Store:
         Raises:
             StoreError: The entry is missing or does not match `spec`.
         """
+        # On a service, a request for a missing single file costs as much as one for an existing file.
         if self.folder.reads_packs_first and (arrays := self._read_listed(spec)) is not None:
             return arrays
 

@@ -142,10 +142,7 @@ class KeyLists:
 
     @contextmanager
     def kept_marked(self, every_s: float = _MARK_EVERY_S) -> Generator[None]:
-        """Mark the lists again from time to time during the body, which may take days.
-
-        A thread does it, because the body waits in a launcher that may be another program's client.
-        """
+        """Mark the lists again from time to time during the body, which may take days."""
 
         def mark_until_ended(ended: threading.Event) -> None:
             while not ended.wait(every_s):
@@ -155,6 +152,7 @@ class KeyLists:
                 except StoreError as err:
                     self._log(f"warning: {err.what} ({err.where}); it is tried again in {every_s:.0f} s")
 
+        # In a thread, because the body waits in a launcher that may be another program's client.
         with in_background(mark_until_ended, name="latentline-used"):
             yield
 

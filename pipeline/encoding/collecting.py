@@ -116,12 +116,9 @@ class Collector:
             self._sizes[file.name] = file.num_bytes
 
     def poll_sometimes(self) -> int:
-        """Return the number of jobs that have ended, after a poll if the last one was some time ago.
-
-        The encoding is renewed about once an hour. A failed poll is ignored: the last one, after the end of
-        the workers, counts. A failed renewal is repeated after the next poll.
-        """
+        """Return the number of jobs that have ended, after a poll if the last one was some time ago."""
         if time.monotonic() - self._polled_s >= POLL_INTERVAL_S:
+            # Only the last poll counts, after the end of the workers. A failed renewal is repeated.
             with suppress(StoreError, FileNotFoundError):
                 self.poll()
             with suppress(StoreError, FileNotFoundError):

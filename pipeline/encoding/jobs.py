@@ -267,9 +267,9 @@ def read_encoding(path: Path) -> Encoding:
 def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:
     """Yield the jobs of one rank in order, so that all ranks have about the same cost.
 
-    Each job goes to the rank with the lowest cost so far. The result depends on the jobs alone, so ranks need
-    not communicate.
+    Each job goes to the rank with the lowest cost so far.
     """
+    # The result depends on the jobs alone, so that ranks need not communicate.
     costs = [0] * num_ranks
     for job in jobs:
         # The first of equal ranks, so that all ranks compute the same shares.

@@ -28,8 +28,6 @@ def ahead(
 ) -> Generator[tuple[Item, Future[Result]]]:
     """Yield each item with its finished future, in the order of `items`.
 
-    At most `depth` items are in progress or waiting to be taken, so memory does not grow with their number.
-
     Args:
         items: Items, read one at a time and at most `depth` ahead.
         work: Function that runs in a thread; its exceptions are stored in the future.

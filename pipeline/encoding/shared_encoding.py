@@ -1,15 +1,12 @@
 """Encodings at an address, for workers on machines that have only the cache in common with the stage.
 
-    <cache_dir>/encodings/<id>/
-      jobs-00000.jsonl, ...                   parts of the local `jobs.jsonl`
-      encoding.json                           the local encoding and settings of its workers; written last
-      results-2-of-8-1a2b3c4d-00000.jsonl     results of shard 2 of 8, by attempt and part
-      error-2-of-8-1a2b3c4d.json              error that ended an attempt
-      waiting.txt                             time at which the stage last renewed the encoding
-      pictures/                               pictures for the report
-
-Object stores cannot append to a file. Every file is replaced as one piece, and the last part of an attempt's
-results grows until it has `PART_BYTES`.
+<cache_dir>/encodings/<id>/
+  jobs-00000.jsonl, ...                   parts of the local `jobs.jsonl`
+  encoding.json                           the local encoding and settings of its workers; written last
+  results-2-of-8-1a2b3c4d-00000.jsonl     results of shard 2 of 8, by attempt and part
+  error-2-of-8-1a2b3c4d.json              error that ended an attempt
+  waiting.txt                             time at which the stage last renewed the encoding
+  pictures/                               pictures for the report
 """
 
 from __future__ import annotations
@@ -143,7 +140,7 @@ class SharedEncoding:
             self._folder.replace(name, data)
 
     def renew(self) -> None:
-        """Replace `waiting.txt`, so that the encoding has a young file and `latentline gc` keeps it.
+        """Replace `waiting.txt`: `latentline gc` keeps an encoding with a young file.
 
         Raises:
             StoreError: It cannot be written.
@@ -226,6 +223,7 @@ def publish_encoding(encoding_file: Path, *, num_shards: int, cpu_threads: int) 
         "cpu_threads": cpu_threads,
         "encoding": fields,
     }
+    # Last, because a worker starts when it finds this file.
     encoding.put(ENCODING_FILE, json.dumps(settings).encode())
     return encoding
 
@@ -248,6 +246,7 @@ class ResultsUpload:
         Raises:
             StoreError: They cannot be written; the next call tries again.
         """
+        # Object stores cannot append to a file, so the last part is replaced until it has `PART_BYTES`.
         while (lines := self._lines()) and len(lines) > self._put_bytes:
             self._encoding.put(f"results-{self.attempt}-{self._part:05}.jsonl", lines)
             self._put_bytes = len(lines)

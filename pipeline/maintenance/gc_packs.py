@@ -1,8 +1,4 @@
-"""Packs in a garbage collection: single entries with a copy in a pack, and packs that no job uses.
-
-A single entry is deleted after its packed copy was read and verified, so that every used entry stays
-readable, wherever a process is killed.
-"""
+"""Packs in a garbage collection: single entries with a copy in a pack, and packs that no job uses."""
 
 from __future__ import annotations
 
@@ -146,6 +142,7 @@ def delete_single(cache: CacheFolder, packs: Packs, *, log: Log) -> dict[str, in
     for pack in packs.all:
         if not pack.single:
             continue
+        # Before the deletion, so that every used entry stays readable wherever this process is killed.
         try:
             problems = wrong_members(cache, pack.kind, pack.file)
         except FileNotFoundError:
@@ -171,13 +168,14 @@ def delete_old(cache: CacheFolder, packs: Packs, used: UsedKeys) -> dict[str, in
     Args:
         cache: Files of the cache.
         packs: Packs to delete.
-        used: Keys of the used entries, which are read again because a job may have started since the survey.
+        used: Keys of the used entries, which are read again.
 
     Raises:
         StoreError: See `UsedKeys.deleting` and `delete_files`.
     """
     deleted: dict[str, int] = {}
     for start in range(0, len(packs.old), _PACKS_AT_ONCE):
+        # A job may have started since the survey, and may use entries of packs that were unused then.
         with used.deleting() as until_s:
             batch = [
                 pack for pack in packs.old[start : start + _PACKS_AT_ONCE] if not pack.is_used(used.keys)

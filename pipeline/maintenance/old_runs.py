@@ -78,7 +78,7 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
     Args:
         output_dir: Output folder of a recipe.
         num_newest: Number of runs that are kept for being the newest.
-        recipes: All recipes whose `start_from` may name a run.
+        recipes: All recipes; their `start_from` may name a run.
 
     Raises:
         OSError: A folder cannot be read.
@@ -122,6 +122,7 @@ def delete_run_folder(folder: Path) -> None:
     Raises:
         TrainingError: The folder cannot be deleted.
     """
+    # An interrupted deletion leaves a folder under a name that no program takes for a run.
     doomed = temp_path_for(folder)
     try:
         folder.rename(doomed)
@@ -192,11 +193,9 @@ def _state(layout: RunLayout) -> str:
 
 
 def _size_and_change(folder: Path) -> tuple[int, float]:
-    """Return the size of all files below a folder in bytes, and the time of the last change of a file.
-
-    Locks are not counted, because processes that train nothing create them too.
-    """
+    """Return the size of all files below a folder in bytes, and the time of the last change of a file."""
     num_bytes, changed_s = 0, 0.0
+    # Locks are not counted, because processes that train nothing create them too.
     locks = (RunLayout(folder).lock, RunLayout(folder).training_lock)
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
@@ -221,7 +220,7 @@ def needed_error(run: str, reason: str, *, where: str) -> TrainingError:
     return TrainingError(
         f"run {run} is needed now, after it was listed as old: {reason}",
         where=where,
-        fix="run the command again, which keeps this run and deletes the other old ones",
+        fix="run the command again, which keeps this run and deletes all other old runs",
     )
 
 

@@ -113,7 +113,6 @@ def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[B
 def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log) -> None:
     """Encode bad entries again with the cache stages, which also update the rows of their samples.
 
-    Damaged entries are discarded first: a file with bit rot has the stat of a valid one and would be trusted.
     An entry that is valid in a pack is not encoded.
 
     Raises:
@@ -122,6 +121,7 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     """
     store = RecipeEntries(recipe).store
     specs = [each.needed.spec for each in bad]
+    # A file with bit rot has the stat of a valid one, so the stages would trust it.
     for _ in in_threads(
         store.discard, specs, log=log, doing="damaged entries discarded", threads=store.threads
     ):

@@ -57,7 +57,7 @@ def report_file(asset: str) -> str:
 def stage_files(outputs: OutputFolder, asset: str, *, checks_only: bool, log: Log) -> Generator[None]:
     """Fetch what a stage and its checks read before the body, and upload their results after it.
 
-    They are uploaded if a gate closes, too, because they show why. A local output folder needs neither.
+    A local output folder needs neither.
 
     Args:
         outputs: Output folder of the recipe.
@@ -86,7 +86,8 @@ def stage_files(outputs: OutputFolder, asset: str, *, checks_only: bool, log: Lo
     try:
         yield
     except GateClosedError:
-        # The error matters more than the upload, which the next run repeats.
+        # The results show why the gate has closed, but its error matters more than their upload, which the
+        # next run repeats.
         try:
             upload()
         except (LatentlineError, OSError) as err:
@@ -168,15 +169,12 @@ def run_records(outputs: OutputFolder, run: str = "") -> dict[str, dict[str, Any
 
 
 def _merge_rejections(outputs: OutputFolder) -> None:
-    """Rebuild the merged table from the rows of all stages at the address.
+    """Rebuild the merged table from the rows of all stages at the address."""
+    # Imports Polars, which the definitions, the other reader of this module, must not load.
+    from pipeline.storage.tables import Tables
 
-    Stages on two machines may do so at the same time. Each one repeats it if rows were uploaded since it read
-    them, so that the last one includes every row.
-    """
-    from pipeline.storage.tables import (
-        Tables,  # imports Polars, which this module's other readers may not need
-    )
-
+    # Stages on two machines may do so at the same time. Each one repeats it if rows were uploaded since it
+    # read them, so that the last one includes every row.
     tables = Tables(outputs.folder)
     merged: dict[str, Any] = {}
     while merged != (found := outputs.infos(_STAGE_REJECTIONS)):

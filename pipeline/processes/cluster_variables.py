@@ -84,7 +84,7 @@ def find_machines(options: MachineOptions, environ: Mapping[str, str]) -> Machin
             f"the rank of this machine must be from 0 to {number - 1}, "
             + ("but none is given" if rank is None else f"got {rank}"),
             where=f"--rank, {_names(_RANK)}",
-            fix="pass --rank 0 on one machine, and consecutive ranks on the others",
+            fix="pass --rank 0 on one machine, and consecutive ranks on all other machines",
         )
     if number == 1:
         return ONE_MACHINE

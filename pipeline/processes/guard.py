@@ -22,9 +22,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Request a SIGTERM for the death of the parent, and become the guarded parent of own children.
 
-    The kernel does not report a parent that died before the request. Therefore the id that the parent left in
-    the environment is compared afterwards, and this process ends at once if it has another parent by then.
-    Outside of Linux, that comparison is all.
+    Outside of Linux, this only ends a process that has lost its parent already.
 
     Raises:
         SystemExit: The parent is gone already. The status is 143, as after a SIGTERM.
@@ -35,6 +33,7 @@ def end_with_parent() -> None:
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
+    # The kernel does not report a parent that died before the request.
     if parent_is_gone():
         raise SystemExit(128 + signal.SIGTERM)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -46,12 +45,13 @@ def watch_parent(
     """Poll for the parent named in the environment, and end this process when it is gone.
 
     This complements `end_with_parent` on systems without its kernel request, and for processes that block or
-    ignore the signal. Call it first, because `end_with_parent` replaces the id in the environment.
+    ignore the signal. Call it first.
 
     Args:
         interval_s: Seconds between two polls.
         on_death: Called before this process ends with status 143.
     """
+    # Read now, because `end_with_parent` replaces it.
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
 
     def watch() -> None:
@@ -66,10 +66,11 @@ def watch_parent(
 
 
 def end_now(status: int) -> NoReturn:
-    """End the process without finalizing the interpreter, which takes torch about a second.
+    """End the process without finalizing the interpreter.
 
     Call it at the end of a main module, when all files are closed and all threads are idle.
     """
+    # Finalizing takes torch about a second, so only the streams are flushed.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

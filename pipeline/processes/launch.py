@@ -50,7 +50,7 @@ THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
 """Environment variable with `accelerate.cpu_threads`."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with the settings of torch's CUDA allocator, and the former name."""
+"""Environment variables with the settings of torch's CUDA allocator; the second name is older."""
 
 PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Environment variable with the id of the process that a launched process must not outlive."""
@@ -95,9 +95,6 @@ def launch_command(
 ) -> list[str]:
     """Return the arguments of `accelerate launch` on this machine, or of Python for `WITHOUT_ACCELERATE`.
 
-    Every option is explicit, and the configuration file is the project's own, so that the user's accelerate
-    configuration has no effect. The launched process looks for a GPU, because only it imports torch.
-
     Raises:
         LaunchError: The processes cannot be divided among the machines.
     """
@@ -105,6 +102,8 @@ def launch_command(
     if settings.num_processes == 1 and module in WITHOUT_ACCELERATE:
         return [sys.executable, "-m", module, str(job_file)]
 
+    # The project's own file and explicit options, so that the user's accelerate configuration has no effect.
+    # The launched process looks for a GPU, because only it imports torch.
     command = [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
     command += ["--config_file", str(Path(__file__).parent / "accelerate.yaml")]
     command += ["--num_processes", str(settings.num_processes), "--num_machines", str(machines.number)]
@@ -126,8 +125,6 @@ def launch_environment(
 ) -> dict[str, str]:
     """Return this process's environment with the variables of a launched process.
 
-    Variables of a scheduler, such as RANK, are removed, because accelerate's launcher sets its own.
-
     Args:
         settings: The recipe's `accelerate` section.
         error_file: Path to which the launched process writes its error.
@@ -136,6 +133,7 @@ def launch_environment(
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
     return {
+        # Without a scheduler's RANK and similar ones, because accelerate's launcher sets its own.
         **without_cluster_variables(os.environ),
         # The project must be importable from any working directory.
         "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
@@ -164,10 +162,8 @@ def worker_variables(settings: AccelerateSettings) -> dict[str, str]:
 
 
 def _allocator_settings() -> dict[str, str]:
-    """Return the setting of torch's CUDA allocator, empty if the user has set one.
-
-    Buckets of many sizes fragment fixed segments, until memory runs out with gigabytes unused.
-    """
+    """Return the setting of torch's CUDA allocator, empty if the user has set one."""
+    # Buckets of many sizes fragment fixed segments, until memory runs out with gigabytes unused.
     is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     supported = sys.platform == "linux"
     return {} if is_set or not supported else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}

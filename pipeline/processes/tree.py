@@ -16,17 +16,15 @@ _POLL_S = 0.02
 
 
 class ProcessTree:
-    """The descendants of a root process, including the root.
+    """The descendants of a root process, including the root, also after their parents have died.
 
-    After the death of its parent, a process is no descendant of the root. Therefore every call of `members`
-    remembers the processes it found, and the members of the root's own session count as well (if the root was
-    started in a new session). A process is identified by its id and start time, so an id that the system has
-    reused is never signalled.
+    If the root was started in a new session, all processes of that session count as well.
     """
 
     def __init__(self, root: int) -> None:
         """Track the process with id `root`, which may have ended already."""
         self._root = root
+        # psutil compares ids and start times, so an id that the system has reused is never signalled.
         self._seen: dict[psutil.Process, None] = {}
         self._own_session = _session(root) == root and root != os.getpid()
 
@@ -35,6 +33,8 @@ class ProcessTree:
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._root)
             self._remember([root, *root.children(recursive=True)])
+        # After the death of its parent, a process is not below the root any more. It is still in the root's
+        # session, or was found by an earlier call.
         if self._own_session:
             self._remember(
                 process for process in psutil.process_iter() if _session(process.pid) == self._root

@@ -301,7 +301,8 @@ class RunUpload:
                     next_attempt_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
 
     def _upload_or_warn(self) -> bool:
-        """Upload; a failure is a warning, because it must not end or hide what happens to the training."""
+        """Upload, and return whether it succeeded; a failure is a warning."""
+        # It must not end the training, or hide its error.
         try:
             self.upload()
         except (LatentlineError, OSError) as err:

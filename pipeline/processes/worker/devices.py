@@ -34,7 +34,7 @@ def own_device() -> str:
 
 
 def gpu_of(local_rank: int, num_gpus: int, num_machines: int = 1) -> str:
-    """Return the GPU of the process with this index on its machine, of which there are `num_machines`.
+    """Return the GPU of the process with this index on its machine, one of `num_machines`.
 
     Raises:
         LaunchError: No GPU is left for the process.
