@@ -12,12 +12,11 @@ from dagster import (
     multi_asset,
 )
 
-from assets.checks import check_results, check_specs, path_isolation_results
+from assets.checks import check_specs
 from assets.metadata import picture_metadata, publish
 from assets.names import step_name
-from assets.stage_io import TABLE, stage_outputs, table_in, table_out
+from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
-from resources.failures import errors_as_failures
 from resources.step_log import run_log
 
 DESCRIPTION = (
@@ -46,25 +45,18 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
         from pipeline.storage.tables import Tables
         from pipeline.validated_dataset.dataset_page import write_dataset_page
 
-        with errors_as_failures():
-            yield from path_isolation_results(context, recipe)
-            with stage_outputs(context, recipe, "aspect_buckets"):
-                if context.selected_asset_keys:
-                    result = assign_buckets(recipe, validated, log=run_log(context))
-                    folder = write_bucket_report(recipe, result.table, log=run_log(context))
+        def materialize() -> MaterializeResult[Any]:
+            result = assign_buckets(recipe, validated, log=run_log(context))
+            folder = write_bucket_report(recipe, result.table, log=run_log(context))
 
-                    tables = Tables(recipe.output_dir)
-                    earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
-                    rejected = pl.concat(earlier)
-                    page = write_dataset_page(
-                        recipe, validated, rejected, placed=result, log=run_log(context)
-                    )
-                    pictures, files = (
-                        picture_metadata(folder),
-                        {"dataset_page": MetadataValue.path(str(page))},
-                    )
-                    yield publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
+            tables = Tables(recipe.output_dir)
+            earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
+            rejected = pl.concat(earlier)
+            page = write_dataset_page(recipe, validated, rejected, placed=result, log=run_log(context))
+            pictures = picture_metadata(folder)
+            files = {"dataset_page": MetadataValue.path(str(page))}
+            return publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
 
-                yield from check_results(context, recipe, "aspect_buckets", checks.run)
+        yield from run_step(context, recipe, "aspect_buckets", materialize, checks.run)
 
     return aspect_buckets

@@ -5,12 +5,11 @@ from typing import Any
 
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
-from assets.checks import check_results, check_specs, path_isolation_results
+from assets.checks import check_specs
 from assets.metadata import publish
 from assets.names import step_name
-from assets.stage_io import TABLE, stage_outputs, table_out
+from assets.step import TABLE, run_step, table_out
 from pipeline.recipe import Recipe, with_overrides
-from resources.failures import errors_as_failures
 from resources.step_log import run_log
 
 DESCRIPTION = "Every image file of the datasets: its path, its size after orientation and its content hash."
@@ -34,19 +33,16 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
         from pipeline.storage.tables import Tables
         from pipeline.trained_lora.start_file import require_start_file
 
-        with errors_as_failures():
-            yield from path_isolation_results(context, recipe)
-            with stage_outputs(context, recipe, "raw_images"):
-                if context.selected_asset_keys:
-                    # Settings that do not suit a local base model fail before an image is read.
-                    check_local_base(recipe)
-                    require_preview_prompts(recipe)
-                    require_references(recipe)
-                    require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
-                    result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
-                    yield publish(recipe, "raw_images", result)
+        def materialize() -> MaterializeResult[Any]:
+            # Settings that do not suit a local base model fail before an image is read.
+            check_local_base(recipe)
+            require_preview_prompts(recipe)
+            require_references(recipe)
+            require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
+            result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
+            return publish(recipe, "raw_images", result)
 
-                yield from check_results(context, recipe, "raw_images", checks.run)
+        yield from run_step(context, recipe, "raw_images", materialize, checks.run)
 
     return raw_images
 

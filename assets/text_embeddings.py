@@ -5,12 +5,11 @@ from typing import Any
 
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
-from assets.checks import check_results, check_specs, path_isolation_results
+from assets.checks import check_specs
 from assets.metadata import picture_metadata, publish
 from assets.names import step_name
-from assets.stage_io import TABLE, stage_outputs, table_in, table_out
+from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
-from resources.failures import errors_as_failures
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
 
@@ -39,23 +38,20 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         from pipeline.text_embeddings.report import write_caption_report
         from pipeline.text_embeddings.stage import cache_text
 
-        with errors_as_failures():
-            yield from path_isolation_results(context, recipe)
-            with stage_outputs(context, recipe, "text_embeddings"):
-                if context.selected_asset_keys:
-                    launch = launcher.bind(context, recipe.accelerate)
-                    tables = Tables(recipe.output_dir)
-                    result = cache_text(
-                        recipe,
-                        validated,
-                        tables,
-                        launch=launch,
-                        log=run_log(context),
-                        seal_packs=launcher.seal_packs,
-                    )
-                    pictures = picture_metadata(write_caption_report(recipe, result.table))
-                    yield publish(recipe, "text_embeddings", result, pictures=pictures)
+        def materialize() -> MaterializeResult[Any]:
+            launch = launcher.bind(context, recipe.accelerate)
+            tables = Tables(recipe.output_dir)
+            result = cache_text(
+                recipe,
+                validated,
+                tables,
+                launch=launch,
+                log=run_log(context),
+                seal_packs=launcher.seal_packs,
+            )
+            pictures = picture_metadata(write_caption_report(recipe, result.table))
+            return publish(recipe, "text_embeddings", result, pictures=pictures)
 
-                yield from check_results(context, recipe, "text_embeddings", checks.run)
+        yield from run_step(context, recipe, "text_embeddings", materialize, checks.run)
 
     return text_embeddings

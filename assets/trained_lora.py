@@ -19,13 +19,12 @@ from dagster import (
     multi_asset,
 )
 
-from assets.checks import check_results, check_specs, path_isolation_results
+from assets.checks import check_specs
 from assets.metadata import picture_metadata, publish, report_metadata, table_metadata
 from assets.names import asset_key, step_name
-from assets.stage_io import TABLE, stage_outputs, table_in, table_out
+from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
-from resources.failures import errors_as_failures
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import StepLog, run_log
 
@@ -60,20 +59,17 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         from pipeline.trained_lora import checks
         from pipeline.trained_lora.stage import train_lora
 
-        with errors_as_failures():
-            yield from path_isolation_results(context, recipe)
-            with stage_outputs(context, recipe, "trained_lora"):
-                if context.selected_asset_keys:
-                    launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
-                    overrides = context.op_execution_context.op_config
-                    result = train_lora(
-                        recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
-                    )
-                    pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
-                    files = _file_metadata(recipe, result.report["run"])
-                    yield publish(recipe, "trained_lora", result, pictures=pictures, files=files)
+        def materialize() -> MaterializeResult[Any]:
+            launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
+            overrides = context.op_execution_context.op_config
+            result = train_lora(
+                recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
+            )
+            pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
+            files = _file_metadata(recipe, result.report["run"])
+            return publish(recipe, "trained_lora", result, pictures=pictures, files=files)
 
-                yield from check_results(context, recipe, "trained_lora", checks.run)
+        yield from run_step(context, recipe, "trained_lora", materialize, checks.run)
 
     return trained_lora
 

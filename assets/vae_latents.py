@@ -12,14 +12,13 @@ from dagster import (
     multi_asset,
 )
 
-from assets.checks import check_results, check_specs, path_isolation_results
+from assets.checks import check_specs
 from assets.metadata import captioned_pictures, publish
 from assets.names import step_name
-from assets.stage_io import TABLE, stage_outputs, table_in, table_out
+from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
-from resources.failures import errors_as_failures
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
 
@@ -47,24 +46,21 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         from pipeline.vae_latents import checks
         from pipeline.vae_latents.stage import cache_latents
 
-        with errors_as_failures():
-            yield from path_isolation_results(context, recipe)
-            with stage_outputs(context, recipe, "vae_latents"):
-                if context.selected_asset_keys:
-                    launch = launcher.bind(context, recipe.accelerate)
-                    tables = Tables(recipe.output_dir)
-                    result = cache_latents(
-                        recipe,
-                        buckets,
-                        tables,
-                        launch=launch,
-                        log=run_log(context),
-                        seal_packs=launcher.seal_packs,
-                    )
-                    pictures = _decoded_latents(recipe, result.report)
-                    yield publish(recipe, "vae_latents", result, pictures=pictures)
+        def materialize() -> MaterializeResult[Any]:
+            launch = launcher.bind(context, recipe.accelerate)
+            tables = Tables(recipe.output_dir)
+            result = cache_latents(
+                recipe,
+                buckets,
+                tables,
+                launch=launch,
+                log=run_log(context),
+                seal_packs=launcher.seal_packs,
+            )
+            pictures = _decoded_latents(recipe, result.report)
+            return publish(recipe, "vae_latents", result, pictures=pictures)
 
-                yield from check_results(context, recipe, "vae_latents", checks.run)
+        yield from run_step(context, recipe, "vae_latents", materialize, checks.run)
 
     return vae_latents
 

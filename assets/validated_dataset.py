@@ -12,12 +12,11 @@ from dagster import (
     multi_asset,
 )
 
-from assets.checks import check_results, check_specs, path_isolation_results
+from assets.checks import check_specs
 from assets.metadata import picture_metadata, publish
 from assets.names import step_name
-from assets.stage_io import TABLE, stage_outputs, table_in, table_out
+from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
-from resources.failures import errors_as_failures
 from resources.step_log import run_log
 
 DESCRIPTION = "Images that decode, with their captions; unusable ones are rejected with a reason."
@@ -44,21 +43,16 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
         from pipeline.validated_dataset.report import write_dataset_report
         from pipeline.validated_dataset.stage import validate
 
-        with errors_as_failures():
-            yield from path_isolation_results(context, recipe)
-            with stage_outputs(context, recipe, "validated_dataset"):
-                if context.selected_asset_keys:
-                    tables = Tables(recipe.output_dir)
-                    result = validate(recipe, raw, tables, log=run_log(context))
-                    rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
-                    folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
-                    page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
-                    pictures, files = (
-                        picture_metadata(folder),
-                        {"dataset_page": MetadataValue.path(str(page))},
-                    )
-                    yield publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
+        def materialize() -> MaterializeResult[Any]:
+            tables = Tables(recipe.output_dir)
+            result = validate(recipe, raw, tables, log=run_log(context))
+            rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
+            folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
+            page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
+            pictures = picture_metadata(folder)
+            files = {"dataset_page": MetadataValue.path(str(page))}
+            return publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
 
-                yield from check_results(context, recipe, "validated_dataset", checks.run)
+        yield from run_step(context, recipe, "validated_dataset", materialize, checks.run)
 
     return validated_dataset

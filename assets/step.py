@@ -1,17 +1,22 @@
-"""What the step of a stage reads and writes: its tables with their code versions, and files at an address."""
+"""The step of a stage: what it reads and writes, its code version, and the order of its work."""
 
 import hashlib
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetOut
+from dagster import AssetCheckResult, AssetExecutionContext, AssetIn, AssetOut, MaterializeResult
 
+from assets.checks import check_results, path_isolation_results
 from assets.names import TABLES_RESOURCE, asset_key
 from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import needed_columns
 from pipeline.versions import CAPTIONS_VERSION, LOOK_VERSION, PREPROCESSING_VERSION, TRAINING_VERSION
+from resources.failures import errors_as_failures
 from resources.step_log import run_log
 from resources.tables import COLUMNS
+
+if TYPE_CHECKING:
+    from pipeline.reporting.findings import CheckContext, Finding
 
 TABLE = "result"
 """Name of the output that holds an asset's table."""
@@ -90,13 +95,33 @@ def _has_references(recipe: Recipe) -> bool:
     return any(each.references for each in (*recipe.datasets, *recipe.training.sample_prompts))
 
 
-def stage_outputs(context: AssetExecutionContext, recipe: Recipe, asset: str) -> AbstractContextManager[None]:
-    """Fetch what a stage and its checks read before the body, and upload their results after it.
+def run_step(
+    context: AssetExecutionContext,
+    recipe: Recipe,
+    asset: str,
+    materialize: Callable[[], MaterializeResult[Any]],
+    run_checks: Callable[["CheckContext"], Sequence["Finding"]],
+) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+    """Materialize `asset` and run its checks, as far as they are selected.
 
-    Call it after path isolation has been checked. See `pipeline.outputs.stage_files.stage_files`.
+    Args:
+        context: Context of the step.
+        recipe: The recipe.
+        asset: Name of the asset.
+        materialize: Does the work of the stage, and returns its table with metadata.
+        run_checks: Runs all checks of the asset.
+
+    Raises:
+        Failure: A path is not isolated, the stage has failed, or a gate has closed.
     """
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import stage_files
 
-    log = run_log(context)
-    return stage_files(outputs_of(recipe, log), asset, checks_only=not context.selected_asset_keys, log=log)
+    log, is_selected = run_log(context), bool(context.selected_asset_keys)
+    with errors_as_failures():
+        # Before anything is written, such as the files that are fetched from an address.
+        yield from path_isolation_results(context, recipe)
+        with stage_files(outputs_of(recipe, log), asset, checks_only=not is_selected, log=log):
+            if is_selected:
+                yield materialize()
+            yield from check_results(context, recipe, asset, run_checks)

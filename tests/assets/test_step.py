@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from assets import stage_io
+from assets import step
 from assets.definitions import build_definitions
-from assets.stage_io import code_version
+from assets.step import code_version
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.check_specs import SPECS
 
@@ -52,7 +52,7 @@ def test_L04_a_new_algorithm_version_changes_the_code_version_of_its_asset(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {asset: code_version(recipe, asset) for asset in SPECS}
-    monkeypatch.setitem(stage_io.ALGORITHM_VERSIONS, "vae_latents", (99,))
+    monkeypatch.setitem(step.ALGORITHM_VERSIONS, "vae_latents", (99,))
     assert {asset for asset in SPECS if code_version(recipe, asset) != before[asset]} == {"vae_latents"}
 
 
@@ -101,7 +101,7 @@ def test_L04_each_algorithm_decides_the_code_versions_of_its_assets(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(f"pipeline.versions.{version}", "another version")
-    later = runpy.run_path(str(stage_io.__file__))["code_version"]
+    later = runpy.run_path(str(step.__file__))["code_version"]
     different = {asset for asset in SPECS if later(recipe, asset) != code_version(recipe, asset)}
     assert different == VERSIONS[version]
 
@@ -123,7 +123,7 @@ def test_L04_the_preparation_of_references_decides_the_text_embeddings(
     assert changed == {"vae_latents", TEXT}
 
     monkeypatch.setattr("pipeline.versions.PREPROCESSING_VERSION", "another version")
-    later = runpy.run_path(str(stage_io.__file__))["code_version"]
+    later = runpy.run_path(str(step.__file__))["code_version"]
     changed = {asset for asset in SPECS if later(editing, asset) != code_version(editing, asset)}
     assert changed == VERSIONS["PREPROCESSING_VERSION"] | {TEXT}
 
