@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from demo.tiny_models import make_tiny
@@ -20,6 +21,7 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_every_process_builds_the_same_bytes(tiny_sd: Path, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from demo.tiny_models import make_tiny\n"
     code += "make_tiny(Path(sys.argv[1]))"

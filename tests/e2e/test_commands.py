@@ -28,6 +28,7 @@ def test_three_mistakes_in_a_recipe_are_reported_together_with_line_and_fix(fres
         assert fix in mistake[mistake.index("fix:") :]
 
 
+@pytest.mark.slow
 def test_the_job_of_a_recipe_runs_next_to_a_broken_one_which_is_reported_in_one_line(cached) -> None:
     (cached.file.parent / "bad.yaml").write_text(BROKEN, encoding="utf-8")
     (cached.file.parent / "other-name.yaml").write_text(BROKEN, encoding="utf-8")

@@ -36,6 +36,7 @@ def job(workspace: Any, name: str = "train") -> Any:
     return workspace.dagster("job", "execute", "-m", "assets.definitions", "-j", f"small_{name}")
 
 
+@pytest.mark.slow
 def test_the_error_of_a_killed_trainer_names_its_signal(cached) -> None:
     cached.recipe(training=ENDLESS)
     running = cached.start("train")

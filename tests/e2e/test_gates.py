@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import polars as pl
+import pytest
 from dagster import AssetKey, AssetSelection, ExecuteInProcessResult
 
 
@@ -68,6 +69,7 @@ def test_O10_B01_training_alone_fails_if_no_bucket_fills_a_batch(cached) -> None
     assert not (cached.out / "runs").exists()
 
 
+@pytest.mark.slow
 def test_O10_training_fails_in_a_selection_that_starts_after_a_closed_gate(cached) -> None:
     (cached.data / "photo1.txt").unlink()
     cached.recipe(checks={"max_rejected_fraction": 0.5})

@@ -123,6 +123,7 @@ def test_a_database_that_fails_between_two_steps_is_the_reason_that_a_command_pr
     assert "small_cache: stopped" not in completed.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_its_database_ends_with_what_to_check(
     cached: Workspace, home: Path, server: PostgresServer
 ) -> None:

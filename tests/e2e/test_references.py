@@ -43,6 +43,7 @@ def edited(pipe: Any, reference: Path) -> np.ndarray:
         return pipe(prompt="make it dark", image=[image], generator=generator, **arguments).images[0]
 
 
+@pytest.mark.slow
 def test_E01_E03_a_missing_reference_stops_the_job_and_the_repaired_one_trains_a_lora_that_edits(
     pairs: Workspace,
 ) -> None:

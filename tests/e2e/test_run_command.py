@@ -72,6 +72,7 @@ def test_a_run_prints_a_line_per_asset_and_a_summary_and_is_in_the_instance(fres
     assert materialized == list(SPECS)
 
 
+@pytest.mark.slow
 def test_O02_a_closed_gate_is_printed_once_and_without_a_traceback(cached, home) -> None:
     (cached.data / "photo1.txt").unlink()
     transcript = run_small(cached, home, "--cache-only")
@@ -100,6 +101,7 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
     assert "failed" not in transcript.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_run_that_waits_for_another_one_to_leave_the_pool(cached, home) -> None:
     with DagsterInstance.from_config(str(home)) as instance:
         storage = instance.event_log_storage

@@ -31,6 +31,7 @@ def trained(cached: Any) -> Any:
     return cached
 
 
+@pytest.mark.slow
 def test_a_grid_of_steps_and_strengths_equals_the_previews_of_training(trained: Any) -> None:
     drawn = trained.latentline("sample", "small", "--step", "2,4", "--strength", "0,1")
     assert drawn.returncode == 0, drawn.stderr

@@ -111,6 +111,7 @@ def test_a_small_job_without_a_terminal_prints_the_messages_of_its_stages_in_les
     assert "DEBUG" not in output
 
 
+@pytest.mark.slow
 def test_O02_a_closed_gate_prints_its_message_once_in_less_than_25_lines_without_a_terminal(
     cached: Any, home: Path
 ) -> None:

@@ -60,8 +60,8 @@ def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, 
     ("executor", "way"),
     [
         ("in_process", "Terminate"),
-        ("in_process", "death of the code server"),
-        ("multiprocess", "death of the code server"),
+        pytest.param("in_process", "death of the code server", marks=pytest.mark.slow),
+        pytest.param("multiprocess", "death of the code server", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_waits_for_the_gpu_is_stopped(cached, tmp_path: Path, executor: str, way: str) -> None:

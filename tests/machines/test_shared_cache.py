@@ -70,6 +70,7 @@ def run(machine: Machine, gateway: Gateway, script: str, *arguments: str) -> lis
     return completed.stdout.split()
 
 
+@pytest.mark.slow
 def test_H01_gc_on_one_machine_keeps_the_entries_that_any_machine_uses(
     two_machines: list[Machine], gateway: Gateway, s3: str
 ) -> None:

@@ -119,7 +119,7 @@ def test_a_good_run_is_summarized_once(tmp_path: Path, executor: str) -> None:
     assert completed.stdout.endswith("\n  images  3 found, 0 rejected, 3 kept\n")
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", [EXECUTORS[0], pytest.param(EXECUTORS[1], marks=pytest.mark.slow)])
 def test_a_summary_that_fails_leaves_a_good_run_good(tmp_path: Path, executor: str) -> None:
     completed = execute(tmp_path, executor, num_images="many")
     assert completed.returncode == 0, completed.stderr[-3000:]
@@ -205,7 +205,7 @@ def test_a_signal_ends_a_wait_for_a_pool(tmp_path: Path, moment: str) -> None:
         assert [step.run_id for step in storage.get_concurrency_info("gpu").pending_steps] == ["another"]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", [EXECUTORS[0], pytest.param(EXECUTORS[1], marks=pytest.mark.slow)])
 def test_O08_a_run_names_its_machine_before_a_step_creates_its_resources(
     tmp_path: Path, executor: str
 ) -> None:

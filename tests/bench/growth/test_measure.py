@@ -75,6 +75,7 @@ def test_stages_are_chosen_by_name_prefix() -> None:
     assert chosen_stages(["scan"]) == []
 
 
+@pytest.mark.slow
 def test_each_stage_runs_in_a_separate_process_on_the_prepared_project(tmp_path: Path) -> None:
     stages = chosen_stages(["growth: validation cold", "growth: latents"])
     grown = measure(stages, tmp_path, (3, 6), rounds=1)

@@ -31,6 +31,7 @@ def test_a_stopped_run_ends_with_the_weights_of_one_that_was_not_stopped(tmp_pat
     assert losses[-1] < losses[0] / 10
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_weights_of_one(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*launch, "-m", "tests.demo.pretraining.linear_stage", str(tmp_path / "two")], check=True)

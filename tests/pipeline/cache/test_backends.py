@@ -325,6 +325,7 @@ def test_H02_the_prefix_of_the_estimate_is_shortened_until_it_selects_enough_ent
     assert requests.num_infos == 0
 
 
+@pytest.mark.slow
 def test_H02_a_large_cache_is_listed_in_parts_so_that_memory_does_not_grow_with_it(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

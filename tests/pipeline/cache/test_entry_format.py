@@ -271,6 +271,7 @@ def test_bfloat16_values_reach_torch_unchanged(store: Store) -> None:
     assert torch.equal(read, values)
 
 
+@pytest.mark.slow
 def test_an_entry_has_the_same_bytes_in_every_process_and_for_any_order_of_facts(tmp_path: Path) -> None:
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from test_entry_format import *\n"

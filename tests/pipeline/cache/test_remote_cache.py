@@ -30,7 +30,7 @@ from tests.pipeline.cached_job import ASSETS, Job, recipe_of
 from tests.tensor_differences import differing_tensors
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest) -> str:
     """Return the address of an empty cache."""
     name = f"cache-{uuid.uuid4().hex[:8]}"

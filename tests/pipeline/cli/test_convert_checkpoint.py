@@ -43,6 +43,7 @@ def file(tmp_path: Path, tiny_sdxl: Path) -> Path:
     return as_file(tmp_path / "noob.safetensors", unet_originals.stable_diffusion_xl(tiny_sdxl) | marks)
 
 
+@pytest.mark.slow
 def test_the_printed_lines_make_a_valid_recipe(tmp_path: Path, tiny_sdxl: Path, file: Path) -> None:
     folder = tmp_path / "models" / "noob"
     completed = call(file, folder, "--like", tiny_sdxl)

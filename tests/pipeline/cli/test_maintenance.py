@@ -174,6 +174,7 @@ def test_verify_exits_with_1_and_shows_the_file_and_the_fix(cli: Any, job: Job) 
     assert "latentline verify sample --repair" in completed.stderr
 
 
+@pytest.mark.slow
 def test_verify_repairs_in_a_separate_process(cli: Any, job: Job) -> None:
     path = job.entry("text_embeddings")
     sound = path.read_bytes()

@@ -34,6 +34,7 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_plan_forecasts_a_published_model_from_its_configuration_files(configs: Path) -> None:
     next(each for each in PUBLISHED if each.name == "Stable Diffusion 1.5").write(configs / "model")
     completed = CliRunner().invoke(latentline, ["plan", "flowers", "--only-memory", "--json", "--vram", "5"])

@@ -57,6 +57,7 @@ def test_another_vae_changes_the_keys_of_latents_but_not_of_captions(
     assert changed.fingerprint("denoiser") == plain.fingerprint("denoiser")
 
 
+@pytest.mark.slow
 def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
     tmp_path: Path, photos: Path, tiny_sd: Path, other: Path
 ) -> None:

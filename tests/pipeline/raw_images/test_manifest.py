@@ -307,7 +307,10 @@ def test_C06_removing_and_reordering_rows_keeps_each_images_caption(folder: Path
     assert dict(kept.select("path", "caption").rows()) == {"sub/b.png": captions["sub/b.png"]}
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("csv", "parquet")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", *SLOW_KINDS])
 def test_a_manifest_and_its_images_may_each_be_local_or_in_an_object_store(
     folder: Path, kind: str, s3: str
 ) -> None:

@@ -94,6 +94,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> InProcessLaunch:
     return InProcessLaunch()
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_captions_with_references_and_its_lora_changes_the_pipelines_picture(
     tmp_path: Path, photos: Path, launch: InProcessLaunch
 ) -> None:

@@ -275,6 +275,7 @@ def test_a_recipe_without_references_has_the_keys_and_columns_of_before(
     assert forecast(plain.recipe, plain.tables, **QUIET).side_inputs == {}
 
 
+@pytest.mark.slow
 def test_a_reference_that_the_pipeline_refuses_rejects_its_image(
     referenced: ReferencedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:

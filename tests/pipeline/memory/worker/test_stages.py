@@ -38,6 +38,7 @@ def forecast(tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_auto_is_forecast_with_the_dtypes_that_it_resolves_to(forecast: Any) -> None:
     stated = {"latents": {"compute_dtype": "float32"}, "accelerate": {"mixed_precision": "bf16"}}
     auto, explicit = forecast(), forecast(**stated)
@@ -51,6 +52,7 @@ def test_auto_is_forecast_with_the_dtypes_that_it_resolves_to(forecast: Any) -> 
     assert float32.device_bytes == pytest.approx(2 * auto.stages[1].device_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_host_holds_no_unpacked_model_if_weights_are_packed_on_the_gpu(forecast: Any) -> None:
     training = {"gradient_checkpointing": True, "quantize": "int8"}
     plain, packed = forecast().stages[2], forecast(training=training).stages[2]
@@ -60,6 +62,7 @@ def test_the_host_holds_no_unpacked_model_if_weights_are_packed_on_the_gpu(forec
     assert forecast(training=same_kind).stages[2].device_bytes == packed.device_bytes
 
 
+@pytest.mark.slow
 def test_packing_is_proposed_with_the_gentlest_kind_that_fits_if_all_blocks_are_streamed(
     forecast: Any,
 ) -> None:
@@ -115,6 +118,7 @@ def test_auto_is_forecast_with_the_blocks_that_it_keeps_on_a_card(forecast: Any)
     assert memory.change is None
 
 
+@pytest.mark.slow
 def test_the_text_encoder_that_does_not_fit_is_forecast_with_streamed_layers(forecast: Any) -> None:
     """T5's 24 layers have 193 million weights each; the margin is 2 GiB."""
     layer = 193e6 * 2 / GIB

@@ -57,6 +57,7 @@ def test_a_grid_of_steps_strengths_and_prompts_is_one_picture_each_and_a_sheet(t
         assert image.height > 4 * 256, "a row for each step and strength"
 
 
+@pytest.mark.slow
 def test_with_one_prompt_the_columns_of_the_sheet_are_strengths(trained: Project) -> None:
     job = prepare_drawing(trained.recipe, Request(strengths=(0.5, 0.75, 1.0)))
     with Image.open(draw(job, InProcessDrawing())) as image:

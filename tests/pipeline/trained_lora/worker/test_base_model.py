@@ -156,6 +156,7 @@ def test_quantised_weights_give_almost_the_same_output_and_can_be_trained_and_ex
     assert max(file.max_error for file in exported) < 1e-6
 
 
+@pytest.mark.slow
 @needs_torchao
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_run_draws_previews_and_resumes_bit_for_bit(

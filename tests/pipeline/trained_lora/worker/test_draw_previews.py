@@ -85,6 +85,7 @@ def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Proje
     assert engine.denoiser.training
 
 
+@pytest.mark.slow
 def test_previews_are_decoded_in_tiles_and_bfloat16_after_memory_ran_out(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:

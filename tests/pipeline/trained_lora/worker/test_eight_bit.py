@@ -162,6 +162,7 @@ def test_recomputed_activations_give_the_same_gradients(make_project: Callable[.
     assert differing_tensors(actual, expected) == []
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_almost_the_same_gradients(make_project: Callable[..., Project]) -> None:
     """The compiler traces the blocks; without a C++ compiler, their graphs run as they are."""
     lora = {"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.to_q"]}

@@ -128,6 +128,7 @@ def test_R01_runs_interrupted_once_or_twice_equal_the_uninterrupted_run_bit_for_
         cut_and_compare(project, outcome(uninterrupted), cuts)
 
 
+@pytest.mark.slow
 def test_R01_an_interrupted_run_with_prior_prediction_and_masks_equals_the_uninterrupted_run_bit_for_bit(
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
@@ -140,6 +141,7 @@ def test_R01_an_interrupted_run_with_prior_prediction_and_masks_equals_the_unint
     cut_and_compare(project, outcome(uninterrupted), (1, 6))
 
 
+@pytest.mark.slow
 def test_R01_an_interrupted_run_of_a_slider_equals_the_uninterrupted_run_bit_for_bit(
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
@@ -181,6 +183,7 @@ def test_R01_runs_interrupted_at_any_one_or_two_steps_equal_the_uninterrupted_ru
             cut_and_compare(project, expected, (first, second))
 
 
+@pytest.mark.slow
 def test_sample_losses_stay_with_their_images_when_the_holdout_changes_before_a_resume(
     make_project: Callable[..., Project],
 ) -> None:

@@ -70,6 +70,7 @@ def drawn(job: TrainingJob) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(RunLayout(job.folder).previews.glob("*.png"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [{"ema_decay": 0.9}, {"optimizer": "schedule_free"}], ids=str)
 def test_R01_validation_and_previews_that_a_kill_prevented_follow_after_the_resume(
     make_project: Callable[..., Project], kill: Callable[..., None], training: dict[str, Any]
@@ -124,6 +125,7 @@ def test_R09_results_that_end_the_process_again_are_skipped(
     )
 
 
+@pytest.mark.slow
 def test_a_resume_from_a_step_at_which_nothing_is_due_computes_no_results(
     make_project: Callable[..., Project],
 ) -> None:

@@ -65,6 +65,7 @@ def step_of(engine: Engine, job: TrainingJob, step: int) -> Any:
     return engine.step(inputs[0][0], iter(inputs), stop=False)
 
 
+@pytest.mark.slow
 def test_without_the_key_training_loads_no_text_encoder_and_no_vae(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def loss_by_hand(pipe: Any, micro: MicroInput, *, xl: bool) -> torch.Tensor:
     return ((answer - micro.noise) ** 2).mean()
 
 
+@pytest.mark.slow
 def test_R01_an_interrupted_run_resumes_bit_for_bit(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_the_adapter_works_with_packed_weights(
     assert (trained - unpacked).abs() < 0.2 * (trained - evaluated).abs()
 
 
+@pytest.mark.slow
 def test_files_and_previews_of_a_run_do_not_contain_the_adapter_and_resume_is_exact(
     make_project: Callable[..., Project], adapter_file: Path
 ) -> None:
@@ -235,6 +236,7 @@ def test_E05_an_adapter_without_an_effect_is_an_error_before_training(
     assert "model.training_adapter" in excinfo.value.where
 
 
+@pytest.mark.slow
 def test_a_training_adapter_is_tested_and_used_together_with_trained_text_encoders(
     make_project: Callable[..., Project], adapter_file: Path
 ) -> None:

@@ -169,6 +169,7 @@ def test_L09_out_of_memory_on_a_single_image_is_an_error_with_a_fix(
         encode(encoder, encoding)
 
 
+@pytest.mark.slow
 def test_L09_an_image_that_does_not_fit_in_memory_is_encoded_in_tiles_with_a_log_line(
     encoding: Encoding, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

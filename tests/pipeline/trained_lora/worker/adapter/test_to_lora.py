@@ -206,8 +206,7 @@ def test_a_lokr_splits_every_length_as_peft_does(factor: int) -> None:
     "kind",
     [
         "dora ranks rslora",
-        "lokr",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("loha", "pissa", "olora")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lokr", "loha", "pissa", "olora")),
     ],
 )
 def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(

@@ -107,6 +107,7 @@ def test_each_layout_has_the_keys_of_its_loader(
         assert len(keys[layout]) > len(text)
 
 
+@pytest.mark.slow
 def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_run_on_a_cpu_records_that_all_blocks_stay(make_project: Callable[...,
     assert results[0]["output_change"] == results[1]["output_change"]
 
 
+@pytest.mark.slow
 def test_the_advice_after_missing_memory_is_to_keep_half_as_many_blocks(flux: WorkerFamily) -> None:
     recipe = recipe_of(flux.folder)
     for offload, half in (("none", 4), (5, 2)):
