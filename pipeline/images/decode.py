@@ -32,13 +32,17 @@ from PIL import Image
 
 from pipeline.images import colour
 from pipeline.images.colour import Background
-from pipeline.images.decode_memory import DECODE_MEMORY, MAX_DECODE_BYTES, decode_bytes
+from pipeline.images.decode_limits import (
+    DECODE_MEMORY,
+    MAX_DECODE_BYTES,
+    TimedFile,
+    decode_bytes,
+    require_few_scans,
+)
 from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, formats_of, plugin_version, plugin_versions, require_image
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
-from pipeline.images.jpeg_scans import require_few_scans
 from pipeline.images.orientation import TRANSPOSE, has_late_metadata, orientation_of, oriented_size
-from pipeline.images.timed_file import TimedFile
 from pipeline.storage.regular_files import open_regular, read_all
 from pipeline.storage.source import MAX_BUFFERED_BYTES, SourceFile
 from pipeline.versions import PREPROCESSING_VERSION

@@ -20,11 +20,10 @@ from pipeline.images.decode import (
     is_current_decoder,
     open_content,
 )
-from pipeline.images.decode_memory import DECODE_MEMORY, MAX_BYTES_PER_PX
+from pipeline.images.decode_limits import DECODE_MEMORY, MAX_BYTES_PER_PX, MAX_JPEG_SCANS
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError, sniff
-from pipeline.images.jpeg_scans import MAX_JPEG_SCANS
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.rejection import printable
 from pipeline.raw_images.scan_index import DECODED

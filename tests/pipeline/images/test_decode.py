@@ -35,7 +35,7 @@ from pipeline.images.decode import (
     read_header,
 )
 from pipeline.images.decode import decoded as decoded_within
-from pipeline.images.decode_memory import MemoryBudget
+from pipeline.images.decode_limits import MemoryBudget
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Buckets, Geometry, Placement, Size, ladder
 from pipeline.versions import PREPROCESSING_VERSION

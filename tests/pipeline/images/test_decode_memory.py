@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from pipeline.images.decode import DecodeLimits, decode, decoded
-from pipeline.images.decode_memory import MemoryBudget
+from pipeline.images.decode_limits import MemoryBudget
 from pipeline.images.formats import ImageError
 from tests.hostile_images import float_tiff, png
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipeline.images.decode import decode
+from pipeline.images.decode_limits import MAX_JPEG_SCANS, count_scans
 from pipeline.images.formats import ImageError
-from pipeline.images.jpeg_scans import MAX_JPEG_SCANS, count_scans
 from tests.hostile_images import jpeg_with_scans
 
 WHITE = (255, 255, 255)

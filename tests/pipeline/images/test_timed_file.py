@@ -7,8 +7,8 @@ import io
 import pytest
 
 from pipeline.images.decode import read_header
+from pipeline.images.decode_limits import TimedFile
 from pipeline.images.formats import ImageError
-from pipeline.images.timed_file import TimedFile
 from tests.hostile_images import png, png_chunk
 from tests.pipeline.dataset_folder import Folder
 

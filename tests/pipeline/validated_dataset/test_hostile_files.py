@@ -15,7 +15,7 @@ import pytest
 from pipeline.aspect_buckets import report as bucket_report
 from pipeline.errors import DatasetError
 from pipeline.images.decode import load_pixels
-from pipeline.images.decode_memory import DECODE_MEMORY, MAX_DECODE_BYTES
+from pipeline.images.decode_limits import DECODE_MEMORY, MAX_DECODE_BYTES
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry
 from pipeline.raw_images.sources import sources_of
