@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.vae_latents.worker.cudnn_tuning import MAX_SHAPES, MIN_BATCHES, CudnnTuning
+from pipeline.vae_latents.worker.vae_batches import MAX_SHAPES, MIN_BATCHES, CudnnTuning
 
 
 @pytest.fixture(autouse=True)

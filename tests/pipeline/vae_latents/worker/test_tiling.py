@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import avg_pool2d
 
 from pipeline.models.worker.vae import Posterior
-from pipeline.vae_latents.worker.tiling import MIN_OVERLAP, tile_starts, tiled_posterior
+from pipeline.vae_latents.worker.vae_batches import MIN_OVERLAP, tile_starts, tiled_posterior
 
 FACTOR = 8
 
