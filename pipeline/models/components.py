@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import is_tokenizer, tokenizer_files, weight_files
-from pipeline.models.download import download_files
 from pipeline.models.hub import (
     component_files,
+    download_files,
     explain_download_errors,
     is_hub_id,
     require_access,

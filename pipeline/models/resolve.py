@@ -11,10 +11,10 @@ from pathlib import Path, PurePath
 from pipeline.errors import ModelError
 from pipeline.models.components import NamesModel, local_components, resolve_components
 from pipeline.models.diffusers_folder import require_whole
-from pipeline.models.download import download_files
 from pipeline.models.families import Family, FamilySpec, detect, family_spec
 from pipeline.models.hub import (
     component_files,
+    download_files,
     explain_download_errors,
     is_hub_id,
     require_access,

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
-from pipeline.models.download import download_files
-from pipeline.models.hub import REQUEST_TIMEOUT_S, explain_download_errors, is_hub_id, require_access
+from pipeline.models.hub import (
+    REQUEST_TIMEOUT_S,
+    download_files,
+    explain_download_errors,
+    is_hub_id,
+    require_access,
+)
 from pipeline.recipe import in_project
 from pipeline.reporting.reports import Log, discard
 

@@ -23,7 +23,7 @@ FILES = {"model_index.json": b"{}", "vae/weights.safetensors": b"x" * 3_000_000,
 
 CODE = """\
 import sys
-from pipeline.models.download import download_files
+from pipeline.models.hub import download_files
 from pipeline.reporting import progress
 progress.FIRST_LINE_S = progress.LINE_INTERVAL_S = 0.0
 names = ["model_index.json", "vae/weights.safetensors"]
