@@ -25,8 +25,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
         can_subset=True,
     )
     def raw_images(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
-        from pipeline.models.prompt_support import require_preview_prompts
-        from pipeline.models.reference_support import require_references
+        from pipeline.models.recipe_support import require_preview_prompts, require_references
         from pipeline.models.resolve import check_local_base
         from pipeline.raw_images import checks
         from pipeline.raw_images.stage import scan

@@ -9,8 +9,7 @@ from ruamel.yaml import YAML
 
 from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import counted
-from pipeline.models.prompt_support import require_preview_prompts
-from pipeline.models.reference_support import require_references
+from pipeline.models.recipe_support import require_preview_prompts, require_references
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import Recipe

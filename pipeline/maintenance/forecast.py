@@ -30,8 +30,7 @@ from pipeline.maintenance.expected import (
     expect_side_input,
     unusable_entries,
 )
-from pipeline.models.prompt_support import require_preview_prompts
-from pipeline.models.reference_support import require_references
+from pipeline.models.recipe_support import require_preview_prompts, require_references
 from pipeline.raw_images import checks as raw_images
 from pipeline.raw_images.stage import scan
 from pipeline.recipe.check_specs import PATH_ISOLATION

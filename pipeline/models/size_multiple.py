@@ -57,6 +57,8 @@ def require_size_multiple(recipes: Iterable[Recipe]) -> None:
 def _size_mistake(recipe: Recipe, family: Family | None) -> Mistake | None:
     if family is None:
         return None
+
+    # Loading the definitions calls this function, and most recipes need neither families nor NumPy for it.
     from pipeline.images.geometry import not_multiples, placement_of
 
     multiple, settings = family.size_multiple(), recipe.buckets

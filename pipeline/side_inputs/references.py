@@ -13,7 +13,7 @@ import polars as pl
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Crop, Geometry, Size
-from pipeline.models.reference_support import require_references
+from pipeline.models.recipe_support import require_references
 from pipeline.side_inputs.images import EncodedImages, mean_entries
 from pipeline.side_inputs.side_input import GEOMETRY
 

@@ -20,7 +20,7 @@ from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.encoding.fill import EntryRequests, fill
 from pipeline.encoding.jobs import Failure, Job
 from pipeline.errors import DatasetError
-from pipeline.models.prompt_support import require_preview_prompts
+from pipeline.models.recipe_support import require_preview_prompts
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
 from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, selected, validated

@@ -21,8 +21,7 @@ from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.used_keys import KeyLists
 from pipeline.errors import counted
 from pipeline.models.families import detect
-from pipeline.models.prompt_support import require_preview_prompts
-from pipeline.models.reference_support import require_references
+from pipeline.models.recipe_support import require_preview_prompts, require_references
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import DrawingError, counted
-from pipeline.models.prompt_support import reference_mistakes, require_preview_prompts
+from pipeline.models.recipe_support import reference_mistakes, require_preview_prompts
 from pipeline.outputs.folder import outputs_of
 from pipeline.recipe import PreviewPrompt
 from pipeline.recipe.isolation import require_separate_folder

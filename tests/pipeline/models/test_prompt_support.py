@@ -21,7 +21,7 @@ from demo.tiny_models import (
 )
 from pipeline.errors import RecipeError
 from pipeline.models.families import detect
-from pipeline.models.prompt_support import require_preview_prompts
+from pipeline.models.recipe_support import require_preview_prompts
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.storage.atomic import write_text
 

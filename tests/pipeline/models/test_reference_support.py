@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import RecipeError
 from pipeline.models.families import detect
-from pipeline.models.reference_support import require_references
+from pipeline.models.recipe_support import require_references
 from pipeline.recipe import Recipe, recipe_from_mapping
 from tests.pipeline.reference_family import with_references
 

@@ -22,7 +22,7 @@ from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.gc import survey
 from pipeline.maintenance.verify import needed_entries, verify
-from pipeline.models.reference_support import require_references
+from pipeline.models.recipe_support import require_references
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import SeenImage
 from pipeline.recipe import Recipe
