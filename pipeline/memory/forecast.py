@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.memory.job import MemoryForecast, MemoryJob, read_result, write_job
-from pipeline.models.config_files import config_folder
+from pipeline.models.resolve import config_folder
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import AccelerateSettings
 

@@ -25,6 +25,9 @@ from pipeline.reporting.reports import Log, discard
 
 _INDEX = "model_index.json"
 
+_CONFIG_PATTERNS = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+"""Names of the configuration files of components."""
+
 _CHECKPOINT_SUFFIXES = frozenset([".safetensors", ".ckpt", ".pt", ".bin", ".gguf"])
 
 _SINGLE_FILE_FIX = (
@@ -63,6 +66,40 @@ def resolve_base(recipe: NamesModel, *, log: Log = discard) -> Path:
         folder = _download(recipe, replaced, log)
     _require_no_pickles(recipe, detect(folder, replaced))
     return folder
+
+
+def config_folder(recipe: NamesModel) -> tuple[Path, dict[str, Path]]:
+    """Return the folder of the recipe's base model with at least its configuration files.
+
+    If the model is on the Hub and not on this machine, these files are downloaded, some kilobytes.
+
+    Returns:
+        The folder, and the folders of replaced components that are on this machine, by role. Components that
+        are replaced by others on the Hub count as parts of the base model.
+
+    Raises:
+        ModelError: `model.base` is neither a folder nor a Hub id, or a file cannot be downloaded.
+        FamilyError: The family of its pipeline class is not supported.
+    """
+    replaced = local_components(recipe)
+    local = local_base(recipe)
+    if local is not None:
+        return local, replaced
+
+    base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
+    folder = indexed_snapshot(base, revision, where)
+    roles = [role for role in family_spec(folder).components if role not in replaced]
+    if any(not _has_config(folder / role) for role in roles):
+        from huggingface_hub import snapshot_download
+
+        wanted = [f"{role}/{name}" for role in roles for name in _CONFIG_PATTERNS]
+        with explain_download_errors(base, where):
+            folder = Path(snapshot_download(base, revision=revision, allow_patterns=wanted))
+    return folder, replaced
+
+
+def _has_config(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _CONFIG_PATTERNS)
 
 
 def check_local_base(recipe: NamesModel) -> None:
