@@ -12,7 +12,7 @@ import polars as pl
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import BucketError
-from pipeline.images.geometry import Crop, Geometry, Size
+from pipeline.images.geometry import Geometry, Size
 from pipeline.models.recipe_support import require_references
 from pipeline.side_inputs.images import EncodedImages, mean_entries
 from pipeline.side_inputs.side_input import GEOMETRY
@@ -118,10 +118,7 @@ def reference_geometry(family: Family, original_size: Size, resolution: int | No
     multiple = family.size_multiple()
     scaled = Size(*(max(multiple, edge) for edge in size_within(original_size, resolution)))
     target = Size(*(edge // multiple * multiple for edge in scaled))
-    if not spec.crops:
-        return Geometry(original_size, target, Crop(0, 0, *target))
-    top, left = (scaled.height - target.height) // 2, (scaled.width - target.width) // 2
-    return Geometry(original_size, scaled, Crop(top, left, *target))
+    return spec.fitted(original_size, scaled=scaled, target=target)
 
 
 def size_within(size: Size, resolution: int) -> Size:

@@ -59,11 +59,13 @@ class ReferenceSpec:
         Raises:
             BucketError: The pipeline refuses a reference of this size.
         """
-        target = self.size(model, original)
+        return self.fitted(original, scaled=self.scaled(original), target=self.size(model, original))
+
+    def fitted(self, original: Size, *, scaled: Size, target: Size) -> Geometry:
+        """Return the geometry of a target: the centre of the `scaled` reference, or the stretched one."""
         if not self.crops:
             return Geometry(original, target, Crop(0, 0, *target))
 
-        scaled = self.scaled(original)
         top, left = (scaled.height - target.height) // 2, (scaled.width - target.width) // 2
         return Geometry(original, scaled, Crop(top, left, *target))
 
@@ -88,10 +90,7 @@ def flux2_references(max_number: int) -> ReferenceSpec:
 
 
 def _flux2_size(model: ModelFolder, original: Size) -> Size:
-    if max(original) > min(original) * _FLUX2_MAX_ASPECT_RATIO:
-        raise _refused(
-            original, f"the aspect ratio of a reference must be at most {_FLUX2_MAX_ASPECT_RATIO}:1"
-        )
+    _require_aspect_ratio(original, _FLUX2_MAX_ASPECT_RATIO)
     _require_edges(original, _FLUX2_MIN_EDGE_PX)
     return _floored(model, _flux2_scaled(original))
 
@@ -141,8 +140,8 @@ KONTEXT_REFERENCES = ReferenceSpec(max_number=1, size=_kontext_size)
 
 
 QWEN_PX, _QWEN_EDIT_TEXT_PX = 1024 * 1024, 384 * 384
-"""Areas, in pixels, of references of both Qwen families, and of those that Qwen-Image-Edit's text encoder
-sees: `VAE_IMAGE_SIZE` or `output_resolution` squared, and `CONDITION_IMAGE_SIZE` in diffusers."""
+"""Areas, in pixels, of references of both Qwen families, and of references that Qwen-Image-Edit's text
+encoder sees: `VAE_IMAGE_SIZE` or `output_resolution` squared, and `CONDITION_IMAGE_SIZE` in diffusers."""
 
 _QWEN_MULTIPLE_PX = 32
 """Number that both edges of a reference of Qwen-Image-Edit and Qwen-Image 2.1 are a multiple of."""
@@ -152,9 +151,7 @@ _QWEN_MAX_ASPECT_RATIO = 200
 
 
 def _qwen_size(model: ModelFolder, original: Size) -> Size:
-    if max(original) > min(original) * _QWEN_MAX_ASPECT_RATIO:
-        limit = f"the aspect ratio of a reference must be at most {_QWEN_MAX_ASPECT_RATIO}:1"
-        raise _refused(original, limit)
+    _require_aspect_ratio(original, _QWEN_MAX_ASPECT_RATIO)
     return _of_area(original, QWEN_PX)
 
 
@@ -263,6 +260,11 @@ def _multiple(model: ModelFolder) -> int:
 def _floored(model: ModelFolder, size: Size) -> Size:
     multiple = _multiple(model)
     return Size(*(edge // multiple * multiple for edge in size))
+
+
+def _require_aspect_ratio(original: Size, limit: int) -> None:
+    if max(original) > min(original) * limit:
+        raise _refused(original, f"the aspect ratio of a reference must be at most {limit}:1")
 
 
 def _require_edges(original: Size, min_px: int) -> None:
