@@ -244,6 +244,11 @@ class TextConditioner(ABC):
         return num_tokens, num_tokens - limit, min(max(offset, 0), len(caption))
 
 
+def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Return (first character, last character + 1) of each token."""
+    return tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+
+
 def count_within_template(
     spans_of: Callable[[str], list[tuple[int, int]]], caption: str, *, caption_start: int, limit: int
 ) -> tuple[int, int, int | None]:

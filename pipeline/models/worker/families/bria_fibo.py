@@ -12,7 +12,7 @@ from pipeline.models.families import Family
 from pipeline.models.families.bria_fibo import TOKENS
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
-from pipeline.models.worker.flux_tokens import text_ids
+from pipeline.models.worker.families.flux import text_ids
 from pipeline.models.worker.text import CachedPromptConditioner, own_tokens
 
 

@@ -18,7 +18,7 @@ from pipeline.models.families.bria_fibo2 import NUM_BUNDLES, PERCEIVER_BUNDLE
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.families.qwen_image_edit import CaptionImageProcessor
 from pipeline.models.worker.inference import PipelineDrawing
-from pipeline.models.worker.text import SeenImage, TextConditioner
+from pipeline.models.worker.text import SeenImage, TextConditioner, token_spans
 
 _PATCH = 2
 """Edge, in values of the VAE's latent, of a patch in the stored latent."""
@@ -77,8 +77,7 @@ class BriaFibo2Conditioner(TextConditioner):
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """See `TextConditioner.count_tokens`; the first cut character is counted in the cleaned caption."""
         prompt, limit = self.prompt(encoders, caption), self.token_limit(encoders, role)
-        options = {"return_offsets_mapping": True, "verbose": False}
-        spans = encoders.processor.tokenizer(prompt, **options)["offset_mapping"]
+        spans = token_spans(encoders.processor.tokenizer, prompt)
         if len(spans) <= limit:
             return len(spans), 0, None
         offset = spans[limit][0] - encoders.prompt_template_encode.index("{}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
+from pipeline.models.worker.families.flux import pack, text_ids, unpack
 from pipeline.models.worker.text import MASKED_PROMPT, TextConditioner
 
 

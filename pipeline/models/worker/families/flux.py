@@ -1,4 +1,4 @@
-"""FLUX.1."""
+"""FLUX.1, and the packed tokens that Chroma, Bria FIBO and FLUX.1 Kontext share with it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from pipeline.models.families.flux import has_guidance
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
 from pipeline.models.worker.text import POOLED_PROMPT, TextConditioner
+
+PATCH = 2
+"""Edge, in latent values, of the patch that is packed into one token."""
 
 _TRAINING_GUIDANCE = 1.0
 """Guidance scale in training: dev's guidance is distilled, and at 1 the adapter does not learn guidance."""
@@ -60,3 +62,33 @@ class FluxCall(DenoiserCall):
             return_dict=False,
         )[0]
         return unpack(self.pipeline, tokens, noisy, self.family.vae_factor)
+
+
+def pack(pipeline: Any, noisy: Tensor) -> dict[str, Tensor]:
+    """Return `hidden_states` and `img_ids` of a noisy latent (B, C, h, w)."""
+    batch, channels, height, width = noisy.shape
+    rows, columns = height // PATCH, width // PATCH
+    return {
+        "hidden_states": pipeline._pack_latents(noisy, batch, channels, height, width),
+        "img_ids": pipeline._prepare_latent_image_ids(batch, rows, columns, noisy.device, torch.float32),
+    }
+
+
+def text_ids(text: Tensor) -> Tensor:
+    """Return zeros (T, 3), the position ids that the pipelines give to text tokens (B, T, D)."""
+    return text.new_zeros(text.shape[1], 3)
+
+
+def unpack(pipeline: Any, tokens: Tensor, noisy: Tensor, factor: int) -> Tensor:
+    """Rearrange the transformer's output tokens (B, T, D) into a latent (B, C, h, w).
+
+    Args:
+        pipeline: diffusers' pipeline class; its `_unpack_latents` does the work.
+        tokens: Output of the transformer, one token per 2x2 patch of the latent; further tokens, which belong
+            to a reference image, are ignored.
+        noisy: Latent (B, C, h, w) that was packed into the transformer's input.
+        factor: Downscaling factor of the VAE; `_unpack_latents` takes the image's size in pixels.
+    """
+    height, width = noisy.shape[2:]
+    tokens = tokens[:, : (height // PATCH) * (width // PATCH)]
+    return pipeline._unpack_latents(tokens, height * factor, width * factor, factor)

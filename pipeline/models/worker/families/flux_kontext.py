@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pipeline.images.geometry import Size
 from pipeline.models.worker.denoiser import Conditions
-from pipeline.models.worker.families.flux import FluxCall
-from pipeline.models.worker.flux_tokens import pack
+from pipeline.models.worker.families.flux import FluxCall, pack
 from pipeline.models.worker.inference import PipelineDrawing
 
 _REFERENCE_ID = 1

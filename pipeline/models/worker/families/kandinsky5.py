@@ -13,7 +13,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.families.kandinsky5 import TEMPLATE_TOKENS, TOKENS
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.inference import PipelineDrawing
-from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.text import TextConditioner, token_spans
 
 _NUM_END_MARKS = 2
 """Tokens at the end that the pipeline excludes when it measures how much text to cut."""
@@ -34,7 +34,7 @@ class QwenAndClipConditioner(TextConditioner):
         and ignores any tokens that still exceed the limit.
         """
         prompt, limit = self.prompt(encoders, caption), self.token_limit(encoders, role)
-        spans = _token_spans(encoders.tokenizer, prompt)
+        spans = token_spans(encoders.tokenizer, prompt)
         if len(spans) <= limit:
             return len(spans), 0, None
 
@@ -42,7 +42,7 @@ class QwenAndClipConditioner(TextConditioner):
         removed = encoders.tokenizer.decode(tokens[TOKENS - _NUM_END_MARKS :])
         end = len(prompt) - len(removed)
 
-        rest = _token_spans(encoders.tokenizer, prompt[:end])
+        rest = token_spans(encoders.tokenizer, prompt[:end])
         end = rest[limit][0] if len(rest) > limit else end
         num_cut = sum(span_end > end for _, span_end in spans)
         caption_start = encoders.prompt_template.index("{}")
@@ -96,8 +96,3 @@ class Kandinsky5Drawing(PipelineDrawing):
     def allow_size(self, pipeline: Any, size: Size) -> None:
         """Make `size` the only size of the list."""
         pipeline.resolutions = [(size.width, size.height)]
-
-
-def _token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Return (first character, last character + 1) of each token."""
-    return tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]

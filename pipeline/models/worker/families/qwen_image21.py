@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.families.qwen_image_edit import CaptionImageProcessor
 from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.loading import component_class
-from pipeline.models.worker.text import SeenImage, TextConditioner, count_within_template
+from pipeline.models.worker.text import SeenImage, TextConditioner, count_within_template, token_spans
 from pipeline.models.worker.vae import FrameCodec, Posterior
 
 _SLOT_TOKENS = 4
@@ -74,14 +74,12 @@ class QwenImage21Conditioner(TextConditioner):
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """Count tokens, and cut the caption's end so that the end of the template remains."""
-        limit, caption_start = self.token_limit(encoders, role), encoders.prompt_template_t2i.index("{}")
-        spans_of = partial(self._token_spans, encoders)
-        return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
-    def _token_spans(self, encoders: Any, caption: str) -> list[tuple[int, int]]:
-        """Return (first character, last character + 1) of each token of the prompt."""
-        options = {"return_offsets_mapping": True, "verbose": False}
-        return encoders.processor.tokenizer(self.prompt(encoders, caption), **options)["offset_mapping"]
+        def spans_of(text: str) -> list[tuple[int, int]]:
+            return token_spans(encoders.processor.tokenizer, self.prompt(encoders, text))
+
+        limit, caption_start = self.token_limit(encoders, role), encoders.prompt_template_t2i.index("{}")
+        return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`; the pipeline itself cuts nothing."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import BatchFeature, Qwen2VLImageProcessorPil
 
 from pipeline.models.worker.families.qwen_image import QwenConditioner
-from pipeline.models.worker.text import SeenImage, count_within_template
+from pipeline.models.worker.text import SeenImage, count_within_template, token_spans
 
 _IMAGE_MARK = re.compile(r"<\|image_pad\|>")
 
@@ -50,14 +49,12 @@ class QwenImageEditConditioner(QwenConditioner):
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """Count tokens, and cut the caption's end so that the end of the template remains."""
-        limit, caption_start = self.token_limit(encoders, role), encoders.prompt_template_encode.index("{}")
-        spans_of = partial(self._token_spans, encoders)
-        return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
-    def _token_spans(self, encoders: Any, caption: str) -> list[tuple[int, int]]:
-        """Return (first character, last character + 1) of each token of the prompt."""
-        options = {"return_offsets_mapping": True, "verbose": False}
-        return encoders.processor.tokenizer(self.prompt(encoders, caption), **options)["offset_mapping"]
+        def spans_of(text: str) -> list[tuple[int, int]]:
+            return token_spans(encoders.processor.tokenizer, self.prompt(encoders, text))
+
+        limit, caption_start = self.token_limit(encoders, role), encoders.prompt_template_encode.index("{}")
+        return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
