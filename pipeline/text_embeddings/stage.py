@@ -1,7 +1,4 @@
-"""Stage text_embeddings: text embeddings in the cache for each distinct caption.
-
-`needed_captions` -> `text_requests` -> `fill` (missing entries are encoded) -> table.
-"""
+"""Stage text_embeddings: text embeddings in the cache for each distinct caption."""
 
 from __future__ import annotations
 
@@ -175,7 +172,7 @@ def _entry_requests(
     )
     if FILES in texts.columns:
         rows = rows.with_columns(texts[FILES])
-    token_counts = {name: partial(_stated_count, name) for name in _TOKEN_COUNTS}
+    token_counts = {name: partial(_recorded_count, name) for name in _TOKEN_COUNTS}
     return EntryRequests(
         kind="text",
         rows=rows.with_columns(name="caption", cost=pl.lit(1, pl.Int32)),
@@ -196,7 +193,7 @@ def text_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _stated_count(name: str, state: EntryState) -> int | None:
+def _recorded_count(name: str, state: EntryState) -> int | None:
     return (state.metadata or {}).get(name)
 
 

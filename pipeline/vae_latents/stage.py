@@ -1,7 +1,4 @@
-"""Stage vae_latents: a latent in the cache for each row of aspect_buckets.
-
-`latent_requests` -> `fill` (missing entries are encoded) -> rejected samples and table.
-"""
+"""Stage vae_latents: a latent in the cache for each row of aspect_buckets."""
 
 from __future__ import annotations
 
@@ -123,17 +120,12 @@ def cache_latents(
     work = replace(_entry_requests(entries, rows, picture_rows), seal_packs=seal_packs)
     result = fill(entries, work, launch=launch, log=log, watch=watch)
 
-    # A failed entry rejects every sample that needs it.
-    requests = requests.with_row_index("row")
-    failures = _failures(requests, side_inputs, result.failed | ({} if masks is None else masks.failed))
-    failed = requests.filter(pl.col("row").is_in(list(failures)))
-    failed = failed.unique("sample_id", keep="first", maintain_order=True)
-    kept = requests.join(failed, on="sample_id", how="anti", maintain_order="left")
+    failed = result.failed | ({} if masks is None else masks.failed)
+    kept, rejected = _without_failed(requests.with_row_index("row"), side_inputs, failed)
     for side_input, entry_rows in side_inputs.items():
         encoded = masks if side_input is MASKS else result
         kept = _with_side_input(recipe, side_input, kept, entry_rows, encoded)
     table = _table(kept, result)
-    rejected = [_rejected_row(row, failures[row["row"]]) for row in failed.iter_rows(named=True)]
 
     report = {
         **_counters(result, table, removed=_num_removed(recorded, _recorded(table))),
@@ -174,13 +166,27 @@ def _with_side_input(
     return side_input.with_entries(requests, entry_rows, encoded.entries)
 
 
-def _failures(
+def _without_failed(
     requests: pl.DataFrame, side_inputs: Mapping[SideInput, pl.DataFrame], failures: Mapping[str, Failure]
-) -> dict[int, dict[str, str]]:
-    """Return why a row lacks an entry, by its index: for its latent, or else for its first side input."""
-    failed = requests.filter(pl.col("key").is_in(list(failures))).select("row", "key")
-    of_latents = {row: asdict(failures[key]) for row, key in failed.iter_rows()}
-    return failures_by_row(side_inputs, failures) | of_latents
+) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
+    """Return the requests of samples with all their entries, and the rejected rows of all other samples.
+
+    The reason of a rejection is the failure of the latent, or else of the first side input.
+
+    Args:
+        requests: Rows of vae_latents with the column `row`.
+        side_inputs: Entry rows by side input.
+        failures: Failures by the key of the entry.
+    """
+    of_latents = requests.filter(pl.col("key").is_in(list(failures))).select("row", "key")
+    by_row = failures_by_row(side_inputs, failures)
+    by_row |= {row: asdict(failures[key]) for row, key in of_latents.iter_rows()}
+
+    # A failed entry rejects every sample that needs it, with all its buckets.
+    failed = requests.filter(pl.col("row").is_in(list(by_row)))
+    failed = failed.unique("sample_id", keep="first", maintain_order=True)
+    kept = requests.join(failed, on="sample_id", how="anti", maintain_order="left")
+    return kept, [_rejected_row(row, by_row[row["row"]]) for row in failed.iter_rows(named=True)]
 
 
 def _recorded(table: pl.DataFrame | None) -> pl.DataFrame | None:
