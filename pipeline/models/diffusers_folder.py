@@ -173,10 +173,8 @@ def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
 
 
 def _require_safetensors(path: Path) -> None:
-    """Raise ModelError for a pickle if recipes come from strangers.
-
-    diffusers and transformers unpickle only tensors, which protects as well as torch does.
-    """
+    """Raise ModelError for a pickle if recipes come from strangers."""
+    # diffusers and transformers unpickle only tensors, which protects only as well as torch does.
     if ".bin" in path.suffixes and is_untrusted():
         raise ModelError(
             f"weights must be *.safetensors because {UNTRUSTED_VARIABLE} is set, got a pickle",
@@ -260,13 +258,13 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 def image_processor_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the image processor in a processor's folder, without the names of classes.
 
-    The folder may state them twice. As in transformers, the processor's own configuration takes precedence
-    over the separate file of the image processor.
-
     Raises:
         ModelError: The folder has no settings of an image processor.
     """
     own, separate = (folder / name for name in _PROCESSOR_CONFIGS)
+
+    # The folder may contain the settings twice. As in transformers, the processor's own configuration takes
+    # precedence over the separate file of the image processor.
     settings = read_json(own).get("image_processor") if own.is_file() else None
     settings = read_json(separate) if settings is None else settings
     return {name: value for name, value in settings.items() if name not in _CLASS_NAMES}

@@ -53,14 +53,13 @@ def suggest_folder(name: str) -> str | None:
 def require_access(name: str, revision: str | None) -> None:
     """Request the repository's description once, so that no download retries what cannot succeed.
 
-    `hf_hub_download` repeats its first request for half a minute if there is no network.
-
     Raises:
         HTTPError: The Hub cannot be reached, or refuses access.
         OfflineModeIsEnabled: HF_HUB_OFFLINE is set.
     """
     from huggingface_hub import HfApi
 
+    # `hf_hub_download` would repeat its first request for half a minute if there is no network.
     HfApi().model_info(name, revision=revision, timeout=REQUEST_TIMEOUT_S)
 
 

@@ -116,10 +116,8 @@ def _find_part(header: Header, places: Iterable[tuple[str, str]]) -> Part | None
 
 
 def _dtypes(tensors: Mapping[str, Tensor], unused: Collection[str] = ()) -> tuple[str, tuple[str, ...]]:
-    """Return (torch name of a dtype without loss, the other dtypes) of floating-point tensors.
-
-    Scalars, such as CLIP's temperature, and empty tensors are not weights and do not count.
-    """
+    """Return (torch name of a dtype without loss, further dtypes) of floating-point tensors."""
+    # Scalars, such as CLIP's temperature, and empty tensors are not weights.
     weights = [
         tensor for name, tensor in tensors.items() if name not in unused and tensor.shape not in ((), (0,))
     ]

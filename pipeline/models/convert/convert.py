@@ -47,8 +47,8 @@ class Choices:
     Attributes:
         reference: Folder or Hub id of the model that the file was made from; None for the usual one.
         parts_only: True to write only the components in the file, for `model.components`.
-        prediction: Prediction of the denoiser; None for that of the file or the reference.
-        zero_snr: Whether the noise schedule ends with pure noise; None likewise.
+        prediction: Prediction of the denoiser; None for the one in the file or the reference.
+        zero_snr: Whether the noise schedule ends with pure noise; None as for `prediction`.
     """
 
     reference: str | None = None

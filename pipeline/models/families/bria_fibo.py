@@ -1,7 +1,6 @@
 """Bria FIBO: all layers of a SmolLM3, one for each block of its transformer, and Wan's VAE of 48 channels.
 
-Captions are used as they are; structured ones are for the user to write. Only the body of the language model
-is loaded, without its output layer.
+Captions are used as they are; users may write structured ones.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ BRIA_FIBO = FamilySpec(
     components={
         "vae": "diffusers.AutoencoderKLWan",
         "tokenizer": "transformers.AutoTokenizer",
+        # Only hidden states are used, so the model is loaded without its output layer.
         "text_encoder": "transformers.SmolLM3Model",
         "transformer": "diffusers.BriaFiboTransformer2DModel",
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",

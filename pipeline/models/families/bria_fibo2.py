@@ -1,8 +1,4 @@
-"""Bria FIBO 2: fifteen layers of a Qwen3-VL, a single-stream transformer, the VAE of FLUX.2.
-
-Of the processor, the tokenizer and the PIL version of the image processor are loaded, because the complete
-processor would require torchvision.
-"""
+"""Bria FIBO 2: fifteen layers of a Qwen3-VL, a single-stream transformer, the VAE of FLUX.2."""
 
 from __future__ import annotations
 
@@ -49,6 +45,8 @@ BRIA_FIBO2 = FamilySpec(
     pipeline_classes=("BriaFibo2Pipeline",),
     components={
         "vae": "diffusers.AutoencoderKLFlux2",
+        # The complete processor would require torchvision, so its tokenizer and the PIL version of its image
+        # processor are loaded.
         "processor": "transformers.AutoTokenizer",
         "text_encoder": "transformers.Qwen3VLForConditionalGeneration",
         "transformer": "diffusers.BriaFibo2Transformer2DModel",

@@ -1,8 +1,7 @@
 """Chroma1 base and HD: T5 alone, a transformer of the FLUX.1 kind without guidance, a VAE of 16 channels.
 
 The mask passes a caption's tokens and one padding token. Entries contain all tokens and the mask as a float,
-as the pipeline returns it. Objective 2 hides the other tokens; objective 1 added the mask to the attention
-scores, as the pipeline of diffusers 0.42 does.
+as the pipeline returns it.
 """
 
 from __future__ import annotations
@@ -45,5 +44,7 @@ CHROMA = FamilySpec(
     lora=FLUX_KEYS,
     architecture="chroma",
     guidance_scale=5.0,
+    # Objective 2 hides the masked tokens. Objective 1 added the mask to the attention scores, as the pipeline
+    # of diffusers 0.42 does.
     objective=2,
 )

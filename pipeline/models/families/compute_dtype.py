@@ -28,14 +28,14 @@ def vae_dtype(setting: str, config: Mapping[str, Any]) -> str:
 def text_encoder_dtype(setting: str, component_class: str) -> str:
     """Return the dtype for a text encoder: with "auto", float32 for CLIP and bfloat16 for language models.
 
-    Language models, T5 among them, are large, are published in bfloat16, and overflow in float16.
-
     Args:
         setting: A dtype, or "auto".
         component_class: Class of the encoder, as `library.Class`.
     """
     if setting != AUTO:
         return setting
+
+    # Language models, T5 among them, are large, are published in bfloat16, and overflow in float16.
     name = component_class.rpartition(".")[2]
     return "float32" if name.startswith("CLIP") else "bfloat16"
 

@@ -1,11 +1,4 @@
-"""FLUX.2 klein, base and distilled: a Qwen3, a transformer over patches of a VAE of 32 channels.
-
-The pipelines compute a shift for their number of steps, 7.6 at 1,024 px and 50 steps. Training uses the shift
-of the published scheduler configuration instead, 3.2 at that size, as musubi-tuner recommends. Objective 1
-used the pipelines' shift.
-
-Maximum number of references: https://docs.bfl.ml/guides/prompting_editing_overview
-"""
+"""FLUX.2 klein, base and distilled: a Qwen3, a transformer over patches of a VAE of 32 channels."""
 
 from __future__ import annotations
 
@@ -34,12 +27,16 @@ FLUX2_KLEIN = FamilySpec(
         tokens=512,
         layers=3,
     ),
+    # The pipelines compute a shift for their number of steps, 7.6 at 1,024 px and 50 steps. Training uses the
+    # shift of the published scheduler configuration instead, 3.2 at that size, as musubi-tuner recommends.
     noise=FlowNoise(),
     denoiser_call="families.flux2:Flux2Call",
     lora=FLUX2_KEYS,
     architecture="flux-2-klein",
     guidance_scale=4.0,
+    # Objective 1 used the pipelines' shift.
     objective=2,
+    # Maximum number: https://docs.bfl.ml/guides/prompting_editing_overview
     references=flux2_references(4),
     distillation=lambda model: Distillation() if model.index.get("is_distilled") else None,
     no_negative_prompts=lambda model: "its guidance is distilled" if model.index.get("is_distilled") else "",

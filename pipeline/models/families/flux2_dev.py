@@ -1,10 +1,4 @@
-"""FLUX.2 dev: klein's transformer with a guidance scale, conditioned on a Mistral 3 with a system message.
-
-Of the language model's processor only the tokenizer is loaded: captions need no more, and the image processor
-would require torchvision. Noise levels are the same as for FLUX.2 klein.
-
-Recommended number of references: https://docs.bfl.ml/guides/prompting_editing_overview
-"""
+"""FLUX.2 dev: klein's transformer with a guidance scale, conditioned on a Mistral 3 with a system message."""
 
 from __future__ import annotations
 
@@ -20,6 +14,7 @@ FLUX2_DEV = FamilySpec(
     pipeline_classes=("Flux2Pipeline",),
     components={
         "vae": "diffusers.AutoencoderKLFlux2",
+        # The processor is not loaded: captions need no images, and its image processor requires torchvision.
         "tokenizer": "transformers.AutoTokenizer",
         "text_encoder": "transformers.Mistral3ForConditionalGeneration",
         "transformer": "diffusers.Flux2Transformer2DModel",
@@ -39,7 +34,9 @@ FLUX2_DEV = FamilySpec(
     lora=FLUX2_KEYS,
     architecture="flux-2-dev",
     guidance_scale=4.0,
+    # Noise levels and objective are the same as for FLUX.2 klein.
     objective=2,
+    # Recommended number: https://docs.bfl.ml/guides/prompting_editing_overview
     references=flux2_references(6),
     no_negative_prompts="its guidance is distilled",
 )

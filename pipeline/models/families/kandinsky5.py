@@ -1,8 +1,4 @@
-"""Kandinsky 5, its image model: a Qwen2.5-VL and a pooled CLIP, a transformer for videos of one frame.
-
-Of the language model's processor only the tokenizer is loaded: captions need no more, and the image processor
-would require torchvision.
-"""
+"""Kandinsky 5, its image model: a Qwen2.5-VL and a pooled CLIP, a transformer for videos of one frame."""
 
 from __future__ import annotations
 
@@ -46,6 +42,7 @@ KANDINSKY5 = FamilySpec(
     pipeline_classes=("Kandinsky5T2IPipeline",),
     components={
         "vae": "diffusers.AutoencoderKL",
+        # The processor is not loaded: captions need no images, and its image processor requires torchvision.
         "tokenizer": "transformers.AutoTokenizer",
         "tokenizer_2": "transformers.CLIPTokenizer",
         "text_encoder": "transformers.Qwen2_5_VLForConditionalGeneration",

@@ -1,8 +1,4 @@
-"""Qwen-Image 2.1: a Qwen3-VL, a single-stream transformer, an RGBA VAE of 64 channels, optional references.
-
-Of the processor, the tokenizer and the PIL version of the image processor are loaded, because the complete
-processor would require torchvision.
-"""
+"""Qwen-Image 2.1: a Qwen3-VL, a single-stream transformer, an RGBA VAE of 64 channels, references."""
 
 from __future__ import annotations
 
@@ -69,6 +65,8 @@ QWEN_IMAGE21 = FamilySpec(
     pipeline_classes=("QwenImage21Pipeline",),
     components={
         "vae": "diffusers.AutoencoderKLQwenImage21",
+        # The complete processor would require torchvision, so its tokenizer and the PIL version of its image
+        # processor are loaded.
         "processor": "transformers.AutoTokenizer",
         "text_encoder": "transformers.Qwen3VLForConditionalGeneration",
         "transformer": "diffusers.QwenImage21Transformer2DModel",

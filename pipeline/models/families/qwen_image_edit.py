@@ -1,8 +1,4 @@
-"""Qwen-Image-Edit 2509 and later: Qwen-Image with references that text encoder and transformer see.
-
-Of the processor, the tokenizer and the PIL version of the image processor are loaded, because the complete
-processor would require torchvision. The pipeline never uses its separate tokenizer.
-"""
+"""Qwen-Image-Edit 2509 and later: Qwen-Image with references that text encoder and transformer see."""
 
 from __future__ import annotations
 
@@ -39,6 +35,8 @@ QWEN_IMAGE_EDIT = FamilySpec(
     pipeline_classes=("QwenImageEditPlusPipeline",),
     components={
         "vae": "diffusers.AutoencoderKLQwenImage",
+        # The complete processor would require torchvision, so its tokenizer and the PIL version of its image
+        # processor are loaded. The pipeline never uses its separate tokenizer.
         "processor": "transformers.Qwen2TokenizerFast",
         "text_encoder": "transformers.Qwen2_5_VLForConditionalGeneration",
         "transformer": "diffusers.QwenImageTransformer2DModel",

@@ -29,10 +29,8 @@ each with its own h and w. Without reference images, the tuple is empty or missi
 
 
 def padding_mask(conditions: Conditions) -> Tensor | None:
-    """Return `text_mask` as booleans, or None if no caption of the batch is padded.
-
-    Without a mask, attention may use its fastest kernels.
-    """
+    """Return `text_mask` as booleans, or None if no caption of the batch is padded."""
+    # Without a mask, attention may use its fastest kernels.
     is_padded = len(set(conditions["text_lengths"])) > 1
     return conditions["text_mask"].bool() if is_padded else None
 
@@ -116,12 +114,10 @@ class SizedUNetCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`.
-
-        The six time ids are original height and width, crop top and left, target height and width. They stay
-        float32 until they are embedded, because half precision would round sizes.
-        """
+        """See `DenoiserCall.predict`."""
         names = ("original_size_hw", "crop_top_left", "target_size_hw")
+
+        # The ids stay float32 until they are embedded, because half precision would round sizes.
         time_ids = torch.cat([conditions[name] for name in names], dim=1).float()
         return denoiser(
             noisy,

@@ -58,8 +58,6 @@ class PipelineDrawing:
     def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
         """Return the pipeline for `draw`, silent and without a safety checker.
 
-        The VAE encodes and decodes in `dtype` even under autocast, in which SDXL's would overflow to black.
-
         Args:
             denoiser: Network to draw with, including its adapter; None loads the base model's own.
             dtype: Number format of the loaded networks.
@@ -79,6 +77,8 @@ class PipelineDrawing:
             self.family.folder, **{**components, **options}, local_files_only=True
         )
         pipeline.set_progress_bar_config(disable=True)
+
+        # Under autocast, SDXL's VAE would overflow and decode to black.
         for method in ("encode", "decode"):
             _call_without_autocast(components["vae"], method)
         return pipeline

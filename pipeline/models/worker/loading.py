@@ -69,9 +69,6 @@ def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Mod
 def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module, torch.dtype | None]:
     """Return a text encoder on the CPU, frozen, in evaluation mode and without unused parts.
 
-    Weights are memory-mapped in the dtype in which they are stored; `move_weights` converts them one by one
-    on their way to the device. Nothing is read of the parts that are dropped.
-
     Returns:
         The network, and the dtype to convert its weights to; None if they have the right ones.
 
@@ -79,6 +76,9 @@ def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module,
         ModelError: The component's weights are missing.
     """
     stored = stored_dtype(family.component_folder(role))
+
+    # Weights in their stored dtype are memory-mapped, so nothing is read of the parts that are dropped.
+    # `move_weights` converts the rest one by one on their way to the device.
     # In float16, transformers keeps T5's overflowing layers in float32.
     is_mapped = dtype != "float16" and stored is not None
     network = read_component(family, role, stored if is_mapped and stored else dtype)
@@ -117,11 +117,10 @@ def read_component(family: Family, role: str, dtype: str, **options: Any) -> nn.
 
 
 def _attention(config: Mapping[str, Any]) -> str | None:
-    """Return the attention implementation of a text encoder; None means the best one that torch has.
-
-    A configuration may name any implementation, also code in a repository on the Hub.
-    """
+    """Return the attention implementation of a text encoder; None means the best one that torch has."""
     stated = config.get("attn_implementation", config.get("_attn_implementation"))
+
+    # A configuration may name any implementation, also code in a repository on the Hub.
     return stated if stated in ("eager", "sdpa") else None
 
 

@@ -102,11 +102,9 @@ class VaeCodec(ABC):
 
 
 def channels_last(vae: nn.Module) -> nn.Module:
-    """Store the weights of convolutions channels last, in place, and return the network.
-
-    Convolutions then compute in this order, which is about 1.5 times as fast on a CPU. Results differ by
-    rounding.
-    """
+    """Store the weights of convolutions channels last, in place, and return the network."""
+    # Convolutions then compute in this order, which is about 1.5 times as fast on a CPU. Results differ by
+    # rounding.
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for weight in vae.parameters():
         if weight.dim() in formats:

@@ -23,9 +23,7 @@ _UNET_PREFIX = "model.diffusion_model."
 
 
 def convert_components(job: ConversionJob, progress: Callable[[int, int, str], None]) -> None:
-    """Write the components of a job one after the other, so that only one is in memory.
-
-    The configuration of each is a byte-equal copy of the reference model's.
+    """Write the components of a job one at a time, so that only one is in memory.
 
     Args:
         job: Components to write, and the folder.
@@ -42,6 +40,8 @@ def convert_components(job: ConversionJob, progress: Callable[[int, int, str], N
 
         target = job.folder / role
         network.save_pretrained(target)
+
+        # The configuration is a byte-equal copy of the reference model's, not the one of save_pretrained.
         shutil.copyfile(job.reference / role / "config.json", target / "config.json")
         del network
         gc.collect()
@@ -85,7 +85,7 @@ def _read_tensors(job: ConversionJob, component: ComponentJob) -> dict[str, Tens
 
 
 def _require_complete(network: Any, job: ConversionJob, role: str, component: ComponentJob) -> None:
-    """Raise ModelError unless the network has all its weights and uses all those of the file."""
+    """Raise ModelError unless the network has all its weights and uses all weights of the file."""
     if hasattr(network, "tie_weights"):  # networks of transformers
         network.tie_weights()
     state: dict[str, Tensor] = network.state_dict()

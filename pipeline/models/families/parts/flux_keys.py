@@ -53,10 +53,8 @@ _SINGLE_2 = BlockNames(
 
 
 def flux_targets(model: ModelFolder) -> list[str]:
-    """Return every linear layer of both kinds of block except modulations; nothing outside of blocks.
-
-    `proj_out` names a layer outside of the blocks too, so each block's is listed by number.
-    """
+    """Return every linear layer of both kinds of block except modulations; nothing outside of blocks."""
+    # `proj_out` is also the name of a layer outside of the blocks, so each block's layer has its number.
     blocks = range(int(model.config("transformer")["num_single_layers"]))
     return [*_DOUBLE.modules, "proj_mlp", *(f"{block}.proj_out" for block in blocks)]
 

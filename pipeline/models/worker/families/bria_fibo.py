@@ -46,7 +46,7 @@ class BriaFiboCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; blocks beyond the text's layers get the last layer."""
+        """See `DenoiserCall.predict`."""
         mask, attention = padding_mask(conditions), dict[str, Any]()
         batch, channels, height, width = noisy.shape
         text, layers = _by_layer(self.family, conditions)
@@ -58,6 +58,7 @@ class BriaFiboCall(DenoiserCall):
             hidden_states=self.pipeline._pack_latents_no_patch(noisy, batch, channels, height, width),
             timestep=timesteps,
             encoder_hidden_states=text,
+            # As in the pipeline, blocks beyond the text's layers get the last layer.
             text_encoder_layers=layers[-num_blocks:] + layers[-1:] * (num_blocks - len(layers)),
             joint_attention_kwargs=attention,
             txt_ids=text_ids(text),

@@ -16,11 +16,7 @@ from pipeline.models.worker.text import MASKED_PROMPT, TextConditioner
 
 
 class MaskedT5Conditioner(TextConditioner):
-    """T5's hidden states and the mask of the tokens that count.
-
-    The pipeline's mask is a float, which attention adds to its scores, so padding is seen nearly as well as
-    the caption. As a boolean, it hides padding: the result equals a caption without padding.
-    """
+    """T5's hidden states and the mask of the tokens that count."""
 
     prompt_names = MASKED_PROMPT
 
@@ -30,7 +26,9 @@ class MaskedT5Conditioner(TextConditioner):
         return {"text_embedding": embedding, "text_mask": mask}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`; the mask is boolean."""
+        """See `TextConditioner.prompt_tensors`."""
+        # Attention adds the pipeline's float mask to its scores, so padding would be seen nearly as well as
+        # the caption. As a boolean, the mask hides padding.
         return super().prompt_tensors({**text, "text_mask": text["text_mask"].bool()})
 
 
@@ -40,10 +38,9 @@ class ChromaCall(DenoiserCall):
     def recompute_activations(
         self, denoiser: nn.Module, checkpoint: Callable[..., Any] | None = None
     ) -> None:
-        """Checkpoint each block here: diffusers 0.42 drops the mask where it recomputes single blocks.
-
-        The checkpoints are inside the blocks, so hooks of the blocks are outside of them.
-        """
+        """See `DenoiserCall.recompute_activations`; `checkpoint` is not used."""
+        # diffusers 0.42 drops the mask where it recomputes single blocks. The checkpoints are inside the
+        # blocks, so hooks of the blocks are outside of them.
         model = cast("Any", denoiser)
         for block in (*model.transformer_blocks, *model.single_transformer_blocks):
             block.forward = partial(torch_checkpoint, block.forward, use_reentrant=False)

@@ -53,13 +53,12 @@ class HiDreamCall(DenoiserCall):
         return self._unpatch(prediction, noisy) if denoiser.training else prediction
 
     def _unpatch(self, patches: Tensor, noisy: Tensor) -> Tensor:
-        """Return patches (B, C, S, p p), which the transformer returns in training mode, in noisy's shape.
-
-        For images that are not square, S includes padding behind the image's own patches.
-        """
+        """Return patches (B, C, S, p p), which the transformer returns in training mode, in noisy's shape."""
         edge = int(self.config["patch_size"])
         batch, channels, height, width = noisy.shape
         rows, columns = height // edge, width // edge
+
+        # For images that are not square, S includes padding behind the image's own patches.
         image = patches[:, :, : rows * columns].reshape(batch, channels, rows, columns, edge, edge)
         return image.transpose(3, 4).reshape(noisy.shape)
 

@@ -27,21 +27,19 @@ class QwenAndClipConditioner(TextConditioner):
         return encoders.prompt_template.format(prompt_clean(caption))
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
-        """Return the number of tokens, how many are cut, and the index of the cut in the cleaned caption.
-
-        The pipeline shortens a long text in two steps, which are repeated here. It decodes the tokens above
-        the limit, and removes as many characters from the end of the text. It then tokenizes the rest again,
-        and ignores any tokens that still exceed the limit.
-        """
+        """Return the number of tokens, how many are cut, and the index of the cut in the cleaned caption."""
         prompt, limit = self.prompt(encoders, caption), self.token_limit(encoders, role)
         spans = token_spans(encoders.tokenizer, prompt)
         if len(spans) <= limit:
             return len(spans), 0, None
 
+        # The pipeline shortens a long text in two steps, which are repeated here. First it decodes the tokens
+        # above the limit, and removes as many characters from the end of the text.
         tokens = encoders.tokenizer(prompt)["input_ids"][TEMPLATE_TOKENS:-_NUM_END_MARKS]
         removed = encoders.tokenizer.decode(tokens[TOKENS - _NUM_END_MARKS :])
         end = len(prompt) - len(removed)
 
+        # Then it tokenizes the rest again, and ignores any tokens that still exceed the limit.
         rest = token_spans(encoders.tokenizer, prompt[:end])
         end = rest[limit][0] if len(rest) > limit else end
         num_cut = sum(span_end > end for _, span_end in spans)
@@ -69,11 +67,12 @@ class Kandinsky5Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; one call per sample, because the transformer takes no text mask."""
+        """See `DenoiserCall.predict`."""
         edge = self.family.size_multiple() // self.family.vae_factor
         grid = (1, noisy.shape[2] // edge, noisy.shape[3] // edge)
         visual_positions = [torch.arange(count, device=noisy.device) for count in grid]
 
+        # One call per sample, because the transformer takes no text mask.
         predictions: list[Tensor] = []
         for index, length in enumerate(conditions["text_lengths"]):
             sample = slice(index, index + 1)

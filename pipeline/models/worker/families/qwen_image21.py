@@ -90,28 +90,24 @@ class QwenImage21Conditioner(TextConditioner):
     def embed_with_images(
         self, encoders: Any, caption: str, images: Sequence[SeenImage]
     ) -> dict[str, Tensor]:
-        """See `TextConditioner.embed_with_images`.
-
-        The hidden states of images are dropped, because the transformer puts latents in their place.
-        """
+        """See `TextConditioner.embed_with_images`."""
         _, _, cut_from = self.count_tokens(encoders, "processor", caption)
         resize = encoders.image_processor.resize
         seen = [resize(each.image, each.size.height, each.size.width) for each in images]
         embedding, _, is_image = encoders.encode_prompt(
             caption[:cut_from], image=seen, device=encoders.text_encoder.device
         )
+
+        # The transformer puts latents in place of the hidden states of images.
         return {"text_embedding": embedding[:, ~is_image[0]]}
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """See `TextConditioner.prompt_arguments`.
-
-        The pipeline accepts no positions of images with the embeddings, so until the next call its
-        `encode_prompt` inserts them.
-        """
+        """See `TextConditioner.prompt_arguments`; replaces the pipeline's `encode_prompt`."""
         tokenizer, slot_px = pipeline.processor.tokenizer, (2 * self.family.vae_factor) ** 2
 
+        # The pipeline accepts no positions of images with the embeddings, so `encode_prompt` inserts them.
         def encode_prompt(*, image: Any, prompt_embeds: Tensor, **_: Any) -> tuple[Tensor, None, Tensor]:
             counts = [each.width * each.height // slot_px for each in image or ()]
             starts = _image_starts(tokenizer, len(counts))
@@ -172,16 +168,15 @@ class QwenImage21Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`.
-
-        Captions of different lengths are predicted one at a time: the transformer counts padding when it
-        places the image behind the caption, so a prediction would depend on the batch's longest caption.
-        """
+        """See `DenoiserCall.predict`."""
         text, lengths = conditions["text_embedding"], conditions["text_lengths"]
         images = [*(each.to(noisy.dtype) for each in conditions.get("references", ())), noisy]
         sigma = timesteps / self.num_timesteps
         if len(set(lengths)) == 1:
             return self._predict(denoiser, images, sigma, text[:, : lengths[0]])
+
+        # The transformer counts padding when it places the image behind the caption, so the prediction of a
+        # padded caption would depend on the batch's longest one.
         predictions: list[Tensor] = []
         for index, length in enumerate(lengths):
             sample = slice(index, index + 1)

@@ -18,7 +18,8 @@ class SanaConditioner(GemmaConditioner):
     prompt_names = MASKED_PROMPT
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`; the pipeline lower-cases captions."""
+        """See `TextConditioner.prompt`."""
+        # The pipeline lower-cases captions.
         return _instruction(encoders) + caption.lower()
 
     def token_limit(self, encoders: Any, role: str) -> int:

@@ -21,12 +21,11 @@ class ClipAndT5Conditioner(TextConditioner):
     prompt_names = POOLED_PROMPT
 
     def load(self, dtype: str, device: str, offload: LayerOffload = ALL_ON_DEVICE) -> Any:
-        """See `TextConditioner.load`.
-
-        Without T5 the pipeline reads the width of T5's zeros from the transformer's configuration, so it gets
-        a transformer without weights.
-        """
+        """See `TextConditioner.load`."""
         pipeline = super().load(dtype, device, offload)
+
+        # Without T5 the pipeline reads the width of T5's zeros from the transformer's configuration, so it
+        # gets a transformer without weights.
         if not self.family.model.has("text_encoder_3"):
             with torch.device("meta"):
                 skeleton = component_class(self.family, "transformer").from_config(

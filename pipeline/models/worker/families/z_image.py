@@ -35,11 +35,9 @@ class ZImageCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`.
-
-        The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
-        is negated.
-        """
+        """See `DenoiserCall.predict`."""
+        # The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
+        # is negated.
         predictions = denoiser(
             list(noisy.unsqueeze(2)),
             (self.num_timesteps - timesteps) / self.num_timesteps,

@@ -38,9 +38,6 @@ class SharedMemory:
 
         first    create, fill -- path --> barrier, close
         rest                              map, barrier
-
-    The file has no name in any folder, and its memory is freed with the last process that maps it, however
-    that process ends.
     """
 
     def __init__(self, device: torch.device, group: distributed.ProcessGroup | None = None) -> None:
@@ -59,6 +56,8 @@ class SharedMemory:
         is_writer = distributed.get_rank() == self._first_rank
         descriptor, path = -1, [""]
         if is_writer:
+            # The file has no name in any folder, and its memory is freed with the last process that maps it,
+            # however that process ends.
             descriptor = os.memfd_create("latentline")
             os.truncate(descriptor, part.numel())
             path = [f"/proc/{os.getpid()}/fd/{descriptor}"]

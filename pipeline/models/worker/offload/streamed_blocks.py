@@ -106,7 +106,7 @@ class StreamedBlocks:
                 self.ring.forward_ends(number)
 
     def checkpoint(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function whose activations the backward pass computes again, as diffusers does."""
+        """Run a function, and let the backward pass compute its activations again, as diffusers does."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return self._in_mode("checkpointed"), self._in_mode("recomputing")
@@ -217,15 +217,13 @@ def stream_blocks(
 
 
 def move_weights(network: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Move a network to a device, with weights converted one by one.
-
-    Buffers that are stored in the network's file are converted to half precision, too: ChatGLM rounds its
-    rotary embedding to their dtype, and does not run if it differs from the weights' dtype. In float32 they
-    keep their dtype, as they did when existing cache entries were encoded.
-    """
+    """Move a network to a device, with weights and stored buffers converted one by one."""
     if dtype is not None:
         for weight in network.parameters():
             weight.data = weight.data.to(device, dtype)
+
+    # ChatGLM rounds its rotary embedding to the dtype of its stored buffers, and does not run if it differs
+    # from the weights' dtype. In float32, buffers keep their dtype, as when existing entries were encoded.
     if dtype in (torch.float16, torch.bfloat16):
         stored = network.state_dict()
         for name, buffer in network.named_buffers():
@@ -235,12 +233,11 @@ def move_weights(network: nn.Module, device: torch.device, dtype: torch.dtype | 
 
 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost repeated blocks by their paths.
-
-    diffusers' `compile_repeated_blocks` compiles the same blocks. Networks that name none, such as
-    Stable Diffusion 3 and all of transformers, name the modules that `device_map` does not split; those in a
-    list are blocks.
-    """
+    """Return the outermost repeated blocks by their paths."""
+    # They are the blocks that diffusers' `compile_repeated_blocks` compiles.
+    #
+    # Stable Diffusion 3 and all networks of transformers name no repeated blocks. They name the modules that
+    # `device_map` does not split, and the ones in a list are blocks.
     kinds = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ()
     blocks: dict[str, nn.Module] = {}
     for name, module in network.named_modules():
