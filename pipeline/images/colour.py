@@ -36,8 +36,7 @@ def to_srgb(image: Image.Image, background: Background) -> Image.Image:
     colorimetric intent and black point compensation; a profile that does not fit the image's mode is ignored,
     as viewers do. Transparent pixels are composited over `background`, an sRGB colour.
 
-    An image that already has this form is returned itself. Others are converted in strips, so that the
-    memory is that of the image and of the result.
+    An image that already has this form is returned itself.
     """
     if is_srgb(image):
         return image
@@ -45,6 +44,7 @@ def to_srgb(image: Image.Image, background: Background) -> Image.Image:
     if image.width * image.height <= STRIP_PX:
         return _strip_to_srgb(image, background, levels)
 
+    # In strips, so that no intermediate result is as large as the image.
     rgb = Image.new("RGB", image.size)
     strip_height = max(1, STRIP_PX // image.width)
     for top in range(0, image.height, strip_height):
@@ -176,15 +176,14 @@ def _applied(transform: ImageCms.ImageCmsTransform, image: Image.Image) -> Image
 
 @lru_cache(maxsize=256)
 def _profile_mode(mode: str, profile: bytes) -> str:
-    """Return the mode to which the profile can be applied; "" if it does not fit an image of `mode`.
-
-    An RGB profile also fits grey images, because cameras write it. A CMYK profile fits only CMYK images.
-    """
+    """Return the mode to which the profile can be applied; "" if it does not fit an image of `mode`."""
     try:
         opened: Any = ImageCms.getOpenProfile(io.BytesIO(profile))
     except (OSError, ImageCms.PyCMSError):
         return ""
     profile_mode = _PROFILE_MODES.get(opened.profile.xcolor_space.strip(), "")
+
+    # An RGB profile also fits grey images, because cameras write it.
     fitting = {"L": ("L", "RGB"), "1": ("L", "RGB"), "CMYK": ("CMYK",)}.get(mode, ("RGB",))
     return profile_mode if profile_mode in fitting else ""
 

@@ -146,7 +146,7 @@ def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
 def decode(
     source: bytes | File, background: Background, *, max_px: int = MAX_IMAGE_PX, draft_px: int | None = None
 ) -> Image.Image:
-    """Return the image of `decoded`, whose memory then is not part of the budget any more."""
+    """Return the image of `decoded`, and release its memory from the budget of the process."""
     with decoded(source, background, limits=DecodeLimits(max_px), draft_px=draft_px) as image:
         return image
 
@@ -258,9 +258,6 @@ def load_pixels(
 ) -> npt.NDArray[np.uint8]:
     """Return the pixels that the VAE encodes: a uint8 array (H, W, 3), sRGB, of the geometry's target size.
 
-    Only the crop's region of the source is resized, so memory does not grow with the area that is cropped
-    away, even for an extreme aspect ratio.
-
     Args:
         file: The image file.
         geometry: The geometry recorded for this image.
@@ -284,6 +281,9 @@ def load_pixels(
 
         target = geometry.target_size
         size_wh = (target.width, target.height)
+
+        # Only the crop's region of the source is resized, so memory does not grow with the area that is
+        # cropped away, even for an extreme aspect ratio.
         resized = image.resize(size_wh, Image.Resampling.BICUBIC, box=geometry.source_box)
         return np.array(resized, dtype=np.uint8)
 
@@ -391,8 +391,9 @@ def _require_limits(image: Image.Image, max_px: int) -> None:
 
 
 def _is_animated(image: Image.Image) -> bool:
-    """Return True if the file has further frames. In an MPO, those are views or maps of the same picture."""
+    """Return True if the file has further frames."""
     try:
+        # The frames of an MPO are views or maps of the same picture.
         return image.format != "MPO" and bool(getattr(image, "is_animated", False))
     except Exception:
         return False

@@ -31,11 +31,7 @@ def vanished_error(path: object) -> ImageError:
 
 @contextmanager
 def image_errors(where: str) -> Generator[None]:
-    """Convert every exception from reading or decoding one image into an `ImageError`.
-
-    Decoders raise any exception their parsers meet: OSError, struct.error, SyntaxError, ValueError,
-    zlib.error, KeyError, MemoryError. One image must not stop the others, and its file must be named.
-    """
+    """Convert every exception from reading or decoding one image into an `ImageError`."""
     try:
         yield
     except ImageError as err:
@@ -46,6 +42,8 @@ def image_errors(where: str) -> Generator[None]:
         raise vanished_error(where) from err
     except RefusedFileError as err:
         raise ImageError(err.reason, err.detail, where=where, fix=err.fix) from err
+    # Decoders raise any exception that their parsers meet: OSError, struct.error, SyntaxError, ValueError,
+    # zlib.error, KeyError, MemoryError. One image must not stop the rest, and its file must be named.
     except Exception as err:
         raise _image_error(err, where) from err
 

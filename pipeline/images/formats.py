@@ -61,7 +61,7 @@ _MAGIC = (
 
 
 class ImageError(LatentlineError):
-    """An image that cannot be used. It is rejected; the other images are not affected.
+    """An image that cannot be used. It is rejected, and no other image is affected.
 
     Attributes:
         reason: Snake-case code for the column `reason`, such as `truncated`.
@@ -121,13 +121,12 @@ def sniff(start: bytes) -> str | None:
 
 
 def formats_of(start: bytes) -> list[str]:
-    """Return the Pillow formats to try for these first bytes; none if the plug-in is missing.
-
-    Pillow only tries the recognised format, because some of its others start external programs.
-    """
+    """Return the Pillow formats to try for these first bytes; none if the plug-in is missing."""
     image_format = sniff(start)
     if image_format is None or (image_format in PLUGINS and not has_plugin(image_format)):
         return []
+
+    # Pillow tries no other format, because some of its plug-ins start external programs.
     return [image_format]
 
 

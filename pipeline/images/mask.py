@@ -99,12 +99,11 @@ def load_mask(
 
 
 def fit_mask(mask: Image.Image, geometry: Geometry, *, flipped: bool) -> npt.NDArray[np.uint8]:
-    """Return a mask of the original size (mode L) as uint8 (H, W) of the target size.
-
-    The image is resized by the same filter, so that a grey image and an equal mask stay equal.
-    """
+    """Return a mask of the original size (mode L) as uint8 (H, W) of the target size."""
     target = geometry.target_size
     size_wh = (target.width, target.height)
+
+    # The filter of `load_pixels`, so that a grey image and an equal mask stay equal.
     resized = np.array(mask.resize(size_wh, Image.Resampling.BICUBIC, box=geometry.source_box))
     return np.ascontiguousarray(resized[:, ::-1]) if flipped else resized
 
@@ -117,13 +116,14 @@ def mask_weights(values: npt.NDArray[np.uint8], size: Size) -> npt.NDArray[np.fl
         size: Size (h, w) of the latent; H and W are multiples of h and w.
 
     Returns:
-        Float16 (1, h, w) from 0 to 1. The sums are integers, so that mirroring before or after is the same.
+        Float16 (1, h, w) from 0 to 1.
     """
     height, width = values.shape
     rows, columns = height // size.height, width // size.width
 
     # Averaged like the VAE reduces the image; a resize filter would look beyond the area of a value.
     areas = values.reshape(size.height, rows, size.width, columns)
+    # Sums of integers, so that mirroring before and after gives the same bytes.
     sums = areas.sum(axis=(1, 3), dtype=np.int64)
     return (sums / (rows * columns * _WHITE)).astype(np.float16)[None]
 

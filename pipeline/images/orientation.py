@@ -24,14 +24,11 @@ TRANSPOSE = {
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the orientation from EXIF or XMP, 1 to 8; a PNG with late metadata must be loaded before.
-
-    It is 1 if there is none or the metadata is damaged: viewers show such a photograph as stored, so it stays
-    usable.
-    """
+    """Return the orientation from EXIF or XMP, 1 to 8; a PNG with late metadata must be loaded before."""
     try:
         # The PNG plug-in's own getexif would decode all pixels to search behind them.
         value = Image.Image.getexif(image).get(_ORIENTATION_TAG, 1)
+    # Damaged metadata count as none: viewers show such a photograph as stored, so it stays usable.
     except Exception:
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
@@ -63,7 +60,9 @@ def has_late_metadata(image: Image.Image) -> bool:
 
 
 def oriented_size(image: Image.Image, orientation: int) -> Size:
-    """Return the size of the upright image. Pillow already applies a TIFF's own tag to its size."""
+    """Return the size of the upright image."""
     size = Size(image.height, image.width)
+
+    # Pillow already applies a TIFF's own tag to its size.
     already_upright = image.format == "TIFF" and _ORIENTATION_TAG in getattr(image, "tag_v2", {})
     return size.transposed if orientation >= 5 and not already_upright else size

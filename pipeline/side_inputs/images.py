@@ -103,7 +103,8 @@ class EncodedImages(SideInput, ABC):
 
 
 def mean_entries(entries: RecipeEntries) -> RecipeEntries:
-    """Return the same entries with the mean of the posterior, because pipelines do not sample such images."""
+    """Return the same entries with the mean of the posterior."""
+    # The pipelines do not sample images that the denoiser sees.
     latents = entries.recipe.latents.model_copy(update={"posterior": "mean"})
     of_mean = copy(entries)
     of_mean.recipe = entries.recipe.model_copy(update={"latents": latents})

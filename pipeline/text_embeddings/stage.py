@@ -34,10 +34,8 @@ _TOKEN_COUNTS = ("num_tokens", "num_cut")
 
 
 def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
-    """Return the sorted distinct captions: these, the prompts of the previews, and the empty one.
-
-    Dropout and guidance use the empty caption.
-    """
+    """Return the sorted distinct captions: these, the prompts of the previews, and the empty one."""
+    # Dropout and guidance use the empty caption.
     texts = [*captions, *recipe.training.preview_captions, ""]
     return pl.Series("caption", texts, dtype=pl.String).unique().sort()
 

@@ -28,7 +28,7 @@ def random_corner(
     """Return top and left of random crops, (M,) each, uniformly distributed over all positions.
 
     Args:
-        excess_height: Height of the resized image minus that of the target, (M,).
+        excess_height: Height of the resized image minus the target height, (M,).
         excess_width: The same for the width, (M,).
         seed: The recipe's `buckets.crop_seed`.
         names: Sample ids of N images.
@@ -45,7 +45,7 @@ def random_corner(
 def focus_start(point: npt.NDArray[np.float64] | float, *, resized: Ints, target: Ints) -> Ints:
     """Return the start of the crop of `target` pixels whose middle is closest to `point` times `resized`.
 
-    For 0.5, the result is that of a centre crop.
+    For 0.5, the result is a centre crop.
     """
     start = np.floor(point * resized - target / 2).astype(np.int64)
     return np.clip(start, 0, resized - target)

@@ -34,12 +34,10 @@ GPU_BATCH = 16
 
 
 def captions_per_pass(family: WorkerFamily, device: str) -> int:
-    """Return how many captions share a forward pass.
-
-    On the CPU it is one, so that an embedding's bytes depend on its key alone. On a GPU it is more for CLIP,
-    which pads all captions to one length: values differ by the arithmetic of a larger batch. Other encoders
-    are large enough to keep a GPU busy with one caption.
-    """
+    """Return how many captions share a forward pass."""
+    # On the CPU it is one, so that an embedding's bytes depend on its key alone. On a GPU it is more for
+    # CLIP, which pads all captions to one length: values differ by the arithmetic of a larger batch. Other
+    # encoders are large enough to keep a GPU busy with one caption.
     return GPU_BATCH if family.text.is_clip and device != "cpu" else 1
 
 

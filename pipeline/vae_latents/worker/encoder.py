@@ -244,15 +244,12 @@ class LatentEncoder:
             )
 
     def tensors(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:
-        """Return float32 tensors (C, h, w): the mean, a draw seeded by the entry's key, or both moments.
-
-        A family's normalisation is affine, so a standard deviation is normalised without its shift.
-        """
+        """Return float32 tensors (C, h, w): the mean, a draw seeded by the entry's key, or both moments."""
         raw_latent, normalise = posterior.mean, self.family.vae.normalise
         # References have their own, because the pipelines do not sample them.
         stored = job.work.get("posterior") or self._settings["posterior"]
         if stored == "moments":
-            # The difference removes the shift, which belongs to the mean alone.
+            # Normalisation is affine. The difference removes its shift, which belongs to the mean alone.
             std = normalise(posterior.std) - normalise(torch.zeros_like(posterior.std))
             return {MEAN: normalise(raw_latent)[0], STD: std[0]}
         if stored == "sample":

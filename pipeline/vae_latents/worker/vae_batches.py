@@ -92,9 +92,6 @@ class CudnnTuning:
 class VaeBatches:
     """A VAE on one device, in its compute dtype and, if needed, in float32.
 
-    On the CPU each pass takes one image, so that a latent's bytes depend on its key alone. On a GPU a pass
-    takes several images of one shape. Their values differ by the arithmetic of a larger batch.
-
     A GPU works asynchronously: `start` queues a batch, and `finish` waits for it. A caller that starts the
     next batch in between has it computed while the results of the last one are processed.
 
@@ -114,6 +111,9 @@ class VaeBatches:
         self.vae = family.vae.load(dtype, device)
         self._exact_vae: nn.Module | None = self.vae if dtype == "float32" else None
         self.overlap = 1 if device != "cpu" else 0
+
+        # On the CPU each pass takes one image, so that a latent's bytes depend on its key alone. On a GPU,
+        # values differ by the arithmetic of a larger batch.
         self.max_px = GPU_BATCH_PX if device != "cpu" else 1
         self._too_large_px: float = float("inf")
         self.tuning = CudnnTuning() if device != "cpu" else None
