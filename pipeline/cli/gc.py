@@ -59,7 +59,7 @@ def _refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
 @click.command(short_help="List and delete unused cache entries or old runs.")
 @click.argument("recipes", metavar="[RECIPE]...", nargs=-1, type=RECIPE)
 @click.option(
-    "--delete", "do_delete", is_flag=True, help="Delete what is not used. By default it is only listed."
+    "--delete", "do_delete", is_flag=True, help="Delete unused files. By default they are only listed."
 )
 @click.option(
     "--keep",

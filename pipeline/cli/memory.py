@@ -22,10 +22,10 @@ def show_memory(memory: MemoryForecast) -> None:
     if memory.card is None or memory.usable_bytes is None:
         echo("This machine has no GPU; compare with one of 24 GB with --vram 24.")
     elif memory.change is None:
-        echo(f"Training fits into {memory.card}, of which about {_gib(memory.usable_bytes)} are usable.")
+        echo(f"Training fits into {memory.card}: about {_gib(memory.usable_bytes)} of it are usable.")
     else:
         usable = _gib(memory.usable_bytes)
-        echo(f"Training does not fit into {memory.card}, of which about {usable} are usable.")
+        echo(f"Training does not fit into {memory.card}: about {usable} of it are usable.")
         _show_change(memory.change)
     _show_host(memory)
 

@@ -32,7 +32,7 @@ MAX_NAMED = 3
     "--vram",
     type=click.FloatRange(min=1.0),
     metavar="GB",
-    help="Memory of the GPU to plan for, such as 24. By default that of this machine's GPU.",
+    help="Memory of the GPU to plan for, such as 24. By default, the memory of this machine's GPU.",
 )
 @click.option("--no-memory", is_flag=True, help="Omit the memory forecast, which takes some seconds.")
 @click.option(

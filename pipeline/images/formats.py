@@ -102,7 +102,7 @@ def require_image(start: bytes) -> None:
         is_web_page = text.startswith((b"<!doctype html", b"<html"))
         first_bytes = f"its first bytes ({start[:8].hex(' ')})"
         if is_web_page:
-            detail = f"{first_bytes} are those of a web page, as after a failed download"
+            detail = f"{first_bytes} belong to a web page, as after a failed download"
             raise ImageError("not_an_image", detail, fix="download the image again, or remove the file")
         detail = f"{first_bytes} belong to no supported image format"
         raise ImageError("not_an_image", detail, fix="convert it to PNG or JPEG, or remove it")

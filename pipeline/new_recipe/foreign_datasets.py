@@ -134,7 +134,7 @@ def draft_from_config(file: Path, *, max_references: int | None = None) -> Recip
     if config.has_training:
         draft.not_taken.append(
             "other settings of the model and the training: many have the same name in a recipe, and "
-            "docs/coming_from.md lists the others"
+            "docs/coming_from.md lists the rest"
         )
     return draft
 

@@ -198,7 +198,7 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
         return Outcome(True, summary, numbers=numbers)
 
     images = counted(len(rows), "image has", "images have")
-    summary = f"{images} far more or fewer bytes per pixel than the others of the same format"
+    summary = f"{images} far more or fewer bytes per pixel than most images of the same format"
     fix = (
         "check them: few bytes often mean a blank or upscaled picture, many bytes mean noise or a drawing "
         "saved as a photograph"

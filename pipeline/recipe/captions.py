@@ -84,7 +84,7 @@ class CaptionSettings(Settings):
     )
     fallback: Fallback = Field(
         default=None,
-        description="Caption of images whose caption is missing or empty: a text that they all get, or "
+        description="Caption of images with a missing or empty caption: a text that they all get, or "
         "filename for the image's file name without its suffix. With null, such images close the gate "
         "captions_present. The report counts them as fallback in captions_from.",
     )

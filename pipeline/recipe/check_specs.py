@@ -102,7 +102,7 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
         _warning(
             "file_size_outliers",
-            "Images whose number of bytes per pixel is far from the rest of the dataset.",
+            "Images with far more or fewer bytes per pixel than the rest of the dataset.",
             "Inspect these images. Most often they are thumbnails, placeholders or uncompressed files.",
         ),
         _warning(

@@ -156,8 +156,8 @@ class DatasetSettings(Settings):
     weight: float | None = Field(
         default=None,
         gt=0.0,
-        description="Share of training samples from this dataset, relative to the weights of the others and "
-        "independent of dataset sizes. Set it for all datasets or for none. null means that size and "
+        description="Share of training samples from this dataset, relative to the weights of other datasets "
+        "and independent of dataset sizes. Set it for all datasets or for none. null means that size and "
         "`repeats` decide.",
     )
     role: Literal["train", "prior"] = Field(
@@ -167,8 +167,8 @@ class DatasetSettings(Settings):
     )
     slider: Literal[1, -1] | None = Field(
         default=None,
-        description="Scale of the LoRA while it trains on these images, for a LoRA whose scale works as a "
-        "slider: 1 for images that positive scales should draw, such as smiling faces, and -1 for their "
+        description="Scale of the LoRA while it trains on these images, for a LoRA that works as a slider: 1 "
+        "for images that positive scales should draw, such as smiling faces, and -1 for their "
         "opposite, such as serious faces. A recipe needs datasets of both. An image with 1 and an image with "
         "-1 are a pair if they are in the same bucket and have the same path in their datasets, apart from "
         "the suffix; they share noise, noise level, mirroring and caption dropout. null means an ordinary "
@@ -192,7 +192,7 @@ class DatasetSettings(Settings):
     duplicates: Literal["keep_first", "keep_all"] = Field(
         default="keep_first",
         description="Treatment of files with the same bytes and the same caption. keep_first: use the first "
-        "by name, and list the others in a warning. keep_all: use all of them.",
+        "by name, and list the rest in a warning. keep_all: use all of them.",
     )
     validation_fraction: float = Field(
         default=0.0,

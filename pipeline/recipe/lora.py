@@ -44,7 +44,7 @@ class RankSettings(Settings):
     alpha: float | None = Field(
         default=None,
         gt=0.0,
-        description="Alpha of these modules; null chooses it so that alpha / rank is that of the others.",
+        description="Alpha of these modules; null uses the same alpha / rank as the other modules.",
     )
 
 
@@ -145,7 +145,7 @@ class LoraSettings(Settings):
     conv_alpha: float | None = Field(
         default=None,
         gt=0.0,
-        description="Alpha of the convolutions; null chooses it so that alpha / rank is that of the others.",
+        description="Alpha of the convolutions; null uses the same alpha / rank as the other layers.",
     )
     ranks: tuple[RankSettings, ...] = Field(
         default=(), description="Different ranks for some modules; the first matching pattern applies."
@@ -158,8 +158,8 @@ class LoraSettings(Settings):
     loraplus_ratio: float | None = Field(
         default=None,
         gt=0.0,
-        description="Learning rate of the up matrices (B), divided by that of the other weights (LoRA+, "
-        "https://arxiv.org/abs/2402.12354), such as 16. It also applies to `learning_rates` and text "
+        description="Learning rate of the up matrices (B), divided by the rate of all other weights "
+        "(LoRA+, https://arxiv.org/abs/2402.12354), such as 16. It also applies to `learning_rates` and text "
         "encoders; lower the learning rate with it. null trains all weights at the same rate.",
     )
     dora: bool = Field(
@@ -175,7 +175,7 @@ class LoraSettings(Settings):
     )
     init: Literal["kaiming", "gaussian", "pissa", "olora"] = Field(
         default="kaiming",
-        description="Initial weights. kaiming and gaussian: the down matrices are uniform like those of a "
+        description="Initial weights. kaiming and gaussian: the down matrices are uniform as in a "
         "linear layer, or normal with standard deviation 1 / rank; the up matrices are zero. pissa and "
         "olora: the principal singular components of the base weights (https://arxiv.org/abs/2404.02948), "
         "or the first ones of their QR decomposition (https://arxiv.org/abs/2406.01775). A fixed adapter "

@@ -153,7 +153,7 @@ def _value_violations(key: str, value: Any, default: Any) -> Iterator[Violation]
     """
     if isinstance(default, tuple):
         required = f"a list of {len(default)} numbers"
-        required += ", the first of which may be null" if default[0] is None else ""
+        required += ", and the first may be null" if default[0] is None else ""
         is_list = isinstance(value, tuple) and len(value) == len(default)
         is_valid = is_list and all(
             each is not None or other is None for each, other in zip(value, default, strict=True)

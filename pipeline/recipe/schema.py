@@ -121,7 +121,7 @@ class TextSettings(Settings):
         default=0.1,
         ge=0.0,
         le=1.0,
-        description="Fraction of training samples whose caption is replaced by the empty caption.",
+        description="Fraction of training samples that get the empty caption instead of their own.",
     )
     dtype: Dtype = Field(default="float16", description="Dtype of stored text embeddings.")
     compute_dtype: ComputeDtype = Field(
@@ -132,7 +132,7 @@ class TextSettings(Settings):
     offload: NumResidentBlocks = Field(
         default="auto",
         description="Number of each text encoder's layers that stay on the GPU while captions are encoded. "
-        "The others are on the host and copied to the GPU for each caption, which takes time and gives the "
+        "Other layers are on the host and copied to the GPU for each caption, which takes time and gives the "
         "same values. auto keeps as many as fit, and all of them on a CPU; none keeps all. It is not part "
         "of any key.",
     )

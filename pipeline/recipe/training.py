@@ -163,10 +163,10 @@ class TrainingSettings(Settings):
     )
     offload: NumResidentBlocks = Field(
         default="none",
-        description="Number of the denoiser's repeated blocks that stay on the GPU. The weights of the "
-        "others are on the host and copied to the GPU for each use, which takes time and gives the same "
-        "LoRA. 0 saves the most memory; none keeps all blocks on the GPU; auto keeps as many as the memory "
-        "forecast allows on the GPU of the run, and all of them on a CPU. "
+        description="Number of the denoiser's repeated blocks that stay on the GPU. The weights of "
+        "other blocks are on the host and copied to the GPU for each use, which takes time and gives the "
+        "same LoRA. 0 saves the most memory; none keeps all blocks on the GPU; auto keeps as many as the "
+        "memory forecast allows on the GPU of the run, and all of them on a CPU. "
         "With `quantize: nf4` it requires `gradient_checkpointing`. auto cannot be combined with "
         "`lora.text_encoders`, which the forecast does not count.",
     )
@@ -182,7 +182,7 @@ class TrainingSettings(Settings):
         default=2,
         ge=1,
         le=MAX_COUNT,
-        description="Number of checkpoints of which the optimizer state is kept; null keeps all. An "
+        description="Number of checkpoints that keep their optimizer state; null keeps it in all. An "
         "interrupted run resumes from the newest valid checkpoint, so keep at least 2. The LoRA files of all "
         "checkpoints stay.",
     )

@@ -142,7 +142,7 @@ def _require_no_checkpoint_state(path: Path, where: str) -> None:
             "use the LoRA that the run has published; checkpoints of Latentline 0.2 and earlier contain none"
         )
     raise TrainingError(
-        "the file to start from is the state that a run resumes from, not a LoRA", where=where, fix=fix
+        "the file to start from is the resume state of a run, not a LoRA", where=where, fix=fix
     )
 
 

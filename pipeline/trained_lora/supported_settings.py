@@ -30,7 +30,7 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
         return
     supported = [each.name for each in FAMILIES if each.trains_text_encoders]
     raise TrainingError(
-        f"the text encoders of {family.name} cannot be trained; only those of {one_of(supported)} can",
+        f"the text encoders of {family.name} cannot be trained; {one_of(supported)} models support it",
         where="training.lora.text_encoders",
         fix=f"remove training.lora.text_encoders, or set model.base to a {one_of(supported)} model",
     )

@@ -126,8 +126,8 @@ def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
     schedule = _schedule(contents, family, choices)
     if choices.parts_only and schedule is not None and schedule.config != family.scheduler_config:
         raise ModelError(
-            f"the model in the file predicts {schedule.prediction} and its noise schedule differs from that "
-            f"of {reference}, but --parts-only does not write a noise schedule",
+            f"the model in the file predicts {schedule.prediction} and has another noise schedule "
+            f"than {reference}, but --parts-only does not write a noise schedule",
             where=f"{contents.header.file}, --parts-only",
             fix="run the command without --parts-only, and set model.base to the new folder",
         )

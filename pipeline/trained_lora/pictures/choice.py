@@ -89,7 +89,7 @@ def choose_file(path: Path) -> ChosenLoras:
     file = lora_file(path)
     if file.name == ADAPTER_FILE and file.with_name(OPTIMIZER_FILE).exists():
         raise DrawingError(
-            "the file is the state that a run resumes from, not a LoRA",
+            "the file is the resume state of a run, not a LoRA",
             where=f"--lora {file}",
             fix=f"use {file.with_name(_FILE)}",
         )

@@ -67,7 +67,7 @@ def test_the_two_memory_options_exclude_each_other(configs: Path) -> None:
     ("card", "change", "line"),
     [
         (None, None, "compare with one of 24 GB with --vram 24"),
-        ("a GPU of 24 GB", None, "Training fits into a GPU of 24 GB, of which about 23.0 GiB are usable."),
+        ("a GPU of 24 GB", None, "Training fits into a GPU of 24 GB: about 23.0 GiB of it are usable."),
         ("a GPU of 24 GB", Change(("a: b",), 20 * GIB, True), "change that fits: a: b (about 20.0 GiB)"),
         ("a GPU of 24 GB", Change(("a: b",), 30 * GIB, False), "which does not fit either"),
     ],

@@ -52,7 +52,7 @@ def test_a_valid_combination_is_accepted(training: dict[str, Any]) -> None:
         ({"optimizer_arguments": {"betas": 0.9}}, "betas must be a list of 2 numbers, got 0.9"),
         (
             {"optimizer": "adafactor", "optimizer_arguments": {"eps": [1e-30, None]}},
-            "a list of 2 numbers, the first of which may be null, got [1e-30, null]",
+            "a list of 2 numbers, and the first may be null, got [1e-30, null]",
         ),
         (
             {"optimizer": "adafactor", "optimizer_arguments": {"eps": [None, 1e-3, 1.0]}},

@@ -105,7 +105,7 @@ def test_R12_the_state_in_a_checkpoint_is_not_a_lora_and_the_file_next_to_it_is_
     save_file({f"{ATTENTION}.lora_A.weight": np.ones((4, 6), np.float32)}, state)
     optimizer.touch()
     error = error_of(starting_from(state))
-    assert "the state that a run resumes from" in error.what
+    assert "the resume state of a run" in error.what
     assert "use the LoRA that the run has published" in error.fix
 
     lora = tmp_path / "pytorch_lora_weights.safetensors"

@@ -88,8 +88,8 @@ class BetaNoise(NoiseSpec):
             raise FamilyError(
                 f"the noise schedule {schedule} is not supported for training",
                 where=path,
-                fix="use a base model whose scheduler/scheduler_config.json names a DDIM, DDPM, Euler or "
-                "PNDM scheduler",
+                fix="use a base model with a DDIM, DDPM, Euler or PNDM scheduler in "
+                "scheduler/scheduler_config.json",
             )
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in ("epsilon", "v_prediction"):
