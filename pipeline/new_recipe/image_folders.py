@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.errors import counted
 from pipeline.images.formats import SUFFIXES
-from pipeline.raw_images.exclusion import excluded_by
+from pipeline.raw_images.walk import excluded_by
 
 SUBFOLDERS = "*/*"
 """Pattern of the files in sub-folders, which several trainers do not read."""

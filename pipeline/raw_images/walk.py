@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.images.formats import ImageError
-from pipeline.raw_images.exclusion import excluded_by
 from pipeline.raw_images.folder import (
     FoundFile,
     Problem,
@@ -24,10 +24,10 @@ from pipeline.raw_images.folder import (
     walk_remote,
 )
 from pipeline.raw_images.manifest import read_manifest, walk_manifest
-from pipeline.raw_images.rejection import printable, rejection
 from pipeline.raw_images.scan_index import STAT
 from pipeline.raw_images.sources import source_of
 from pipeline.reporting.progress import progress
+from pipeline.reporting.rejections import printable, rejection
 from pipeline.reporting.reports import Log
 from pipeline.storage.addresses import Url
 from pipeline.storage.regular_files import MAX_FILE_BYTES
@@ -184,3 +184,26 @@ def _orphan_captions(walk: WalkResult, caption_suffixes: tuple[str, ...]) -> lis
     image_paths = [image.path for image in walk.images] + [problem.path for problem in walk.problems]
     expected = {sidecar_path(path, suffix) for path in image_paths for suffix in caption_suffixes}
     return [path for path in walk.captions if path not in expected]
+
+
+_WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
+
+
+def excluded_by(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return a function that is True for paths below a dataset's folder that one of the patterns matches.
+
+    A pattern without a slash matches the name of a file or folder at any depth, and one with a slash matches
+    a path from the dataset's folder. A matched folder excludes everything below it. `*` matches any
+    characters except a slash, and `?` matches one. Case counts, and the Unicode form does not.
+    """
+    alternatives = "|".join(_expression(unicodedata.normalize("NFC", pattern)) for pattern in patterns)
+    if not alternatives:
+        return lambda path: False
+    match = re.compile(f"(?:{alternatives})(?:/|$)", re.DOTALL).match
+    return lambda path: match(unicodedata.normalize("NFC", path)) is not None
+
+
+def _expression(pattern: str) -> str:
+    is_anchored = "/" in pattern.rstrip("/")
+    body = "".join(_WILDCARDS.get(each) or re.escape(each) for each in pattern.strip("/"))
+    return body if is_anchored else f"(?:.*/)?{body}"

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from pipeline.recipe.address_types import FolderAddress, RecipeAddress
 from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.references import ReferenceSettings, reference_violations
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.validators import (
     MANIFEST_SUFFIXES,
+    FolderAddress,
+    RecipeAddress,
     check_exclude,
 )
 from pipeline.storage.addresses import Address

@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Field, JsonValue
 
 from pipeline.errors import DeploymentError
-from pipeline.recipe.address_types import FolderPath
 from pipeline.recipe.credentials import credential_mistakes
+from pipeline.recipe.error_descriptions import FileKind
 from pipeline.recipe.errors import Mistake, PlacedMistake, file_error
-from pipeline.recipe.file_kind import FileKind
 from pipeline.recipe.keys import keys_of
 from pipeline.recipe.project import in_project, path_in_recipe
 from pipeline.recipe.schema import RecipeFile
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, one_of, reject
+from pipeline.recipe.validators import FolderPath
 from pipeline.recipe.yaml_document import KeyPath
 from pipeline.recipe.yaml_file import read_yaml_file
 

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import counted
-from pipeline.recipe.file_kind import FileKind
 from pipeline.recipe.keys import KIND, all_keys_of, field_below, keys_of, section_below, sections_in
 from pipeline.recipe.settings import MAX_COUNT, one_of
 from pipeline.recipe.yaml_document import KeyPath, dotted
@@ -21,6 +20,27 @@ MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a message."""
 
 WhatAndFix = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of YAML file.
+
+    Attributes:
+        name: Name in messages, such as `recipe`.
+        model: Pydantic model of the file.
+        first_key: Key that most files start with.
+        example: Files to start from.
+        schema: Path of the JSON schema in the project, which has the descriptions of all keys.
+        unknown_key_fix: Function that returns a special fix for an unknown key, or None.
+    """
+
+    name: str
+    model: type[BaseModel]
+    first_key: str
+    example: str
+    schema: str
+    unknown_key_fix: Callable[[KeyPath], str | None]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.errors import LatentlineError, RecipeError
-from pipeline.recipe.error_descriptions import InvalidValue, describe
-from pipeline.recipe.file_kind import RECIPE, FileKind
+from pipeline.recipe.error_descriptions import FileKind, InvalidValue, describe
 from pipeline.recipe.keys import KIND, child, without_kinds
+from pipeline.recipe.other_trainers import term_of
+from pipeline.recipe.schema import RecipeFile
 from pipeline.recipe.settings import VIOLATION, Violation
 from pipeline.recipe.yaml_document import KeyPath, dotted
 
@@ -55,6 +56,24 @@ class PlacedMistake:
         """File, line and key, such as `configs/flowers.yaml:14, buckets.resolution`."""
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         return f"{place}, {dotted(self.mistake.path)}" if self.mistake.path else place
+
+
+def _recipe_key_fix(path: KeyPath) -> str | None:
+    if (term := term_of(str(path[-1]))) is not None:
+        return term.fix
+    if path == ("name",):
+        return "remove it: the name of a recipe is the name of its file without .yaml"
+    return None
+
+
+RECIPE = FileKind(
+    name="recipe",
+    model=RecipeFile,
+    first_key="datasets",
+    example="a recipe in configs/, such as demo.yaml",
+    schema="configs/recipe.schema.json",
+    unknown_key_fix=_recipe_key_fix,
+)
 
 
 def find_mistakes(data: Any, kind: FileKind = RECIPE) -> list[Mistake]:

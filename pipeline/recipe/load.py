@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from pipeline.errors import RecipeError
 from pipeline.recipe.datasets import side_input_sections
 from pipeline.recipe.deployment import scratch_folder
-from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe_error
-from pipeline.recipe.file_kind import RECIPE
+from pipeline.recipe.errors import RECIPE, Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.project import path_in_recipe, project_root
 from pipeline.recipe.schema import NAME_PATTERN, Recipe
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes

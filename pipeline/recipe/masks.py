@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.recipe.address_types import FolderAddress
 from pipeline.recipe.settings import Settings, Violation
+from pipeline.recipe.validators import FolderAddress
 
 
 class MaskSettings(Settings):

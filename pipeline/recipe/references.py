@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import Field
 
-from pipeline.recipe.address_types import FolderAddress
 from pipeline.recipe.settings import Settings, Violation
+from pipeline.recipe.validators import FolderAddress
 
 
 class ReferenceSettings(Settings):

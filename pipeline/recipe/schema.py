@@ -13,16 +13,14 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from pipeline.recipe.address_types import FolderAddress, OutputFolder
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.check_specs import GATES
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.keys import all_keys_of, field_below
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
-from pipeline.recipe.sharding import shard_violations
-from pipeline.recipe.training import NumResidentBlocks, TrainingSettings
-from pipeline.recipe.validators import check_gate
+from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_violations
+from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate
 from pipeline.recipe.yaml_document import KeyPath
 from pipeline.storage.addresses import Address, Url
 

@@ -1,6 +1,7 @@
 """Validators of single recipe values: paths, addresses, suffixes, encodings and names of gates.
 
-Each validator returns the value, or reports a violation.
+Each validator returns the value, or reports a violation. The types of keys that hold a path or an address are
+at the end.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from pathlib import PurePath
-from typing import cast
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, cast
+
+from pydantic import BeforeValidator, PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
 
 from pipeline.escaping import has_credentials
 from pipeline.recipe.check_specs import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.recipe.settings import MAX_COUNT, one_of, reject
-from pipeline.storage.addresses import Url, is_url
+from pipeline.storage.addresses import Address, Url, is_url
 from pipeline.storage.remote_folder import CONDITIONAL_WRITES
 
 MANIFEST_SUFFIXES = (".parquet", ".jsonl", ".csv")
@@ -185,3 +188,24 @@ def check_gate(value: str) -> str:
         fix = f"did you mean {close[0]}?" if close else f"use {one_of(GATES)}"
         reject(f"checks.allow must list names of gates, got {value!r}", fix)
     return value
+
+
+def _address(value: object, as_path: ValidatorFunctionWrapHandler) -> Address:
+    return Url(value) if isinstance(value, str) and is_url(value) else as_path(value)
+
+
+# The schema describes a path, so that a value of the wrong type is reported once. A union of Path and Url
+# would report it once per member.
+_PATH_OR_URL = [WrapValidator(_address), BeforeValidator(check_address), PlainSerializer(str)]
+if TYPE_CHECKING:
+    RecipeAddress = Address
+    FolderAddress = Address
+    OutputFolder = Path
+else:
+    RecipeAddress = Annotated[Path, *_PATH_OR_URL]
+    FolderAddress = Annotated[Path, *_PATH_OR_URL, BeforeValidator(check_not_manifest)]
+    # A recipe file may name an address. Loading replaces it with the path of the working copy.
+    _wrap, *_checks = _PATH_OR_URL
+    _output = (BeforeValidator(check_output), *_checks, BeforeValidator(check_not_manifest))
+    OutputFolder = Annotated[Path, _wrap, *_output]
+FolderPath = Annotated[Path, BeforeValidator(check_folder)]

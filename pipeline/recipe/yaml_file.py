@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from stat import S_ISREG
 
+from pipeline.recipe.error_descriptions import FileKind
 from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes
-from pipeline.recipe.file_kind import FileKind
 from pipeline.recipe.project import path_in_recipe
 from pipeline.recipe.yaml_document import Document, parse
 

@@ -1,12 +1,16 @@
-"""Rejected samples: the conservation check, and the fixes that would recover most samples."""
+"""Rejected samples: their columns, the conservation check, and the fixes that would recover most samples."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import polars as pl
 
 from pipeline.errors import counted
+from pipeline.images.formats import ImageError
 from pipeline.reporting.findings import Outcome
 
 MAX_FIXES = 3
@@ -106,3 +110,28 @@ def no_samples_left(rejected: pl.DataFrame, otherwise: str) -> Outcome:
 def most_frequent_first(rejected: pl.DataFrame) -> pl.DataFrame:
     """Return the rows sorted by reason, the most frequent first, and within a reason by sample id."""
     return rejected.sort(pl.len().over("reason"), "reason", "sample_id", descending=[True, False, False])
+
+
+def rejection(err: ImageError, stage: str, content_hash: str | None) -> dict[str, Any]:
+    """Return the columns that a rejection adds to a sample's `sample_id`, `dataset` and `path`."""
+    return {
+        "stage": stage,
+        "reason": err.reason,
+        "detail": printable(err.detail),
+        "fix": printable(err.fix),
+        "content_hash": content_hash,
+    }
+
+
+def count_by_reason(reasons: Iterable[str]) -> dict[str, int]:
+    """Return the number of rejections for each reason, most frequent first."""
+    return dict(Counter(reasons).most_common())
+
+
+def printable(text: str) -> str:
+    """Return the text as valid Unicode; the bytes of a file name that is not UTF-8 become escapes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return os.fsencode(text).decode("utf-8", "backslashreplace")
+    return text

@@ -22,7 +22,6 @@ import polars as pl
 from pipeline.errors import counted
 from pipeline.escaping import html_text, printable
 from pipeline.raw_images.sources import sources_of
-from pipeline.reporting.html_page import html_page
 from pipeline.reporting.pictures import SheetImage, for_each_image, jpeg, readable_thumbnail
 from pipeline.reporting.reports import Log, StageResult
 from pipeline.storage.addresses import Url
@@ -205,7 +204,7 @@ def _kept_pages(
         navigation = f"<nav>{' '.join(links)}</nav>" if len(names) > 1 else ""
         figures = "\n".join(_figure(row, thumbnails) for row in rows.iter_rows(named=True))
         body = [header, navigation, "<main>", figures, "</main>", navigation]
-        pages[file] = html_page(f"{name}: dataset", "\n".join(body))
+        pages[file] = _html_page(f"{name}: dataset", "\n".join(body))
     return pages
 
 
@@ -238,7 +237,7 @@ def _rejected_page(name: str, rejected: pl.DataFrame, thumbnails: set[str]) -> s
     sections = "\n".join(_rejected_sections(rejected, thumbnails))
     summary = f"{counted(_total(rejected), 'image')} rejected"
     body = f'<p><a href="{INDEX_FILE}">kept images</a>; {summary}; tables/rejected.parquet lists all</p>\n'
-    return html_page(f"{name}: rejected images", body + sections)
+    return _html_page(f"{name}: rejected images", body + sections)
 
 
 def _rejected_sections(rejected: pl.DataFrame, thumbnails: set[str]) -> Iterator[str]:
@@ -252,3 +251,28 @@ def _rejected_sections(rejected: pl.DataFrame, thumbnails: set[str]) -> Iterator
             lines = "".join(f"<{tag}>{html_text(printable(text))}</{tag}>" for tag, text in labelled.items())
             yield f"<figure>{_picture(row, thumbnails)}<figcaption>{lines}</figcaption></figure>"
         yield "</main>"
+
+
+_STYLE = """
+body { font: 15px/1.4 system-ui, sans-serif; margin: 1.5rem; color: #222; background: #fff; }
+main { display: grid; grid-template-columns: repeat(auto-fill, minmax(210px, 1fr)); gap: 1rem; }
+figure { margin: 0; padding: .5rem; border: 1px solid #ddd; border-radius: 4px; overflow-wrap: anywhere; }
+figure img, .frame { display: block; max-width: 100%; margin: 0 auto .5rem; }
+.frame { height: 6rem; line-height: 6rem; text-align: center; background: #ddd; color: #555; }
+figcaption > * { display: block; font-size: 13px; }
+small { color: #666; } em { margin-top: .3rem; } nav a, nav b { margin-right: .3rem; }
+"""
+
+
+def _html_page(title: str, body: str) -> str:
+    """Return a complete page.
+
+    Args:
+        title: Plain text of the title and heading.
+        body: HTML below the heading, with all texts escaped by `html_text`.
+    """
+    heading = html_text(title)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{heading}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{heading}</h1>\n{body}\n</body>\n</html>\n"
+    )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.images.formats import ImageError
-from pipeline.raw_images.rejection import rejection
 from pipeline.raw_images.sources import side_input_sources_of
+from pipeline.reporting.rejections import rejection
 from pipeline.storage.tables import REJECTED, SIDE_INPUT_COLUMNS
 from pipeline.validated_dataset.paired_files import Finder, PairedFile, PairedSamples, Reader, usable
 

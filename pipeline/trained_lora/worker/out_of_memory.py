@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import TrainingError
-from pipeline.recipe.sharding import shard_violations
+from pipeline.recipe.training import shard_violations
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family

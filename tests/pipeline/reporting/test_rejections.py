@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import polars as pl
 
+from pipeline.images.formats import ImageError
 from pipeline.reporting.rejections import (
     check_conservation,
+    count_by_reason,
     most_frequent_first,
     most_frequent_fixes,
     no_samples_left,
+    printable,
+    rejection,
 )
 from pipeline.storage.tables import REJECTED
 
@@ -82,3 +88,15 @@ def test_I08_no_recipe_can_allow_that_no_samples_are_left() -> None:
     none = no_samples_left(rejected(), "add images")
     assert (none.fix, none.numbers) == ("add images", {"rejected": 0, "left": 0})
     assert [(each.passed, each.final) for each in (some, none)] == [(False, True)] * 2
+
+
+def test_reasons_are_counted_and_sorted_by_frequency() -> None:
+    assert list(count_by_reason(["a", "b", "b"]).items()) == [("b", 2), ("a", 1)]
+
+
+def test_I18_undecodable_names_become_text_that_a_table_can_store() -> None:
+    name = os.fsdecode(b"caf\xe9")
+    assert printable(name) == "caf\\xe9"
+    assert printable("caf\u00e9") == "caf\u00e9"
+    row = rejection(ImageError("truncated", name, fix=name), "raw_images", None)
+    assert (row["detail"], row["fix"], row["stage"]) == ("caf\\xe9", "caf\\xe9", "raw_images")
