@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipeline.encoding.jobs import Encoding, Job
+    from pipeline.log import Log
     from pipeline.processes.launch import Launch, Meanwhile
     from pipeline.recipe import Recipe
-    from pipeline.reporting.reports import Log, StageResult
+    from pipeline.reporting.reports import StageResult
     from pipeline.storage.tables import Tables
     from pipeline.trained_lora.job import TrainingJob
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.images.geometry import Geometry
+from pipeline.log import Log
 from pipeline.raw_images.sources import sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, chart, contact_sheet, png
-from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest

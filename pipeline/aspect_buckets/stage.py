@@ -8,7 +8,8 @@ import polars as pl
 
 from pipeline.errors import counted
 from pipeline.images.geometry import placement_of
-from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
+from pipeline.log import Log
+from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.storage import tables as table_files
 from pipeline.storage.tables import columns_in
 

@@ -20,13 +20,13 @@ from pipeline.cache.entry_format import LATENT, MOMENTS, TEXT
 from pipeline.cache.keys import KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
 from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
 from pipeline.images.geometry import Geometry, Size
+from pipeline.log import Log, discard
 from pipeline.models.components import resolve_components
 from pipeline.models.families import Family, Use, detect
 from pipeline.models.families.compute_dtype import dtypes_text
 from pipeline.models.families.parts.references import TextImages
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.models.resolve import resolve_base
-from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Url
 from pipeline.versions import PREPROCESSING_VERSION
 

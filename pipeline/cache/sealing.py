@@ -10,8 +10,8 @@ from pipeline.cache.entry_format import KINDS, EntrySpec, Kind, WrongEntryError
 from pipeline.cache.packs import build_pack
 from pipeline.cache.store import Store
 from pipeline.errors import StoreError, counted
+from pipeline.log import Log
 from pipeline.reporting.progress import progress
-from pipeline.reporting.reports import Log
 from pipeline.storage.os_errors import is_disk_full
 
 MAX_ENTRIES = 1000

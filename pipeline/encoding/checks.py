@@ -22,9 +22,9 @@ import polars as pl
 from pipeline.cache.recipe_entries import is_unchanged
 from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Kind, Store
 from pipeline.errors import RUN_RECIPE, counted
+from pipeline.log import Log
 from pipeline.reporting.findings import Outcome
 from pipeline.reporting.progress import phase, progress
-from pipeline.reporting.reports import Log
 
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
 

@@ -15,9 +15,9 @@ from pipeline.encoding.jobs import DESCRIPTIONS, read_encoding
 from pipeline.encoding.shared_encoding import PICTURES, Shard, SharedEncoding, publish_encoding
 from pipeline.errors import LatentlineError, LaunchError, StoreError, counted
 from pipeline.escaping import without_secrets
+from pipeline.log import Log
 from pipeline.processes.launch import error_from_json
 from pipeline.reporting.progress import progress
-from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes
 
 _RESULTS = re.compile(r"results-(\d+)-of-(\d+)-[0-9a-f]+-\d+\.jsonl")

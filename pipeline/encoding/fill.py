@@ -29,9 +29,10 @@ from pipeline.encoding.jobs import (
 )
 from pipeline.encoding.speed import record_speed
 from pipeline.errors import StoreError, counted
+from pipeline.log import Log
 from pipeline.processes.launch import Launch
 from pipeline.reporting.progress import phase
-from pipeline.reporting.reports import Log, Stopwatch
+from pipeline.reporting.reports import Stopwatch
 from pipeline.storage.os_errors import require_disk_space
 
 Row: TypeAlias = Mapping[str, Any]

@@ -20,13 +20,13 @@ from pipeline.encoding.fill import WORKERS
 from pipeline.encoding.jobs import Encoding, Job, Jobs, ResultsWriter, read_encoding, share, write_encoding
 from pipeline.encoding.shared_encoding import PICTURES, ResultsUpload, Shard, SharedEncoding
 from pipeline.errors import LatentlineError, ModelError, StoreError, counted
+from pipeline.log import Log
 from pipeline.models.components import resolve_components
 from pipeline.models.families import Use, detect
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.models.resolve import resolve_base
 from pipeline.processes.launch import Launch, LocalLaunch, error_to_json
 from pipeline.recipe import AccelerateSettings, ModelSettings
-from pipeline.reporting.reports import Log
 
 UPLOAD_INTERVAL_S = 2.0
 """Seconds between two copies of the results, which decide how current the stage's progress is."""

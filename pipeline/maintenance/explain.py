@@ -10,7 +10,7 @@ import polars as pl
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import LatentlineError, TableError, counted
-from pipeline.reporting.reports import Log, discard
+from pipeline.log import Log, discard
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.tables import ASSETS, empty
 from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION, text_rows

@@ -19,6 +19,7 @@ from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import PathIsolationError
+from pipeline.log import Log
 from pipeline.maintenance.expected import (
     DAMAGED,
     GEOMETRY,
@@ -36,7 +37,6 @@ from pipeline.raw_images.stage import scan
 from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
 from pipeline.reporting.findings import CheckContext
-from pipeline.reporting.reports import Log
 from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
 from pipeline.side_inputs.references import IMAGES
 from pipeline.storage.tables import Tables, selected

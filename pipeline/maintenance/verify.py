@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.log import Log, discard
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
-from pipeline.reporting.reports import Log, discard
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import cache_text, needed_texts

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline.errors import ModelError
+from pipeline.log import Log, discard
 from pipeline.models.diffusers_folder import is_tokenizer, tokenizer_files, weight_files
 from pipeline.models.hub import (
     component_files,
@@ -20,7 +21,6 @@ from pipeline.models.hub import (
     suggest_folder,
 )
 from pipeline.recipe import in_project
-from pipeline.reporting.reports import Log, discard
 
 if TYPE_CHECKING:
     from pipeline.recipe import ModelSettings

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.errors import ModelError
+from pipeline.log import Log, discard
 from pipeline.models.diffusers_folder import read_bounded
 from pipeline.reporting.progress import progress
-from pipeline.reporting.reports import Log, discard
 from pipeline.storage.atomic import write_text
 
 _MEMORY_FILE = "fingerprints.json"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
+from pipeline.log import Log
 from pipeline.recipe import in_project, path_in_recipe
 from pipeline.reporting.progress import progress
-from pipeline.reporting.reports import Log
 
 WEIGHT_VARIANTS = ("fp32", "fp16", "bf16")
 """Variants in names of weight files, in order of preference; used if a component has no other weights."""

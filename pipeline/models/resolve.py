@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePath
 
 from pipeline.errors import ModelError
+from pipeline.log import Log, discard
 from pipeline.models.components import NamesModel, local_components, resolve_components
 from pipeline.models.diffusers_folder import require_whole
 from pipeline.models.families import Family, FamilySpec, detect, family_spec
@@ -21,7 +22,6 @@ from pipeline.models.hub import (
     suggest_folder,
 )
 from pipeline.recipe import in_project
-from pipeline.reporting.reports import Log, discard
 
 _INDEX = "model_index.json"
 

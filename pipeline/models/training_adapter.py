@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
+from pipeline.log import Log, discard
 from pipeline.models.hub import (
     REQUEST_TIMEOUT_S,
     download_files,
@@ -18,7 +19,6 @@ from pipeline.models.hub import (
     require_access,
 )
 from pipeline.recipe import in_project
-from pipeline.reporting.reports import Log, discard
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from pipeline.log import Log
 from pipeline.reporting.progress import progress
-from pipeline.reporting.reports import Log
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -20,8 +20,8 @@ from pipeline.storage.tables import REJECTED, read_rows, write_rows
 from pipeline.versions import CAPTIONS_VERSION, REPLACE_VERSION
 
 if TYPE_CHECKING:
+    from pipeline.log import Log
     from pipeline.recipe import DatasetSettings
-    from pipeline.reporting.reports import Log
     from pipeline.storage.source import Source
     from pipeline.storage.tables import Tables
 

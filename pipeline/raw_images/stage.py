@@ -24,11 +24,12 @@ from pipeline.images.decode import (
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, sniff
+from pipeline.log import Log
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import REJECTED_FILES, STAT, read_rejected_files, write_rejected_files
 from pipeline.raw_images.walk import WalkedDataset, walk_dataset
 from pipeline.reporting.rejections import count_by_reason, printable, rejection
-from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
+from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.storage.atomic import remove_old_temp_files
 from pipeline.storage.source import Opened, Source, Stat, threads_for
 from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, empty, validated

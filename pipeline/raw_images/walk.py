@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.images.formats import ImageError
+from pipeline.log import Log
 from pipeline.raw_images.folder import (
     FoundFile,
     Problem,
@@ -28,7 +29,6 @@ from pipeline.raw_images.scan_index import STAT
 from pipeline.raw_images.sources import source_of
 from pipeline.reporting.progress import progress
 from pipeline.reporting.rejections import printable, rejection
-from pipeline.reporting.reports import Log
 from pipeline.storage.addresses import Url
 from pipeline.storage.regular_files import MAX_FILE_BYTES
 from pipeline.storage.source import LocalSource, Source

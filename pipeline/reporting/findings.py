@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import GateClosedError
+from pipeline.log import Log, discard
 from pipeline.recipe.check_specs import SPECS, CheckSpec
-from pipeline.reporting.reports import Log, Report, discard, read_report, report_path
+from pipeline.reporting.reports import Report, read_report, report_path
 from pipeline.storage.atomic import write_text
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 from pipeline.images.decode import DecodeLimits, File, decoded
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.formats import ImageError
+from pipeline.log import Log
 from pipeline.reporting.lettering import font, line_height_px, shortened, wrapped
 from pipeline.reporting.progress import progress
-from pipeline.reporting.reports import Log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

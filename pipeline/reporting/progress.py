@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from pipeline.log import Log
 from pipeline.reporting import terminal
-from pipeline.reporting.reports import Log
 
 FIRST_LINE_S = 5.0
 """Shortest time between any two lines, and before the first line; shorter work writes none."""

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipeline import log
 from pipeline.storage.atomic import write_text
 
 if TYPE_CHECKING:
     import polars as pl
-
-# Many modules still import both from here.
-Log: TypeAlias = log.Log
-discard = log.discard
 
 Report: TypeAlias = dict[str, Any]
 """JSON-serialisable report; counters are top-level keys, including `samples`, `seconds` and

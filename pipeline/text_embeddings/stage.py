@@ -17,9 +17,10 @@ from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.encoding.fill import EntryRequests, fill
 from pipeline.encoding.jobs import Failure, Job
 from pipeline.errors import DatasetError
+from pipeline.log import Log
 from pipeline.models.recipe_support import require_preview_prompts
 from pipeline.processes.launch import Launch
-from pipeline.reporting.reports import Log, StageResult, Stopwatch
+from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, selected, validated
 from pipeline.text_embeddings.caption_rows import CAPTION_COLUMNS, FILES, file_images, text_rows
 

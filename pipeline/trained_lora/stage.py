@@ -20,6 +20,7 @@ from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.used_keys import KeyLists
 from pipeline.errors import counted
+from pipeline.log import Log
 from pipeline.models.families import detect
 from pipeline.models.recipe_support import require_preview_prompts, require_references
 from pipeline.models.training_adapter import resolve_training_adapter
@@ -27,7 +28,7 @@ from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
-from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
+from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.tables import Tables, columns_in, empty, validated

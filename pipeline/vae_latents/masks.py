@@ -28,9 +28,10 @@ from pipeline.storage.addresses import address
 from pipeline.storage.remote_source import source_at
 
 if TYPE_CHECKING:
+    from pipeline.log import Log
     from pipeline.processes.launch import Launch, Meanwhile
     from pipeline.recipe import Recipe
-    from pipeline.reporting.reports import Log, Stopwatch
+    from pipeline.reporting.reports import Stopwatch
 
 Row = Mapping[str, Any]
 

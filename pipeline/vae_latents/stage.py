@@ -14,9 +14,10 @@ from pipeline.cache.store import EntrySpec
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Failure, Job, PictureJobs
 from pipeline.images.geometry import Geometry, Size
+from pipeline.log import Log
 from pipeline.models.recipe_support import require_references
 from pipeline.processes.launch import Launch
-from pipeline.reporting.reports import Log, StageResult, Stopwatch
+from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
 from pipeline.side_inputs.images import mean_entries
 from pipeline.side_inputs.side_input import VIEW

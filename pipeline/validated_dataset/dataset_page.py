@@ -21,9 +21,10 @@ import polars as pl
 
 from pipeline.errors import counted
 from pipeline.escaping import html_text, printable
+from pipeline.log import Log
 from pipeline.raw_images.sources import sources_of
 from pipeline.reporting.pictures import SheetImage, for_each_image, jpeg, readable_thumbnail
-from pipeline.reporting.reports import Log, StageResult
+from pipeline.reporting.reports import StageResult
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source

@@ -24,10 +24,10 @@ from pipeline.images.decode_limits import DECODE_MEMORY, MAX_BYTES_PER_PX, MAX_J
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError, sniff
+from pipeline.log import Log
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import DECODED
 from pipeline.reporting.rejections import printable
-from pipeline.reporting.reports import Log
 from pipeline.storage.source import Source, threads_for
 from pipeline.validated_dataset.decode_process import DecodeResult, decode_and_hash, decode_in_process
 from pipeline.versions import LOOK_VERSION

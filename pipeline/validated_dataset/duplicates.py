@@ -20,8 +20,8 @@ import numpy.typing as npt
 import polars as pl
 from PIL import Image
 
+from pipeline.log import Log, discard
 from pipeline.reporting.progress import progress
-from pipeline.reporting.reports import Log, discard
 
 HASH_BITS = 64
 

@@ -29,9 +29,9 @@ from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.source import LocalSource, Source, threads_for
 
 if TYPE_CHECKING:
+    from pipeline.log import Log
     from pipeline.recipe import DatasetSettings
     from pipeline.recipe.datasets import SideInputSettings
-    from pipeline.reporting.reports import Log
     from pipeline.side_inputs import SideInput
     from pipeline.storage.addresses import Address
 

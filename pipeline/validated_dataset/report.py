@@ -24,10 +24,10 @@ import polars as pl
 
 from pipeline.images.formats import ImageError
 from pipeline.images.mask import show_mask
+from pipeline.log import Log
 from pipeline.raw_images.manifest import captions_by_path, manifests_with_columns
 from pipeline.raw_images.sources import side_input_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
-from pipeline.reporting.reports import Log
 from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source

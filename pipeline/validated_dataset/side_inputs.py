@@ -15,8 +15,8 @@ from pipeline.storage.tables import REJECTED, SIDE_INPUT_COLUMNS
 from pipeline.validated_dataset.paired_files import Finder, PairedFile, PairedSamples, Reader, usable
 
 if TYPE_CHECKING:
+    from pipeline.log import Log
     from pipeline.recipe import Recipe
-    from pipeline.reporting.reports import Log
     from pipeline.side_inputs import SideInput
 
 STAGE = "validated_dataset"

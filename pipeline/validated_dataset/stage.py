@@ -18,6 +18,7 @@ import polars as pl
 from pipeline.errors import DatasetError, counted
 from pipeline.images.decode import DECODER, File, open_content
 from pipeline.images.formats import ImageError
+from pipeline.log import Log
 from pipeline.raw_images.folder import sidecar_path
 from pipeline.raw_images.manifest import captions_by_path, focus_by_path, focus_of, manifests_with_columns
 from pipeline.raw_images.parallel import in_threads
@@ -33,7 +34,7 @@ from pipeline.raw_images.scan_index import (
 from pipeline.raw_images.sources import sources_of
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS, MAX_NAMED
 from pipeline.reporting.rejections import count_by_reason, rejection
-from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch, read_report
+from pipeline.reporting.reports import Report, StageResult, Stopwatch, read_report
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.source import Source, threads_for

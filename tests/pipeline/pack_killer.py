@@ -22,8 +22,8 @@ import pytest
 from pipeline.cache import sealing
 from pipeline.cache.store import Store
 from pipeline.cache.used_keys import KeyLists
+from pipeline.log import discard
 from pipeline.maintenance.gc import delete, survey
-from pipeline.reporting.reports import discard
 from pipeline.storage.addresses import address
 from pipeline.storage.remote_folder import RemoteFolder
 from tests.pipeline.packs_case import spec_of

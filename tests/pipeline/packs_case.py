@@ -17,7 +17,7 @@ from pipeline.cache.folder import CacheFolder
 from pipeline.cache.packs import read_members
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import Store
-from pipeline.reporting.reports import discard
+from pipeline.log import discard
 from pipeline.storage.addresses import Address, Url
 
 TENSORS = {"latent": TensorSpec("float16", (2, 3, 4))}

@@ -13,7 +13,7 @@ from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.sealing import MIN_NEW, seal, seal_new
 from pipeline.cache.store import Store
 from pipeline.errors import StoreError
-from pipeline.reporting.reports import discard
+from pipeline.log import discard
 from tests.pipeline.disk_calls import DiskCalls
 from tests.pipeline.packs_case import (
     any_store,

@@ -14,7 +14,7 @@ from pipeline.cache.packs import build_pack
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import NO_STAT, EntrySpec, Store
 from pipeline.errors import StoreError
-from pipeline.reporting.reports import discard
+from pipeline.log import discard
 from tests.pipeline.packs_case import (
     any_store,
     delete,

@@ -21,8 +21,8 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Store, TensorSpec
 from pipeline.encoding import checks
 from pipeline.encoding.checks import check_entries
+from pipeline.log import discard
 from pipeline.reporting.findings import CheckContext
-from pipeline.reporting.reports import discard
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.vae_latents import checks as vae_latents
 from tests.pipeline.cached_job import ASSETS, Job

@@ -13,8 +13,8 @@ from pipeline.cache.packs import build_pack
 from pipeline.cache.sealing import seal
 from pipeline.cache.store import EntrySpec, Store
 from pipeline.errors import StoreError
+from pipeline.log import discard
 from pipeline.maintenance.gc import delete, survey
-from pipeline.reporting.reports import discard
 from pipeline.storage.atomic import temp_name
 from tests.pipeline import used_case
 from tests.pipeline.packs_case import (

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import polars as pl
 import pytest
 
+from pipeline.log import discard
 from pipeline.raw_images import scan_index
 from pipeline.raw_images.scan_index import (
     ScanIndex,
@@ -21,7 +22,6 @@ from pipeline.raw_images.scan_index import (
     unchanged_sidecars,
     write_rejected_files,
 )
-from pipeline.reporting.reports import discard
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.source import LocalSource

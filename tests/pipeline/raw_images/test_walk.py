@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DatasetError
+from pipeline.log import discard
 from pipeline.raw_images.walk import excluded_by, require_readable, walk_dataset
 from pipeline.recipe import DatasetSettings, recipe_from_mapping
-from pipeline.reporting.reports import discard
 
 
 def settings_of(path: Path | str, **values: Any) -> DatasetSettings:

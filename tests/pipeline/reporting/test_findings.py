@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pipeline.log import discard
 from pipeline.recipe.check_specs import SPECS
 from pipeline.reporting.findings import (
     CheckContext,
@@ -16,7 +17,6 @@ from pipeline.reporting.findings import (
     findings,
     write_findings,
 )
-from pipeline.reporting.reports import discard
 
 
 def context(folder: Any) -> CheckContext:
