@@ -17,7 +17,7 @@ from pipeline.processes.guard import watch_parent
 from pipeline.storage.addresses import absolute
 
 INDEX_VARIABLES = ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX")
-"""Variables in which Slurm's job arrays and Kubernetes' indexed jobs state the index of a task."""
+"""Variables that hold the index of a task in Slurm's job arrays and Kubernetes' indexed jobs."""
 
 _FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DAGSTER_PIPES_CONTEXT")
 

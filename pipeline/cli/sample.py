@@ -72,10 +72,10 @@ _PATH = click.Path(path_type=Path)
 def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, ...], **options: Any) -> None:
     """Draw pictures with the LoRA of RECIPE, and put them on one sheet.
 
-    Each PROMPT is drawn at each step and strength. Without a PROMPT, those of training.sample_prompts are
-    drawn, or else the prompts of the run's previews.
+    Each PROMPT is drawn at each step and strength. Without a PROMPT, the command draws
+    training.sample_prompts, or else the prompts of the run's previews.
 
-    The settings and the seed are those of the previews, so the pictures can be compared with them. You can
+    Settings and seed are the same as in previews, so the pictures can be compared with them. You can
     draw with the checkpoints of a run that is still training: they are only read. No existing file is
     replaced.
     """

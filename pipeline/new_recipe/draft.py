@@ -162,7 +162,7 @@ def dataset_names(wanted: Iterable[str], otherwise: str) -> list[str]:
 
     Args:
         wanted: Names with any characters.
-        otherwise: Name of a dataset whose name contains no letter or digit.
+        otherwise: Name of a dataset without a letter or digit in its name.
     """
     names: list[str] = []
     used: set[str] = set()

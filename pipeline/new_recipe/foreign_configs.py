@@ -20,7 +20,7 @@ FORMS = (
 )
 
 
-class Reading(NamedTuple):
+class FolderRules(NamedTuple):
     """How a trainer reads a folder of images.
 
     Attributes:
@@ -36,36 +36,36 @@ class Reading(NamedTuple):
     keep_tags: int = 0
 
 
-READINGS = {
-    "sd-scripts": Reading(subfolders=False, lines="first"),
-    "OneTrainer": Reading(
+FOLDER_RULES = {
+    "sd-scripts": FolderRules(subfolders=False, lines="first"),
+    "OneTrainer": FolderRules(
         subfolders=False, exclude=("*-masklabel.png", "*-condlabel.png"), lines="each", keep_tags=1
     ),
-    "ai-toolkit": Reading(exclude=("_controls",)),
-    "SimpleTuner": Reading(lines="each"),
-    "diffusion-pipe": Reading(subfolders=False),
+    "ai-toolkit": FolderRules(exclude=("_controls",)),
+    "SimpleTuner": FolderRules(lines="each"),
+    "diffusion-pipe": FolderRules(subfolders=False),
 }
 """How each trainer reads folders by default."""
 
 
-class Entry(NamedTuple):
+class ForeignDataset(NamedTuple):
     """A dataset in another trainer's file.
 
     Attributes:
         settings: Its settings by dotted name.
-        reading: How the trainer reads its folder.
+        folder_rules: How the trainer reads its folder.
         skip: Reason to skip it; empty if it is used.
         remarks: Texts about settings that are not taken over.
     """
 
     settings: dict[str, Any]
-    reading: Reading
+    folder_rules: FolderRules
     skip: str = ""
     remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Config:
+class ForeignConfig:
     """Content of a configuration file.
 
     Attributes:
@@ -76,12 +76,12 @@ class Config:
     """
 
     trainer: str
-    entries: list[Entry]
+    entries: list[ForeignDataset]
     others: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_training: bool = False
 
 
-def read_config(file: Path) -> Config:
+def read_config(file: Path) -> ForeignConfig:
     """Return the content of a JSON, YAML or TOML file of a trainer that is recognised by the content.
 
     Raises:
@@ -137,8 +137,8 @@ def _parsed(file: Path) -> Any:
     return document.data
 
 
-def _sd_scripts(data: Any, _file: Path) -> Config | None:
-    """Settings of a subset override those of its dataset, which override the general ones."""
+def _sd_scripts(data: Any, _file: Path) -> ForeignConfig | None:
+    """Settings of a subset override settings of its dataset, which override the general ones."""
     datasets = data["datasets"]
     entries = [
         _sd_scripts_entry(
@@ -151,10 +151,10 @@ def _sd_scripts(data: Any, _file: Path) -> Config | None:
         for dataset in datasets
         for subset in dataset["subsets"]
     ]
-    return Config("sd-scripts", entries)
+    return ForeignConfig("sd-scripts", entries)
 
 
-def _sd_scripts_entry(settings: dict[str, Any]) -> Entry:
+def _sd_scripts_entry(settings: dict[str, Any]) -> ForeignDataset:
     remarks: list[str] = []
     if settings.get("shuffle_caption"):
         remarks = [
@@ -162,10 +162,10 @@ def _sd_scripts_entry(settings: dict[str, Any]) -> Entry:
             for name in ("caption_prefix", "caption_suffix")
             if settings.get(name)
         ]
-    return Entry(settings, READINGS["sd-scripts"], remarks=tuple(remarks))
+    return ForeignDataset(settings, FOLDER_RULES["sd-scripts"], remarks=tuple(remarks))
 
 
-def _onetrainer(data: Any, file: Path) -> Config | None:
+def _onetrainer(data: Any, file: Path) -> ForeignConfig | None:
     """A list of concepts, or a configuration that contains them or names their file."""
     others: dict[str, Any] = {}
     shared: dict[str, Any] = {}
@@ -181,21 +181,23 @@ def _onetrainer(data: Any, file: Path) -> Config | None:
     if not any("path" in concept and ("text" in concept or "image" in concept) for concept in data):
         return None
     entries = [_onetrainer_entry({**shared, **concept}, file) for concept in data]
-    return Config("OneTrainer", entries, others, has_training)
+    return ForeignConfig("OneTrainer", entries, others, has_training)
 
 
-def _onetrainer_entry(concept: Mapping[str, Any], file: Path) -> Entry:
+def _onetrainer_entry(concept: Mapping[str, Any], file: Path) -> ForeignDataset:
     settings = dict(_flat(concept))
-    reading = READINGS["OneTrainer"]._replace(subfolders=bool(settings.get("include_subdirectories")))
+    folder_rules = FOLDER_RULES["OneTrainer"]._replace(
+        subfolders=bool(settings.get("include_subdirectories"))
+    )
     if settings.get("enabled") is False:
-        return Entry(settings, reading, "it is disabled")
+        return ForeignDataset(settings, folder_rules, "it is disabled")
     kind = "VALIDATION" if settings.get("validation_concept") else settings.get("type", "STANDARD")
     if kind == "VALIDATION":
-        return Entry(
-            settings, reading, "it is for validation; datasets[].validation_fraction holds out images"
+        return ForeignDataset(
+            settings, folder_rules, "it is for validation; datasets[].validation_fraction holds out images"
         )
     if kind != "STANDARD":
-        return Entry(settings, reading, f"its type {kind} is not supported")
+        return ForeignDataset(settings, folder_rules, f"its type {kind} is not supported")
     if settings.get("balancing_strategy") == "SAMPLES":
         settings.pop("balancing", None)
     if settings.get("image.enable_resolution_override"):
@@ -213,12 +215,12 @@ def _onetrainer_entry(concept: Mapping[str, Any], file: Path) -> Entry:
             remarks.append(f"text.prompt_path {name}: {why if prompts else 'the file lacks prompts'}")
     elif source == "filename":
         remarks.append("text.prompt_source filename: an underscore in a file name becomes a space")
-    return Entry(settings, reading, remarks=tuple(remarks))
+    return ForeignDataset(settings, folder_rules, remarks=tuple(remarks))
 
 
-def _ai_toolkit(data: Any, _file: Path) -> Config | None:
+def _ai_toolkit(data: Any, _file: Path) -> ForeignConfig | None:
     """Datasets of all processes; a process's trigger word applies to its datasets."""
-    entries: list[Entry] = []
+    entries: list[ForeignDataset] = []
     others: dict[str, Any] = {}
     for process in data["config"]["process"]:
         shared = {"trigger_word": process.get("trigger_word")}
@@ -226,21 +228,21 @@ def _ai_toolkit(data: Any, _file: Path) -> Config | None:
         rest = {key: process[key] for key in process if key not in ("datasets", "trigger_word", "type")}
         terms = {each.theirs for each in terms_by_trainer()["ai-toolkit"]}
         others |= {key: value for key, value in _flat(rest) if key.rpartition(".")[2] in terms}
-    return Config("ai-toolkit", entries, others, has_training=True)
+    return ForeignConfig("ai-toolkit", entries, others, has_training=True)
 
 
-def _ai_toolkit_entry(dataset: Mapping[str, Any]) -> Entry:
+def _ai_toolkit_entry(dataset: Mapping[str, Any]) -> ForeignDataset:
     settings = dict(_flat(dataset))
-    reading, trigger = READINGS["ai-toolkit"], settings.get("trigger_word")
+    folder_rules, trigger = FOLDER_RULES["ai-toolkit"], settings.get("trigger_word")
     if trigger and settings.get("is_reg"):
         # Captions of regularisation images get the trigger word only where they name it.
         del settings["trigger_word"]
     elif trigger:
         settings["placeholder"] = "[trigger]"
-    return Entry(settings, reading)
+    return ForeignDataset(settings, folder_rules)
 
 
-def _simpletuner(data: Any, file: Path) -> Config | None:
+def _simpletuner(data: Any, file: Path) -> ForeignConfig | None:
     """A list of data backends, or a config.json that names their file."""
     others: dict[str, Any] = {}
     shared: dict[str, Any] = {}
@@ -265,22 +267,22 @@ def _simpletuner(data: Any, file: Path) -> Config | None:
     if not any("instance_data_dir" in backend for backend in data):
         return None
     entries = [_simpletuner_entry(backend, shared) for backend in data]
-    return Config("SimpleTuner", entries, others, has_training)
+    return ForeignConfig("SimpleTuner", entries, others, has_training)
 
 
-def _simpletuner_entry(backend: Mapping[str, Any], shared: Mapping[str, Any]) -> Entry:
+def _simpletuner_entry(backend: Mapping[str, Any], shared: Mapping[str, Any]) -> ForeignDataset:
     settings = dict(_flat({**shared, **backend}))
-    reading = READINGS["SimpleTuner"]
+    folder_rules = FOLDER_RULES["SimpleTuner"]
     kind, storage = settings.get("dataset_type", "image"), settings.get("type", "local")
     if settings.get("disabled") or settings.get("disable"):
-        return Entry(settings, reading, "it is disabled")
+        return ForeignDataset(settings, folder_rules, "it is disabled")
     if kind in ("text_embeds", "image_embeds"):
-        return Entry(settings, reading, "not needed: cache_dir holds the cache")
+        return ForeignDataset(settings, folder_rules, "not needed: cache_dir holds the cache")
     if kind != "image":
-        return Entry(settings, reading, f"its dataset_type {kind} is not supported")
+        return ForeignDataset(settings, folder_rules, f"its dataset_type {kind} is not supported")
     if storage != "local":
         skip = f"its type {storage} is not read; set datasets[].path to an fsspec address"
-        return Entry(settings, reading, skip)
+        return ForeignDataset(settings, folder_rules, skip)
 
     # An area is in megapixels, where 1.0 is 1024 x 1024 pixels.
     resolution = settings.get("resolution")
@@ -289,12 +291,12 @@ def _simpletuner_entry(backend: Mapping[str, Any], shared: Mapping[str, Any]) ->
     if not settings.get("crop"):
         settings = {key: value for key, value in settings.items() if not key.startswith("crop_")}
     if settings.pop("disable_multiline_split", False):
-        reading = reading._replace(lines="one")
-    return Entry(_simpletuner_captions(settings), reading)
+        folder_rules = folder_rules._replace(lines="one")
+    return ForeignDataset(_simpletuner_captions(settings), folder_rules)
 
 
 def _simpletuner_captions(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with those of captions as they take effect together."""
+    """Return the settings, with the settings of captions as they take effect together."""
     prompt = settings.get("instance_prompt")
     if settings.pop("only_instance_prompt", False):
         settings["caption_strategy"] = "instanceprompt"
@@ -313,13 +315,13 @@ def _simpletuner_captions(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _diffusion_pipe(data: Any, _file: Path) -> Config | None:
+def _diffusion_pipe(data: Any, _file: Path) -> ForeignConfig | None:
     shared = {key: value for key, value in data.items() if key != "directory"}
     entries = [_diffusion_pipe_entry({**shared, **each}) for each in data["directory"]]
-    return Config("diffusion-pipe", entries)
+    return ForeignConfig("diffusion-pipe", entries)
 
 
-def _diffusion_pipe_entry(settings: dict[str, Any]) -> Entry:
+def _diffusion_pipe_entry(settings: dict[str, Any]) -> ForeignDataset:
     remarks: tuple[str, ...] = ()
     low, high = settings.get("min_ar"), settings.get("max_ar")
     if low and high:
@@ -332,7 +334,7 @@ def _diffusion_pipe_entry(settings: dict[str, Any]) -> Entry:
         }
     if settings.get("shuffle_tags") and not settings.get("cache_shuffle_num"):
         settings["cache_shuffle_num"] = 1
-    return Entry(settings, READINGS["diffusion-pipe"], remarks=remarks)
+    return ForeignDataset(settings, FOLDER_RULES["diffusion-pipe"], remarks=remarks)
 
 
 def _linked(name: Any, file: Path) -> Any:

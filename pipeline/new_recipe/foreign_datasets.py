@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.errors import DatasetError, counted
 from pipeline.new_recipe.draft import DatasetDraft, RecipeDraft
-from pipeline.new_recipe.foreign_configs import Entry, candidate_paths, read_config
+from pipeline.new_recipe.foreign_configs import ForeignDataset, candidate_paths, read_config
 from pipeline.new_recipe.foreign_values import CONVERSIONS
 from pipeline.new_recipe.image_folders import SUBFOLDERS, scan_folder, several_lines_remark
 from pipeline.recipe import path_in_recipe
@@ -26,7 +26,7 @@ _OTHER_IMAGES = ("mask_path", "control_path", "inpaint_path", "unconditional_pat
 """Settings that name folders of images which belong to the training images."""
 
 _CONTROL = ("control_path", "control_path_1", "control_path_2", "control_path_3")
-"""Settings that name folders of control images, whose files are named like the training images."""
+"""Settings that name folders of control images. The files in them are named like the training images."""
 
 _NOT_SET = (None, "", False, 0, [], {})
 """Values of settings that have no effect."""
@@ -140,7 +140,7 @@ def draft_from_config(file: Path, *, max_references: int | None = None) -> Recip
 
 
 def _part(
-    trainer: str, entry: Entry, references: list[Path], *, label: str, file: Path, lost: _Lost
+    trainer: str, entry: ForeignDataset, references: list[Path], *, label: str, file: Path, lost: _Lost
 ) -> _Part | None:
     """Return one dataset with these folders of references, or None with the reason in `lost`."""
     converted = _convert(trainer, entry, references)
@@ -156,9 +156,9 @@ def _part(
 
     suffix = keys.get("datasets.captions.suffix", ".txt")
     exclude = [SUBFOLDERS]
-    if entry.reading.subfolders:
+    if entry.folder_rules.subfolders:
         exclude = _inner_folders(entry.settings, folder, file)
-    exclude += entry.reading.exclude
+    exclude += entry.folder_rules.exclude
     images = scan_folder(folder, suffixes=[suffix], exclude=exclude, count_lines=True)
     if images.num_images == 0:
         lost.add(
@@ -170,9 +170,13 @@ def _part(
     own = {key.removeprefix(_DATASET): value for key, value in keys.items() if key.startswith(_DATASET)}
     common = {key: (converted.sources[key], keys[key]) for key in keys if not key.startswith(_DATASET)}
     remarks = [*entry.remarks]
-    if images.num_with_lines and entry.reading.lines == "each" and own.get("captions.from") != "filename":
+    if (
+        images.num_with_lines
+        and entry.folder_rules.lines == "each"
+        and own.get("captions.from") != "filename"
+    ):
         own["captions.lines"] = "each"
-    elif images.num_with_lines and entry.reading.lines == "first" and "captions.lines" not in own:
+    elif images.num_with_lines and entry.folder_rules.lines == "first" and "captions.lines" not in own:
         remarks.append(several_lines_remark(images.num_with_lines))
 
     dataset = DatasetDraft(name, images, own)
@@ -244,7 +248,7 @@ def _merged(parts: list[_Part]) -> list[_Part]:
     return merged
 
 
-def _convert(trainer: str, entry: Entry, references: list[Path]) -> _Converted:
+def _convert(trainer: str, entry: ForeignDataset, references: list[Path]) -> _Converted:
     """Convert one dataset's settings by the rules of foreign_datasets.toml."""
     converted = _Converted()
     if references:
@@ -273,7 +277,7 @@ def _convert(trainer: str, entry: Entry, references: list[Path]) -> _Converted:
         elif rule and value not in _NOT_SET:
             converted.lost.append(f"{shown}: {rule}")
 
-    _settle_shuffling(converted, entry.reading.keep_tags)
+    _settle_shuffling(converted, entry.folder_rules.keep_tags)
     return converted
 
 

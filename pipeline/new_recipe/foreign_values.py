@@ -51,7 +51,7 @@ def _ratio(value: Any) -> float:
 
 
 def _orders(value: Any) -> int | None:
-    """Return the number of cached tag orders; the smallest and largest numbers are those of a recipe."""
+    """Return the number of cached tag orders, within the limits of a recipe."""
     return min(max(int(value), 2), MAX_VARIANTS) if int(value) else None
 
 

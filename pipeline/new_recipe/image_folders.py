@@ -48,7 +48,7 @@ class ImageFolder:
         text: Caption in the name of such a folder; otherwise empty.
         exclude: Patterns that exclude images; others are omitted.
         num_excluded: Number of images that they exclude.
-        num_with_lines: Number of images whose caption file has several lines; 0 if it was not counted.
+        num_with_lines: Number of images with several lines in their caption file; 0 if it was not counted.
     """
 
     folder: Path

@@ -26,7 +26,7 @@ BATCH = 4
 """Samples per optimizer step. They are accumulated one by one, which takes the least memory."""
 
 USUAL_RESOLUTION = 1024
-"""Resolution of models whose own resolution is unknown."""
+"""Resolution for models with an unknown resolution."""
 
 _VIEWS = 100
 """Number of times that each image should be shown."""
@@ -177,7 +177,7 @@ def rounded_resolutions(resolutions: Sequence[int], size: ModelResolution) -> li
 
 
 def resolution_remarks(draft: RecipeDraft, size: ModelResolution) -> list[str]:
-    """Return a line for the terminal if the recipe's resolutions differ from those of the draft."""
+    """Return a line for the terminal if the recipe's resolutions differ from the draft's."""
     given = draft.keys.get("buckets.resolution", [])
     rounded = rounded_resolutions(given, size)
     if rounded == sorted(given):

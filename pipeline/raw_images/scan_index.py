@@ -79,7 +79,7 @@ SIDECAR = "sidecar:"
 _REJECTED_FILE = "refused.parquet"
 
 BATCH_FILES = 2_000
-"""Number of local files whose stats are read between two progress updates."""
+"""Number of local files between two progress updates."""
 
 
 class ScanIndex:

@@ -117,7 +117,7 @@ def _unchanged_images(
 
 
 def _settled(files: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows of an earlier scan whose file is unchanged, and had settled when it was read."""
+    """Return the rows of an earlier scan for unchanged files that had settled when they were read."""
     settled = pl.col("ctime_ns") + CLOCK_GRANULARITY_NS < pl.col("scanned_ns")
     current_decoders = [each for each in rows["decoder"].drop_nulls().unique() if is_current_decoder(each)]
     same_decoder = pl.col("decoder").is_in(current_decoders)
@@ -142,7 +142,7 @@ def _read_images(
 
 
 def _read_image(source: Source, file: Row, *, max_px: int) -> Row:
-    """Return the columns of one image, or of its rejection. The stat is that of the file as it was read."""
+    """Return the columns of one image, or of its rejection. The stat describes the file as it was read."""
     row: Row = {"scanned_ns": time.time_ns(), **dict.fromkeys(STAT)}
     path = file["path"]
     listed: Stat = (file["file_bytes"], file["mtime_ns"], file["ctime_ns"], file["inode"])

@@ -58,7 +58,7 @@ def _found(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Return whether `name` is that of a secret and `value` is a literal, not a reference such as $(NAME)."""
+    """Return whether `name` names a secret and `value` is a literal, not a reference such as $(NAME)."""
     literal = isinstance(value, str | int | float) and not isinstance(value, bool)
     with_underscores = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     return literal and not str(value).startswith("$") and _SECRET_NAME.search(with_underscores) is not None

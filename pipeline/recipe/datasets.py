@@ -218,7 +218,7 @@ class DatasetSettings(Settings):
 
     @property
     def side_inputs(self) -> list[SideInputSection]:
-        """All side inputs, those of one kind in the recipe's order."""
+        """All side inputs; inputs of the same kind are in the recipe's order."""
         declared: list[SideInputSection] = []
         for kind in SIDE_INPUT_KEYS:
             value: SideInputSettings | tuple[SideInputSettings, ...] | None = getattr(self, kind)

@@ -115,7 +115,7 @@ def require_own_output(recipe: Recipe) -> None:
     Recipes that are invalid are ignored.
 
     Raises:
-        RecipeError: Names the other recipe.
+        RecipeError: Names the conflicting recipe.
     """
     files = (file for file in sorted(recipe.source.parent.glob("*.yaml")) if file != recipe.source)
     others = (_read(file)[0] for file in files if not file.name.startswith("."))

@@ -324,7 +324,7 @@ class LoraSettings(Settings):
 
 
 def lokr_shapes(weight: tuple[int, ...], factor: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of the two matrices whose Kronecker product has the weight's shape, as in peft.
+    """Return the shapes of two matrices with a Kronecker product of the weight's shape, as in peft.
 
     The rows and the columns are each split into two numbers. The first is `factor` if it divides the number,
     or else the largest divisor up to `factor` that is not larger than the second.

@@ -1,7 +1,7 @@
 """Restrictions on recipes from strangers, for CI that runs the recipes of pull requests.
 
 With `LATENTLINE_UNTRUSTED=1`, a recipe may name no import path, no address and no path outside the project.
-SECURITY.md states what the variable does not cover.
+SECURITY.md lists the limits of this variable.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def check_address(value: object) -> object:
 
 
 def check_output(value: object) -> object:
-    """Return `value` unless it is an address whose service has no conditional writes, which a lease needs."""
+    """Return `value` unless it is an address without conditional writes, which a lease needs."""
     if not isinstance(value, str) or not is_url(value):
         return value
     protocol = Url(value).protocol.lower()

@@ -48,7 +48,7 @@ class Outliers:
 
 
 def outliers(values: npt.ArrayLike) -> Outliers:
-    """Return the values whose logarithm is more than `OUTLIER_THRESHOLD` robust deviations from the median.
+    """Return the values with a logarithm more than `OUTLIER_THRESHOLD` robust deviations from the median.
 
     The deviation is MAD / 0.6745 (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993), at least
     `OUTLIER_MIN_SPREAD`, so up to half of the values may be wrong without hiding one another. The order of

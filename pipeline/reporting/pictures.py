@@ -32,7 +32,7 @@ MAX_PICTURE_BYTES = 66_000
 """Maximum size of one picture, so that the three of an asset stay below 200 kB."""
 
 MAX_SHEET_BYTES = 300_000
-"""Maximum size of a contact sheet, whose text must be legible; the UI embeds a reduced one."""
+"""Maximum size of a contact sheet. Its text must be legible; the UI embeds a reduced one."""
 
 THUMBNAIL_PX = 144
 """Edge of a thumbnail's square on a sheet."""
@@ -182,7 +182,7 @@ def readable_thumbnail(item: SheetImage, *, edge_px: int) -> Image.Image | None:
 def _drawn(item: SheetImage, image: Image.Image, *, edge_px: int) -> Image.Image:
     from PIL import ImageEnhance
 
-    # The decoded image may be smaller than the original, whose pixels the box refers to.
+    # The decoded image may be smaller than the original; the box refers to pixels of the original.
     size_wh, scale = _fitted_size(item.size or (image.height, image.width), edge_px)
     small = (image if item.change is None else item.change(image)).resize(size_wh)
     if item.box is None:

@@ -53,7 +53,7 @@ def _unique_ids(ids: Iterable[str]) -> pl.Series:
 
 
 def _difference(ids: pl.Series, others: pl.Series) -> pl.Series:
-    """Return the ids that are not among the others."""
+    """Return the ids of the first series that the second one lacks."""
     return ids.filter(~ids.is_in(others.implode()))
 
 

@@ -17,7 +17,7 @@ def port() -> int:
 
 
 def url(run_name: str = "") -> str:
-    """Return the address of TensorBoard, which shows only runs whose name contains `run_name`.
+    """Return the address of TensorBoard, which shows only runs with `run_name` in their names.
 
     The name of a run is `<recipe>/<run id>/...`.
     """
