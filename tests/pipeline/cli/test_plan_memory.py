@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from bench.gpu.configurations import PUBLISHED
 from pipeline.cli.main import latentline
-from pipeline.cli.memory import GIB, show_memory
+from pipeline.cli.plan import GIB, show_memory
 from pipeline.errors import ModelError
 from pipeline.memory.job import Change, MemoryForecast, StageMemory
 
