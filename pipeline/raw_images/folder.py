@@ -96,8 +96,7 @@ def walk_local(
     """Walk everything below `root` except hidden files and folders.
 
     Each file or folder is visited once, identified by device and inode. Real files come first, under their
-    own names; links are followed afterwards, and only to targets that were not visited yet, so loops end. A
-    link to a folder that contains the dataset is not followed: everything would be below it.
+    own names; links are followed afterwards, and only to targets that were not visited yet, so loops end.
 
     Args:
         root: The dataset's folder. It may itself be a link.
@@ -227,6 +226,8 @@ class _LocalWalker:
         self._root = os.fspath(root)
         self._real_root = root.resolve()
         self._caption_suffixes = caption_suffixes
+
+        # A link to a folder that contains the dataset is not followed: everything would be below it.
         self._visited_folders = {_identity(parent.stat()) for parent in self._real_root.parents}
         self._visited_files: set[tuple[int, int]] = set()
         self._links: list[str] = []  # a heap: links are followed in the order of their names

@@ -1,7 +1,4 @@
-"""Call one function for many items in threads, in order, with bounded memory and progress.
-
-Threads are enough: Pillow's decoders, hashing and file reads release the interpreter lock.
-"""
+"""Call one function for many items in threads, in order, with bounded memory and progress."""
 
 from __future__ import annotations
 
@@ -43,6 +40,8 @@ def in_threads(
     threads = threads or num_threads()
     num_done = 0
     pending: deque[Future[Result]] = deque()
+
+    # Threads are enough: Pillow's decoders, hashing and file reads release the interpreter lock.
     with (
         progress(lambda: num_done, len(items), doing, log=log),
         ThreadPoolExecutor(threads, thread_name_prefix="in_threads") as pool,

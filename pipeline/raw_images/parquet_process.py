@@ -1,7 +1,7 @@
 """Read a Parquet manifest in a separate process, with bounded memory and time.
 
-170 kB of Parquet can hold 14 GB of text. Polars ends the process when memory is used up, and panics on some
-damaged files, so a manifest from a stranger is not read in the process of the job.
+Polars ends the process when memory is used up, and panics on some damaged files, so a manifest from a
+stranger is not read in the process of the job.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def read_parquet(
     """
     is_local = isinstance(file, io.BufferedReader)
     num_bytes = os.fstat(file.fileno()).st_size if is_local else len(file.getvalue())
+
+    # The size of the file is no limit of the table: 170 kB of Parquet can hold 14 GB of text.
     max_bytes = max(min_table_bytes, MAX_EXPANSION * num_bytes)
     source: dict[str, Any] = {"stdin": file} if is_local else {"input": file.getvalue()}
 

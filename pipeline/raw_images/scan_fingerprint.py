@@ -1,8 +1,6 @@
 """Hash a dataset's file listing: a cheap way for the sensor to detect that any file has changed.
 
-The sensor lists a large dataset in slices, one per tick, because a tick may take only a limited time. Entries
-are listed in the order of their paths, so a path shows where a slice ended. Each file adds the hash of one
-line to a sum, and the fingerprint is a hash of this sum. It depends neither on the slices nor on the order.
+The sensor lists a large dataset in slices, one per tick, because a tick may take only a limited time.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ class ScanPosition:
 def scan_fingerprint(addresses: Iterable[Address]) -> str:
     """Return 16 hex digits over the path, size and times of every file below `addresses`.
 
-    No file is opened. Links count by their targets, and loops end. The change time is included: it detects a
-    file that was edited and given its old modification time back. If one of `addresses` is a file, it counts
+    No file is opened. Links count by their targets, and loops end. If one of `addresses` is a file, it counts
     as itself. A subfolder that cannot be listed counts as unreadable and does not hide changes in other
     folders. For a remote address, the hash covers the stat that the server reports for each file.
 
@@ -90,8 +87,11 @@ def scan_slice(
     total, num_files, after = at.total, at.num_files, at.after
     for index in range(at.index, len(addresses)):
         for folder_names, name, line in _lines(addresses[index], after):
+            # A sum of hashes depends neither on the slices nor on the order of the files.
             total += int.from_bytes(hashlib.blake2b(line, digest_size=16).digest(), "big")
             num_files += 1
+
+            # Entries are listed in the order of their paths, so one path shows where a slice ended.
             if time.monotonic() > end:
                 names = (*folder_names, name)
                 return ScanPosition(at.addresses, index, names, total % _SUM_LIMIT, num_files)
@@ -308,4 +308,5 @@ def _unreadable_state(err: OSError) -> bytes:
 
 
 def _file_state(stat: os.stat_result) -> bytes:
+    # The change time detects a file that was edited and given its old modification time back.
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode("ascii")

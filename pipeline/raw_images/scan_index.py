@@ -1,7 +1,7 @@
 """Remember what earlier runs learned: decode results, captions, side inputs and rejected files.
 
-The indexes are Parquet files below `output_dir/tables/known`, replaced atomically. A missing, damaged or
-older one counts as empty: then every file is read again. A file is trusted while its stat is unchanged.
+The indexes are Parquet files below `output_dir/tables/known`, replaced atomically. A file is trusted while
+its stat is unchanged.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def _read(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
     try:
         rows = read_rows(path)
     except (OSError, pl.exceptions.PolarsError):
+        # A missing, damaged or older index counts as empty: then every file is read again.
         return pl.DataFrame(schema=schema)
     return rows if dict(rows.schema) == dict(schema) else pl.DataFrame(schema=schema)
 
@@ -221,9 +222,7 @@ def unchanged_sidecars(
 ) -> pl.DataFrame:
     """Return the sample_id of each row for which all listed caption files are unchanged, or without any.
 
-    A file that appears or disappears has changed. A file that changed within the clock's granularity before
-    it was read is not trusted: a second change might have left the same stat. Git's index treats such files
-    the same way.
+    A file that appears or disappears has changed.
 
     `rows` has the columns `CAPTIONS`, dataset and sidecars; see `sidecar_stats`.
     """
@@ -232,6 +231,8 @@ def unchanged_sidecars(
     )
     compared = rows.join(now, on="sample_id", how="left", suffix="_now", maintain_order="left")
 
+    # As in git's index, a file that changed within the clock's granularity before it was read is not trusted:
+    # a second change might have left the same stat.
     last_change = pl.col("caption_ctime_ns").list.max()
     settled = last_change + granularity_ns < pl.col("caption_read_ns")
     same = [pl.col(name).eq_missing(pl.col(f"{name}_now")) for name in SIDECAR_STAT]

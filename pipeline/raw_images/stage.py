@@ -1,8 +1,7 @@
 """Stage raw_images: list the datasets' image files and read the size and content hash of each.
 
 A file with an unchanged stat is not read again, as in git's index; the same holds for a file that was
-rejected for its content. Also as in git, a stat is not trusted if the file changed so shortly before it was
-read that a second change could have left the same stat.
+rejected for its content.
 """
 
 from __future__ import annotations
@@ -118,6 +117,8 @@ def _unchanged_images(
 
 def _settled(files: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of an earlier scan for unchanged files that had settled when they were read."""
+    # As in git's index, a stat is not trusted if the file changed so shortly before it was read that a second
+    # change could have left the same stat.
     settled = pl.col("ctime_ns") + CLOCK_GRANULARITY_NS < pl.col("scanned_ns")
     current_decoders = [each for each in rows["decoder"].drop_nulls().unique() if is_current_decoder(each)]
     same_decoder = pl.col("decoder").is_in(current_decoders)

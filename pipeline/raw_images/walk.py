@@ -161,12 +161,11 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
 
 
 def _rejected_row(dataset: str, problem: Problem) -> dict[str, Any]:
-    """Return a row of the table of rejected samples.
-
-    The id uses the name as spelled, because the NFC form may be the id of a kept file. A name that is not
-    UTF-8 is escaped and gets a digest, because another file may be named like the escaped text.
-    """
+    """Return a row of the table of rejected samples."""
+    # The id uses the name as spelled, because the NFC form may be the id of a kept file.
     path = printable(problem.path)
+
+    # An escaped name gets a digest, because another file may be named like the escaped text.
     if path != problem.path:
         path = f"{path} ({hashlib.sha256(os.fsencode(problem.path)).hexdigest()[:8]})"
     error = ImageError(problem.reason, problem.detail, fix=problem.fix)

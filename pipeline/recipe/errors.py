@@ -77,14 +77,13 @@ RECIPE = FileKind(
 
 
 def find_mistakes(data: Any, kind: FileKind = RECIPE) -> list[Mistake]:
-    """Return all mistakes in the `data` of a file.
-
-    Pydantic compares keys with one another only if each is valid by itself. So a second pass validates the
-    data without the invalid keys, and adds mistakes about keys that were valid.
-    """
+    """Return all mistakes in the `data` of a file."""
     errors = _validation_errors(data, kind)
     invalid = {error.path for error in errors}
     mistakes = [mistake for error in errors for mistake in _mistakes(error, set())]
+
+    # Pydantic compares keys with one another only if each is valid by itself. So a second pass validates the
+    # data without the invalid keys, and adds mistakes about keys that were valid.
     if invalid:
         for error in _validation_errors(_without(data, invalid), kind):
             if error.path not in invalid:

@@ -28,10 +28,8 @@ _INSIDE = "use a path relative to the project, without links out of it"
 
 
 def is_untrusted() -> bool:
-    """Return True if recipes come from strangers.
-
-    Any value other than an empty one and 0 counts, so that a misspelled `true` does not disable the test.
-    """
+    """Return True if recipes come from strangers."""
+    # Any value other than an empty one and 0 counts, so that a misspelled `true` does not disable the test.
     return os.environ.get(UNTRUSTED_VARIABLE, "").strip() not in ("", "0")
 
 

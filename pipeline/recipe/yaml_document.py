@@ -1,8 +1,6 @@
 """A YAML document as plain data, with the line of every key and all of its YAML flaws.
 
-ruamel.yaml composes the nodes; `_Reader` converts them into plain data. ruamel's own loaders stop at the
-first duplicate key or unknown tag, and a user should see all flaws at once. Anchors (&name), aliases (*name)
-and merges (<<) are flaws: a key then has one value, in one line.
+Anchors (&name), aliases (*name) and merges (<<) are flaws: a key then has one value, in one line.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ MAX_VALUES = 10_000
 MAX_DEPTH = 100
 """Maximum number of lists and mappings around a value."""
 
+# Python refuses to write larger integers as decimal text, so no message could show them.
 _MAX_BITS = 10_000
-"""Maximum size of an integer. Python refuses to write larger ones as decimal text, so that no message could
-show them."""
+"""Maximum size of an integer."""
 
 _PLAIN = ("bool", "int", "float", "null", "str")
 _TAG = "tag:yaml.org,2002:"
@@ -75,6 +73,8 @@ def parse(text: str) -> Document:
         document.flaws.append(Flaw((), 1, what, "use a smaller file"))
         return document
 
+    # Nodes only: ruamel's own loaders stop at the first duplicate key or unknown tag, and a user should see
+    # all flaws at once.
     try:
         nodes: list[Node | None] = list(_yaml().compose_all(text))
     except YAMLError as error:

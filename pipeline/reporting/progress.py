@@ -6,9 +6,6 @@ Each line can be understood alone, because readers of a log or of Dagster's UI m
     training: step 120 of 1,000, 2.3 steps/s, 0:52 elapsed, about 6:23 left, 7.9 GiB of GPU memory
     images decoded: 1,200 of 5,000, 200/s, 0:06 elapsed, about 0:19 left, 0.4 GiB of memory
     model weights hashed: 1,200 of 5,134 MB, 400 MB/s, 0:03 elapsed, about 0:10 left, 0.4 GiB of memory
-
-A separate thread writes the lines. The work pays nothing for them, and progress is reported even while a
-single item blocks all others.
 """
 
 from __future__ import annotations
@@ -161,6 +158,8 @@ class ProgressLines:
                 self.tick()
                 wait_s = TICK_S if self._bar is None else terminal.REDRAW_S
 
+        # In a thread, the work pays nothing for the lines, and they appear even while one item blocks all
+        # others.
         thread = threading.Thread(target=report, name="progress", daemon=True)
         thread.start()
         try:

@@ -1,8 +1,7 @@
 """Decode one image in a separate process, which is ended when the image takes too long.
 
-A thread that decodes cannot be ended, and a decoder that crashes would take the job with it. A process takes
-half a second to start, so only images with much work are decoded in one. It reads the opened file as its
-standard input, and prints the result as JSON.
+A process takes half a second to start, so only images with much work are decoded in one. It reads the opened
+file as its standard input, and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int
         {"input": content.getvalue()} if isinstance(content, io.BytesIO) else {"stdin": content}
     )
 
-    # Python cannot end a thread inside a decoder, but the system can end a process.
+    # Python cannot end a thread inside a decoder, but the system can end a process. And a decoder that
+    # crashes does not take the job with it.
     try:
         process = subprocess.run(
             [sys.executable, "-P", "-m", __name__, arguments],

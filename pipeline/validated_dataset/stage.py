@@ -337,12 +337,9 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
 
 
 def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int, *, log: Log) -> pl.DataFrame:
-    """Return content_hash, duplicate_group and one_colour for each content of the samples.
-
-    Only these contents are compared: two images that are similar only by way of a third, removed one are not
-    in the same group.
-    """
-    # Equal bytes are one content, so a dataset with many copies is compared only once.
+    """Return content_hash, duplicate_group and one_colour for each content of the samples."""
+    # Only the contents of these samples: two images that are similar only by way of a third, removed one are
+    # not in the same group. Equal bytes are one content, so a dataset with many copies is compared only once.
     contents = decoded.join(samples, on="content_hash", how="semi").select("content_hash", "perceptual_hash")
     one_colour = contents.select("content_hash", one_colour=pl.col("perceptual_hash").is_null())
     return duplicate_groups(contents, distance, log=log).join(one_colour, on="content_hash")
