@@ -356,7 +356,7 @@ def test_L14_a_disk_that_fills_up_during_a_job_loses_no_entry_and_the_next_run_r
         "the space estimate must run before the encoder starts"
     )
     assert full["files"] == filled["files"]
-    assert "the cache cannot be written: the disk is full" in observed["text"]["error"]
+    assert "cannot be recorded in the cache: the disk is full" in observed["text"]["error"]
     assert "free space on that disk" in observed["text"]["error"]
     assert observed["text"]["launched"] == 1
 

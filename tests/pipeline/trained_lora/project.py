@@ -27,6 +27,12 @@ SIZES = {"64x64": 5, "32x96": 3}
 """Number of samples per bucket. With batches of 2, both buckets end in a partial batch."""
 
 
+UNETS = ("epsilon", "v_prediction", "sdxl")
+"""Base models that `FEW_MODULES` fits."""
+
+ALL_MODULES = {"rank": 4, "alpha": 2.0}
+"""Adapter of all modules that are trained by default."""
+
 FEW_MODULES = {"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.attn?.to_?", "mid_block.*.attn?.to_out.0"]}
 """Adapter of 8 modules of a UNet instead of 32.
 
@@ -109,7 +115,7 @@ def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., P
         settings |= {
             "sample_every": 0,
             "checkpoint_every": 100,
-            "lora": {"rank": 4, "alpha": 2.0} if prediction == "klein" else FEW_MODULES,
+            "lora": FEW_MODULES if prediction in UNETS else ALL_MODULES,
             **training,
         }
         values = {

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +10,9 @@ import pytest
 
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.sample_losses import loss_trend, sample_statistics, share_below_half
-from tests.pipeline.trained_lora.project import FEW_MODULES
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
-
-
-@pytest.fixture
-def make_project(make_project: Callable[..., Project]) -> Callable[..., Project]:
-    return partial(make_project, lora=FEW_MODULES)
 
 
 def test_the_outlier_is_listed_first_although_its_losses_are_not_the_largest(

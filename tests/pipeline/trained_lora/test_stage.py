@@ -6,7 +6,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +28,11 @@ from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.packs_case import pack_everything
-from tests.pipeline.trained_lora.project import FEW_MODULES
 from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
-
-
-@pytest.fixture
-def make_project(make_project: Callable[..., Project]) -> Callable[..., Project]:
-    return partial(make_project, lora=FEW_MODULES)
 
 
 def test_a_finished_run_writes_its_files_table_and_provenance(

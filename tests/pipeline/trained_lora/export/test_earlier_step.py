@@ -5,7 +5,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,18 +22,12 @@ from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
 from tests.in_process_worker import InProcessLaunch
-from tests.pipeline.trained_lora.project import FEW_MODULES
 from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 
 if TYPE_CHECKING:
     from click.testing import Result
 
     from tests.pipeline.trained_lora.project import Project
-
-
-@pytest.fixture
-def make_project(make_project: Callable[..., Project]) -> Callable[..., Project]:
-    return partial(make_project, lora=FEW_MODULES)
 
 
 @pytest.fixture

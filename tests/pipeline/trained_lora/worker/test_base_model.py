@@ -30,6 +30,7 @@ from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
+from tests.pipeline.trained_lora.project import ALL_MODULES
 from tests.pipeline.trained_lora.runs import run_until
 from tests.pipeline.trained_lora.worker.cuda_autocast import (
     FLOAT32,
@@ -80,7 +81,7 @@ def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[tor
 def test_gradient_checkpointing_saves_memory_and_gives_identical_gradients(
     make_project: Callable[..., Project],
 ) -> None:
-    project = make_project()
+    project = make_project(lora=ALL_MODULES)
     losses, expected, num_bytes = gradients(*engine_and_input(project))
     loss, actual, fewer_bytes = gradients(*engine_and_input(project, gradient_checkpointing=True))
     assert torch.equal(loss, losses)

@@ -20,6 +20,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
+from tests.pipeline.trained_lora.project import ALL_MODULES
 from tests.pipeline.trained_lora.worker.engine_steps import (
     engine_of,
     gradients,
@@ -45,7 +46,7 @@ def test_one_step_equals_an_independent_step_with_diffusers(
     make_project: Callable[..., Project], prediction: str, noise: dict[str, float]
 ) -> None:
     settings = {"gradient_accumulation": 1, "steps": 3, "max_grad_norm": 0.05, "noise": noise}
-    project = make_project(prediction=prediction, **settings)
+    project = make_project(prediction=prediction, lora=ALL_MODULES, **settings)
     job = project.job()
     engine = engine_of(job)
     batch = job.plan()[0]

@@ -15,6 +15,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings, LossSettings
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loss import snr_weights
+from tests.pipeline.trained_lora.project import ALL_MODULES
 from tests.pipeline.trained_lora.text_encoder_project import project_of
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
@@ -31,7 +32,7 @@ def finds_unused(engine: Engine) -> bool:
 def test_ranks_search_for_unused_weights_only_if_some_may_be_unused(
     make_project: Callable[..., Project],
 ) -> None:
-    project = make_project(steps=1)
+    project = make_project(steps=1, lora=ALL_MODULES)
     assert not finds_unused(engine_of(project.job()))
     blocks = LoraSettings.model_validate({"rank": 4, "targets": "blocks"})
     assert finds_unused(engine_of(project.changed("blocks", lora=blocks).job()))

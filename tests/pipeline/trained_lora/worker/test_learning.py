@@ -15,6 +15,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.validation import Validation
+from tests.pipeline.trained_lora.project import ALL_MODULES
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -69,7 +70,13 @@ def test_200_steps_on_8_images_lower_the_loss_by_a_quarter_and_shuffled_captions
 
 def test_40_steps_lower_the_loss_by_a_tenth(make_project: Callable[..., Project]) -> None:
     project = make_project(
-        sizes={"64x64": 8}, steps=40, batch_size=4, gradient_accumulation=1, learning_rate=1e-2, dropout=0.0
+        sizes={"64x64": 8},
+        steps=40,
+        batch_size=4,
+        gradient_accumulation=1,
+        learning_rate=1e-2,
+        dropout=0.0,
+        lora=ALL_MODULES,
     )
     before, after, _ = losses(project.job())
     assert after < 0.9 * before

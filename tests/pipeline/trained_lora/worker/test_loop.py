@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.stop_request import StopRequest, stop_on_signals
 from tests.pipeline.reference_family import with_references
-from tests.pipeline.trained_lora.project import FEW_MODULES
 from tests.pipeline.trained_lora.runs import (
     Outcome,
     RecordingReport,
@@ -54,11 +52,6 @@ STEPS = 9
 
 Recorded = dict[tuple[int, tuple[int, ...]], str]
 """Hash of the inputs by step and slots."""
-
-
-@pytest.fixture
-def make_project(make_project: Callable[..., Project]) -> Callable[..., Project]:
-    return partial(make_project, lora=FEW_MODULES)
 
 
 def torture_project(make_project: Callable[..., Project], **training: Any) -> Project:

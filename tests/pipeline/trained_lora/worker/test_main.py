@@ -23,6 +23,7 @@ from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkp
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS
+from tests.pipeline.trained_lora.project import ALL_MODULES
 from tests.pipeline.trained_lora.rank_server import RankServer
 from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.tensor_differences import differing_tensors
@@ -126,6 +127,7 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
         learning_rate=1e-3,
         sizes={"64x64": 5, "32x96": 5},
         validate_every=2,
+        lora=ALL_MODULES,
         **more,
     )
     alone = project.changed("alone").job()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +14,6 @@ from pipeline.trained_lora.previews import preview_file
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import loop, validation
 from pipeline.trained_lora.worker.validation import MissingResults
-from tests.pipeline.trained_lora.project import FEW_MODULES
 from tests.pipeline.trained_lora.runs import outcome, run_until
 
 if TYPE_CHECKING:
@@ -30,11 +28,6 @@ EVERY: dict[str, Any] = {
     "sample_prompts": ["a cat", "a dog"],
     "datasets": {"photos": {"validation_fraction": 0.3}},
 }
-
-
-@pytest.fixture
-def make_project(make_project: Callable[..., Project]) -> Callable[..., Project]:
-    return partial(make_project, lora=FEW_MODULES)
 
 
 class Killed(BaseException):

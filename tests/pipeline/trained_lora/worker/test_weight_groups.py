@@ -17,6 +17,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect, tr
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.optimizers import weight_groups
+from tests.pipeline.trained_lora.project import ALL_MODULES
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -57,7 +58,7 @@ def updates(project: Project) -> dict[str, torch.Tensor]:
 def test_without_settings_there_is_one_group_per_kind_of_network(
     make_project: Callable[..., Project],
 ) -> None:
-    project = make_project()
+    project = make_project(lora=ALL_MODULES)
     engine = engine_of(project)
     assert shapes(weight_groups(engine.networks, project.recipe.training)) == [(64, None)]
     text = project.changed("text", lora=_lora(project, text_encoders={"learning_rate": 1e-5}))

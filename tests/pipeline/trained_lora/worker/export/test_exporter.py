@@ -30,6 +30,7 @@ from pipeline.trained_lora.worker.export import exporter, layouts
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from tests.pipeline.trained_lora.adapters import delta_weights
+from tests.pipeline.trained_lora.project import ALL_MODULES
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Trained:
 
 @pytest.fixture
 def trained(make_project: Callable[..., Project]) -> Trained:
-    return Trained(make_project())
+    return Trained(make_project(lora=ALL_MODULES))
 
 
 def picture(base: Path, lora: Path | None, weight_name: str | None = None) -> np.ndarray[Any, Any]:
