@@ -6,7 +6,6 @@
 
 The header's `__metadata__` holds one key, "latentline", with canonical JSON: `format`, `kind`, `key`, the
 writer's metadata, and `checksum`, the SHA-256 of the canonical JSON without `checksum`, followed by the data.
-(The safetensors library would write several keys in random order.)
 
 A text embedding may be as long as its caption. The header then states its length, which must not exceed the
 encoders' maximum; the table records the file's size at the time the entry was verified.
@@ -32,6 +31,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 
 FORMAT = 1
+
+# A constant, so that the size of an entry follows from its tensors before the file is read.
 DATA_START = 2048
 """Offset of the data; a header of more than 2040 bytes is an error when the entry is written."""
 
@@ -47,7 +48,10 @@ MASK = "mask"
 TEXT = "text_embedding"
 """Name of the (T, D) tensor in a caption's entry."""
 
+# A single key, because the safetensors library writes several keys in random order.
 _METADATA_KEY = "latentline"
+
+# NumPy has no bfloat16, so arrays hold its bits.
 _NUMPY_TYPES: dict[str, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _NUMPY_TYPES.items()}
 _SAFETENSORS_TYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -156,6 +160,7 @@ def serialise(spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[s
 
     arrays: dict[str, Array] = {}
     for name, tensor in spec.tensors.items():
+        # The safetensors library reads the array's memory by its address, so it must be contiguous.
         array = np.asarray(tensors[name], order="C")
         given = TensorSpec(tensor.dtype, array.shape)
         if not tensor.admits(given) or array.dtype != np.dtype(_NUMPY_TYPES[tensor.dtype]):
@@ -223,6 +228,8 @@ def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array
     stated = stated_tensors(header)
     if not spec.admits(stated):
         raise WrongEntryError(f"expected {_described(spec.tensors)}, got {_described(stated)}")
+
+    # The exact size of a ragged entry follows only from the length in its header.
     if len(raw) != spec.holding(stated).file_bytes:
         raise _wrong_size(len(raw), spec.holding(stated))
 

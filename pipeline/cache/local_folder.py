@@ -202,11 +202,7 @@ def _regular_stat(stat: os.stat_result) -> FileStat:
 
 
 def _link(temp: Path, path: Path) -> bool:
-    """Link `temp` to `path`; return False if `path` exists.
-
-    On a file system without hard links, rename instead. Two writers may then rename at the same moment, and
-    the later entry remains; both are valid.
-    """
+    """Link `temp` to `path`; return False if `path` exists."""
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -216,5 +212,8 @@ def _link(temp: Path, path: Path) -> bool:
             raise
         if os.path.lexists(path):
             return False
+
+        # Without hard links, two writers may rename at the same moment. The later entry remains; both are
+        # valid.
         temp.replace(path)
     return True

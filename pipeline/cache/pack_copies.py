@@ -22,9 +22,9 @@ from pipeline.cache.packs import PACK_SUFFIX
 from pipeline.errors import StoreError
 from pipeline.storage.atomic import is_temp_name, sync_file, temp_path_for
 
+# A training uses each of its packs many times per epoch, so its packs do not displace each other.
 IDLE_S = 600.0
-"""Time since its last use from which a copy may make room for another one. A training uses each of its packs
-many times per epoch, so that its packs do not displace each other."""
+"""Time since its last use from which a copy may make room for another one."""
 
 _USE_INTERVAL_S = 60.0
 """Shortest time between two records of a copy's use."""
@@ -87,6 +87,8 @@ class PackCopies:
         now_s = time.monotonic()
         if now_s - self._last_use_s.get(name, -_USE_INTERVAL_S) >= _USE_INTERVAL_S:
             self._last_use_s[name] = now_s
+
+            # The modification time is the last use for all processes that share the folder.
             with suppress(OSError):
                 os.utime(path)
         return data

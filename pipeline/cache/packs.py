@@ -46,11 +46,10 @@ PACKS = "packs"
 
 PACK_SUFFIX = ".pack"
 
+# Workers check each entry before they encode it, and listing 1,000 packs takes 0.2 s. An entry that was
+# packed and deleted in the last minute is encoded again.
 LIST_AGE_S = 60.0
-"""Age up to which a check of a missing entry uses the last list of the packs.
-
-Workers check each entry before they encode it, and listing 1,000 packs takes 0.2 s. An entry that was packed
-and deleted in the last minute is encoded again."""
+"""Age up to which a check of a missing entry uses the last list of the packs."""
 
 _MAX_HEADER_BYTES = 2**24
 """Largest header that is read; 1,000 entries need 0.3 MB."""
@@ -66,8 +65,9 @@ _HEADER, _PADDING = "header", "padding"
 _NAME = re.compile(rf"[0-9a-f]{{64}}{re.escape(PACK_SUFFIX)}")
 _KEY = re.compile(r"[0-9a-f]{64}")
 
+# The beginning of a key is enough: a reader compares the complete key in the entry.
 _DIGEST_BYTES = 16
-"""Number of bytes of a key that are in memory. The entry has its complete key."""
+"""Number of bytes of a key that are in memory."""
 
 _HEADERS_AT_ONCE = 16
 
@@ -173,7 +173,8 @@ def _data_start(start: bytes, pack_bytes: int) -> int:
 
 
 def _parse_members(text: bytes, data_start: int, pack_bytes: int) -> Members:
-    """Parse a header. Keys and shapes are verified when an entry is read."""
+    """Parse a header."""
+    # Only the places of entries: their shapes are verified when an entry is read.
     starts: dict[str, int] = {}
     ends: dict[str, int] = {}
     try:
@@ -348,8 +349,6 @@ class PackIndex:
     def refresh(self, *, max_age_s: float = 0.0) -> None:
         """List the packs, unless the last listing began less than `max_age_s` ago, and read new headers.
 
-        Threads that wait for a listing which began after their call do not list again.
-
         Raises:
             OSError: The folder cannot be listed, or a pack cannot be read.
         """
@@ -357,6 +356,9 @@ class PackIndex:
         with self._lock:
             if self._listed_s > oldest_s:
                 return
+
+            # The begin of the listing counts, because it may miss a pack that is written meanwhile. Threads
+            # that wait for a listing which began after their call do not list again.
             listed_s = self._clock()
             self._load()
             self._listed_s = listed_s
@@ -379,14 +381,13 @@ class PackIndex:
     def first(self, key: str, use: Callable[[PackedEntry], Result]) -> Result | None:
         """Return the result of `use` for the first place of an entry where it succeeds; None without one.
 
-        A pack that was listed earlier may have been deleted, and then the entry may be in another one.
-
         Raises:
             WrongEntryError: `use` raised it for each pack that holds the entry.
             OSError: As `refresh`.
         """
         wrong: WrongEntryError | None = None
         for is_current in (False, True):
+            # A pack that was listed earlier may have been deleted, and then the entry may be in another one.
             if is_current:
                 wrong = None
                 self.refresh()

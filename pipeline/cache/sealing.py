@@ -17,13 +17,13 @@ from pipeline.storage.os_errors import is_disk_full
 MAX_ENTRIES = 1000
 """Maximum number of entries in a pack."""
 
+# A pack is built in memory. 1,000 latents of SDXL at 1024 px fit.
 MAX_BYTES = 128 * 2**20
-"""Maximum size of a pack with several entries: 1,000 latents of SDXL at 1024 px.
+"""Maximum size of a pack with several entries."""
 
-A pack is built in memory."""
-
+# Otherwise, small changes of a dataset would make small packs.
 MIN_NEW = 100
-"""Fewest new entries that `seal_new` seals, so that small changes of a dataset do not make small packs."""
+"""Fewest new entries that `seal_new` seals."""
 
 _READ_AT_ONCE = 64
 
@@ -76,6 +76,8 @@ def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
         for kind, own_specs in by_kind.items():
             packed = store.packed(kind, own_specs)
             result.num_packed_before += len(packed)
+
+            # Sorted, so that the same entries are divided into the same packs.
             unpacked = [own_specs[key] for key in sorted(own_specs.keys() - packed)]
             for entries in _divided(_valid_entries(store, unpacked, result)):
                 _write_pack(store, kind, entries, result)
@@ -110,6 +112,7 @@ def _valid_entries(
             return str(err)
 
     with ThreadPoolExecutor(store.threads, thread_name_prefix="latentline-seal") as pool:
+        # In parts, because `map` starts to read all of its entries at once.
         for start in range(0, len(specs), _READ_AT_ONCE):
             part = specs[start : start + _READ_AT_ONCE]
             for spec, raw in zip(part, pool.map(read, part), strict=True):

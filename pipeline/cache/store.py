@@ -286,11 +286,7 @@ class Store:
                 raise damaged_error(self._place(index.places(spec.key)[0]), err) from err
 
     def _read_listed(self, spec: EntrySpec) -> dict[str, Array] | None:
-        """Return the verified arrays of an entry in a pack that was listed; None if it is not valid there.
-
-        The pack is read from its local copy, or remotely until it is copied. A copy is discarded if the
-        remote entry is valid and the copied one is not.
-        """
+        """Return the verified arrays of an entry in a pack that was listed; None if it is not valid there."""
         for packed in self.packs[spec.kind].places(spec.key):
             copied = self.copies and self.copies.read(
                 packed.pack, packed.offset, packed.offset + packed.length
@@ -305,6 +301,7 @@ class Store:
             except (FileNotFoundError, WrongEntryError):
                 continue
             if self.copies:
+                # The remote entry is valid and the copied one is not, so the copy is damaged.
                 if copied is not None:
                     self.copies.discard(packed.pack)
                 self.copies.want(packed.pack, packed.pack_bytes)

@@ -38,8 +38,9 @@ from pipeline.storage.os_errors import as_file_access_error, is_write_denied
 if TYPE_CHECKING:
     import threading
 
+# A Python set of the keys' hex digits would take five times the memory.
 Keys: TypeAlias = npt.NDArray[np.bytes_]
-"""Sorted distinct keys, 32 bytes each; a Python set of their hex digits would take five times the memory."""
+"""Sorted distinct keys, 32 bytes each."""
 
 FOLDER = "used"
 """Name of the folder with the lists."""
@@ -50,15 +51,16 @@ _SINCE, _CLOCK, _LOCK = "since", "clock", "lock"
 
 _ANNOUNCEMENT = "deleting-"
 
+# A running job marks its lists after three hours at most, so the service may also fail for three hours.
 RUNNING_S = 6 * 3600.0
-"""Age up to which a list may belong to a running job. Such a job marks its lists after three hours at most,
-so the service may also fail for three hours."""
+"""Age up to which a list may belong to a running job."""
 
 DEAD_S = 300.0
 """Time after which an announced deletion counts as ended."""
 
+# Not at every job, so that a job with unchanged entries writes little.
 _MARK_S = 2 * 3600.0
-"""Age from which a list is marked again, so that a job with unchanged entries writes little."""
+"""Age from which a list is marked again."""
 
 _MARK_EVERY_S = 3600.0
 
@@ -359,10 +361,8 @@ def _divided(keys: Keys) -> Iterator[bytes]:
 
 
 def _time_s(folder: CacheFolder) -> float:
-    """Return the time of the file system or service; of this machine if the cache has no lists, or no times.
-
-    A folder without lists may not be a cache, and is not changed.
-    """
+    """Return the time of the file system or service; of this machine if the cache has no lists or times."""
+    # A folder without lists may not be a cache, and is not changed.
     if not folder.files_in(FOLDER):
         return time.time()
     try:

@@ -28,9 +28,10 @@ _MAX_NAMED = 10
 POLL_INTERVAL_S = 3.0
 """Shortest time between two listings of an encoding's results."""
 
+# A job may wait in a queue for days, and `latentline gc` deletes encodings without a file from the last 24
+# hours.
 RENEWAL_INTERVAL_S = 3600.0
-"""Time after which the stage renews its encoding. A job may wait in a queue for days, and `latentline gc`
-deletes encodings without a file from the last 24 hours."""
+"""Time after which the stage renews its encoding."""
 
 RunWorkers: TypeAlias = Callable[[SharedEncoding, int], Sequence[str]]
 """Runs a worker for each of so many shards until all have ended, and returns their last lines of output."""

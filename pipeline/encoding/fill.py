@@ -40,9 +40,10 @@ Row: TypeAlias = Mapping[str, Any]
 WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
     "text": "pipeline.text_embeddings.worker",
+    # Masks need no model, so this one is not launched.
     "masks": "pipeline.vae_latents.masks",
 }
-"""Module that encodes each kind. Masks need no model, so theirs is not launched."""
+"""Module that encodes each kind."""
 
 _MAX_NAMED = 10
 
@@ -132,8 +133,8 @@ def fill(
 def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
     """Sort jobs: probes first, then by falling cost, with jobs of one shape next to each other.
 
-    The probes are the costliest job, the cheapest and the first by name, as far as these differ. A broken
-    model or a wrong setting shows within seconds. The result does not depend on the order of `rows`.
+    The probes are the costliest job, the cheapest and the first by name, as far as these differ. The result
+    does not depend on the order of `rows`.
 
     Args:
         rows: One row per job: `cost`, `name`, `key`, and the `LATENT_SHAPE` if shapes differ.
@@ -143,6 +144,8 @@ def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
     shape = [name for name in LATENT_SHAPE if name in rows.columns]
     descending = [True, *(False for _ in shape), False]
     ordered = rows.sort("cost", *shape, "key", descending=descending).with_row_index("position")
+
+    # With probes first, a broken model or a wrong setting shows within seconds.
     first_by_name = ordered.sort("name", "key")["position"][0]
     probes = list(dict.fromkeys((0, len(ordered) - 1, first_by_name)))
     others = ordered.filter(~pl.col("position").is_in(probes))
@@ -275,7 +278,8 @@ class _Fill:
             launched_s = time.perf_counter() - launch_start_s
             results = read_results(Path(folder))
 
-        # Launching overlaps with the search for missing entries, which is not start-up.
+        # Launching overlaps with the search for missing entries, which is not start-up. Several processes
+        # measured these times, so the difference may be negative.
         self._watch.startup_s += max(0.0, launched_s - find_s - results.work_s - results.aside_s)
         self._watch.aside_s += results.aside_s
 

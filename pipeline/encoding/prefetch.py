@@ -56,6 +56,8 @@ def _finished(
     future: Future[Result], pool: _ReplaceablePool[Item, Result], timeout_s: float | None
 ) -> Future[Result]:
     """Return the finished future, or one with a `StalledError` after the timeout."""
+    # The oldest unfinished item is always in progress, because earlier ones are finished or their threads
+    # replaced. So the timeout does not include waiting for a thread.
     try:
         future.exception(timeout=timeout_s)
     except TimeoutError:
@@ -67,10 +69,7 @@ def _finished(
 
 
 class _ReplaceablePool(Generic[Item, Result]):
-    """Daemon threads that share a queue; unlike an executor's, a hanging thread can be abandoned.
-
-    The oldest unfinished item is always in progress: earlier ones are finished or their threads replaced.
-    """
+    """Daemon threads that share a queue; a hanging thread can be replaced."""
 
     def __init__(self, work: Callable[[Item], Result], threads: int) -> None:
         self._work = work
@@ -98,6 +97,7 @@ class _ReplaceablePool(Generic[Item, Result]):
             thread.join()
 
     def _start_thread(self) -> None:
+        # Unlike an executor's threads, a daemon thread that hangs does not keep the process alive.
         thread = threading.Thread(target=self._serve, name=f"ahead-{len(self._threads)}", daemon=True)
         self._threads.append(thread)
         thread.start()

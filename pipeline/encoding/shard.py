@@ -28,8 +28,9 @@ from pipeline.models.resolve import resolve_base
 from pipeline.processes.launch import Launch, LocalLaunch, error_to_json
 from pipeline.recipe import AccelerateSettings, ModelSettings
 
+# It decides how current the stage's progress is.
 UPLOAD_INTERVAL_S = 2.0
-"""Seconds between two copies of the results, which decide how current the stage's progress is."""
+"""Seconds between two copies of the results."""
 
 
 def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: Launch | None = None) -> None:
@@ -108,15 +109,14 @@ class _ShardJobs:
 
 
 def _own_encoding(encoding: Encoding, shard: Shard, pictures: Path) -> Encoding:
-    """Return the encoding of one shard, with its jobs and the pictures of its latents.
-
-    Shard 0 also draws the latents of earlier runs.
-    """
+    """Return the encoding of one shard, with its jobs and the pictures of its latents."""
     jobs = _ShardJobs(encoding.jobs, shard)
     if encoding.pictures is None:
         return replace(encoding, jobs=jobs)
     keys = encoding.pictures.keys
     own_keys = {job.spec.key for job in jobs if job.spec.key in keys}
+
+    # Latents of earlier runs are in no shard's jobs, so the first shard draws them.
     if shard.index == 0:
         own_keys |= keys - {job.spec.key for job in encoding.jobs if job.spec.key in keys}
     return replace(encoding, jobs=jobs, pictures=replace(encoding.pictures.select(own_keys), folder=pictures))

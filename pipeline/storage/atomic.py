@@ -28,10 +28,8 @@ def temp_path_for(path: Path) -> Path:
 
 
 def temp_name() -> str:
-    """Return a new unique name.
-
-    It is short and does not contain the final name, which may be as long as the file system allows.
-    """
+    """Return a new unique name."""
+    # The final name is no part of it, because it may be as long as the file system allows.
     return f".{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}"
 
 

@@ -31,8 +31,9 @@ _PACKAGES = {
 }
 """Packages required by protocols that fsspec implements itself."""
 
+# A file that has just changed is not trusted, so each run reads it.
 _UNSETTLED_NS = 2**62
-"""Change time of a file with neither version nor time: too recent to be trusted, so each run reads it."""
+"""Change time of a file with neither version nor time."""
 
 _VERSION_KEYS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "md5", "Digest", "sha256", "sha", "blob_id"),

@@ -1,8 +1,4 @@
-"""HTTP clients for fsspec with limits on redirects, waiting time and the size of answers.
-
-A web server decides where its redirects lead. Without this, one that serves a dataset could make this machine
-read an address that only this machine can reach, such as the metadata service of a cloud, as a caption.
-"""
+"""HTTP clients for fsspec with limits on redirects, waiting time and the size of answers."""
 
 from __future__ import annotations
 
@@ -64,6 +60,9 @@ async def _refuse_other_server(
     headers = params.response.headers
     location = headers.get("Location") or headers.get("URI") or ""
     target = params.url.join(URL(location))
+
+    # Otherwise a server could make this machine read an address that only this machine can reach, such as the
+    # metadata service of a cloud, as a caption.
     if not _same_server(params.url, target):
         raise RedirectRefusedError(
             f"{params.url.origin()} redirects to another server, {target.origin()}, which is not followed; "

@@ -1,7 +1,4 @@
-"""Columns that a stage needs of its input tables; no other columns are loaded.
-
-Plain names without Polars types, because definitions load without Polars.
-"""
+"""Columns that a stage needs of its input tables; no other columns are loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ SIDE_INPUT_HASHES = ("mask_hash", "reference_images")
 """Columns that identify the side inputs of a sample. Only tables of recipes with masks have the first, only
 tables of recipes with references the second."""
 
+# Plain names without Polars types, because definitions load without Polars.
 NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
     "validated_dataset": {
         "raw_images": (

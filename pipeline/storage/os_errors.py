@@ -1,9 +1,4 @@
-"""Errors of the operating system, such as a full disk or a missing permission, with a fix for each.
-
-What happens on a full disk is decided here: the space that encoding requires before it starts
-(`require_disk_space`), and the message and fix if a cache entry, another file or Dagster's history cannot be
-written.
-"""
+"""Errors of the operating system, such as a full disk or a missing permission, with a fix for each."""
 
 from __future__ import annotations
 

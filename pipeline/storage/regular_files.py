@@ -1,7 +1,6 @@
 """Open files that other people wrote: regular files only, without waiting, and of bounded size.
 
-A dataset can come from a stranger, and a file can be replaced between two stages. Opening a FIFO would wait
-for its writer, a device such as /dev/zero has no end, and a link can lead to any file of the user.
+A dataset can come from a stranger, and a file can be replaced between two stages.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ def open_regular(
     """
     file = open(path, "rb", opener=_opener if follow_link else _opener_without_link)  # noqa: SIM115 - Path.open has no opener
     try:
+        # The opened file is checked, since its name may belong to another file a moment later. A device such
+        # as /dev/zero has no end.
         stat = os.fstat(file.fileno())
         if not S_ISREG(stat.st_mode):
             detail = "it is not a regular file"
@@ -118,6 +119,7 @@ class InsideCheck:
 
 
 def _opener(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, opening a FIFO would wait for its writer.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 

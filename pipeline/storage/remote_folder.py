@@ -205,8 +205,7 @@ class RemoteFolder:
                 ignores that for a large file.
 
         Returns:
-            The new version as `put`; empty for a large file, which is written in parts. fsspec does not
-            return the answer to the last part.
+            The new version as `put`; empty for a large file.
 
         Raises:
             FileChangedError: `create` was given, and the file exists when the upload ends.
@@ -218,6 +217,7 @@ class RemoteFolder:
 
         options: dict[str, str] = {"mode": "create"} if create else {}
         try:
+            # A large file is written in parts, and fsspec does not return the answer to the last part.
             if path.stat().st_size > MAX_SINGLE_PUT_BYTES:
                 self._replace(name, lambda full: self.files.put_file(str(path), full, **options))
                 return ""
@@ -347,6 +347,8 @@ class RemoteFolder:
         """Replace a file with what `write` puts at the path that it gets, and return the service's answer."""
         if self._writes_atomically:
             return self._request(lambda: write(self._full(name)))
+
+        # On other file systems, a reader could see a part of the file, so it is renamed when complete.
         return self._request(lambda: self._write_and_rename(name, write))
 
     def _write_and_rename(self, name: str, write: Callable[[str], object]) -> None:
@@ -385,9 +387,6 @@ def _answered_version(answer: object) -> str:
 def _walk_files(files: Any, folder: str) -> dict[str, dict[str, Any]]:
     """Return the information about every file below a folder, by path.
 
-    `find` of most file systems omits folders that cannot be listed; its option `on_error` works on the first
-    level only.
-
     Args:
         files: An `fsspec.AbstractFileSystem`.
         folder: Path of the folder.
@@ -396,6 +395,8 @@ def _walk_files(files: Any, folder: str) -> dict[str, dict[str, Any]]:
         FileNotFoundError: The folder does not exist.
         OSError: A folder cannot be listed.
     """
+    # `find` of most file systems omits folders that cannot be listed, and its option `on_error` works on the
+    # first level only.
     found: dict[str, dict[str, Any]] = {}
     pending = [folder]
     while pending:

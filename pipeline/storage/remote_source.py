@@ -1,8 +1,4 @@
-"""Datasets behind an fsspec address: in an object store, an archive or on a web server.
-
-A request that fails because the service is away is sent again for a minute, see `retry`, but only after the
-service has answered before: a wrong address fails immediately, and so do all requests after the minute.
-"""
+"""Datasets behind an fsspec address: in an object store, an archive or on a web server."""
 
 from __future__ import annotations
 
@@ -210,6 +206,8 @@ class RemoteSource(Source):
             with self._lock:
                 return send()
 
+        # Before the first answer, the address may be wrong, so a request fails immediately. After a minute of
+        # waiting, so do all following requests.
         try:
             answer = retry(send_alone) if self._repeat_requests and self._has_answered else send_alone()
         except Exception as err:
@@ -252,13 +250,11 @@ class RemoteSource(Source):
                 yield ListedPath(path, self._stat(info))
 
     def _info(self, path: str) -> Mapping[str, Any]:
-        """Return fsspec's information about a file; an empty file for a redirect that is not followed.
-
-        Reading such a file fails with the reason, which rejects one sample instead of the dataset.
-        """
+        """Return fsspec's information about a file; an empty file for a redirect that is not followed."""
         try:
             return self._files.info(self._full(path))
         except FileNotFoundError as err:
+            # Reading such a file fails with the reason, which rejects one sample instead of the dataset.
             if isinstance(err.__cause__, RedirectRefusedError):
                 return {"size": 0}
             raise

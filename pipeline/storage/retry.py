@@ -1,8 +1,4 @@
-"""Requests to a service that may be away for a short time: which errors pass, and how long to wait.
-
-The libraries of the services raise errors of their own, which must not be imported here. They are recognised
-by the status of the HTTP response, and by the names of their classes.
-"""
+"""Requests to a service that may be away for a short time: which errors pass, and how long to wait."""
 
 from __future__ import annotations
 
@@ -14,8 +10,9 @@ from typing import Any, TypeVar
 
 from pipeline.escaping import without_secrets
 
+# A gateway or a database node restarts within this time.
 RETRY_S = 60.0
-"""Seconds for which a request is repeated. A gateway or a database node restarts within this time."""
+"""Seconds for which a request is repeated."""
 
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 5.0
@@ -28,6 +25,7 @@ _UNSUPPORTED_STATUSES = frozenset([400, 405, 501])
 _TRANSIENT_STATUSES = frozenset([408, 429, 500, 502, 503, 504])
 """HTTP statuses of servers that are overloaded, restart or have lost a backend."""
 
+# The libraries of the services must not be imported here, so their errors are recognised by name.
 _TRANSIENT_ERRORS = frozenset(
     [
         *("ConnectionError", "TimeoutError"),  # Python, botocore, requests
@@ -70,10 +68,8 @@ def retry(send: Callable[[], Answer], *, log: Callable[[str], object] | None = N
 
 
 def is_transient(err: BaseException) -> bool:
-    """Return whether the same request may succeed later.
-
-    A host name that cannot be resolved is a wrong address rather than an outage.
-    """
+    """Return whether the same request may succeed later."""
+    # A host name that cannot be resolved is a wrong address rather than an outage.
     if any(isinstance(each, socket.gaierror) for each in _contexts(err)):
         return False
     return any(
@@ -99,17 +95,16 @@ def _causes(err: BaseException) -> Iterator[BaseException]:
 
 
 def _contexts(err: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its causes, and the errors that were being handled; botocore names no causes."""
+    """Yield the error, its causes, and the errors that were being handled."""
+    # botocore names no causes.
     return _chain(err, lambda current: current.__cause__ or current.__context__)
 
 
 def _chain(
     err: BaseException, previous: Callable[[BaseException], BaseException | None]
 ) -> Iterator[BaseException]:
-    """Yield the error and its predecessors once each.
-
-    A chain may be circular: fsspec raises errors of its thread again in threads that handle other errors.
-    """
+    """Yield the error and its predecessors once each."""
+    # A chain may be circular: fsspec raises errors of its thread again in threads that handle other errors.
     seen = set[int]()
     current: BaseException | None = err
     while current is not None and id(current) not in seen:

@@ -96,8 +96,6 @@ class Source(ABC):
     def open_text(self, path: str, num_bytes: int = 0) -> Opened:
         """Open a file that belongs to an image, such as its caption, like `open`.
 
-        The text in it is published with the LoRA, so a link to a file outside the source is refused.
-
         Raises:
             RefusedFileError: See `open`, or the file is outside the source.
             OSError: The file cannot be opened.
@@ -157,6 +155,8 @@ class LocalSource(Source):
         """See `Source.open_text`."""
         if self._inside is None:
             return self.open(path, num_bytes)
+
+        # The text is published with the LoRA, so a link must not lead to any file of the user.
         return self._inside.open(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
 
     def read(self, path: str) -> bytes:
@@ -189,10 +189,8 @@ def threads_for(sources: Iterable[Source]) -> int | None:
 
 
 def to_int64(number: int) -> int:
-    """Wrap a number of a stat into the int64 range of the tables.
-
-    Some file systems use inodes of 64 bits, and a file may be dated after 2262, when nanoseconds overflow.
-    """
+    """Wrap a number of a stat into the int64 range of the tables."""
+    # Some file systems use inodes of 64 bits, and a file may be dated after 2262, when nanoseconds overflow.
     return number if -(2**63) <= number < 2**63 else (number + 2**63) % 2**64 - 2**63
 
 

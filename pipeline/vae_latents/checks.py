@@ -168,6 +168,8 @@ def cropped_masks(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     used = table.filter(MASKS.used(recipe, table))
     if used.is_empty() or MEAN not in used.columns:
         return Outcome(True, "no sample has a mask")
+
+    # A mirrored latent keeps the same fraction of its mask.
     lost = used.filter(~pl.col("flipped")).select("sample_id", "bucket", kept=kept_fraction().round(3))
     lost = lost.filter(pl.col("kept") < MIN_KEPT).sort("kept", "sample_id")
     numbers = {"cropped": len(lost)}
@@ -220,6 +222,7 @@ def _wrong_shapes_of(
     placement: Placement, entries: RecipeEntries, rows: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     # The geometry is computed again from the original size; an image may have several buckets.
+    # Only a random crop depends on the name of the sample.
     names = rows["sample_id"] if placement.crop == "random" else None
     assigned = placement.assign_many(rows["height"].to_numpy(), rows["width"].to_numpy(), names)
     sizes = pl.DataFrame(

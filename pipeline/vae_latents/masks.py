@@ -114,6 +114,7 @@ def _encode_here(recipe: Recipe, log: Log) -> Launch:
     """Return a `Launch` that encodes in threads of this process."""
 
     def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+        # The jobs are not written before `meanwhile` has found the missing entries.
         if meanwhile is not None:
             meanwhile()
         masks = read_encoding(job_file)

@@ -88,6 +88,8 @@ def choose(rows: pl.DataFrame, number: int) -> pl.DataFrame:
 
     # Hashes are spread evenly, so a threshold preselects the smallest ones without sorting a large table.
     fraction = _OVERSAMPLING * number / max(1, len(rows))
+
+    # Every hash in hexadecimal is below "g".
     threshold = "g" if fraction >= 1 else f"{int(fraction * 2**32):08x}"
     smallest = rows.filter((pl.col("content_hash") < threshold) & ~pl.col("flipped"))
     smallest = smallest.sort("content_hash", "key")
@@ -98,9 +100,11 @@ def psnr_db(image: Pixels, other: Pixels) -> float:
     """Return the peak signal-to-noise ratio of two images of equal size, in decibels.
 
     10 log10(255^2 / MSE) over all pixels and channels, as in Huynh-Thu and Ghanbari (2008),
-    https://doi.org/10.1049/el:20080522. For equal images, the ratio as if one value differed by one.
+    https://doi.org/10.1049/el:20080522.
     """
     error = float(((image.astype(np.float64) - other) ** 2).mean())
+
+    # Equal images, which have no finite ratio, count as if one value differed by one.
     return 10 * math.log10(255**2 / max(error, 1 / image.size))
 
 
@@ -129,6 +133,8 @@ def read(folder: Path, keys: Sequence[str]) -> list[DecodedLatent]:
             similarity = DecodedLatent(**json.loads(_file(folder, key, ".json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue
+
+        # The name of the file has only the beginning of the key.
         if similarity.key == key:
             similarities.append(similarity)
     return similarities
@@ -184,8 +190,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict[str, Any]:
     """Return mean and standard deviation of some stored latents, over all values and per channel.
 
-    They should be near 0 and 1, which is the purpose of a VAE's shift and scaling. Entries that were read
-    for the last statistics are not read again.
+    They should be near 0 and 1, which is the purpose of a VAE's shift and scaling.
 
     Args:
         entries: Entries of the recipe.

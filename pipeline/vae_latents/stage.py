@@ -172,8 +172,6 @@ def _without_failed(
 ) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
     """Return the requests of samples with all their entries, and the rejected rows of all other samples.
 
-    The reason of a rejection is the failure of the latent, or else of the first side input.
-
     Args:
         requests: Rows of vae_latents with the column `row`.
         side_inputs: Entry rows by side input.
@@ -181,6 +179,8 @@ def _without_failed(
     """
     of_latents = requests.filter(pl.col("key").is_in(list(failures))).select("row", "key")
     by_row = failures_by_row(side_inputs, failures)
+
+    # The failure of the latent replaces failures of side inputs as the reason of the rejection.
     by_row |= {row: asdict(failures[key]) for row, key in of_latents.iter_rows()}
 
     # A failed entry rejects every sample that needs it, with all its buckets.

@@ -31,8 +31,9 @@ from pipeline.processes.worker.devices import allow_tf32, own_device, why_no_gpu
 WRITES_BEHIND = 16
 """Maximum number of entries that wait to be written while the next are encoded."""
 
+# Syncing an entry takes 1 to 3 ms, more than a small model needs to encode it.
 WRITING_THREADS = 4
-"""Number of writing threads. Syncing an entry takes 1 to 3 ms, more than a small model needs to encode it."""
+"""Number of writing threads."""
 
 
 class Encoder(Protocol):

@@ -15,8 +15,9 @@ from pipeline.storage.isolation.links import LinkInto, links_into, shallow_links
 
 Relation = Literal["same", "inside", "contains", "link"]
 
+# A dataset may consist of links.
 MAX_LINKS_REPORTED = 10
-"""Maximum number of links reported per input; a dataset may consist of links."""
+"""Maximum number of links reported per input."""
 
 OUTPUT_DEPTH = 2
 """Number of levels of cache_dir and output_dir that are searched for links into a dataset."""

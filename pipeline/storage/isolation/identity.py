@@ -102,6 +102,7 @@ def identify(path: Path | str) -> Identified:
 
 def fold(name: str) -> str:
     """Return `name` without case, in Unicode NFC, as file systems that fold case compare names."""
+    # Case folding decomposes some characters, such as ǰ.
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
@@ -176,7 +177,8 @@ def _location(path: Path, mounts: dict[str, Mount]) -> list[Identity]:
 
 
 def _inode(status: os.stat_result | None) -> list[Identity]:
-    """Return the inode identity; none for inode 0, which all folders of some file systems share."""
+    """Return the inode identity, if there is one."""
+    # All folders of some file systems share inode 0.
     return [("inode", status.st_dev, status.st_ino)] if status and status.st_ino else []
 
 

@@ -55,14 +55,14 @@ def shallow_links_into(
 ) -> Iterator[LinkInto]:
     """Yield the links and mount points at most `depth` levels below `searched` that lead into `folders`.
 
-    For cache_dir and output_dir, whose upper levels are few: a write through such a link would end up in the
-    other folder. Links are not followed further.
+    Links are not followed further.
     """
     mounts = mount_table()
     for entry in _entries(searched.real):
         target = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
         if target != entry.path or entry.path in mounts:
             identified = identify(target)
+            # A write through such a link would end up in the other folder.
             for name, folder in folders.items():
                 if identified.same(folder) or identified.inside(folder):
                     yield LinkInto(entry.path, target, name)

@@ -33,8 +33,9 @@ from pipeline.storage.remote_source import source_at
 from pipeline.storage.source import Source
 from pipeline.vae_latents.worker.vae_batches import EncodedImage, PendingBatch, Pixels, VaeBatches
 
+# Far beyond the worst case of a slow disk.
 TIMEOUT_S = 300.0
-"""Time after which reading and decoding one image is given up; far beyond the worst case of a slow disk."""
+"""Time after which reading and decoding one image is given up."""
 
 VALUE_REASONS = ("latent_not_finite", "latent_overflow")
 """Reasons of failures that the VAE or the stored dtype may cause, and not the image."""

@@ -16,16 +16,13 @@ from pipeline.errors import counted
 from pipeline.vae_latents import report
 from pipeline.vae_latents.worker.encoder import LatentEncoder
 
+# A decoder takes about twice an encoder's memory, and the system might kill a process that has done its work.
 CPU_WINDOW_PX = 512
-"""Edge of the central window that is decoded on a CPU. A decoder takes about twice an encoder's memory, and
-the system might kill a process that has done its work."""
+"""Edge of the central window that is decoded on a CPU."""
 
 
 def draw_pictures(pictures: PictureJobs, encoder: LatentEncoder, store: Store, progress: Progress) -> None:
-    """Draw latents of the store next to their images; existing pictures stay.
-
-    Pictures are for people, so one that cannot be drawn is reported and is not an error.
-    """
+    """Draw latents of the store next to their images; a picture that cannot be drawn is reported."""
     # A picture belongs to a key, so one from an earlier run is still right.
     drawn = {each.key for each in report.read(pictures.folder, list(pictures.keys))}
     ratios: list[float] = []

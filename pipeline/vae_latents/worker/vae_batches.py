@@ -31,11 +31,9 @@ TILES_PX = (512, 256)
 MIN_OVERLAP = 0.25
 """Minimum overlap of neighbouring tiles, as a fraction of a tile's edge."""
 
+# An assumption: timing the algorithms takes about as long as encoding a few batches.
 MIN_BATCHES = 8
-"""Number of batches of one shape before its algorithms are timed.
-
-An assumption: timing them takes about as long as encoding a few batches.
-"""
+"""Number of batches of one shape before its algorithms are timed."""
 
 MAX_SHAPES = 32
 """Maximum number of shapes with timed algorithms, more than the buckets of a usual recipe."""
