@@ -177,11 +177,7 @@ def _plan_completed(result: _Result) -> Outcome:
 
 
 def _delta_norms(result: _Result) -> dict[str, float]:
-    """Return the norm of each module's delta weights, computed from the diffusers file.
-
-    After SVD initialisation, the two halves of an adapter's product nearly cancel if nothing was trained. The
-    product is then computed in float64. Norms within rounding error count as zero.
-    """
+    """Return the norm of each module's delta weights, from the diffusers file; 0 within rounding error."""
     tensors = result.files["diffusers"].tensors
     norms: dict[str, float] = {}
     for module in result.modules:
@@ -189,6 +185,8 @@ def _delta_norms(result: _Result) -> dict[str, float]:
         if down_key not in tensors or up_key not in tensors:
             continue
         up, down = (tensors[key].reshape(len(tensors[key]), -1) for key in (up_key, down_key))
+        # The two halves of such a product nearly cancel if nothing was trained, and float32 has too few
+        # digits to tell the difference from zero.
         if result.settings.of_network(module.name).starts_from_base_weights:
             up, down = up.astype(np.float64), down.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):  # such weights give a norm that is not finite

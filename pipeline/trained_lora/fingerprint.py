@@ -131,9 +131,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{16}")
 def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> Facts:
     """Return everything that decides the weights, and nothing else.
 
-    Excluded are the intervals of checkpoints and previews, paths, names and package versions. The number of
-    steps is included only if the learning rate schedule depends on it, so that a longer run can resume a
-    shorter one.
+    Excluded are the intervals of checkpoints and previews, paths, names and package versions.
 
     Raises:
         TrainingError: The LoRA in `start_from` cannot be read.
@@ -213,6 +211,7 @@ def _empty_texts(inputs: TrainingInputs, dropout: float) -> Facts:
 
 
 def _schedule(training: TrainingSettings) -> Facts:
+    # A constant rate does not depend on the number of steps, so a longer run can resume a shorter one.
     if training.lr_scheduler == "constant":
         return {}
     return {
@@ -255,7 +254,8 @@ def _training_adapter(recipe: Recipe) -> Facts:
 
 
 def _objective(family: Family) -> Facts:
-    """Return the version of the family's objective; ids of runs with the first one do not contain it."""
+    """Return the version of the family's objective."""
+    # The ids of runs from before the first change of an objective do not contain its version.
     return {} if family.objective == 1 else {"objective": family.objective}
 
 
@@ -281,6 +281,7 @@ def _masks(recipe: Recipe) -> Facts:
 
 def _mix(recipe: Recipe) -> Facts:
     weights = {dataset.name: dataset.weight for dataset in recipe.datasets if dataset.weight is not None}
+    # Without weights, no dataset can be exhausted.
     return {"weights": weights, "exhausted": recipe.training.exhausted} if weights else {}
 
 

@@ -3,9 +3,6 @@
 A sample may have several captions and several latents (plain and mirrored), and the plan picks one of each in
 every epoch. With `buckets.per_image: each` a sample also has several buckets. Every bucket is then a separate
 training input with its own `variant_id`, and each epoch shows the sample once per bucket.
-
-The inputs are one Polars table, both in memory and in the file that the worker reads. A row becomes a
-`TrainingInput` object only when a batch needs it.
 """
 
 from __future__ import annotations
@@ -191,6 +188,7 @@ class TrainingInputs(Sequence[TrainingInput]):
         """Return one input, or the inputs of a slice."""
         if isinstance(number, slice):
             return TrainingInputs(self.table[number])
+        # A row becomes an object only when a batch needs it: objects of all rows take far more memory.
         return _input(self.table.row(number, named=True))
 
     def __iter__(self) -> Iterator[TrainingInput]:
@@ -280,6 +278,7 @@ def training_inputs(
 def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Series) -> None:
     """Raise TrainingError unless every latent's dataset is in the recipe and its sample has a caption."""
     datasets = [dataset.name for dataset in recipe.datasets]
+    # `implode`, because Polars deprecates `is_in` with a plain series.
     complete = pl.col("dataset").is_in(datasets) & pl.col("sample_id").is_in(captioned.implode())
     incomplete = latents.filter(~complete)["sample_id"].unique().sort()
     if incomplete.is_empty():
@@ -296,6 +295,7 @@ def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Serie
 def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
     """Return one row per training input with all of `COLUMNS` but the captions."""
     rows = selected("vae_latents", latents, NEEDED["trained_lora"]["vae_latents"])
+    # The plan refers to the views of an input by their place: plain before mirrored.
     rows = rows.sort("sample_id", "bucket", "flipped")
     fractions = {dataset.name: dataset.validation_fraction for dataset in recipe.datasets}
     repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
@@ -353,6 +353,7 @@ def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFr
     If the text encoder sees references, the rows also have `EMPTY_COLUMNS`.
     """
     rows = selected("text_embeddings", text, NEEDED["trained_lora"]["text_embeddings"])
+    # The plan refers to the captions of an input by their place: the order of their variant numbers.
     rows = with_seen_images(entries, rows).sort("sample_id", "variant")
     tensors = {length: tensors_json(entries.text_tensors(length)) for length in rows["text_length"].unique()}
     rows = rows.with_columns(
@@ -452,9 +453,10 @@ def tensors_from_json(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(dtype, tuple(shape), ragged) for name, (dtype, shape, ragged) in value.items()}
 
 
+# The distinct texts are as few as buckets and caption lengths.
 @lru_cache(maxsize=1_024)
 def parsed_tensors(text: str) -> dict[str, TensorSpec]:
-    """Parse the text of `tensors_json`; the distinct texts are as few as buckets and caption lengths."""
+    """Parse the text of `tensors_json`."""
     return tensors_from_json(json.loads(text))
 
 

@@ -79,10 +79,8 @@ class TrainingJob:
 
     @cached_property
     def store(self) -> Store:
-        """Store of the recipe's cache, shared by all readers of this process.
-
-        A store reads the headers of all packs when it first misses a single entry.
-        """
+        """Store of the recipe's cache, shared by all readers of this process."""
+        # One for all, because a store reads the headers of all packs when it first misses a single entry.
         return Store(self.recipe.cache_dir, copies=self.copies)
 
     @property
@@ -140,14 +138,12 @@ class TrainingJob:
 def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
     """Read the job that `TrainingJob.write` wrote to `path` and its folder.
 
-    The folder may be a copy on another machine, where the recipe's `output_dir` does not exist.
-
-    Args:
-        path: Path of `JOB_FILE`.
-        copies: See `TrainingJob`.
+    See `TrainingJob` for `copies`.
     """
     job = json.loads(path.read_text(encoding="utf-8"))
     recipe = recipe_from_json(job["recipe"])
+    # On another machine, the output folder may be at another path. A fetched copy of the job is in no output
+    # folder at all.
     output_dir = path.absolute().parents[2]
     if run_folder(output_dir, job["run"]) == path.absolute().parent:
         recipe = recipe.model_copy(update={"output_dir": output_dir})
@@ -234,10 +230,8 @@ def recipe_from_json(value: Mapping[str, Any]) -> Recipe:
 
 
 def _without_secrets(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as JSON, without the query strings in the addresses of its datasets.
-
-    Training does not read the datasets, and a run's folder may be shared.
-    """
+    """Return the recipe as JSON, without the query strings in the addresses of its datasets."""
+    # A run's folder may be shared. The worker can do without the secrets, because it reads no dataset.
     values = recipe.model_dump(mode="json")
     values["output_address"] = without_secrets(values["output_address"])
     for dataset in values["datasets"]:

@@ -22,13 +22,14 @@ def local_job_file(job: Address, folder: Path, *, rank: int) -> Path:
     Args:
         job: The job file or the folder of its run; its files are copied to `folder` if it is at an address.
         folder: Empty folder on this machine.
-        rank: Rank of this machine. Machine 0 writes into the run's folder, so that it cannot use a copy.
+        rank: Rank of this machine.
 
     Raises:
         TrainingError: A file is missing, or this is machine 0 and the job is at an address.
         StoreError: The address cannot be opened or read.
     """
     if isinstance(job, Url):
+        # Machine 0 writes into the run's folder, so a copy of the job is not enough.
         if rank == 0:
             raise TrainingError(
                 "machine 0 needs the run's folder on a disk, because it writes checkpoints there",

@@ -54,6 +54,7 @@ class LiveState:
         """Return the state as numbers; loss and speed are means over the steps since the previous state."""
         numbers: dict[str, int | float] = {"step": self.step, "steps": self.num_steps}
         if self.metrics:
+            # The log rounds the seconds of a step, which may become zero.
             seconds = max(sum(line["seconds"] for line in self.metrics), 1e-9)
             numbers["loss"] = sum(line["loss"] for line in self.metrics) / len(self.metrics)
             numbers["learning_rate"] = self.metrics[-1]["learning_rate"]
@@ -140,6 +141,7 @@ class LiveRun:
             return
         with self._layout.metrics.open("rb") as file:
             file.seek(self._read_bytes)
+            # The worker may be writing the last line; it is read next time.
             complete_lines = file.read().rpartition(b"\n")[0]
         if complete_lines:
             self._read_bytes += len(complete_lines) + 1

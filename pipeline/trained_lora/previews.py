@@ -107,6 +107,7 @@ def read_previews(folder: Path) -> list[Preview]:
     previews: list[Preview] = []
     for path in folder.glob("step-*-*.png"):
         _, step, number = path.stem.split("-")
+        # An unreadable preview must not fail a run that is trained (FAILURES R09).
         with suppress(OSError), Image.open(path) as picture:
             prompt = str(picture.info.get(PROMPT_KEY, f"prompt {int(number) + 1}"))
             settings = {key: str(picture.info[key]) for key in SETTING_KEYS if key in picture.info}
@@ -157,6 +158,7 @@ def before_after(previews: Sequence[Preview]) -> bytes:
     Returns:
         The JPEG; no bytes if the run has no previews of step 0 and of a later step.
     """
+    # Reversed, so that the first prompt of each step is the one that remains.
     by_step = {each.step: each for each in reversed(previews)}
     if 0 not in by_step or len(by_step) == 1:
         return b""

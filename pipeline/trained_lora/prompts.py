@@ -150,6 +150,7 @@ def _reference_files(
     files: dict[str, tuple[Path, ...]] = {}
     for sample_id, dataset, images in rows.select("sample_id", "dataset", IMAGES).iter_rows():
         paths = zip(roots[dataset], json.loads(images), strict=True)
+        # Previews open references as local files.
         local = [root / image["path"] for root, image in paths if isinstance(root, Path)]
         if len(local) == len(roots[dataset]):
             files[sample_id] = tuple(local)
@@ -178,6 +179,8 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
         negative = preview.negative_prompt
         negative_images = images if entries.sees_images_in_negative else None
         if negative_images is not None:
+            # The job's empty caption was encoded without images, so this prompt has an empty caption of its
+            # own.
             negative = negative or ""
 
         prompt = Prompt(

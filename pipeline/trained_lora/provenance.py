@@ -114,6 +114,7 @@ def _samples_record(table: pl.DataFrame) -> dict[str, Any]:
     """Return the number of trained samples, their digest and, up to `MAX_LISTED`, their hashes."""
     trained = table.filter(pl.col("split") == "train")
     rows = trained.select("content_hash", "caption_hashes").rows()
+    # In the order of the hashes, so that renaming files does not change the digest (FAILURES R17).
     lines = sorted(f"{image} {captions}" for image, captions in rows)
     references: list[str] = []
     if "reference_hashes" in trained.columns:

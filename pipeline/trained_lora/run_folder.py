@@ -83,12 +83,10 @@ class RunLayout:
 
 @contextmanager
 def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
-    """Hold the run's lock for the body, after waiting for a process that already trains the run.
-
-    The kernel releases the lock when its process ends, however it ends (FAILURES O08). Filelock's fallback, a
-    file that only a regular exit removes, is therefore disabled.
-    """
+    """Hold the run's lock for the body, after waiting for a process that already trains the run."""
     layout.folder.mkdir(parents=True, exist_ok=True)
+    # The kernel releases the lock when its process ends, however it ends (FAILURES O08). Filelock's fallback,
+    # a file that only a regular exit removes, would outlive a killed process.
     lock = FileLock(layout.lock, poll_interval=_POLL_S, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
@@ -105,13 +103,11 @@ def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
 def hold_training(layout: RunLayout, wait_s: float = TRAINING_LOCK_S) -> Generator[None]:
     """Hold the lock of the only process that writes the run's folder, rank 0 of a training, for the body.
 
-    `hold_run` is held by the step that launches the training, which may run on another machine. A request to
-    stop that an earlier training has left is deleted.
-
     Raises:
         TrainingError: Another training of the run is active.
     """
     layout.folder.mkdir(parents=True, exist_ok=True)
+    # The lock of `hold_run` does not exclude it, because the step that holds it may run on another machine.
     lock = FileLock(layout.training_lock, poll_interval=_POLL_S, fallback_to_soft=False)
     try:
         lock.acquire(timeout=wait_s)
@@ -122,6 +118,7 @@ def hold_training(layout: RunLayout, wait_s: float = TRAINING_LOCK_S) -> Generat
             fix="stop the other training, for example an earlier job of the scheduler, or wait until it ends",
         ) from err
     try:
+        # A request that an earlier training has left would stop this one at once.
         layout.stop_request.unlink(missing_ok=True)
         yield
     finally:
@@ -199,18 +196,16 @@ def lora_steps(layout: RunLayout) -> dict[int, Path]:
 
 
 def read_metrics(path: Path, num_steps: int) -> list[Metrics]:
-    """Return the last complete line of each step below `num_steps`, sorted by step.
-
-    Metrics files are append-only. A run that resumes writes some steps again, so the last line of a step
-    counts. Lines torn by a crash are skipped.
-    """
+    """Return the last complete line of each step below `num_steps`, sorted by step."""
     if not path.is_file():
         return []
     by_step: dict[int, Metrics] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             metrics = json.loads(line)
+            # The file is append-only, and a run that resumes writes some steps again: the last line counts.
             by_step[int(metrics["step"])] = metrics
         except (ValueError, KeyError, TypeError):
+            # A crash can tear a line; the resumed run writes the step again.
             continue
     return [by_step[step] for step in sorted(by_step) if step < num_steps]

@@ -171,7 +171,8 @@ class RunUpload:
         )
 
     def _delete_damaged_state(self) -> None:
-        """Delete the state of checkpoints that a crash damaged: it must neither be used nor be uploaded."""
+        """Delete the state of checkpoints that a crash damaged."""
+        # Before the comparison with the address: damaged state must neither be used nor be uploaded.
         for step in sorted(self._local_steps()):
             folder = self._folder_of(step)
             if not _is_undamaged(folder):
@@ -184,9 +185,11 @@ class RunUpload:
         finished = f"{self._top}/{self._layout.finished.name}"
         local_finished = self._read_finished()
         if finished in infos:
+            # A run that finished with fewer steps is a place to resume from, like a checkpoint.
             data = self._outputs.read(finished)
             if _steps_in(data) == self._num_steps:
                 return local_finished is not None and data == self._layout.finished.read_bytes()
+        # A finished run that could not be uploaded is further than any checkpoint.
         if local_finished is not None:
             return True
 
@@ -268,6 +271,9 @@ class RunUpload:
         local = self._local_steps()
         if keep is None or not local:
             return
+
+        # As in `prune_checkpoints`, later checkpoints than the newest local one do not count: a longer run
+        # with this id can resume from them.
         names = set(self._outputs.names(f"{self._top}/checkpoints"))
         expired = sorted(step for step in _steps_with_marker(names) if step <= max(local))[:-keep]
         folders = [f"{self._top}/checkpoints/step-{step:08d}" for step in expired]

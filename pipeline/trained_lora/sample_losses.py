@@ -38,11 +38,7 @@ timesteps, so 1 is an average image. `deviation` is its distance from 1 in stand
 
 
 def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int) -> pl.DataFrame:
-    """Return a table of `COLUMNS` for all inputs that were trained on, hardest first.
-
-    A loss depends on the noise level far more than on the image. Each loss is therefore divided by the mean
-    loss of all samples at similar timesteps.
-    """
+    """Return a table of `COLUMNS` for all inputs that were trained on, hardest first."""
     draws = _draws(layout, num_steps)
     if draws.is_empty():
         return pl.DataFrame(schema=COLUMNS)
@@ -102,6 +98,8 @@ def _draws(layout: RunLayout, num_steps: int) -> pl.DataFrame:
         timesteps += line["timesteps"]
         losses += line["losses"]
 
+    # A loss depends on the noise level far more than on the image, so each is divided by the mean loss of all
+    # samples at similar timesteps.
     values = np.asarray(losses, dtype=np.float64)
     relative = values / _expected_losses(np.asarray(timesteps), values) if losses else values
     schema = {"number": pl.Int64, "loss": pl.Float64, "relative": pl.Float64}
@@ -113,6 +111,7 @@ def _expected_losses(
 ) -> npt.NDArray[np.float64]:
     """Return for each draw the mean loss of its bin; bins hold equal numbers of draws, by timestep."""
     num_bins = int(np.clip(len(losses) // MIN_DRAWS_PER_BIN, 1, MAX_BINS))
+    # Two sorts give the rank of each draw; equal ranges of ranks are bins of equal size at any density.
     ranks = np.argsort(np.argsort(timesteps, kind="stable"), kind="stable")
     bins = ranks * num_bins // len(losses)
     sums = np.bincount(bins, weights=losses, minlength=num_bins)

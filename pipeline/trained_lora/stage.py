@@ -140,6 +140,7 @@ def train_lora(
     job, facts, table = _plan_run(entries, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
 
+    # The run is locked before it is fetched, because fetching replaces files in its folder.
     with used.kept_marked(), hold_run(layout, log), uploaded_run(recipe, layout, log) as run:
         finished, launched = _finished(job, facts, table, launch=run.uploading(launch), log=log)
         if launched:
@@ -157,10 +158,8 @@ def train_lora(
 
 
 def _used_keys(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataFrame) -> list[pl.Series]:
-    """Return the keys of the entries that a training may read.
-
-    They are divided like the keys of the cache jobs, so that a training after these jobs writes no lists.
-    """
+    """Return the keys of the entries that a training may read."""
+    # Divided like the keys of the cache jobs, so that a training after these jobs writes no lists.
     by_kind: dict[str, list[pl.Series]] = {"latents": [latents["key"]]}
     for side_input in SIDE_INPUTS:
         if side_input.keys_column in latents.columns:
@@ -175,7 +174,8 @@ def _used_keys(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataFrame
 
 
 def _record_epochs(layout: RunLayout, finished: dict[str, Any], epochs: float | None) -> None:
-    """Record the recipe's number of epochs, which may have changed since the run ended."""
+    """Record the recipe's number of epochs."""
+    # It may have changed since the run ended: runs count steps, and other epochs may have the same steps.
     if finished.get("epochs") != epochs:
         finished["epochs"] = epochs
         mark_finished(layout, finished)
@@ -184,12 +184,12 @@ def _record_epochs(layout: RunLayout, finished: dict[str, Any], epochs: float | 
 def require_open_gates(recipe: Recipe, *, log: Log) -> None:
     """Run all upstream gates again on the stored tables and cache, with the current recipe.
 
-    The dataset files are not read, so training works without them. `log` receives the progress.
-
     Raises:
         GateClosedError: At least one gate is closed; names all closed gates.
         TableError: A table is missing.
     """
+    # In the UI a user can select this asset alone, and then no earlier check blocks it (FAILURES O10).
+    # Training reads no dataset file, so it works without the sources.
     context = CheckContext(recipe, Tables(recipe.output_dir), sources=False, log=log)
     closed = {
         f"{recipe.name}/{asset}": [finding for finding in checks.run(context) if finding.closes]
@@ -323,9 +323,13 @@ def _train(
     worked_s = result["ended_at_s"] - result["started_at_s"]
     result["startup_s"] = max(0.0, returned_at_s - launched_at_s - worked_s)
 
+    # A longer run may continue in the folder of a shorter one, and pictures that would show nothing are not
+    # written, so those of the shorter run must not remain.
     shutil.rmtree(layout.report, ignore_errors=True)
     write_run_report(job, layout)
     _write_companions(job, layout, table, result=result)
+
+    # The marker comes last: a run with it is never launched again, so all of its files must exist.
     mark_finished(layout, result)
     return result
 

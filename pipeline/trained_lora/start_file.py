@@ -68,10 +68,12 @@ class _Module:
 
     @property
     def is_text(self) -> bool:
+        # "te", "te1" and "te2" in kohya's layout, "text_encoder" or "text_encoders" in the other two.
         return self.network.startswith("te")
 
     @property
     def is_convolution(self) -> bool:
+        # A convolution over one pixel is a linear layer, and the recipe counts it as one.
         return max(self.shape[2:], default=1) > 1
 
 
@@ -209,13 +211,11 @@ def _up_key(down_key: str) -> str:
 
 
 def _is_zero(opened: Any, key: str) -> bool:
-    """Return whether the up matrix of a text encoder's module is zero, so that the module has no effect.
-
-    kohya's tools write zeros for the layers that the embeddings do not depend on. Matrices in dtypes that
-    NumPy lacks count as different from zero.
-    """
+    """Return whether the up matrix of a text encoder's module is zero, so that the module has no effect."""
+    # kohya's tools write zeros for the layers of a text encoder that the embeddings do not depend on.
     if not key.startswith(("lora_te", "text_encoder")):
         return False
+    # Matrices in dtypes that NumPy lacks cannot be read here, and count as different from zero.
     return opened.get_slice(key).get_dtype() in _NUMPY_DTYPES and not opened.get_tensor(key).any()
 
 
@@ -273,22 +273,21 @@ def _rank_differences(
 
 
 def _has_rank(module: _Module, layout: Layout, lora: LoraSettings, family: Family | None) -> bool:
-    """Return whether the module's rank can be the recipe's; several modules may share one matrix."""
+    """Return whether the module's rank can be the recipe's."""
+    # A layer that combines several modules stacks their matrices, or has one dense matrix for all of them.
     num_parts = range(1, _max_parts(module, layout, family) + 1)
     ranks = _ranks_of(module, layout, lora)
     return any(module.shape[0] == rank * number for rank in ranks for number in num_parts)
 
 
 def _ranks_of(module: _Module, layout: Layout, lora: LoraSettings) -> set[int]:
-    """Return the ranks that the recipe may give to the module, exactly one in the diffusers layout.
-
-    Other layouts rename modules, so any pattern of `training.lora.ranks` may apply.
-    """
+    """Return the ranks that the recipe may give to the module, exactly one in the diffusers layout."""
     if module.is_text:
         return {each.rank for each in [lora.of_text_encoders] if each is not None} or {module.shape[0]}
     default = lora.size_of(module.path, conv=module.is_convolution)[0]
     if layout == "diffusers":
         return {default}
+    # Other layouts rename modules, so any pattern of `training.lora.ranks` may apply.
     return {default, *(each.rank for each in lora.ranks)}
 
 
