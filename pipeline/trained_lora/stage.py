@@ -323,8 +323,8 @@ def _train(
     worked_s = result["ended_at_s"] - result["started_at_s"]
     result["startup_s"] = max(0.0, returned_at_s - launched_at_s - worked_s)
 
-    # A longer run may continue in the folder of a shorter one, and pictures that would show nothing are not
-    # written, so those of the shorter run must not remain.
+    # A longer run may continue in the folder of a shorter one. Pictures that would show nothing are not
+    # written, so the pictures of the shorter run must not remain.
     shutil.rmtree(layout.report, ignore_errors=True)
     write_run_report(job, layout)
     _write_companions(job, layout, table, result=result)

@@ -105,12 +105,10 @@ def stream_denoiser(denoiser: nn.Module, num_resident: int, device: str) -> None
 
 
 def cast_inputs_of_quantized_layers(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    """Make quantised layers compute and return `dtype`, as other layers do under autocast.
+    """Make quantised layers compute and return `dtype`, as other layers do under autocast."""
 
-    Autocast on CUDA runs norms in float32, and quantised layers return their input's dtype. Without the cast,
-    the residual stream and everything stored for the backward pass would be float32.
-    """
-
+    # Autocast on CUDA runs norms in float32, and quantised layers return their input's dtype. Without the
+    # cast, the residual stream and everything stored for the backward pass would be float32 (FAILURES G03).
     def cast(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(each.to(dtype) if torch.is_tensor(each) else each for each in inputs)
 
@@ -202,11 +200,9 @@ def eight_bit_products(compute: str, device: str, *, unpacked: Sequence[str]) ->
 
 
 def memory_warning(training: TrainingSettings) -> str | None:
-    """Return a warning about settings that take more memory than without quantisation, or None.
-
-    In the backward pass, torchao's layers need their unpacked weights. Without gradient checkpointing, those
-    of all layers are kept from the forward pass until then.
-    """
+    """Return a warning about settings that take more memory than without quantisation, or None."""
+    # The backward pass of torchao's layers needs their unpacked weights. Without gradient checkpointing,
+    # autograd keeps the unpacked weights of all layers until then (FAILURES G02).
     is_kept = training.quantize in _TORCHAO_CONFIGS and training.compute == "none"
     if not is_kept or training.gradient_checkpointing:
         return None
@@ -220,7 +216,7 @@ def memory_warning(training: TrainingSettings) -> str | None:
 def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module, recipe: Recipe) -> None:
     """Enable gradient checkpointing and compile the repeated blocks, as the recipe sets them.
 
-    Call it after the adapter was added, which replaces modules of the blocks.
+    Call it after the adapter was added.
 
     Raises:
         TrainingError: The model does not support it.

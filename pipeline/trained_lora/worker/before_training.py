@@ -91,13 +91,14 @@ def run_tests_before_training(
 def require_agreement(job: TrainingJob, family: WorkerFamily) -> None:
     """Raise TrainingError if a machine trains another run, or with other packages or weights.
 
-    Each machine reads its own order, base model and packages. If they differed, the processes would compute
-    different gradients, or wait for each other forever. Weights are compared by the names and sizes of their
-    files. Every rank calls it; processes of a single machine are not compared.
+    Weights are compared by the names and sizes of their files. Every rank calls it.
     """
     machines = machines_of_this_process()
     if machines.number == 1:
         return
+
+    # Each machine reads its own job, base model and packages. If they differed, the processes would compute
+    # different gradients, or wait for each other forever.
     gathered: list[tuple[int, dict[str, str]]] = gather_object([(machines.rank, _machine_facts(job, family))])
     _, expected = gathered[0]
     for rank, facts in gathered:
@@ -148,9 +149,6 @@ def run_trial_step(
 ) -> None:
     """Run one optimizer step and undo it bit for bit; every rank calls it with the same step.
 
-    An error of the step other than missing memory is ignored, because training meets it again and keeps the
-    weights from before it.
-
     Args:
         engine: Engine that has not trained yet.
         step: Step of the plan.
@@ -164,6 +162,8 @@ def run_trial_step(
         for micro in step.micro_batches:
             yield step, make_input(step.step, micro[engine.accelerator.process_index])
 
+    # Only missing memory ends the run here. Training meets any other error of the step again, and then keeps
+    # the weights from before it.
     with suppress(TrainingError):
         engine.step(step, inputs(), stop=False)
     for weight in engine.weights:
@@ -173,8 +173,6 @@ def run_trial_step(
 
 def require_adapter_effect(engine: Engine, micro: MicroInput, training_adapter: Path | None) -> None:
     """Raise TrainingError if the training adapter does not change the loss (FAILURES E05).
-
-    Without a training adapter, nothing is computed.
 
     Args:
         engine: Engine that has not trained yet.

@@ -122,8 +122,7 @@ def remove_leftovers(folder: Path) -> None:
 def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
     """Delete the training state of old checkpoints, and return their steps.
 
-    A run cannot resume from them any more, but their LoRA files stay, so that users can choose among all
-    steps. Checkpoints without LoRA files are deleted completely.
+    Checkpoints without LoRA files are deleted completely.
 
     Args:
         folder: Folder with the checkpoints of a run.
@@ -135,8 +134,9 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
     expired = [step for step in steps if step <= newest][:-keep]
     for step in expired:
         path = checkpoint_path(folder, step)
+        # The LoRA files stay, so that users can choose among the LoRAs of all steps.
         if (path / LORA_RECORD).is_file():
-            # Removed first: without its marker, the folder is no checkpoint to resume from.
+            # The marker is removed first: without it, the folder is not a checkpoint to resume from.
             for name in (MARKER, OPTIMIZER_FILE, ADAPTER_FILE):
                 (path / name).unlink(missing_ok=True)
             continue

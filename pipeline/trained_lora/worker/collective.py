@@ -21,7 +21,7 @@ def run_on_main(engine: Engine, work: Callable[[], object]) -> None:
     """Run `work` on the main process; every process calls it.
 
     If the denoiser is sharded, the remaining processes repeat its forward passes, which must be inside of
-    `Engine.evaluation`. An error of `work` leaves no process waiting.
+    `Engine.evaluation`.
     """
     is_main = engine.accelerator.is_main_process
     if not engine.is_sharded:
@@ -38,11 +38,13 @@ def run_on_main(engine: Engine, work: Callable[[], object]) -> None:
         work()
     finally:
         hook.remove()
+        # After an error of the work too, because the other processes wait for the next announcement.
         broadcast_object_list([None])
 
 
 def _announce(_denoiser: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
     """Send the inputs of a forward pass to the other processes."""
+    # A pickled tensor of a GPU would be restored on the sender's GPU.
     broadcast_object_list([send_to_device((inputs, named_inputs), "cpu")])
 
 

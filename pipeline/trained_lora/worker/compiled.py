@@ -44,6 +44,7 @@ class _Fallbacks(logging.Handler):
 @contextmanager
 def fallbacks_reported(warn: Callable[[str], None]) -> Generator[None]:
     """Call `warn` with a sentence whenever torch stops compiling a block within the context."""
+    # torch reports it in its log only, and the run is slower from then on (FAILURES G05).
     logger, handler = logging.getLogger(_LOGGER), _Fallbacks(warn)
     logger.addHandler(handler)
     try:

@@ -72,11 +72,9 @@ def make_accelerator(
 
 
 def exclude_frozen_weights(model: nn.Module) -> None:
-    """Exclude frozen weights from DDP's initial broadcast; call it before `model` is prepared.
-
-    Every process has read the same weights, and quantised ones cannot be sent. The frozen adapter is still
-    broadcast, because each process computed its own.
-    """
+    """Exclude frozen weights from DDP's initial broadcast; call it before `model` is prepared."""
+    # Every process has read the same base weights, and quantised ones cannot be sent. The frozen adapter is
+    # broadcast all the same, because each process has computed its own.
     excluded = {
         name
         for name, weight in model.named_parameters()

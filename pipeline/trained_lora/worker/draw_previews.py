@@ -1,7 +1,7 @@
 """Previews: pictures of a few prompts, drawn during training with the current adapter.
 
 The prompts' text embeddings come from the cache, or from the trained text encoders. The VAE is loaded for the
-previews and released afterwards. A preview that fails is a warning and never ends a run (FAILURES R09).
+previews and released afterwards.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def draw_previews(
         if not _draw_all(job, family, engine, step, files, dtype="float32"):
             free_memory()
             _draw_all(job, family, engine, step, files, dtype="bfloat16")
-    except Exception as err:  # training continues whatever the failure
+    except Exception as err:  # a failed preview must not end a run (FAILURES R09)
         warn(f"a preview of step {step} could not be drawn: {type(err).__name__}: {err}")
     finally:
         free_memory()  # the pipeline is part of a reference cycle and would keep the VAE on the GPU
@@ -67,9 +67,10 @@ def _draw_all(
 ) -> bool:
     """Draw the prompts that `files` lacks, and append their files.
 
-    The first attempt uses float32, because SDXL's VAE overflows in float16. If memory runs out, it returns
-    False. The second one, with bfloat16, decodes in tiles and raises the error.
+    If memory runs out, the attempt with float32 returns False. With bfloat16, it decodes in tiles and raises
+    the error.
     """
+    # Neither attempt uses float16, in which SDXL's VAE overflows.
     is_last = dtype != "float32"
     try:
         with engine.objective.evaluation():

@@ -216,6 +216,7 @@ class Engine:
         self.noise_scheduler = make_noise_scheduler(family, self._settings)
 
         device = str(self.accelerator.device)
+        # The free memory is measured before the base model takes any.
         self.resident = resident_blocks(family, job.recipe, least_free_bytes(self.accelerator.device))
         self.denoiser = self._add_adapter(load_base(family, self.resident.applied(job.recipe), device), begin)
         if lora.text_encoders is not None:
@@ -225,6 +226,7 @@ class Engine:
         if lora.start_from is not None:
             warm_start(self.networks, describe_networks(family, self.networks), lora.start_from)
         self.training_adapter = load_training_adapter(job, family, self.denoiser)
+        # After the adapter was added, because peft replaces modules of the blocks.
         enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
         # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
         self.joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
@@ -249,6 +251,7 @@ class Engine:
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
         exclude_frozen_weights(self.joint_model)
+        # Without the schedule, which accelerate would step once per process (FAILURES R04).
         prepared = cast("Any", self.accelerator.prepare(self.joint_model, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
@@ -333,6 +336,7 @@ class Engine:
             return step.outcome()
         except TrainingError:
             self._lr_scheduler.load_state_dict(step.lr_scheduler_state)
+            # A schedule writes rates into the optimizer when it is stepped, but not when its state is loaded.
             for group, rate in zip(
                 self._optimizer.param_groups, self._lr_scheduler.get_last_lr(), strict=True
             ):
@@ -340,12 +344,10 @@ class Engine:
             raise
 
     def _backward(self, micro: MicroInput, num_samples: int, *, last: bool) -> Tensor:
-        """Add the micro-batch's gradients; return its losses (B,), detached.
-
-        Ranks exchange gradients in the last micro-batch only.
-        """
+        """Add the micro-batch's gradients; return its losses (B,), detached."""
         # Gradient checkpointing runs the forward pass again in the backward pass, with the same scale.
         scaled = self.objective.adapters_scaled(micro)
+        # Gradients add up on each rank, so that one exchange in the last micro-batch is enough.
         with scaled, nullcontext() if last else self.accelerator.no_sync(self._model):
             losses = self.objective.losses(micro, self._model)
             share = share_of_mean(
@@ -364,6 +366,7 @@ class Engine:
             TrainingError: They are not finite, unless the device checks them.
         """
         if self._on_device is not None:
+            # The device skips an update that is not finite, and the host finds out when it reads the numbers.
             self._on_device.step(step.is_finite())
             self._optimizer.zero_grad()
             self._lr_scheduler.step()

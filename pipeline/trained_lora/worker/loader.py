@@ -318,12 +318,9 @@ def micro_inputs(
 def prefetch(
     tasks: Iterable[tuple[StepPlan, Callable[[], T]]], *, readers: int = 1
 ) -> Generator[tuple[StepPlan, T]]:
-    """Run the tasks in `readers` threads and yield their results in order.
-
-    At most `PREFETCH` results, or `readers` if more, are pending at a time, so that memory does not grow with
-    the plan.
-    """
-    # Fewer pending tasks than readers would leave threads without work.
+    """Run the tasks in `readers` threads and yield their results in order."""
+    # The number of pending tasks is limited, so that memory does not grow with the plan (FAILURES L12). Fewer
+    # pending tasks than readers would leave threads without work.
     max_pending = max(PREFETCH, readers)
     pending: deque[tuple[StepPlan, Future[T]]] = deque()
     with ThreadPoolExecutor(readers, thread_name_prefix="latentline-loader") as pool:

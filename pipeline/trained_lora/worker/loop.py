@@ -104,6 +104,7 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
             for tracker in run.engine.accelerator.trackers:
                 tracker.finish()
             raise
+    # Ranks that have nothing to export arrive first, and must not close the process group of rank 0.
     run.engine.accelerator.wait_for_everyone()
     run.engine.accelerator.end_training()
     return finished
@@ -263,13 +264,15 @@ class _TrainingRun:
         try:
             step = self.engine.start(batch, inputs, stop=stop.poll())
             self._unread.add(step, started_s)
+            # Numbers that are not finite must end the run before the step is saved, measured or drawn.
             return self._unread.read(at_once=self._is_saved_or_shown(batch.step + 1))
         except TrainingError as err:
             oldest = self._unread.oldest
             raise self._keep_last_good(err, batch.step if oldest is None else oldest) from err
 
     def _any_rank_stops(self, stop: StopRequest) -> bool:
-        """Return whether any rank has a stop request; ranks that do not stop together would deadlock."""
+        """Return whether any rank has a stop request."""
+        # Ranks that do not stop together would wait for each other forever.
         flag = torch.tensor(float(stop.poll()), device=self.engine.accelerator.device)
         num_requests: Any = self.engine.accelerator.reduce(flag, reduction="sum")
         return bool(num_requests > 0)

@@ -127,9 +127,6 @@ def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> 
 def share_of_mean(losses: Tensor, weights: Tensor, *, num_samples: int, num_processes: int) -> Tensor:
     """Return this share's part of the mean loss over a step's global batch.
 
-    Gradient accumulation sums over micro-batches and DDP averages over processes. The parts then add up to
-    sum(weights * losses) / num_samples: every sample counts the same, whatever the sizes of the shares.
-
     Args:
         losses: (B,), of one rank in one micro-batch.
         weights: (B,), 0 for a placeholder.
@@ -139,6 +136,8 @@ def share_of_mean(losses: Tensor, weights: Tensor, *, num_samples: int, num_proc
     Returns:
         A scalar to call `backward` on.
     """
+    # Gradient accumulation sums over micro-batches and DDP averages over processes. The parts then add up to
+    # sum(weights * losses) / num_samples: every sample counts the same, whatever the sizes of the shares.
     return (losses * weights).sum() * (num_processes / num_samples)
 
 

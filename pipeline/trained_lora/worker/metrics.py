@@ -31,13 +31,14 @@ class JsonLines:
     """A file of JSON lines, open for appending; close it after use."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and terminate a partial line that a killed process left at its end."""
+        """Open the file, and terminate a partial line at its end."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         if self._file.tell() > 0:
             with path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
                 ends_in_newline = file.read(1) == b"\n"
+            # A killed process can leave half a line. The next line must not become a part of it.
             if not ends_in_newline:
                 self._file.write(b"\n")
 
@@ -47,7 +48,7 @@ class JsonLines:
         self._file.flush()
 
     def sync(self) -> None:
-        """Flush the file to disk; do so before each checkpoint, so that a resumed run misses no line."""
+        """Flush the file to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -110,5 +111,6 @@ def peak_memory_bytes() -> int:
     """Return the peak memory of this process so far: the GPU's if one is used, otherwise the host's."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+    # macOS counts it in bytes, Linux in KiB.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -115,9 +115,6 @@ def fuses_steps(
 ) -> bool:
     """Return whether the optimizer should be AdamW's fused implementation, which needs fewer CUDA kernels.
 
-    With fp16, it should not: accelerate could not detect the steps that the gradient scaler skips, because a
-    fused optimizer skips them itself.
-
     Args:
         optimizer_type: Class of the optimizer.
         arguments: Arguments from the recipe. One that chooses an implementation has precedence.
@@ -125,6 +122,8 @@ def fuses_steps(
         scaled: Whether a gradient scaler is used, as with fp16.
     """
     chosen = {"fused", "foreach", "differentiable"} & arguments.keys()
+    # With fp16, accelerate could not detect the steps that the gradient scaler skips, because a fused
+    # optimizer skips them itself.
     return optimizer_type is torch.optim.AdamW and device.startswith("cuda") and not scaled and not chosen
 
 
@@ -174,10 +173,7 @@ def _require_arguments(optimizer_type: type[torch.optim.Optimizer], settings: Tr
 
 
 def make_lr_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettings) -> LambdaLR:
-    """Return the learning-rate schedule; step it once per optimizer step.
-
-    Do not pass it to `Accelerator.prepare`, which would step it once per process (FAILURES R04).
-    """
+    """Return the learning-rate schedule; step it once per optimizer step."""
     if averages_weights(settings):  # such an optimizer includes the warm-up
         return get_scheduler("constant", optimizer=optimizer)
     if settings.lr_scheduler == "wsd":
@@ -249,9 +245,7 @@ def update_on_device(
 def can_skip_updates(
     optimizer: torch.optim.Optimizer, settings: TrainingSettings, *, device: torch.device
 ) -> bool:
-    """Return whether a GPU can check updates: with torch's fused AdamW and without a moving average.
-
-    An average would have to skip the step too. On a CPU nothing is gained.
-    """
+    """Return whether a GPU can check updates: with torch's fused AdamW and without a moving average."""
+    # An average would have to skip the step too. On a CPU nothing is gained.
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
     return is_fused and settings.ema_decay is None and device.type == "cuda"

@@ -78,6 +78,7 @@ def shared_checkpoint(
                 "the first process of each machine without the checkpoint has received it"
             )
             own = _load_received(received, run)
+        # The first process of the machine deletes the folder, which its other processes have to read before.
         accelerator.wait_for_everyone()
     return own
 
@@ -106,6 +107,7 @@ def _send(accelerator: Accelerator, source: Path, target: Path | None) -> None:
         while remaining > 0:
             length = min(remaining, PIECE_BYTES)
             piece = _read_piece(read, length) if read is not None else torch.empty(length, dtype=torch.uint8)
+            # NCCL sends tensors of GPUs only.
             piece = piece.to(device)
             distributed.broadcast(piece, src=0)
             if write is not None:
@@ -114,7 +116,8 @@ def _send(accelerator: Accelerator, source: Path, target: Path | None) -> None:
 
 
 def _read_piece(file: BinaryIO, length: int) -> Tensor:
-    """Return the next bytes of a file; zeros replace those that it has lost since its size was read."""
+    """Return the next `length` bytes of a file, or zeros after its end."""
+    # All ranks expect the announced size. If the file has become shorter since, its hash reveals it.
     return torch.frombuffer(bytearray(file.read(length).ljust(length, b"\0")), dtype=torch.uint8)
 
 

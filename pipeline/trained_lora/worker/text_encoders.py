@@ -92,7 +92,8 @@ class JointModel(nn.Module):
 
 @contextmanager
 def _without_warnings() -> Generator[None]:
-    """Silence diffusers within the context: it would report each truncated caption in every step."""
+    """Silence diffusers within the context."""
+    # It would report each truncated caption in every step.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -20,16 +20,14 @@ if TYPE_CHECKING:
 
 
 def requested_trackers(job: TrainingJob) -> list[str | GeneralTracker]:
-    """Return the trackers that the recipe names, for `Accelerator(log_with=...)`.
-
-    W&B is returned as an instance instead of a name, because accelerate gives all named trackers the same
-    project name, which is the name of TensorBoard's folder.
-    """
+    """Return the trackers that the recipe names, for `Accelerator(log_with=...)`."""
     names = job.recipe.training.trackers
     trackers: list[str | GeneralTracker] = []
     if "tensorboard" in names:
         trackers.append("tensorboard")
     if "wandb" in names:
+        # An instance instead of a name: accelerate gives all named trackers the same project name, which is
+        # the name of TensorBoard's folder.
         trackers.append(
             WandBTracker(
                 "latentline",
@@ -44,13 +42,10 @@ def requested_trackers(job: TrainingJob) -> list[str | GeneralTracker]:
 
 
 def start_trackers(accelerator: Accelerator, job: TrainingJob, *, start: int) -> None:
-    """Start the trackers of a run that continues after `start` optimizer steps, on the main process only.
-
-    TensorBoard writes its event files to the run's `logs` folder, and hides the points that an earlier
-    process logged after `start`.
-    """
+    """Start the trackers of a run that continues after `start` optimizer steps, on the main process only."""
     folder = RunLayout(job.folder).metrics.parent
     folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard then hides the points that an earlier process logged after `start`, which come again.
     purge_step = start + 1 if start else 0
     accelerator.init_trackers(folder.name, init_kwargs={"tensorboard": {"purge_step": purge_step}})
 

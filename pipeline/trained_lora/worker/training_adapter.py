@@ -2,10 +2,6 @@
 
 A distilled model loses its distillation when it is trained. Published training adapters undo the distillation
 while training: the LoRA learns next to them, and works without them on the distilled model.
-
-The adapter is added to the outputs of the denoiser's layers instead of being merged into their weights. So it
-is independent of the trained adapter's kind, works with quantized weights, and previews see the exact base
-model.
 """
 
 from __future__ import annotations
@@ -72,6 +68,8 @@ class TrainingAdapter:
         def add(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             return output + product(inputs[0], base, down, up).to(output.dtype) if self.active else None
 
+        # Added to the output instead of merged into the weight. So it is independent of the trained adapter's
+        # kind, works with quantised weights, and previews see the exact base model.
         layer.register_forward_hook(add)
 
     @contextmanager

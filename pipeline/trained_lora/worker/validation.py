@@ -130,17 +130,14 @@ ALL_MISSING = MissingResults(validation=True, previews=True)
 def missing_results(job: TrainingJob, step: int, *, is_main: bool) -> MissingResults:
     """Return the results that are missing on the main process after `step` steps, due or not.
 
-    A checkpoint is saved before the validation and the previews of its step. A process that is killed between
-    them leaves a checkpoint without these results. They are tried once more, and then none counts as missing:
-    if they are what kills the process, for example because memory runs out, the run must not end at this step
-    again and again. Before the first step, everything counts as
-    missing, because the holdout or prompts may differ from an earlier start.
-
-    Every rank calls it and gets the same answer, because all of them take part in a validation. Other
-    machines may lack the main process's files.
+    A checkpoint is saved before the validation and the previews of its step, so a process that is killed
+    between them leaves a checkpoint without these results. Every rank calls it.
     """
+    # The holdout or the prompts may differ from an earlier start.
     if step == 0:
         return ALL_MISSING
+
+    # All ranks take part in a validation and need the same answer, but other machines lack the files.
     shared: list[Any] = [_missing_on_disk(job, step) if is_main else None]
     broadcast_object_list(shared)
     return shared[0]
@@ -149,6 +146,8 @@ def missing_results(job: TrainingJob, step: int, *, is_main: bool) -> MissingRes
 def _missing_on_disk(job: TrainingJob, step: int) -> MissingResults:
     layout = RunLayout(job.folder)
     tried = layout.folder / _TRIED_FILE
+    # One further attempt only: if these results kill the process, for example because memory runs out, the
+    # run must not end at this step again and again.
     if tried.is_file() and tried.read_text(encoding="utf-8") == str(step):
         return MissingResults(validation=False, previews=False)
     # Written before the attempt, so that a process that dies in it does not try again.

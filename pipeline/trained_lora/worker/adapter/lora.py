@@ -245,9 +245,9 @@ def scaled_adapters(networks: Networks, factor: float) -> Generator[None]:
 def delta_weights(network: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
     """Return functions that compute the adapter's delta of each module's weight, by module.
 
-    A delta weight includes the scale, and the frozen adapter's part if there is one: float32 on the CPU. All
-    delta weights of a large model together are larger than the model, so they are computed one at a time.
+    A delta weight includes the scale, and the frozen adapter's part if there is one: float32 on the CPU.
     """
+    # Functions, because all delta weights of a large model together are larger than the model.
     return {
         name: partial(_delta, module, adapter)
         for name, module in lora_modules(network)
@@ -296,13 +296,11 @@ def _delta(module: Adapted, adapter: str) -> Tensor:
 
 
 def _adapter_delta(module: Adapted, adapter: str) -> Tensor:
-    """Return what one adapter adds to the module's weight.
-
-    peft computes the product of a convolution's factors as a convolution, which a GPU does with 10 bits per
-    factor (TF32). It is therefore computed here as a matrix product on the CPU.
-    """
+    """Return what one adapter adds to the module's weight."""
     layer = cast("Any", module)  # peft's layers have `get_delta_weight`, their base class does not declare it
     if not isinstance(module, LoraLayer):
         return layer.get_delta_weight(adapter).float().cpu()
+    # peft computes the product of a convolution's factors as a convolution, which a GPU does with 10 bits per
+    # factor (TF32). A matrix product on the CPU is exact to float32.
     down, up = (side[adapter].weight.float().cpu() for side in (layer.lora_A, layer.lora_B))
     return (layer.scaling[adapter] * (up.flatten(1) @ down.flatten(1))).reshape(len(up), *down.shape[1:])

@@ -79,6 +79,7 @@ def rank_patterns(
     for name in modules:
         conv = is_convolution(denoiser.get_submodule(name))
         if settings.has_own_size(name, conv=conv):
+            # peft matches the end of a path, so the anchor keeps a path that ends in this one from matching.
             pattern = f"^{re.escape(name)}"
             ranks[pattern], alphas[pattern] = settings.size_of(name, conv=conv)
     return ranks, alphas

@@ -117,11 +117,8 @@ def _detect_layout(file: LoraFile, modules: list[LoraModule]) -> Layout:
 
 
 def without_zero_modules(file: LoraFile, modules: list[LoraModule], layout: Layout) -> LoraFile:
-    """Return the file without the modules that have no adapter here and a zero up matrix.
-
-    kohya's tools adapt every layer of a text encoder. The layers after the one whose output is used learn
-    nothing.
-    """
+    """Return the file without the modules that have no adapter here and a zero up matrix."""
+    # kohya's tools adapt all layers of a text encoder, and the layers after its output learn nothing.
     adapter_keys = {key for module in modules for key in module.keys(layout) if key is not None}
     zero_modules = {
         key.removesuffix(ending)

@@ -60,8 +60,7 @@ RELOAD_TOLERANCE = 1e-6
 """Largest allowed error of a module's LoRA, relative to its size.
 
 The files hold the trained factors in `lora.save_dtype`, and are compared with these. In float32, only a scale
-that a reader moves into the factors is rounded. The
-tolerance is ten times as large for adapters that are converted to a LoRA, because its factors are products.
+that a reader moves into the factors is rounded.
 """
 
 
@@ -212,6 +211,7 @@ class Exporter:
 
         Its factors must be the adapter's, rounded to the files' dtype.
         """
+        # The factors of adapters that are converted to a LoRA are products, with larger rounding errors.
         tolerance = RELOAD_TOLERANCE * (1 if _is_plain_lora(trained.networks[""]) else 10)
         exact_weights = trained_weights(trained.modules, trained.state, trained.norms)
         conversion_error = _conversion_error(trained, exact_weights, where=folder, tolerance=tolerance)
@@ -247,10 +247,8 @@ class Exporter:
         return files
 
     def _diffusers_reads_kohya(self, trained: _TrainedLora) -> bool:
-        """Return whether diffusers reads this LoRA from kohya's layout with the trained effect.
-
-        diffusers ignores DoRA's magnitudes there, and all but the most common alpha of a network.
-        """
+        """Return whether diffusers reads this LoRA from kohya's layout with the trained effect."""
+        # diffusers ignores DoRA's magnitudes there, and all but the most common alpha of a network.
         alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in trained.modules}
         has_one_alpha = len(alphas) == len(trained.networks)
         return self._family.kohya_loads() and not trained.norms and has_one_alpha
@@ -280,15 +278,13 @@ def _conversion_error(
 ) -> float:
     """Return the largest error of the delta weights of `expected`, compared with the adapter's.
 
-    The factors of a plain LoRA are exported as they are, so a few modules of each kind suffice. The delta
-    weights of other adapters are all multiplied out, one at a time to save memory.
-
     Raises:
         TrainingError: An error exceeds the tolerance.
     """
     denoiser = trained.networks[""]
     deltas = collect(trained.networks, delta_weights)
     frozen_sizes = frozen_delta_sizes(denoiser)
+    # The factors of a plain LoRA are exported as they are, so one module of each kind suffices.
     names = _examples(trained.modules) if _is_plain_lora(denoiser) else list(deltas)
 
     largest = 0.0

@@ -101,11 +101,8 @@ def fused_outs(denoiser: nn.Module, layer: Layer) -> tuple[int, ...]:
 
 
 def _out_features(denoiser: nn.Module, path: str) -> int:
-    """Return the number of rows of a module's weight.
-
-    It comes from the module and not from the weight's shape, because bitsandbytes packs weights into columns
-    of bytes.
-    """
+    """Return the number of rows of a module's weight."""
+    # Not from the weight's shape, because bitsandbytes packs weights into columns of bytes.
     module = denoiser.get_submodule(path)
     base = cast("Any", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
     return int(base.out_channels if isinstance(base, nn.Conv2d) else base.out_features)

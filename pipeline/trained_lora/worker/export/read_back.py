@@ -151,12 +151,13 @@ def require_tolerable(module: str, error: float, *, where: Path, tolerance: floa
 def module_error(actual: ModuleWeights, expected: ModuleWeights) -> float:
     """Return the relative error of a module's effect.
 
-    It is zero if factors, scale and DoRA's row factors are equal. Equal factors are not multiplied: a product
-    takes hundreds of times as long as the comparison, and a large model has hundreds of modules. Different
-    factors may still have the trained product, because diffusers moves a scale other than 1 into them.
+    It is zero if factors, scale and DoRA's row factors are equal.
     """
     if (len(actual.up), actual.down.shape[1]) != (len(expected.up), expected.down.shape[1]):
         return math.inf
+
+    # A product takes hundreds of times as long as the comparison, and a large model has hundreds of modules.
+    # Different factors may still have the trained product, because diffusers moves a scale into them.
     if _same_factors(actual, expected):
         error = abs(actual.scale / expected.scale - 1.0)
     else:

@@ -36,6 +36,7 @@ class LiveMemory(TorchFunctionMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        # The storages themselves are held too, so that Python gives their ids to no other storage.
         self._seen = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in without}
         self._alive: set[int] = set()
 
@@ -104,10 +105,8 @@ class LiveMemory(TorchFunctionMode):
 
 @contextmanager
 def _within_modules(network: nn.Module, modes: Callable[[], AbstractContextManager[Any]]) -> Generator[None]:
-    """Open the modes whenever a module of the network is called.
-
-    Autograd runs `backward` without the active modes, and with it the checkpointed blocks.
-    """
+    """Open the modes whenever a module of the network is called."""
+    # Autograd runs `backward` without the active modes, and with it the checkpointed blocks.
     stack: list[ExitStack] = []
 
     def enter(module: nn.Module, args: Any) -> None:

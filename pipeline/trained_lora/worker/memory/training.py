@@ -164,17 +164,14 @@ class TrainingForecast:
         )
 
     def _step(self, variant: Variant, *, largest: int) -> int:
-        """Return the peak bytes of a step's tensors.
-
-        For packed variants other than the recipe's, it is the peak of the unpacked model, plus the largest
-        weight, which is unpacked while it is used. This needs no further run of the model. 8-bit products
-        create other tensors and are always run.
-        """
+        """Return the peak bytes of a step's tensors; `largest` are the bytes of the largest packed weight."""
         # A step creates the same tensors wherever the weights of blocks are between their uses.
         own, variant = (replace(each, offload="none") for each in (self.variant, variant))
         is_added = variant.packing not in (None, "multiplied") and variant.checkpointing
         if variant == own or not is_added:
             return self.step_bytes(variant)
+        # The largest packed weight is unpacked while it is used. Adding it to the peak of the unpacked model
+        # saves a run of the model for each format. 8-bit products create other tensors and are always run.
         return self.step_bytes(replace(variant, quantize="none")) + largest
 
     @cached_property
