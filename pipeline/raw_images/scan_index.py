@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STAT = ("file_bytes", "mtime_ns", "ctime_ns", "inode")
 """Columns of a file's stat, in the order of `source.Stat`."""
 
+# A file with other columns is discarded, so a new column decodes every image of every dataset again.
 DECODED: dict[str, Any] = {
     "content_hash": pl.String,
     "decoder": pl.String,

@@ -80,7 +80,7 @@ class Finding:
     """Result of one check, with `checks.allow` applied.
 
     Attributes:
-        name: Name of the check, as in `gates.SPECS`.
+        name: Name of the check, as in `check_specs.SPECS`.
         passed: True if the check found no problem.
         severity: Effect of a failure: "error" closes the gate, "warn" does not.
         summary: One sentence with the numbers that were measured.
@@ -104,7 +104,7 @@ class Finding:
 
 
 def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome]) -> list[Finding]:
-    """Return one finding per check of `asset`, in the order of `gates.SPECS`.
+    """Return one finding per check of `asset`, in the order of `check_specs.SPECS`.
 
     A failed gate that `checks.allow` names becomes a warning with a note in its summary. `<recipe>` in a fix
     is replaced by the recipe's name.

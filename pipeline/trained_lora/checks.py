@@ -81,7 +81,7 @@ class _Result:
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """Return one finding per check of trained_lora, in the order of `gates.SPECS`."""
+    """Return one finding per check of trained_lora, in the order of `check_specs.SPECS`."""
     try:
         result = _read_result(context)
     except TrainingError as err:

@@ -214,6 +214,9 @@ def _schedule(training: TrainingSettings) -> Facts:
     # A constant rate does not depend on the number of steps, so a longer run can resume a shorter one.
     if training.lr_scheduler == "constant":
         return {}
+
+    # These are facts of all other schedules. A new setting here would change the ids of existing runs;
+    # it belongs in RECIPE_FACTS, where its default is omitted.
     return {
         "steps": training.num_steps,
         "cycles": training.lr_cycles,

@@ -48,7 +48,7 @@ def filled(folder: CacheFolder) -> CacheFolder:
 
 
 def test_a_cache_that_does_not_exist_has_no_files(folder: CacheFolder) -> None:
-    assert (folder.names("outputs"), folder.stats("outputs"), list(folder.files())) == ([], {}, [])
+    assert (folder.stats("outputs"), list(folder.files())) == ({}, [])
 
 
 def test_files_are_listed_by_folder_and_name_with_their_sizes(filled: CacheFolder) -> None:
@@ -68,8 +68,7 @@ def test_files_of_a_local_cache_are_sorted_by_folder(tmp_path: Path) -> None:
     assert names == [f"{number}/{name}" for number in (1, 2, 3, 5, 7, 9) for name in "abc"]
 
 
-def test_only_the_files_directly_in_a_folder_have_names_and_stats(filled: CacheFolder) -> None:
-    assert [name for name in filled.names("outputs") if name != "deep"] == ["a.json", "z.keys"]
+def test_only_the_files_directly_in_a_folder_have_stats(filled: CacheFolder) -> None:
     assert {name: stat[0] for name, stat in filled.stats("outputs").items()} == {"a.json": 1, "z.keys": 3}
 
 
