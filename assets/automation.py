@@ -172,7 +172,8 @@ def watched_addresses(recipe: Recipe) -> list[Address]:
 def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:
     """Return the id of a run of `recipe` that is queued or in progress, or None.
 
-    A run belongs to the recipe by the tag of its jobs, or by assets of the recipe that were selected by hand.
+    A run belongs to the recipe if it has the tag of the recipe's jobs, or if its selection, made for example
+    by hand in the UI, includes an asset of the recipe.
     """
     for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS)):
         run = record.dagster_run

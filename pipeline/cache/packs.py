@@ -403,10 +403,12 @@ class PackIndex:
         return None
 
     def stats(self, digests: bytes) -> npt.NDArray[np.int64]:
-        """Return the stats of many entries as int64 (N, 4), `NO_STAT` for entries in no pack.
+        """Return the stats of N entries as of the last `refresh`: int64 (N, 4), the fields of `FileStat`.
+
+        An entry has its own size, and the other fields of its pack. An entry in no pack has `NO_STAT`.
 
         Args:
-            digests: See `digests_of`.
+            digests: Result of `digests_of` for the keys of the entries.
         """
         loaded = self._loaded
         rows = loaded.rows
@@ -467,6 +469,6 @@ def _place(loaded: _Loaded, at: int) -> PackedEntry:
 
 
 def digests_of(keys: Iterable[str]) -> bytes:
-    """Return the beginnings of keys, `_DIGEST_BYTES` each."""
+    """Return the first `_DIGEST_BYTES` bytes of each hex key, joined."""
     num_digits = 2 * _DIGEST_BYTES
     return b"".join(bytes.fromhex(key[:num_digits].ljust(num_digits, "0")) for key in keys)

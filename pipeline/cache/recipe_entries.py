@@ -325,7 +325,13 @@ class RecipeEntries:
         return rows.with_columns(about_bytes=pl.coalesce("num_bytes", estimate))
 
     def text_keys(self, captions: Iterable[str], images: pl.Series | None = None) -> pl.Series:
-        """Return the keys of `text_spec` for all captions, about 2 microseconds each."""
+        """Return the keys that `text_spec` gives for many captions, in about 2 microseconds each.
+
+        Args:
+            captions: Canonical captions.
+            images: For each caption, the images that the encoder sees next to it (see `SEEN`), or null. None
+                if no caption has such images.
+        """
         in_json = {"caption": pl.col("caption").map_batches(_as_json, pl.String)}
         template = KeyTemplate({"text": {**self.text_inputs("").values(), "caption": "@caption@"}})
         rows = pl.DataFrame({"caption": pl.Series(captions, dtype=pl.String)})

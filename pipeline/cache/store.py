@@ -197,7 +197,7 @@ class Store:
         return stats
 
     def packed(self, kind: Kind, keys: Iterable[str]) -> set[str]:
-        """Return the keys that are in packs.
+        """Return the subset of `keys` that packs hold.
 
         Raises:
             StoreError: The packs cannot be read.

@@ -6,8 +6,9 @@
     <cache_dir>/used/lock             local cache: held while a job records its keys, and while gc deletes
     <cache_dir>/used/deleting-<id>    remote cache: exists while a gc deletes
 
-A job records its keys before it checks the first entry, and marks its lists again every hour. `gc` reads the
-lists before each of its deletions, and no job relies on an entry between the two.
+A job records its keys before it checks the first entry. Once an hour while it runs, it marks its lists again
+if they were last marked more than two hours ago. `gc` reads the lists before each of its deletions, and no
+job relies on an entry between the two.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class UsedKeys:
 
     @property
     def num_lists(self) -> int:
-        """Number of lists that count."""
+        """Number of lists that `read` found to be marked recently, so that their keys count as used."""
         return len(self._read_lists)
 
     def read(self) -> Keys:

@@ -132,7 +132,7 @@ def _downloaded_unet_config(base: str) -> Path | None:
 
 
 def recipe_text(name: str, draft: RecipeDraft, base: str, size: ModelResolution) -> str:
-    """Return the recipe as YAML, with a comment on each value that was chosen."""
+    """Return a recipe for the images of `draft` as YAML, with comments that explain its values."""
     num_images = draft.num_images
     wanted_steps = round(_VIEWS * num_images / BATCH / _STEPS_MULTIPLE) * _STEPS_MULTIPLE
     steps = min(max(wanted_steps, _MIN_STEPS), _MAX_STEPS)

@@ -256,7 +256,7 @@ def hold_lease(outputs: OutputFolder, name: str, log: Log, *, doing: str = TRAIN
 
 @contextmanager
 def kept(lease: Lease) -> Generator[None]:
-    """Keep a lease that this process holds for the body, and release it."""
+    """Renew a lease that this process already holds during the body, and release it at the end."""
     try:
         with in_background(lease.keep, name="lease"):
             yield

@@ -31,7 +31,9 @@ def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
 
 
 def side_input_sources_of(recipe: Recipe, kind: str) -> dict[str, list[LocalSource | RemoteSource]]:
-    """Return the sources of one kind of side inputs, in order, of each dataset that has some, by its name.
+    """Return the sources of one kind of side input by the name of the dataset, in the order of the recipe.
+
+    Datasets without such side inputs are absent.
 
     Args:
         recipe: The recipe.

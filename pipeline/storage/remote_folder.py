@@ -332,7 +332,13 @@ class RemoteFolder:
         return self._request(lambda: bool(self.files.isdir(self._full(name))))
 
     def move_folder(self, name: str, to: str) -> None:
-        """Rename a folder."""
+        """Rename a folder.
+
+        This is not atomic in an object store, where each file is copied and then deleted.
+
+        Raises:
+            OSError: A file cannot be copied or deleted.
+        """
         self._request(lambda: self.files.mv(self._full(name), self._full(to), recursive=True))
 
     def _full(self, name: str) -> str:

@@ -57,7 +57,12 @@ class Buckets:
         self._area_gain = np.array(area_gain, dtype=np.int64)
 
     def nearest(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
-        """Return (heights, widths) of the buckets of N images; edges are at most `MAX_IMAGE_EDGE_PX`."""
+        """Return (heights, widths) of the bucket with the nearest aspect ratio for each of N images.
+
+        Args:
+            height: Int64 (N,), heights of the images, at most `MAX_IMAGE_EDGE_PX`.
+            width: Int64 (N,), widths, with the same limit.
+        """
         index = self._nearest(height, width)
         return self._heights[index], self._widths[index]
 

@@ -17,7 +17,7 @@ from pipeline.models.families.parts.vae import LatentSpec
 
 @dataclass(frozen=True)
 class OneClipText(TextSpec):
-    """The last hidden state of one CLIP, padded to its full length as the model was trained."""
+    """The last hidden state of one CLIP text encoder, padded to its full length as the model was trained."""
 
     trains_encoders: ClassVar[bool] = True
 

@@ -52,7 +52,7 @@ def gpu_of(local_rank: int, num_gpus: int, num_machines: int = 1) -> str:
 def allow_tf32(device: str) -> None:
     """Let float32 matrix products on a GPU use TF32, as convolutions do by default.
 
-    TF32 rounds the factors to 10 bits of mantissa and is several times faster. On a CPU nothing changes.
+    TF32 rounds the factors to 10 bits of mantissa and is several times faster. This has no effect on a CPU.
     """
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")

@@ -1,6 +1,6 @@
 """The training plan: a pure function of samples and settings, computed before anything is launched.
 
-    samples.py         the columns that the plan uses: bucket, dataset, repeats, captions, views
+    inputs.py          the columns that the plan uses: bucket, dataset, repeats, captions, views
     mixing.py          which inputs an epoch draws, and how datasets are mixed
     batching.py        which draws share a micro-batch, and when its turn is
     steps.py           which micro-batches form a step; rank, caption, view and dropout of each slot

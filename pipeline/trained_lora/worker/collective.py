@@ -21,7 +21,7 @@ def run_on_main(engine: Engine, work: Callable[[], object]) -> None:
     """Run `work` on the main process; every process calls it.
 
     If the denoiser is sharded, the remaining processes repeat its forward passes, which must be inside of
-    `Engine.evaluation`.
+    `Objective.evaluation`.
     """
     is_main = engine.accelerator.is_main_process
     if not engine.is_sharded:

@@ -107,13 +107,14 @@ class MicroBatchMaker:
         )
 
     def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
-        """Return tensors that are the same in every run and recipe that contains these variants.
+        """Return tensors of the slots that do not depend on the run, as validation needs them.
 
-        The noise depends only on the variant and the noise level. Entries that hold a posterior give its
-        mean.
+        The noise depends only on the variant and the noise level, the latent is the mean if the entry holds a
+        posterior, and no caption is dropped. All runs and recipes with these variants get the same tensors.
 
-        Captions are not dropped. `levels` holds the noise level of each slot in [0, 1), see
-        `Family.timesteps`.
+        Args:
+            share: The slots.
+            levels: Noise level of each slot in [0, 1), see `NoiseProcess.timesteps`.
 
         Raises:
             StoreError: See `make`.

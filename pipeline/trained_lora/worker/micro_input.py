@@ -25,7 +25,7 @@ class MicroInput:
         latent: Float32 (B, C, h, w).
         noise: Float32 (B, C, h, w): the noise that the target is computed from.
         input_noise: Float32 (B, C, h, w): the noise mixed into the latent, `noise` plus any perturbation.
-        timesteps: (B,), see `Family.timesteps`.
+        timesteps: (B,), see `NoiseProcess.timesteps`.
         conditions: See `denoiser.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2), and with
             references a tuple of float32 (B, C, h, w) in the recipe's order. Text tensors are absent if text
             encoders are trained.

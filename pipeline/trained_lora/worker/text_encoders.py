@@ -85,7 +85,7 @@ class JointModel(nn.Module):
     def forward(
         self, noisy: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor], captions: Sequence[str]
     ) -> Tensor:
-        """Return `Family.predict` for the encoded captions and the other conditions."""
+        """Return `DenoiserCall.predict` for the encoded captions and the other conditions."""
         conditions = {**conditions, **self._text.embed(captions)}
         return self._family.denoiser.predict(self.denoiser, noisy, timesteps, conditions)
 

@@ -53,14 +53,14 @@ _SINGLE_2 = BlockNames(
 
 
 def flux_targets(model: ModelFolder) -> list[str]:
-    """Return every linear layer of both kinds of block except modulations; nothing outside of blocks."""
+    """Return the linear layers in double and single blocks except modulations; no layers outside blocks."""
     # `proj_out` is also the name of a layer outside of the blocks, so each block's layer has its number.
     blocks = range(int(model.config("transformer")["num_single_layers"]))
     return [*_DOUBLE.modules, "proj_mlp", *(f"{block}.proj_out" for block in blocks)]
 
 
 def flux2_targets(model: ModelFolder) -> list[str]:
-    """Return every linear layer of both kinds of block."""
+    """Return the linear layers in double and single blocks."""
     blocks = range(int(model.config("transformer")["num_single_layers"]))
     outs = [f"single_transformer_blocks.{block}.attn.to_out" for block in blocks]
     return [*_DOUBLE_2.modules, "attn.to_qkv_mlp_proj", *outs]

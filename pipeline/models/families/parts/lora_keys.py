@@ -142,7 +142,7 @@ class BlockNames:
 
     @property
     def modules(self) -> list[str]:
-        """All modules of `layers`."""
+        """Paths of all modules in `layers`, within a block."""
         return [module for modules in self.layers.values() for module in modules]
 
     def layer(self, module: str) -> Layer | None:

@@ -60,7 +60,7 @@ class Krea2Call(DenoiserCall):
 
 
 class Krea2Process(FlowProcess):
-    """Flow matching; a distilled model uses one fixed shift for all image sizes."""
+    """Flow matching with a shift that depends on the image size; in a distilled model it is fixed."""
 
     def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
         """See `FlowProcess.size_shift`."""

@@ -79,7 +79,10 @@ class Ring:
             self._end_use()
 
     def backward_begins(self, block: int) -> None:
-        """Make a block's weights readable until its last gradient; repeated calls have no effect."""
+        """Make a block's weights readable for its backward pass; repeated calls have no effect.
+
+        They stay readable until the backward pass of another block begins.
+        """
         if self._backward == block:
             return
         self._backward = block

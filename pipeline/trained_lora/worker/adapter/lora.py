@@ -266,7 +266,7 @@ def frozen_delta_sizes(network: nn.Module) -> dict[str, float]:
 
 
 def has_magnitude(module: Adapted, adapter: str = ADAPTER) -> bool:
-    """Return whether the module's adapter is DoRA."""
+    """Return whether the module's adapter has a magnitude vector, which makes it a DoRA."""
     return isinstance(module, LoraLayer) and adapter in module.lora_magnitude_vector
 
 
