@@ -37,14 +37,16 @@ _ENDED = {
     DagsterRunStatus.MANAGED,  # executed outside of Dagster, which never records an end
 }
 
+# All but the known ends, because a later Dagster may add statuses, such as SUSPENDED.
 IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
-"""Statuses of runs that have not ended. Also those that a later Dagster adds, such as SUSPENDED."""
+"""Statuses of runs that have not ended."""
 
 DEAD_RUNS_S = 30
 """Seconds between two searches for dead runs."""
 
+# Dagster ends a tick after 60 s by default.
 SLICE_S = 20.0
-"""Seconds for which one tick lists files. Dagster ends a tick after 60 s by default."""
+"""Seconds for which one tick lists files."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""What a deployment decides in the definitions: executor, launcher, and the pool of steps that use a GPU.
-
-Packages of schedulers are imported only if the deployment names them.
-"""
+"""What a deployment decides in the definitions: executor, launcher, and the pool of steps that use a GPU."""
 
 import platform
 import re
@@ -19,6 +16,7 @@ from dagster import (
 from assets.names import GPU_POOL
 from pipeline.recipe.deployment import Deployment, deployment_error
 
+# Texts, because packages of schedulers are imported only if the deployment names them.
 EXECUTORS = {
     "in_process": "dagster.in_process_executor",
     "multiprocess": "dagster.multiprocess_executor",

@@ -21,11 +21,11 @@ from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report, StageResult, write_report
 
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
-"""Columns with file stats of sources and, after `entry_`, of cache entries. They may change while the content
-stays equal, as may columns that end in `_stats`."""
+"""Columns with file stats of sources and, after `entry_`, of cache entries."""
 
+# Dagster's event log stores the pictures with each materialization.
 MAX_PICTURES_BYTES = 200_000
-"""Maximum total size of an asset's pictures. Dagster's event log stores them with each materialization."""
+"""Maximum total size of an asset's pictures."""
 
 PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 
@@ -89,6 +89,7 @@ def content_version(table: Any, *, run: str = "") -> str:
     """
     from pipeline.storage.tables import content_digest
 
+    # Stats may change while the content stays equal, also in columns that end in `_stats`.
     columns = [
         name
         for name in table.columns

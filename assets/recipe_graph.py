@@ -95,7 +95,8 @@ def broken_recipe_graphs(broken: Sequence[BrokenRecipe], taken: Collection[str])
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    """Return the file's name as a Dagster name that is not taken; Dagster allows letters, digits and _."""
+    """Return the file's name as a Dagster name that is not taken."""
+    # Dagster allows letters, digits and _.
     valid = re.sub(r"[^A-Za-z0-9_]", "_", name)
     number = 2
     free = valid

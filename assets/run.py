@@ -106,11 +106,9 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
 
 @contextmanager
 def _noted_interrupts() -> Generator[list[int]]:
-    """Provide a list to which each SIGINT is added, besides raising KeyboardInterrupt as usual.
-
-    Python discards an exception that is raised in a destructor or a callback. Imports run many of them, so
-    Ctrl-C during the start could be lost.
-    """
+    """Provide a list to which each SIGINT is added, besides raising KeyboardInterrupt as usual."""
+    # Python discards an exception that is raised in a destructor or a callback. Imports run many of them, so
+    # Ctrl-C during the start could be lost.
     interrupts: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -136,11 +134,9 @@ def _open_instance() -> "DagsterInstance":
 
 @contextmanager
 def _redirected_output() -> Generator[TextIO]:
-    """Discard what is written to standard output and error, and provide the original standard error.
-
-    Dagster captures the output of each step for the UI and copies it to standard error, with the help of two
-    processes; one of them prints a traceback when it receives Ctrl-C. The terminal shows none of this.
-    """
+    """Discard what is written to standard output and error, and provide the original standard error."""
+    # Dagster captures the output of each step for the UI and copies it to standard error, with the help of
+    # two processes; one of them prints a traceback when it receives Ctrl-C. The terminal shows none of this.
     sys.stdout.flush()
     sys.stderr.flush()
     saved_stdout, saved_stderr = os.dup(1), os.dup(2)

@@ -46,14 +46,17 @@ FORGOTTEN_AFTER_S = 24 * 3600
 
 POLL_S = 2.0
 
+# An upgrade of the API server takes minutes.
 PATIENCE_S = 300.0
-"""Longest time without an answer of the API server; its upgrade takes minutes."""
+"""Longest time without an answer of the API server."""
 
+# A stopped step has little time.
 DELETION_PATIENCE_S = 20.0
-"""The same for a deletion, for which a stopped step has little time."""
+"""The same for a deletion."""
 
+# Few, because a stopped step waits for them.
 _NUM_RETRIES = 3
-"""Number of retries of a creation: few, because a stopped step waits for them."""
+"""Number of retries of a creation."""
 
 _TIMEOUT_S = (10.0, 20.0)
 """Longest wait for a connection, and for an answer."""
@@ -198,13 +201,14 @@ class _Job:
             time.sleep(POLL_S)
 
     def last_output(self) -> list[str]:
-        """Return the last lines of failed pods, except for unreadable logs such as on a lost node."""
+        """Return the last lines of failed pods, as far as their logs can be read."""
         failed = [pod.metadata.name for pod in self._pods() if pod.status.phase == "Failed"]
         lines: list[str] = []
         for name in failed[:_MAX_NAMED_PODS]:
             try:
                 log = self.client.retrieve_pod_logs(name, self.namespace, CONTAINER, tail_lines=4)
             except (ApiException, HTTPError, OSError, UnicodeDecodeError):
+                # The pod may have been on a node that is lost.
                 continue
             lines += [f"{name}: {line}" for line in log.splitlines()]
         return lines[-OUTPUT_TAIL_LINES:]
@@ -327,4 +331,5 @@ def _text(err: Exception) -> str:
 
 def _name(text: str) -> str:
     """Return a text as the name of an object, of lower-case letters, digits and hyphens."""
+    # A job's name is also the value of a label, which has at most 63 characters.
     return re.sub(r"[^a-z0-9-]", "-", text.lower())[:63].rstrip("-")

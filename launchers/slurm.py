@@ -49,9 +49,9 @@ HELD_BY_USER = "JobHeldUser"
 HELD_BY_ADMINISTRATOR = "JobHeldAdmin"
 """Slurm's reasons for a job that waits until its user, or only an administrator, releases it."""
 
+# For the threads that read the next batches, and for the threads that write checkpoints and logs.
 LOADER_CPUS = 2
-"""CPUs of each training process in addition to `accelerate.cpu_threads`: for the threads that read the next
-batches, and for those that write checkpoints and logs."""
+"""CPUs of each training process in addition to `accelerate.cpu_threads`."""
 
 CPU_OPTIONS = ("-c", "--cpus-per-task", "--cpus-per-gpu", "--exclusive")
 """Options of `sbatch` with which a user chooses the CPUs of a node."""
@@ -246,8 +246,6 @@ class _Job:
     def _cancel(self, process: subprocess.Popen[bytes], grace_s: float) -> str | None:
         """Cancel the job, and wait until it has ended.
 
-        Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its own `KillWait`.
-
         Args:
             process: `sbatch --wait`. It may end while Slurm still waits for the job's processes.
             grace_s: Time of a stopped training for its checkpoint.
@@ -255,6 +253,7 @@ class _Job:
         Returns:
             Why the job may still be running, or None.
         """
+        # Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its `KillWait`.
         end_s = time.monotonic() + max(grace_s, KILL_WAIT_S)
         is_cancelled, refusal = False, None
         while True:

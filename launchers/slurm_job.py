@@ -1,8 +1,5 @@
 """How a job of Slurm ended: its state, exit status and node, as `scontrol` and `srun` report them.
 
-`scontrol show job` knows a job for some minutes after its end (`MinJobAge`); `sacct` knows it for as long as
-the cluster keeps records, if it keeps any.
-
 `.ci/clusters` tests it with Slurm 22.05.8, except for the output of sacct, which tests write by hand.
 """
 
@@ -24,8 +21,9 @@ SUBMITTED = "Submitted batch job"
 COMMAND_S = 20.0
 """Longest wait for an answer of one of Slurm's commands."""
 
+# A lost node never confirms the end of a job.
 COMPLETING_S = 60.0
-"""Longest wait for the nodes of a job to confirm its end; a lost node never does."""
+"""Longest wait for the nodes of a job to confirm its end."""
 
 POLL_S = 1.0
 
@@ -92,6 +90,8 @@ def read_job_end(job_id: str, status: int) -> JobEnd:
         job_id: Id of the job.
         status: Exit status of `sbatch --wait`.
     """
+    # scontrol knows a job for some minutes after its end (`MinJobAge`), sacct for as long as the cluster
+    # keeps records, if it keeps any.
     end = _end_known_to_scontrol(job_id)
     if end is not None and end.state != _COMPLETING:
         return end

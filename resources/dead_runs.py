@@ -4,10 +4,7 @@ Dagster notices the death of a process that its own code server started, as long
 server was killed as well, or if `dagster job execute` started the run, the run would stay "started" forever.
 It would hold its place in the pool, and neither sensor nor schedule would start another run (FAILURES O08).
 
-A sensor, `latentline run` and `python -m resources.dead_runs` call `end_dead_runs`. deploy/compose.yaml runs
-the command before the code server: when the container of the code server is replaced, the processes of its
-runs are killed with it. The command also creates the tables of a new database, before several programs could
-do so at the same time.
+A sensor, `latentline run` and `python -m resources.dead_runs` call `end_dead_runs`.
 """
 
 from __future__ import annotations
@@ -26,8 +23,9 @@ from dagster import (
 
 from resources.run_worker import MACHINE_TAG
 
+# The system counts the start of a process in ticks.
 CLOCK_TOLERANCE_S = 2.0
-"""Seconds by which a process may appear to start after its first event; its start is counted in ticks."""
+"""Seconds by which a process may appear to start after its first event."""
 
 
 def end_dead_runs(instance: DagsterInstance) -> list[str]:
@@ -78,6 +76,9 @@ def _lived_at(pid: int, time_s: float) -> bool:
         return False
 
 
+# deploy/compose.yaml runs this before the code server: when the container of the code server is replaced, the
+# processes of its runs are killed with it. It also creates the tables of a new database, before several
+# programs could do so at the same time.
 if __name__ == "__main__":
     with DagsterInstance.get() as dagster_instance:
         end_dead_runs(dagster_instance)

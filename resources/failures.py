@@ -19,7 +19,7 @@ def errors_as_failures() -> Generator[None]:
     """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`.
 
     Raises:
-        Failure: With `what`, `where` and `fix` as metadata, and without retries: the same input fails again.
+        Failure: With `what`, `where` and `fix` as metadata, and without retries.
     """
     try:
         yield
@@ -36,6 +36,8 @@ def errors_as_failures() -> Generator[None]:
 def _failure(err: LatentlineError) -> Failure:
     parts = {"fix": err.fix, "what": err.what, "where": err.where}
     description = f"{type(err).__name__}: {err.text_with_fix_first()}"
+
+    # A retry with the same input would fail again.
     return Failure(description, metadata=parts, allow_retries=False)
 
 

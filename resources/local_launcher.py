@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 SCAN_INTERVAL_S = 1.0
-"""Seconds between two scans of the process tree, which find descendants before their parents can die."""
+"""Seconds between two scans of the process tree."""
 
 
 Observer: TypeAlias = Callable[[Path], Callable[[bool], object]]
@@ -237,6 +237,8 @@ def _wait(
     while process.poll() is None:
         output.forward()
         observe(False)
+
+        # A scan finds descendants before their parents die, and nothing else connects them with the tree.
         if time.monotonic() >= next_scan_s:
             tree.members()
             next_scan_s = time.monotonic() + SCAN_INTERVAL_S

@@ -151,10 +151,8 @@ def _step_location(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
 
 
 def _newest_checkpoint(output_dir: Path, since_s: float) -> Path | None:
-    """Return the newest complete checkpoint of the training run that started last, or None.
-
-    A training run writes run.json when it starts; one from before `since_s` belongs to another Dagster run.
-    """
+    """Return the newest complete checkpoint of the training run that started last, or None."""
+    # A training run writes run.json when it starts. One from before `since_s` belongs to another Dagster run.
     starts = [file for file in output_dir.glob("runs/*/run.json") if _modified_s(file) >= since_s]
     if not starts:
         return None

@@ -210,14 +210,12 @@ def _run_results(events: Sequence[DagsterEvent], recipes: Sequence[Recipe]) -> I
 
 
 def _fetch_reports(recipe: Recipe, assets: Sequence[str]) -> None:
-    """Fetch the reports of a recipe with its outputs at an address: steps may have run on other machines.
-
-    If the service does not answer, or the disk is full, the summary lacks the numbers of those steps.
-    """
+    """Fetch the reports of a recipe with its outputs at an address: steps may have run on other machines."""
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import report_file
 
     if isinstance(recipe.output_address, Url):
+        # If the service does not answer, or the disk is full, the summary only lacks numbers of some steps.
         with suppress(LatentlineError, OSError):
             outputs_of(recipe).fetch(*(report_file(asset) for asset in assets))
 

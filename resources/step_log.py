@@ -1,7 +1,4 @@
-"""The log of a step, which does not fail if Dagster's database does.
-
-`context.log` raises if the event log cannot store a line; with PostgreSQL, after about 20 s.
-"""
+"""The log of a step, which does not fail if Dagster's database does."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from dagster import AssetExecutionContext
 
 from pipeline.escaping import printable_lines, without_secrets
 
+# With PostgreSQL, each failed attempt takes about 20 s.
 PAUSE_S = 30.0
 """Time after a failure in which lines are only printed."""
 

@@ -1,8 +1,4 @@
-"""The log of a run for a person at a terminal: one line per finished asset, warnings, and a status line.
-
-Dagster's event log has every message. Dagster passes them to its loggers as records with an attribute
-`dagster_meta`, and events of a run have an attribute `dagster_event` as well.
-"""
+"""The log of a run for a person at a terminal: one line per finished asset, warnings, and a status line."""
 
 from __future__ import annotations
 
@@ -130,6 +126,7 @@ class TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a record of Dagster. The summary reports failures; a bug's traceback is shown here."""
+        # Dagster's records have an attribute `dagster_meta`, and `dagster_event` if they are events of a run.
         metadata = getattr(record, "dagster_meta", None)
         if metadata is None:
             return

@@ -38,8 +38,9 @@ from pipeline.processes.launch import (
     launch_error,
 )
 
+# The second attempt encodes only the rest of the shard.
 ENCODE_ATTEMPTS = 2
-"""Attempts at a shard if Ray loses the node or process that encodes it. The second one encodes the rest."""
+"""Attempts at a shard if Ray loses the node or process that encodes it."""
 
 END_TOGETHER_S = 60.0
 """Time in which the other machines of a failed training may end by themselves, before they are stopped."""

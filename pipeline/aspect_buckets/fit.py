@@ -125,10 +125,8 @@ def _ladder(constraints: SizeConstraints) -> Placement:
 
 
 def _candidates(dataset: Dataset, constraints: SizeConstraints) -> list[Size]:
-    """Return candidates as closely spaced as the search can handle.
-
-    The number of search states grows with the batch size, so large batches get fewer candidates.
-    """
+    """Return candidates as closely spaced as the search can handle."""
+    # The number of search states grows with the batch size, so large batches get fewer candidates.
     for doublings in count():
         sizes = candidates(
             constraints.resolution,

@@ -23,8 +23,9 @@ import numpy as np
 from pipeline.aspect_buckets.fit_cost import WEIGHTS, Dataset, Floats, Weights
 from pipeline.images.geometry import Ints, Size
 
+# A few arrays of that many 8-byte numbers are in memory at once.
 MAX_STATES = 8_000_000
-"""Maximum of R * M * M; a few arrays of that many 8-byte numbers are in memory at once."""
+"""Maximum of R * M * M."""
 
 
 @dataclass(frozen=True)

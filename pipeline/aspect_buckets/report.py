@@ -72,6 +72,8 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Pat
         write_bytes(folder / SIZES_FILE, _sizes_chart(table))
         write_bytes(folder / CROPS_FILE, _crops_sheet(recipe, table, buckets, log))
         write_bytes(folder / WORST_FILE, _worst_crops_sheet(recipe, table, log))
+
+    # The digest comes last, so that an interrupted report is written again.
     write_text(digest_file, digest)
     return folder
 

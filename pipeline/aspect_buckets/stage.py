@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STAGE = "aspect_buckets"
 
 CHUNK_ROWS = 10_000
-"""Number of samples per call of the geometry. Its temporary arrays take half a kilobyte per sample."""
+"""Number of samples per call of the geometry."""
 
 MAX_LOGGED_BUCKETS = 8
 """Maximum number of buckets in the log. The report and its chart have all of them."""
@@ -42,7 +42,7 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
     watch = Stopwatch()
     placement = placement_of(recipe.buckets)
 
-    # In chunks, because the geometry's arrays of a large dataset would not fit into memory at once.
+    # In chunks, because the geometry's temporary arrays take half a kilobyte per sample.
     chunks = [_place(placement, chunk) for chunk in validated.iter_slices(CHUNK_ROWS)]
     placed = pl.concat(chunks) if chunks else _place(placement, validated)
 

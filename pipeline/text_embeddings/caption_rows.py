@@ -53,7 +53,7 @@ def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
 
     If the text encoder sees references, the rows have `IMAGES`, `SEEN` and `FILES`. If the family's pipeline
     encodes the empty caption with images too, it is the variant `EMPTY_CAPTION` of a sample, for dropout and
-    guidance. Samples with a reference that the base model refuses have no rows; vae_latents rejects them.
+    guidance. Samples with a reference that the base model refuses have no rows.
 
     Args:
         entries: Entries of the recipe.
@@ -131,6 +131,7 @@ def _seen(
     try:
         return _described(entries, roots, images)
     except BucketError:
+        # vae_latents rejects the sample for this reason.
         return None, None
 
 

@@ -1,8 +1,6 @@
 """Report of text_embeddings: a histogram of the captions' lengths in tokens.
 
-    reports/text_embeddings/tokens.png      histogram of tokens per caption, and the limit if one is cut
-
-The picture is drawn again only if a count has changed.
+reports/text_embeddings/tokens.png      histogram of tokens per caption, and the limit if one is cut
 """
 
 from __future__ import annotations
@@ -55,6 +53,8 @@ def write_caption_report(recipe: Recipe, table: pl.DataFrame) -> Path:
     (folder / TOKENS_FILE).unlink(missing_ok=True)
     if len(counts):
         write_bytes(folder / TOKENS_FILE, _histogram(counts))
+
+    # The digest comes last, so that the picture is drawn again after an interruption.
     write_text(digest_file, digest)
     return folder
 

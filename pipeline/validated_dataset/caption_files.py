@@ -1,7 +1,4 @@
-"""Read one caption file next to an image, and decode its bytes into texts.
-
-The encoding comes from a byte order mark or the recipe, never from the locale.
-"""
+"""Read one caption file next to an image, and decode its bytes into texts."""
 
 from __future__ import annotations
 
@@ -24,12 +21,14 @@ if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
     from pipeline.storage.source import Source
 
+# A larger file is not a caption, and would fill memory and table.
 MAX_CAPTION_BYTES = 1_000_000
-"""Maximum size of a caption file. A larger one is not a caption and would fill memory and table."""
+"""Maximum size of a caption file."""
 
 _USUAL_SUFFIXES = (".txt", ".caption", ".captions", ".cap", JSON_SUFFIX)
 """Usual suffixes of caption files, the most frequent first; a message suggests these before others."""
 
+# UTF-32 comes before UTF-16, because its little-endian mark starts with the mark of UTF-16.
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -37,8 +36,7 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-"""Byte order marks and their encodings. UTF-32 comes first: its little-endian mark starts with the mark
-of UTF-16."""
+"""Byte order marks and their encodings."""
 
 
 def read_caption_file(
@@ -135,7 +133,8 @@ def _suffixes_by_stem(source: Source, folder: str) -> Mapping[str, tuple[str, ..
 
 
 def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
-    # A byte order mark is certain, so it wins over the recipe's encoding.
+    # A byte order mark is certain, so it wins over the recipe's encoding. The locale decides nothing: it
+    # differs between machines.
     marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
     encoding = marked or _unmarked_utf16(data)
     fix = "save the file as UTF-8"
@@ -159,12 +158,11 @@ def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
 
 
 def _unmarked_utf16(data: bytes) -> str | None:
-    """Recognise UTF-16 without a byte order mark, as some Windows programs write it.
-
-    In Western text, every second byte is zero.
-    """
+    """Recognise UTF-16 without a byte order mark, as some Windows programs write it."""
     if len(data) < 2 or len(data) % 2 or b"\0" not in data:
         return None
+
+    # In Western text, every second byte is zero.
     even, odd = data[0::2].count(0), data[1::2].count(0)
     if max(even, odd) * 4 < len(data) or min(even, odd) * 4 > max(even, odd):
         return None

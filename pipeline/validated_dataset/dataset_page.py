@@ -44,8 +44,9 @@ _FORMAT = "1"
 MAX_IMAGES = 2_000
 """Maximum number of kept images on the pages; a larger dataset shows this many, chosen by content."""
 
+# Each thumbnail downloads its image.
 MAX_REMOTE_IMAGES = 100
-"""Maximum number of kept images of a recipe with a remote dataset: each thumbnail downloads its image."""
+"""Maximum number of kept images of a recipe with a remote dataset."""
 
 IMAGES_PER_PAGE = 100
 
@@ -118,7 +119,8 @@ def write_dataset_page(
 
 
 def _replace_pages(folder: Path, pages: Mapping[str, str]) -> None:
-    """Write each page atomically, the first one last, because it links to all; delete old pages."""
+    """Write each page atomically, and delete old pages."""
+    # The first page comes last, because it links to all pages.
     for name in reversed(list(pages)):
         write_text(folder / name, pages[name])
     for path in folder.glob("*.html"):
@@ -127,12 +129,11 @@ def _replace_pages(folder: Path, pages: Mapping[str, str]) -> None:
 
 
 def _chosen(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
-    """Return at most `MAX_IMAGES` samples with `uses`, the number of times that an epoch shows each.
-
-    They are chosen by content, so that adding images to a large dataset replaces only some of them.
-    """
+    """Return at most `MAX_IMAGES` samples with `uses`, the number of times that an epoch shows each."""
     is_remote = any(isinstance(settings.root, Url) for settings in recipe.datasets)
     number = MAX_REMOTE_IMAGES if is_remote else MAX_IMAGES
+
+    # Chosen by content, so that adding images to a large dataset replaces only some of them.
     chosen = table.select(_KEPT_COLUMNS).bottom_k(number, by=["content_hash", "sample_id"])
     uses = times_drawn(chosen, recipe.datasets)
     return chosen.with_columns(uses=uses).drop("duplicate_group").sort("sample_id")

@@ -35,13 +35,13 @@ from pipeline.versions import LOOK_VERSION
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
+# Files that are rejected for other reasons, such as `out_of_memory`, are tried again by every run.
 CONTENT_REASONS = frozenset(["truncated", "undecodable", "not_an_image", "empty_file", "too_many_scans"])
-"""Rejection reasons that hold for a file's bytes. Others, such as `out_of_memory`, are tried again by every
-run."""
+"""Rejection reasons that hold for a file's bytes."""
 
+# A thread takes 5 to 10 s for so many and cannot be ended. A process can, but takes half a second to start.
 MAX_THREAD_PX = 400_000_000
-"""Number of pixels, times the scans of a JPEG, above which an image is decoded in a process. A thread takes 5
-to 10 s for so many and cannot be ended; a process takes half a second to start."""
+"""Number of pixels, times the scans of a JPEG, above which an image is decoded in a process."""
 
 _COLUMNS = ["sample_id", "dataset", "path", "content_hash", "height", "width"]
 
@@ -146,14 +146,11 @@ def decode_contents(
 def _above_limits(
     sources: Mapping[str, Source], rows: pl.DataFrame, known: pl.DataFrame, limits: DecodeLimits
 ) -> dict[str, ImageError]:
-    """Return an error by sample id for known images that the current limits refuse.
-
-    An earlier run may have decoded them with higher limits, and the encoder trusts what passed here. Only
-    headers of images that are large enough to exceed the limit are read.
-    """
+    """Return an error by sample id for known images that the current limits refuse."""
     if limits.max_bytes is None:
         return {}
 
+    # An earlier run may have decoded them with higher limits, and the encoder trusts what passes here.
     # An upper bound from the scanned size, so that nearly all headers stay unread.
     num_bytes = pl.col("height").cast(pl.Int64) * pl.col("width") * MAX_BYTES_PER_PX
     decodes = known.filter(pl.col("reason").is_null())

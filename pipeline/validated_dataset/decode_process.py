@@ -1,7 +1,6 @@
 """Decode one image in a separate process, which is ended when the image takes too long.
 
-A process takes half a second to start, so only images with much work are decoded in one. It reads the opened
-file as its standard input, and prints the result as JSON.
+It reads the opened file as its standard input, and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
 from pipeline.validated_dataset.duplicates import perceptual_hash
 
+# Unlike the time of a clock, it does not depend on the load of the machine. The largest images of the default
+# limits take 3 to 10 s.
 MAX_CPU_S = 20
-"""Processor time after which the process is ended. It does not depend on the load of the machine. The largest
-images of the default limits take 3 to 10 s."""
+"""Processor time after which the process is ended."""
 
 MAX_WALL_S = 600
 """Time after which the process is ended, however much of it was spent waiting."""

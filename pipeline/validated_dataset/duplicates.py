@@ -4,10 +4,8 @@ The hash is pHash as the package ImageHash defines it: the signs of the 8x8 lowe
 their median, 64 bits that change little under scaling, recompression or a change of brightness. Two images
 are similar if their hashes differ in at most a few bits, and similarity is transitive.
 
-ImageHash itself is the reference in the tests and is not called here. Its bits are equal for photographs, but
-in drawings many frequencies are equal in exact arithmetic, and rounding inside its transform decides their
-bits; here, equal frequencies have equal bits. Its dependency SciPy adds 0.3 s to the first hash and 120 MB to
-the installation.
+ImageHash itself is the reference in the tests and is not called here: its dependency SciPy adds 0.3 s to the
+first hash and 120 MB to the installation. Bits are equal for photographs, but not for all drawings.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from pipeline.reporting.progress import progress
 
 HASH_BITS = 64
 
+# Averaging first takes a tenth of the time of converting the full image.
 _SMALL_EDGE_PX = 64
-"""Shorter edge to which an image is averaged at least. Averaging first takes a tenth of the time of
-converting the full image."""
+"""Shorter edge to which an image is averaged at least."""
 
+# Averaging all of 8 megapixels would take a seventh of their decoding time. On 40 photographs and their
+# copies at two thirds of the size, both hashes differ by at most 4 bits.
 _SAMPLED_EDGE_PX = 512
-"""Shorter edge above which only every n-th pixel is averaged. Averaging all of 8 megapixels would take a
-seventh of their decoding time; on 40 photographs and their copies at two thirds of the size, both hashes
-differ by at most 4 bits."""
+"""Shorter edge above which only every n-th pixel is averaged."""
 
 _EDGE = 8
 """Number of the lowest frequencies per axis."""
@@ -45,9 +43,10 @@ _COSINES = 2 * np.cos(
 """First rows of the discrete cosine transform of type II, y[k] = 2 sum over n of x[n] cos(pi k (2n + 1) /
 2N), as defined in the SciPy reference of `scipy.fft.dct`."""
 
+# In drawings, many frequencies are equal in exact arithmetic. Without a tolerance, as in ImageHash, rounding
+# decides their bits. Frequencies are sums of 1,024 levels, at most 10^6, with rounding errors below 10^-8.
 _TOLERANCE = 1e-6
-"""Difference up to which two frequencies are equal. They are sums of 1,024 levels, at most 10^6, with
-rounding errors below 10^-8."""
+"""Difference up to which two frequencies are equal."""
 
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -55,7 +54,6 @@ Indices = npt.NDArray[np.int64]
 
 def perceptual_hash(image: Image.Image) -> int | None:
     """Return the 64 bits of an RGB image's hash; None for a single-colour image, which has no features."""
-    # Large images are sampled first, because averaging all of their pixels takes long.
     step = min(image.size) // _SAMPLED_EDGE_PX
     if step > 1:
         image = image.resize((image.width // step, image.height // step), Image.Resampling.NEAREST)
@@ -102,11 +100,9 @@ def duplicate_groups(contents: pl.DataFrame, distance: int, *, log: Log = discar
 
 
 def _components(values: Hashes, distance: int, log: Log) -> Indices:
-    """Return, for each of the distinct values, the smallest index in its connected component.
-
-    If two values differ in at most d bits, at least one of d + 1 parts of them is equal. So only values with
-    an equal part are compared.
-    """
+    """Return, for each of the distinct values, the smallest index in its connected component."""
+    # If two values differ in at most d bits, at least one of d + 1 parts of them is equal. So only values
+    # with an equal part are compared.
     labels = np.arange(len(values))
     bounds = np.linspace(0, HASH_BITS, distance + 2).astype(np.uint64)
     num_compared = 0

@@ -32,9 +32,8 @@ def select(
     """Return the rows of raw_images to use, and rejected rows of `stage`.
 
     An image is rejected for the first filter, in the order of the recipe reference, that it does not pass. A
-    limit applies to the images that pass all filters. It takes those with the smallest content hashes: a
-    choice that looks random but is always the same. With `duplicates: keep_first`, copies are taken last,
-    because most of them are removed afterwards.
+    limit applies to the images that pass all filters. It takes those with the smallest content hashes, and
+    with `duplicates: keep_first`, copies last.
 
     `manifests` holds the manifests of the datasets with `filters.where`.
 
@@ -72,8 +71,11 @@ def _limited(settings: DatasetSettings, rows: pl.DataFrame) -> pl.Series:
     if settings.limit is None:
         return rows["reason"]
 
-    # By content, so that renaming files or adding images changes the choice as little as possible.
+    # By content, so that the choice looks random, and that renaming files or adding images changes it as
+    # little as possible.
     passed = rows.filter(pl.col("reason").is_null()).sort("content_hash", "sample_id")
+
+    # Most copies are removed afterwards, so they should not fill the limit.
     if settings.duplicates == "keep_first":
         passed = passed.sort(~pl.col("content_hash").is_first_distinct(), maintain_order=True)
     is_over = pl.col("sample_id").is_in(passed["sample_id"][settings.limit :].implode())

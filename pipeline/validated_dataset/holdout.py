@@ -16,8 +16,7 @@ def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series
     """Return for each sample whether it is held out, that is, never trained on.
 
     A group of similar images is held out or trained on together. A group that several datasets share is held
-    out only if each of them would hold it out, so a dataset without validation never loses an image to
-    another.
+    out only if each of them would hold it out.
 
     Args:
         samples: Columns dataset and duplicate_group.
@@ -27,7 +26,7 @@ def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series
         return pl.repeat(value=False, n=len(samples), eager=True)
     fraction = pl.col("dataset").replace_strict(dict(fractions), default=0.0, return_dtype=pl.Float64)
 
-    # The smallest fraction decides for a shared group, see above.
+    # The smallest fraction decides, so that a dataset without validation never loses an image to another.
     groups = (
         samples.select("duplicate_group", fraction=fraction)
         .group_by("duplicate_group")

@@ -121,8 +121,9 @@ class Finder:
         return f"{self._root}/{path}"
 
     def unmatched(self) -> list[str]:
-        """Return the paths of files without an image. A manifest may list a part of a folder's images."""
-        # Only a separate folder can hold files that belong to no image.
+        """Return the paths of files without an image."""
+        # Only a separate folder can hold files that belong to no image, and a manifest may list a part of a
+        # folder's images.
         if self._settings.is_manifest or self._paired.path is None:
             return []
         files = (

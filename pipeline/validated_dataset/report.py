@@ -102,6 +102,8 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         write_text(folder / REPLACED_FILE, replacement_preview(recipe, table).write_csv())
     if len(rejected):
         write_bytes(folder / REJECTED_FILE, contact_sheet(_rejected_strips(rejected, sources), log=log))
+
+    # The digest comes last, so that an interrupted report is drawn again.
     write_text(digest_file, digest)
     return folder
 
@@ -114,11 +116,12 @@ def masked_samples(table: pl.DataFrame) -> pl.DataFrame:
 def tag_counts(table: pl.DataFrame) -> pl.DataFrame:
     """Return `tag` and `samples`, the number of first captions with it, the most frequent tags first.
 
-    A tag is a part of a caption between commas. Only tags of at least two samples are listed, since parts
-    of sentences are rarely repeated.
+    A tag is a part of a caption between commas. Only tags of at least two samples are listed.
     """
     tags = table.select("sample_id", tag=pl.col("caption").str.split(",")).explode("tag")
     tags = tags.with_columns(pl.col("tag").str.strip_chars()).filter(pl.col("tag") != "").unique()
+
+    # Commas also divide sentences, but their parts are rarely repeated.
     counts = tags.group_by("tag").agg(samples=pl.len()).filter(pl.col("samples") > 1)
     return counts.sort("samples", "tag", descending=[True, False])
 

@@ -300,10 +300,8 @@ def _read_samples(
 
 
 def _require_content(file: File, content_hash: str) -> None:
-    """Raise ImageError if a file cannot be read any more, or has other content than at the scan.
-
-    A new time alone is not a change: another machine may have a copy of the dataset on its own disk.
-    """
+    """Raise ImageError if a file cannot be read any more, or has other content than at the scan."""
+    # A new time alone is not a change: another machine may have a copy of the dataset on its own disk.
     with open_content(file, content_hash):
         pass
 

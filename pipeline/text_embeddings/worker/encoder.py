@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from pipeline.storage.source import Source
 
 
+# With one caption per pass, a GPU would be idle most of the time.
 GPU_BATCH = 16
-"""Number of captions per forward pass of CLIP on a GPU, which would be idle most of the time with one."""
+"""Number of captions per forward pass of CLIP on a GPU."""
 
 
 def captions_per_pass(family: WorkerFamily, device: str) -> int:
