@@ -1,7 +1,7 @@
 """Choice of a cache's backend by its address.
 
-Another backend is a class that implements `CacheFolder`, a line here, and a type of address in
-`pipeline.storage.addresses`.
+`FsspecFolder` serves every protocol that fsspec knows. Another backend is a class that implements
+`CacheFolder`, and its protocol here and in `pipeline.recipe.validators`, which rejects unknown protocols.
 """
 
 from __future__ import annotations
