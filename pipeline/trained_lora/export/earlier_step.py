@@ -75,6 +75,7 @@ def exportable_run(output_dir: Path) -> str:
             where=str(output_dir / "runs"),
             fix="train the recipe first; checkpoints of Latentline 0.2 and earlier hold none",
         )
+    # By time, because run ids have no order.
     return max(records, key=lambda path: path.stat().st_mtime_ns).parents[2].name
 
 
@@ -99,6 +100,8 @@ def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
 
     companions = _write_companions(layout, step, {name: folder / name for name in hashes})
     sources = {**{name: folder / name for name in hashes}, **companions}
+
+    # The record comes first, so that a job after a crash publishes this step and not the last one.
     write_text(_record_path(output_dir), json.dumps({"run": run, "step": step}) + "\n")
     return publish_files(sources, output_dir / LORA_FOLDER)
 

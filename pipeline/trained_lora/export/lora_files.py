@@ -276,7 +276,7 @@ def _read_numpy(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the tensors of a file that holds bfloat16, which NumPy lacks: the upper half of a float32.
+    """Return the tensors of a file that holds bfloat16, which NumPy lacks.
 
     Raises:
         KeyError: A tensor has another dtype than bfloat16, float16 or float32.
@@ -287,6 +287,7 @@ def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     for key, stored in deserialize(path.read_bytes()):
         if stored["dtype"] == "BF16":
+            # A bfloat16 is the upper half of a float32.
             bits = np.frombuffer(stored["data"], np.uint16).astype(np.uint32) << 16
             values = bits.view(np.float32)
         else:

@@ -30,6 +30,7 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     recipe = job.recipe
     training, lora = recipe.training, recipe.training.lora
     prediction = family.prediction_type()
+    # Other programs hide a LoRA, or take it for another kind, if these keys are missing (FAILURES R15).
     values: dict[str, object] = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": lora.usual_file_rank,

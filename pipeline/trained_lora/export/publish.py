@@ -75,12 +75,12 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
 def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str]:
     """Copy the run's files to the folder `lora`, each atomically and only if it differs.
 
-    The provenance record is copied last: its hashes show a reader whether all files belong to one run.
-
     Returns:
         Names of the files that were replaced.
     """
     names = [item["name"] for item in finished["files"]]
+    # The provenance record comes last: its hashes show a reader whether all files belong to one run (FAILURES
+    # R14).
     companions = (SAMPLES_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE)
     return publish_files({name: layout.exported / name for name in (*names, *companions)}, lora)
 
@@ -96,6 +96,7 @@ def publish_files(sources: Mapping[str, Path], lora: Path) -> list[str]:
     replaced: list[str] = []
     for name, source in sources.items():
         target = lora / name
+        # The sheet of an earlier run would show pictures of another LoRA.
         if name == SHEET_FILE and not source.is_file():
             target.unlink(missing_ok=True)
         elif _copy_if_different(source, target):

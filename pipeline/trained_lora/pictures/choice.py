@@ -53,8 +53,7 @@ def choose_loras(output_dir: Path, run: str | None, steps: Steps) -> ChosenLoras
     """Return the LoRAs of the requested steps.
 
     Without a run, that is the run of the published LoRA, or else the one with the newest checkpoint. Without
-    steps, it is the published LoRA, or the last step of a requested run. A run that is being trained is
-    not disturbed, since checkpoints appear atomically and their LoRA files never change.
+    steps, it is the published LoRA, or the last step of a requested run.
 
     Raises:
         DrawingError: The run or a step does not exist, or its file is damaged.
@@ -68,6 +67,8 @@ def choose_loras(output_dir: Path, run: str | None, steps: Steps) -> ChosenLoras
     if not layout.facts.is_file():
         raise _no_such_run(output_dir, name)
 
+    # No lock: checkpoints of a run that is being trained appear atomically, and their LoRA files never
+    # change.
     folders = lora_steps(layout)
     if not folders:
         return _finished_without_checkpoints(layout, steps)

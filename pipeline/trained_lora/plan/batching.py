@@ -63,19 +63,21 @@ class Epochs:
     def shuffled(self, epoch: int) -> Epoch:
         """Build an epoch's micro-batches.
 
-        Samples are shuffled within their bucket, so that other samples are in the partial micro-batch each
-        epoch. Then the turns of the buckets are shuffled; each bucket keeps the order of its micro-batches.
-        If datasets are mixed by weights, a micro-batch runs when its samples are due on average.
+        The turns of the buckets are shuffled. If datasets are mixed by weights, a micro-batch runs when its
+        samples are due on average.
         """
         parts: list[Draws] = []
         sizes: list[Places] = []
         turns: list[npt.NDArray[Any]] = []
         for bucket, draws in self.mix.draws(epoch).items():
+            # The draws are shuffled within their bucket, so the partial micro-batch differs in each epoch.
             part = self._in_batches(bucket, draws, epoch)
             starts = np.arange(0, len(part), self.capacity)
             parts.append(part)
             sizes.append(np.diff(starts, append=len(part)))
             turns.append(self._turns(bucket, epoch, part, starts.tolist()))
+
+        # The n-th turn of a bucket runs its n-th micro-batch.
         bucket_of = np.repeat(np.arange(len(parts)), [len(of_bucket) for of_bucket in sizes])
         in_turn = bucket_of[np.argsort(np.concatenate(turns), kind="stable")]
         order = np.empty(len(in_turn), dtype=np.int64)
@@ -97,15 +99,14 @@ class Epochs:
         return np.array([sum(each) / len(each) for each in due])
 
     def _in_batches(self, bucket: str, draws: Draws, epoch: int) -> Draws:
-        """Return the bucket's draws, cut or filled to full micro-batches if the recipe requires it.
-
-        A filling draw is a further occurrence of its sample, so that its caption dropout is independent.
-        """
+        """Return the bucket's draws, cut or filled to full micro-batches if the recipe requires it."""
         if self.underfilled == "drop":
             return draws.take(np.delete(np.arange(len(draws)), self._dropped(bucket, draws, epoch)))
         missing = -len(draws) % self.capacity
         if self.underfilled == "partial" or missing == 0:
             return draws
+
+        # A filling draw is a further occurrence of its sample, so that its caption dropout is independent.
         turn, which = np.divmod(np.arange(missing), len(draws))
         filling = draws.take(which)
         times = np.bincount(draws.places)[filling.places]
@@ -114,15 +115,14 @@ class Epochs:
         return Draws.joined([draws, Draws(filling.places, further, due)])
 
     def _dropped(self, bucket: str, draws: Draws, epoch: int) -> Places:
-        """Return the draws that the epoch omits: a window that advances by its length each epoch.
-
-        No draw is omitted twice before all others were omitted once (FAILURES B02). If epochs differ in
-        their draws, the last ones are omitted.
-        """
+        """Return the draws that the epoch omits; if epochs differ in their draws, the last ones."""
         size = len(draws)
         remainder = size % self.capacity
         if not self.mix.constant:
             return np.arange(size - remainder, size)
+
+        # A window advances by its length each epoch over an order that all epochs share. So no draw is
+        # omitted twice before all others were omitted once (FAILURES B02).
         fixed = self.mix.shuffled(bucket, -1)
         place_of = np.empty(size, dtype=np.int64)
         place_of[np.lexsort((fixed.occurrences, fixed.places))] = np.lexsort(

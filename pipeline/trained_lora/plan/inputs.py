@@ -51,10 +51,8 @@ _SLIDER, _OPPOSITE = " slider", " (opposite)"
 
 
 def turn_name(group: str) -> str:
-    """Return the name that decides the turns of a group's micro-batches.
-
-    It is the same for both sides of a slider, so that their micro-batches alternate.
-    """
+    """Return the name that decides the turns of a group's micro-batches."""
+    # The same for both sides of a slider, so that their micro-batches alternate.
     return group.removesuffix(_OPPOSITE)
 
 
@@ -152,5 +150,6 @@ class PlanInputs(Sequence[PlanInput]):
 
     def duplicates(self) -> list[str]:
         """Return each variant_id that occurs more than once."""
+        # The ids are sorted, so equal ones are adjacent.
         later = self._ids[1:]
         return later.filter(later == self._ids[:-1]).unique(maintain_order=True).to_list()

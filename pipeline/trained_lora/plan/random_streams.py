@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 def hash_bits(num_bits: int, *parts: int | str) -> int:
     """Hash the parts, in order, to `num_bits` bits (a multiple of 8, up to 512), equal on every machine."""
+    # Names of files may have bytes that are not UTF-8 (FAILURES I18).
     text = "\0".join(map(str, parts))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=num_bits // 8).digest()
     return int.from_bytes(digest, "big")
 
 
 def stream(*parts: int | str) -> np.random.Generator:
-    """Return the counter-based random generator that is named by `parts`.
-
-    Its 128-bit key keeps all streams of a run distinct. Torch's CPU generator uses only 32 bits of its seed.
-    """
+    """Return the counter-based random generator that is named by `parts`."""
     import numpy as np
 
+    # A key of 128 bits keeps all streams of a run distinct. Torch's CPU generator uses only 32 bits of its
+    # seed.
     return np.random.Generator(np.random.Philox(key=hash_bits(128, *parts)))

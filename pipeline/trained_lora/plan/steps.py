@@ -167,6 +167,7 @@ class TrainingPlan(Sequence[StepPlan]):
     def times_seen(self) -> npt.NDArray[np.int64]:
         """Return how often the complete plan trains on each of `samples`."""
         whole, rest = divmod(len(self), self.steps_per_epoch)
+        # Complete epochs then show each input `repeats` times, so that only the rest has to be counted.
         even = self._mix.constant and (self.settings.underfilled == "partial" or self._remainder() == 0)
         seen = self.inputs.repeats.astype(np.int64) * (whole if even else 0)
         for number in range(len(self) - rest if even else 0, len(self)):
@@ -274,23 +275,17 @@ class TrainingPlan(Sequence[StepPlan]):
 
 
 def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
-    """Split the slots over the ranks, in order, into shares of sizes that differ by at most one.
-
-    A rank without a slot gets the first one with weight 0. It takes part in forward, backward and gradient
-    exchange, but does not change the result.
-    """
+    """Split the slots over the ranks, in order, into shares of sizes that differ by at most one."""
     small, larger = divmod(len(slots), num_ranks)
     shares: list[tuple[Slot, ...]] = []
     start = 0
     for rank in range(num_ranks):
         stop = start + small + (rank < larger)
-        shares.append(tuple(slots[start:stop]) or (_placeholder(slots[0]),))
+        # A rank without a slot must still take part in forward, backward and gradient exchange. With weight 0
+        # it does not change the result.
+        shares.append(tuple(slots[start:stop]) or (replace(slots[0], weight=0.0),))
         start = stop
     return tuple(shares)
-
-
-def _placeholder(slot: Slot) -> Slot:
-    return replace(slot, weight=0.0)
 
 
 def _require_usable(inputs: PlanInputs, settings: PlanSettings) -> None:

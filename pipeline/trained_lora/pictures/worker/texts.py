@@ -32,9 +32,6 @@ Texts = Mapping[str, Mapping[str, Tensor]]
 def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path) -> Texts:
     """Return the tensors of the job's prompts, negative prompts and of the empty caption.
 
-    The recipe's own prompts are in the cache. Others are encoded in the dtypes of the cache, so that their
-    pictures do not change when the recipe adopts them.
-
     Raises:
         DrawingError: A reference image has changed or cannot be read.
         ModelError: An encoder's values are not finite.
@@ -42,6 +39,8 @@ def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path)
     """
     store = Store(job.recipe.cache_dir)
     jobs = {each.spec.key: each for each in _jobs(job)}
+    # Only the recipe's own prompts are in the cache. Other prompts are encoded in the dtypes of the cache, so
+    # that their pictures do not change when the recipe adopts them.
     missing = {key: each for key, each in jobs.items() if not store.check(each.spec).valid}
     texts: dict[str, Mapping[str, Tensor]] = {
         key: read_entry(store, each.spec, each.name) for key, each in jobs.items() if key not in missing
