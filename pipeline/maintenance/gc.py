@@ -78,10 +78,8 @@ class Survey:
 
     @property
     def is_use_known(self) -> bool:
-        """Whether an entry without a recent list was not used for so long.
-
-        Jobs of version 0.2 wrote no lists. So nothing is known until lists are older than the entries may be.
-        """
+        """Whether an entry without a recent list was not used for so long."""
+        # Jobs of version 0.2 wrote no lists, so nothing is known until lists are older than entries may be.
         since_s = self.used.since_s
         return self.recipe_keys is not None or (since_s is not None and since_s < self.used.oldest_kept_s)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import TrainingError
 from pipeline.recipe import Recipe
@@ -24,6 +22,7 @@ from pipeline.trained_lora.run_folder import (
     hold_idle_run,
     hold_training,
     is_being_trained,
+    read_record,
 )
 
 
@@ -164,7 +163,7 @@ def published_reason(folder: Path) -> str:
     lora = output_dir / LORA_FOLDER
     if not lora.is_dir() or not any(lora.iterdir()):
         return ""
-    published = read_json(lora / PROVENANCE_FILE).get("run")
+    published = read_record(lora / PROVENANCE_FILE).get("run")
     if published is None:
         return f"lora/{PROVENANCE_FILE} does not name its run"
     return "in lora/" if published == folder.name else ""
@@ -179,14 +178,14 @@ def start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Pa
     ]
     for run in runs:
         if is_being_trained(RunLayout(run.folder)):
-            training = read_json(run.folder / JOB_FILE).get("recipe", {}).get("training", {})
+            training = read_record(run.folder / JOB_FILE).get("recipe", {}).get("training", {})
             if start := training.get("lora", {}).get("start_from"):
                 named.append((Path(start), f"run {run.folder.name}"))
     return [(file.resolve(), user) for file, user in named]
 
 
 def _state(layout: RunLayout) -> str:
-    if steps := read_json(layout.finished).get("steps"):
+    if steps := read_record(layout.finished).get("steps"):
         return f"finished at step {steps:,}"
     checkpoints = checkpoint_list(layout)
     return f"unfinished, resumes from step {checkpoints[0]['step']:,}" if checkpoints else "unfinished"
@@ -204,15 +203,6 @@ def _size_and_change(folder: Path) -> tuple[int, float]:
                 num_bytes += found.st_size
                 changed_s = max(changed_s, found.st_mtime)
     return num_bytes, changed_s
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file is missing or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def needed_error(run: str, reason: str, *, where: str) -> TrainingError:

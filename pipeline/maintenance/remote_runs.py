@@ -13,7 +13,6 @@ from pipeline.maintenance.old_runs import (
     delete_run_folder,
     needed_error,
     published_reason,
-    read_json,
     start_files,
 )
 from pipeline.outputs.folder import OutputFolder
@@ -29,6 +28,7 @@ from pipeline.trained_lora.run_folder import (
     hold_idle_run,
     hold_training,
     is_being_trained,
+    read_record,
     run_folder,
 )
 from pipeline.trained_lora.run_upload import LEASE_FILE
@@ -264,7 +264,7 @@ def _files_by_run(outputs: OutputFolder) -> dict[str, _Files]:
 
 def _state(folder: Path, files: _Files) -> str:
     finished = RunLayout(folder).finished
-    if finished.name in files.versions and (steps := read_json(finished).get("steps")):
+    if finished.name in files.versions and (steps := read_record(finished).get("steps")):
         return f"finished at step {steps:,}"
     step = files.last_step
     return "unfinished" if step is None else f"unfinished, resumes from step {step:,}"

@@ -110,11 +110,7 @@ def machines_of_this_process() -> Machines:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface with the route to a host; None if the name cannot be resolved.
-
-    None as well if another name than localhost belongs to the loopback interface, which other machines cannot
-    reach. Nothing is sent.
-    """
+    """Return the network interface with the route to a host; None without one. Nothing is sent."""
     import psutil
 
     try:
@@ -123,6 +119,7 @@ def interface_towards(host: str) -> str | None:
             own_address = probe.getsockname()[0]
     except OSError:
         return None
+    # Other machines cannot reach the loopback interface, even if a host's own name belongs to it.
     if own_address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         return None
     names = (

@@ -115,6 +115,7 @@ def _read_result(context: CheckContext) -> _Result:
         in_epochs = recipe.training.epochs is not None and finished.get("epochs") == recipe.training.epochs
         planned_steps = int(finished["steps"]) if in_epochs else recipe.training.num_steps
         step = int(record.get("step", finished["steps"]))
+        # A line of a validation counts the steps done, so the last one is at `planned_steps`.
         return _Result(
             settings=recipe.training.lora,
             planned_steps=planned_steps,
@@ -320,6 +321,7 @@ def _expected_rank(result: _Result, module: LoraModule) -> int:
 
 def _file_size_outliers(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
+    # The matrices have the dtype of the recipe; alphas and magnitudes are float32 in any file.
     factor_bytes = 4 if result.settings.save_dtype == "float32" else 2
     for layout, file in result.files.items():
         tensor_bytes = sum(

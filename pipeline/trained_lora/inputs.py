@@ -232,6 +232,7 @@ class TrainingInputs(Sequence[TrainingInput]):
         """Shapes of each input's references in order, as text; "" without references."""
         if "references" not in self.table.columns:
             return pl.repeat("", len(self), eager=True, dtype=pl.String)
+        # Many inputs share their shapes, so each distinct text is parsed once.
         texts = self.table["reference_tensors"].list.join("\n").fill_null("")
         return texts.replace_strict({text: shapes_text(text) for text in texts.unique()})
 
@@ -312,6 +313,7 @@ def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFra
 
     rows = rows.join(_latent_tensors(entries, rows), on=TARGET, how="left", maintain_order="left")
 
+    # All views of an input are equal in these columns.
     of_all_views = ("dataset", "repeats", "latent_tensors", "height", "width", *TARGET, "held_out")
     inputs = rows.group_by("sample_id", "bucket").agg(
         "latents", "crops_top", "crops_left", pl.col(*of_all_views).first()

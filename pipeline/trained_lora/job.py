@@ -210,6 +210,7 @@ def with_steps(recipe: Recipe, inputs: TrainingInputs) -> Recipe:
     if training.epochs is None:
         return recipe
 
+    # The plan needs a number of steps, which does not change the length of its epochs.
     steps = TrainingPlan.steps_in(plan_inputs(inputs), plan_settings(recipe, steps=1), training.epochs)
     scheduled = training.warmup_steps + training.decay_steps
     if scheduled > steps:

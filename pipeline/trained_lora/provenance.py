@@ -74,6 +74,7 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
 
     Addresses lose their passwords and query strings.
     """
+    # A LoRA file is passed on, so it must contain neither absolute paths nor credentials (FAILURES H05).
     values = recipe.model_dump(mode="json", exclude={"output_address"})
     values["output_dir"] = str(recipe.registered_output)
     for key in ("cache_dir", "output_dir", "source"):

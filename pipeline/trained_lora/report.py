@@ -79,6 +79,7 @@ def loss_curve(metrics: Sequence[Metrics], validation: Sequence[Metrics]) -> byt
         return b""
 
     figure, axes = chart(720, 420)
+    # Metrics number the steps from 0, validations count the steps done.
     steps, losses = [line["step"] + 1 for line in metrics], [line["loss"] for line in metrics]
     marker = "." if len(steps) <= FEW_STEPS else ""
     if len(steps) > 1:

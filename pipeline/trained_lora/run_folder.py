@@ -178,6 +178,15 @@ def _is_held(file: Path) -> bool:
     return False
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:
     """Return the `step` and total `bytes` of each complete checkpoint, newest first."""
     rows: list[dict[str, Any]] = []

@@ -217,6 +217,7 @@ class RunUpload:
                 return
             self._log(f"warning: deleted the damaged checkpoint {self._outputs.where(top)}")
             self._outputs.remove(*files, guard=self._require_lease)
+            # Fetching files that no longer exist at the address deletes the local copies.
             self._outputs.fetch_listed(files)
 
     def _note_uploaded(self, infos: Mapping[str, Mapping[str, Any]]) -> None:

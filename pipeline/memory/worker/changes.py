@@ -36,23 +36,20 @@ def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: in
 
 
 def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """Yield changed settings, each with those before it, except that each packing replaces the one before.
-
-    Checkpointing costs time. A smaller batch with more accumulation trains the same samples per step.
-    Streaming trains the same weights, and its copies overlap with computation: docs/hardware.md lists the
-    computed times. Packing changes the trained weights slightly, and unpacks weights before each product.
-    """
+    """Yield changed settings with all changes before them, except that a packing replaces the one before."""
     settings: tuple[str, ...] = ()
     if variant.mixed_precision == "no":
         settings += ("accelerate.mixed_precision: bf16",)
         variant = replace(variant, mixed_precision="bf16")
         yield settings, variant
 
+    # It costs time, but trains the same weights.
     if not variant.checkpointing:
         settings += ("training.gradient_checkpointing: true",)
         variant = replace(variant, checkpointing=True)
         yield settings, variant
 
+    # A smaller batch with more accumulation trains the same samples per step.
     if variant.batch_size > 1:
         accumulation = recipe.training.gradient_accumulation * variant.batch_size
         settings += ("training.batch_size: 1", f"training.gradient_accumulation: {accumulation}")
@@ -62,11 +59,14 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
     # A recipe with sharding can have neither streaming nor packed weights.
     if recipe.accelerate.shard:
         return
+    # Streaming trains the same weights, and its copies overlap with computation: docs/hardware.md lists the
+    # computed times.
     if variant.offload != 0 and recipe.training.offload != "auto":
         settings += (AUTO if recipe.training.lora.text_encoders is None else "training.offload: 0",)
         variant = replace(variant, offload=0)
         yield settings, variant
 
+    # Packing comes last: it changes the trained weights slightly, and unpacks weights before each product.
     if variant.quantize == "none" and recipe.training.lora.allows_packed_weights:
         for kind in ("int8", "nf4"):
             yield (*settings, f"training.quantize: {kind}"), replace(variant, quantize=kind)

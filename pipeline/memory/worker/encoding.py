@@ -76,6 +76,7 @@ def text_memory(
         card_bytes: Memory of the GPU; None if it is not known, so that auto streams nothing.
     """
     sizes: dict[str, EncoderSize] = {}
+    # The encoders' weights are on the GPU together, but only one of them computes at a time.
     passes: list[int] = []
     limits = family.token_limits()
     references, images = family.spec.references, family.text_images

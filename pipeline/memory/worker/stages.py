@@ -94,15 +94,13 @@ def _text_note(dtypes: Mapping[str, str], streaming: Sequence[str]) -> str:
 
 
 def machine_bytes(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Return the memory of this machine, or the limit of its container if that is lower.
-
-    Linux shows a container its own limit in `limit_file` (cgroup v2), or "max" if it has none.
-    """
+    """Return the memory of this machine, or the limit of its container if that is lower."""
     total = int(psutil.virtual_memory().total)
     try:
         limit = limit_file.read_text(encoding="ascii").strip()
     except OSError:
         return total
+    # With cgroup v2, a container without a limit has "max" in this file.
     return min(total, int(limit)) if limit.isdecimal() else total
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -30,7 +30,7 @@ from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.export.publish import publish, publish_files, read_finished
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.job import JOB_FILE, read_job
-from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, run_folder
+from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, read_record, run_folder
 
 if TYPE_CHECKING:
     from pipeline.trained_lora.job import TrainingJob
@@ -42,7 +42,7 @@ _COMPANIONS_FOLDER = "exported_step"
 
 def exported_step(output_dir: Path, run: str) -> int | None:
     """Return the earlier step of `run` that was published last; None if the last step is to be published."""
-    record = _read_json(_record_path(output_dir))
+    record = read_record(_record_path(output_dir))
     return int(record["step"]) if record.get("run") == run else None
 
 
@@ -53,7 +53,7 @@ def forget_exported_step(output_dir: Path) -> tuple[str, int] | None:
         Run and step of the record; None if there was none.
     """
     path = _record_path(output_dir)
-    record = _read_json(path)
+    record = read_record(path)
     path.unlink(missing_ok=True)
     return (str(record["run"]), int(record["step"])) if record else None
 
@@ -64,7 +64,7 @@ def exportable_run(output_dir: Path) -> str:
     Raises:
         TrainingError: No checkpoint holds LoRA files.
     """
-    published = _read_json(output_dir / LORA_FOLDER / PROVENANCE_FILE).get("run")
+    published = read_record(output_dir / LORA_FOLDER / PROVENANCE_FILE).get("run")
     if published and lora_steps(RunLayout(run_folder(output_dir, published))):
         return str(published)
 
@@ -92,7 +92,7 @@ def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
     folder = lora_steps(layout).get(step)
     if folder is None:
         raise _not_available(layout, f"run {run} did not save a LoRA at step {step}")
-    hashes: dict[str, str] = _read_json(folder / LORA_RECORD).get("sha256", {})
+    hashes: dict[str, str] = read_record(folder / LORA_RECORD).get("sha256", {})
     damaged = [name for name, sha256 in hashes.items() if _sha256_or_none(folder / name) != sha256]
     if damaged or not hashes:
         reason = f"{', '.join(damaged) or LORA_RECORD} is missing or changed after it was saved"
@@ -116,7 +116,7 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
         TrainingError: The run has not finished, or its files are damaged.
     """
     layout = RunLayout(run_folder(output_dir, run))
-    steps = _read_json(layout.finished).get("steps", 0)
+    steps = read_record(layout.finished).get("steps", 0)
     finished = read_finished(layout, steps=steps, recipe_name=recipe_name)
     if finished is None:
         raise _not_available(layout, f"run {run} has not finished, or its files changed since")
@@ -142,7 +142,7 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
         "run": job.run,
         "steps": step,
         "step": step,
-        "device": _read_json(layout.finished).get("device"),
+        "device": read_record(layout.finished).get("device"),
         "files": files,
         **job.provenance,
     }
@@ -182,12 +182,3 @@ def _record_path(output_dir: Path) -> Path:
 
 def _sha256_or_none(path: Path) -> str | None:
     return file_sha256(path) if path.is_file() else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file is missing or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -254,6 +254,7 @@ def read_lora_file(path: Path) -> LoraFile:
     try:
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
+            # The format begins with the length of the header, in 8 bytes.
             header_bytes = 8 + int.from_bytes(file.read(8), "little")
         with safe_open(path, framework="np") as opened:
             metadata = dict(opened.metadata() or {})
@@ -354,6 +355,7 @@ def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
         own = {key.removeprefix(prefix): value for key, value in adapter.items() if key.startswith(prefix)}
         rank = int(_of_pattern(own.get("rank_pattern"), path, own["r"]))
         alpha = float(_of_pattern(own.get("alpha_pattern"), path, own["lora_alpha"]))
+        # rsLoRA: https://arxiv.org/abs/2312.03732
         return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank
     except (KeyError, ValueError, TypeError, AttributeError, re.error) as err:
         raise TrainingError(

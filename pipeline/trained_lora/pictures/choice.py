@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.errors import DrawingError, counted
 from pipeline.trained_lora.export.earlier_step import exportable_run
@@ -25,6 +24,7 @@ from pipeline.trained_lora.run_folder import (
     OPTIMIZER_FILE,
     RunLayout,
     lora_steps,
+    read_record,
     run_folder,
 )
 
@@ -113,7 +113,7 @@ def choose_file(path: Path) -> ChosenLoras:
 
 def _published(output_dir: Path) -> ChosenLoras | None:
     file = output_dir / LORA_FOLDER / _FILE
-    record = _read_json(file.with_name(PROVENANCE_FILE))
+    record = read_record(file.with_name(PROVENANCE_FILE))
     step = record.get("step", record.get("steps"))
     if not file.is_file() or "run" not in record or step is None:
         return None
@@ -122,7 +122,7 @@ def _published(output_dir: Path) -> ChosenLoras | None:
 
 def _finished_without_checkpoints(layout: RunLayout, steps: Steps) -> ChosenLoras:
     """Return the last step of a finished run of Latentline 0.2 or earlier; its checkpoints have no LoRA."""
-    num_steps = _read_json(layout.finished).get("steps")
+    num_steps = read_record(layout.finished).get("steps")
     file = layout.exported / _FILE
     if num_steps is None or not file.is_file():
         raise DrawingError(
@@ -143,7 +143,7 @@ def _undamaged(folder: Path) -> Path:
         DrawingError: It is missing or changed after it was saved.
     """
     file = folder / _FILE
-    expected = _read_json(folder / LORA_RECORD).get("sha256", {}).get(_FILE)
+    expected = read_record(folder / LORA_RECORD).get("sha256", {}).get(_FILE)
     if not file.is_file() or file_sha256(file) != expected:
         raise DrawingError(
             f"the LoRA of {folder.name} is damaged: {_FILE} is missing or changed after it was saved",
@@ -171,12 +171,3 @@ def _no_such_step(layout: RunLayout, step: int, steps: Sequence[int]) -> Drawing
         where=str(layout.checkpoints),
         fix=f"use --step {closest}, or another of its {counted(len(steps), 'step')}: {listed}",
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file is missing or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

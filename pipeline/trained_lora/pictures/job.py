@@ -98,6 +98,7 @@ class DrawingJob:
 
     def cells(self) -> Iterator[Cell]:
         """Yield all pictures by LoRA, strength and prompt, in the order in which they are drawn."""
+        # By LoRA first, so that the process loads each file once.
         for lora in self.loras:
             for strength in self.strengths:
                 for number in range(len(self.prompts)):

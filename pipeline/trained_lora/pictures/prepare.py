@@ -91,6 +91,7 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
         prompts = recipe_prompts(entries, trained.training.sample_prompts)
     else:
         prompts = _prompts(recipe, request.prompts, entries, previews)
+    # The requested seed also replaces the seeds that single prompts have in the recipe.
     if request.seed is not None:
         prompts = tuple(replace(prompt, seed=None) for prompt in prompts)
     job = DrawingJob(

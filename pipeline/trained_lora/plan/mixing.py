@@ -86,6 +86,7 @@ class Mix:
         self._seed = seed
         self._samples = samples
         datasets = samples.datasets.names if weights else []
+        # Fractions, because the rounding errors of epochs' lengths would add up in the long run.
         total = sum((Fraction(weights[name]) for name in datasets), Fraction(0))
         self._weights = {name: Fraction(weights[name]) / total for name in datasets}
         self._round = {name: int(samples.repeats[samples.datasets.members(name)].sum()) for name in datasets}
@@ -126,6 +127,7 @@ class Mix:
         `members` is ascending, and equal hashes keep its order.
         """
         repeats = self._samples.repeats[members]
+        # 0, 1, 2, ... for the repeats of each sample.
         numbers = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         names = self._samples.random_names_at(members)
         hashes = (
@@ -148,6 +150,7 @@ class Mix:
             return self._once_round(dataset, epoch)
         ends = [self._round[name] / weight for name, weight in self._weights.items()]
         length = (min if self._exhausted == "end_epoch" else max)(ends) * self._weights[dataset]
+        # The epoch takes these draws of the dataset's endless queue; the next epoch continues at `last`.
         first, last = floor(epoch * length), floor((epoch + 1) * length)
         size = self._round[dataset]
         taken: list[Ints] = [np.empty(0, dtype=np.int32)]

@@ -125,6 +125,7 @@ class TrainingPlan(Sequence[StepPlan]):
         self._epochs = Epochs(self._mix, settings.seed, self._capacity, settings.underfilled)
         self._bucket_sizes = self._mix.sizes(0)
         self.steps_per_epoch = self._steps_of(0)
+        # Epochs of a mix that changes differ in length, so their first steps are listed.
         self._starts = [0, self.steps_per_epoch]
         while not self._mix.constant and self._starts[-1] < settings.steps:
             self._starts.append(self._starts[-1] + self._steps_of(len(self._starts) - 1))

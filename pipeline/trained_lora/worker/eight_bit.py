@@ -32,6 +32,7 @@ class EightBitLinear(nn.Linear):
 
     def __init__(self, layer: nn.Linear) -> None:
         """Take over the weight and the bias of `layer`."""
+        # Both weights are replaced at once, so that none is allocated.
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias

@@ -17,8 +17,7 @@ from torch import Tensor
 class MicroInput:
     """One rank's tensors for one forward and backward pass.
 
-    Tensors of the cache keep their stored dtype until `to` copies them to the device, so that the host
-    converts nothing and less is copied. The dtypes below are those after `to`.
+    The dtypes below hold after `to`; before, tensors of the cache have their stored dtype.
 
     Attributes:
         variant_ids: Ids of the B slots.
@@ -67,6 +66,7 @@ class MicroInput:
         """
 
         def moved(tensor: Tensor) -> Tensor:
+            # Converted on the device, so that less is copied and the host converts nothing.
             on_device = tensor.to(device, non_blocking=True)
             return on_device.float() if on_device.is_floating_point() else on_device
 

@@ -97,6 +97,7 @@ def noise_levels(uniform: Tensor, settings: TimestepSettings, family_density: De
     else:
         levels = uniform
 
+    # Rounding may give 1, and a schedule of N timesteps, numbered from 0, has no timestep N.
     below_one = 1.0 - 2.0**-53
     return (settings.min + (settings.max - settings.min) * levels).clamp(0.0, below_one)
 

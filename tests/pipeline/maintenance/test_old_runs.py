@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.maintenance.old_runs import Run, delete_run, delete_run_folder, read_json, survey_runs
+from pipeline.maintenance.old_runs import Run, delete_run, delete_run_folder, survey_runs
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.atomic import temp_name
 from pipeline.trained_lora.job import JOB_FILE
@@ -234,12 +234,3 @@ def test_a_run_folder_without_locks_is_deleted_and_a_missing_one_is_an_error(out
     assert survey_runs(output_dir, num_newest=0, recipes=[]).leftovers == {}
     with pytest.raises(TrainingError, match="a run folder cannot be deleted: No such file or directory"):
         delete_run_folder(folder)
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", "1"], ids=str)
-def test_a_missing_or_damaged_file_has_no_facts(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    assert read_json(tmp_path / "run.json") == {}
-    (tmp_path / "run.json").write_text('{"steps": 5}')
-    assert read_json(tmp_path / "run.json") == {"steps": 5}

@@ -21,6 +21,7 @@ from pipeline.trained_lora.run_folder import (
     is_being_trained,
     lora_steps,
     read_metrics,
+    read_record,
 )
 
 
@@ -178,3 +179,12 @@ def test_the_folders_of_a_run_are_created_when_it_is_held(tmp_path: Path) -> Non
         for _ in range(2):
             with hold(layout):
                 assert layout.folder.is_dir()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "1"], ids=str)
+def test_a_missing_or_damaged_file_has_no_facts(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    assert read_record(tmp_path / "run.json") == {}
+    (tmp_path / "run.json").write_text('{"steps": 5}')
+    assert read_record(tmp_path / "run.json") == {"steps": 5}

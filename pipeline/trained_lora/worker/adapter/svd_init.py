@@ -87,13 +87,12 @@ def _initial_factors(name: str, layer: Any, settings: LoraSettings, *, seed: int
 
 @contextmanager
 def at_initial_weights(denoiser: nn.Module) -> Generator[None]:
-    """Reset the trained adapter to its initial weights within the context, and restore it bit for bit after.
-
-    The initial weights are the frozen adapter's, with the sign of the up matrix reversed.
-    """
+    """Reset the trained adapter to its initial weights within the context."""
+    # The data is exchanged and not copied, so that it comes back bit for bit.
     trained: list[tuple[nn.Parameter, Tensor]] = []
     for _, module in lora_modules(denoiser):
         layer = cast("Any", module)
+        # The frozen adapter still has the initial weights, with the sign of the up matrix reversed.
         for factors, sign in ((layer.lora_A, 1.0), (layer.lora_B, -1.0)):
             weight: nn.Parameter = factors[ADAPTER].weight
             trained.append((weight, weight.data))

@@ -47,6 +47,7 @@ def lora_state(denoiser: nn.Module) -> dict[str, Tensor]:
 
 def lora_shapes(module: Adapted) -> tuple[Shape, Shape]:
     """Return the shapes of a module in `lora_state`: (rank, in, *kernel) and (out, rank, *ones)."""
+    # On the meta device, where the factors of converted adapters are not computed.
     down, up = _lora_factors(module, lambda weight: weight.detach().to("meta"))
     return tuple(down.shape), tuple(up.shape)
 

@@ -61,6 +61,7 @@ def layout_tensors(
     tensors: dict[str, Tensor] = {}
     for module in modules:
         for key, shape in module.shapes(layout).items():
+            # In a fused layer, the blocks of parts without an adapter stay zero.
             tensors.setdefault(key, torch.zeros(shape))
 
         # `factors` returns views of the module's part of a fused layer.
@@ -139,6 +140,7 @@ def _require_block_diagonal(
     path: Path, tensors: Mapping[str, Tensor], modules: list[LoraModule], layout: Layout
 ) -> None:
     """Raise `TrainingError` if an up matrix of a fused layer has numbers outside of its modules' blocks."""
+    # A reader multiplies the complete matrix, so that such numbers would change other modules.
     num_nonzero: dict[str, int] = {}
     for module in modules:
         _, up_key, _ = module.keys(layout)

@@ -107,6 +107,7 @@ class CudaRules(TorchFunctionMode):
         elif self._autocast is not None and name in _FLOAT32 and given.get("dtype") is None:
             args, given = _cast(args, torch.float32, {}), _cast(given, torch.float32, {})
 
+        # Tensors on the CPU, such as lengths and masks, keep their values, which decide shapes.
         if not (_any_meta(args) or _any_meta(given.values())):
             return func(*args, **given)
         if name != "__getitem__":
