@@ -154,10 +154,8 @@ def _listed(names: list[str]) -> str:
 
 
 def as_recipe_path(text: str) -> str:
-    """Return an existing path as a recipe writes it; Hub ids and missing paths are returned unchanged.
-
-    Command line paths are relative to the working directory, but paths in recipes to the project root.
-    """
+    """Return an existing path as a recipe writes it; Hub ids and missing paths are returned unchanged."""
+    # Paths on a command line are relative to the working directory, paths in recipes to the project root.
     path = Path(text).expanduser()
     return path_in_recipe(path) if path.exists() else text
 

@@ -70,8 +70,6 @@ def command(encoding: str, shard: Shard | None) -> None:
 def shard_of_environment(encoding: SharedEncoding) -> Shard:
     """Return the shard that the scheduler's variable names, or the complete encoding without one.
 
-    N is the encoding's number of shards. Slurm's own count of tasks is smaller if only some start again.
-
     Raises:
         LaunchError: The variable is not a number below the number of shards.
         StoreError: The encoding cannot be read.
@@ -79,6 +77,7 @@ def shard_of_environment(encoding: SharedEncoding) -> Shard:
     name = next((name for name in INDEX_VARIABLES if os.environ.get(name)), None)
     if name is None:
         return Shard(0, 1)
+    # Not Slurm's own count of tasks, which is smaller if only some of them start again.
     num_shards = encoding.settings()["num_shards"]
     try:
         return parse_shard(f"{os.environ[name]}/{num_shards}")

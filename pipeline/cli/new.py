@@ -71,6 +71,7 @@ def command(recipe: str, images: Path, base: str) -> None:
         raise _about_options(err, file, images=images, base=base) from err
 
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Another command may have written the recipe since the check above.
     try:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)

@@ -90,6 +90,7 @@ def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, .
     try:
         sheet = _draw(job)
     except KeyboardInterrupt:
+        # The pictures that are complete stay, so they are uploaded too.
         _upload(recipe, job)
         _report_stop(job)
         sys.exit(STOPPED_STATUS)

@@ -1,7 +1,6 @@
 """Text on pictures: the font, and lines that fit a width.
 
-The font is DejaVu Sans, which matplotlib contains, because Pillow's own font has ASCII letters only. A letter
-that the font lacks, such as a Chinese one, is drawn as a box.
+A letter that the font lacks, such as a Chinese one, is drawn as a box.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ def font(size_px: int) -> FreeTypeFont:
     import matplotlib
     from PIL import ImageFont
 
+    # Matplotlib's font, because Pillow's own one has ASCII letters only.
     # The basic layout draws one letter after another and accepts any text; it needs no further library.
     file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
     return ImageFont.truetype(file, size_px, layout_engine=ImageFont.Layout.BASIC)
@@ -38,10 +38,7 @@ def line_height_px(size_px: int) -> int:
 
 
 def shortened(text: str, size_px: int, width_px: int) -> str:
-    """Return printable text that fits `width_px`; the middle of a longer one is replaced by an ellipsis.
-
-    File names often differ at their ends only, so both ends remain.
-    """
+    """Return printable text that fits `width_px`; the middle of a longer one is replaced by an ellipsis."""
     text = printable(text)
     if _width(text, size_px) <= width_px:
         return text
@@ -49,6 +46,7 @@ def shortened(text: str, size_px: int, width_px: int) -> str:
     # A letter is at least a tenth of the font size wide, so longer texts cannot fit.
     most = min(len(text) - 1, 1 + 10 * width_px // size_px)
     for num_letters in range(most, 1, -1):
+        # Both ends remain, because file names often differ at their ends only.
         start, end = text[: (num_letters + 1) // 2], text[len(text) - num_letters // 2 :]
         if _width(start + ELLIPSIS + end, size_px) <= width_px:
             return start + ELLIPSIS + end

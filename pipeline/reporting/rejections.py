@@ -54,6 +54,7 @@ def _unique_ids(ids: Iterable[str]) -> pl.Series:
 
 def _difference(ids: pl.Series, others: pl.Series) -> pl.Series:
     """Return the ids of the first series that the second one lacks."""
+    # `implode`, because Polars deprecates `is_in` with a plain series.
     return ids.filter(~ids.is_in(others.implode()))
 
 

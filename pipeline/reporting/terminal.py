@@ -28,14 +28,15 @@ _DEFAULT_SIZE = (80, 24)
 def find_terminal() -> None:
     """Set `TERMINAL_VARIABLE` if this process runs in the foreground of a terminal, and remove it otherwise.
 
-    Both standard input and standard error must be the terminal. Runs started by Dagster's UI and daemon are
-    multiprocessing children, for which Python replaces `sys.stdin`: they report progress to their log, even
-    when the UI itself was started on a terminal. `TERM=dumb`, or no `TERM`, turns bars off.
+    `TERM=dumb`, or no `TERM`, turns bars off.
     """
     os.environ.pop(TERMINAL_VARIABLE, None)
     if os.environ.get("TERM", "dumb") == "dumb":
         return
 
+    # Standard input must be the terminal too. Runs started by Dagster's UI and daemon are multiprocessing
+    # children, for which Python replaces `sys.stdin`: they report progress to their log, even when the UI
+    # itself was started on a terminal.
     with suppress(OSError, ValueError):  # a closed stream raises ValueError
         has_input = sys.stdin is not None and sys.stdin.isatty()
         if has_input and os.isatty(2) and os.tcgetpgrp(2) == os.getpgrp():
@@ -117,9 +118,10 @@ class ProgressBar:
         )
 
     def _terminal_size(self) -> tuple[int, int] | None:
-        """Return (columns, lines), or None if the terminal reports 0 for either, as pseudo-terminals may."""
+        """Return (columns, lines), or None if the terminal does not report both."""
         try:
             columns, lines = os.get_terminal_size(self._file.fileno())
         except OSError:
             return None
+        # A pseudo-terminal may report 0.
         return (columns, lines) if columns and lines else None

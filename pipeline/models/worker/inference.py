@@ -144,11 +144,8 @@ def _on_device(value: Any, weight: Tensor) -> Any:
 
 
 def _call_without_autocast(vae: nn.Module, method: str) -> None:
-    """Make `vae.encode` or `vae.decode` accept a tensor of any dtype and ignore autocast.
-
-    The replacement refers to the VAE weakly: a strong reference would be a cycle, and keep the VAE in memory
-    after its last use.
-    """
+    """Make `vae.encode` or `vae.decode` accept a tensor of any dtype and ignore autocast."""
+    # A strong reference would be a cycle, and keep the VAE in memory after its last use.
     call, vae_reference = getattr(type(vae), method), weakref.ref(vae)
 
     def call_in_own_dtype(values: Tensor, *arguments: Any, **options: Any) -> Any:

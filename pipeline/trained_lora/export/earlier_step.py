@@ -120,6 +120,7 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
     finished = read_finished(layout, steps=steps, recipe_name=recipe_name)
     if finished is None:
         raise _not_available(layout, f"run {run} has not finished, or its files changed since")
+    # First, so that a job after a crash publishes the last step too.
     forget_exported_step(output_dir)
     return steps, publish(layout, output_dir / LORA_FOLDER, finished)
 

@@ -85,9 +85,10 @@ def _sheet(job: DrawingJob) -> bytes:
 
 
 def _fitted_picture(cell: Cell) -> Image.Image:
-    """Read a picture at the size of the sheet's cells, since all full pictures may not fit into memory."""
+    """Read a picture at the size of the sheet's cells."""
     from PIL import Image
 
+    # Reduced as soon as it is read, because all full pictures may not fit into memory.
     with Image.open(cell.path) as picture:
         return fitted(picture, CELL_PX)
 

@@ -125,9 +125,7 @@ def _machine_facts(job: TrainingJob, family: WorkerFamily) -> dict[str, str]:
 def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
     """Return the step with the most latent values in one micro-batch of one rank; the first such step.
 
-    Values of references count too, and of all other images that the denoiser sees.
-
-    Only the first `_NUM_STEPS` steps are compared.
+    Values of all images that the denoiser sees count too. Only the first `_NUM_STEPS` steps are compared.
     """
     return max((plan[number] for number in range(min(len(plan), _NUM_STEPS))), key=_largest_share(inputs))
 

@@ -40,10 +40,8 @@ def draw_previews(
 ) -> list[Path]:
     """Draw each of the run's prompts into `samples/step-<step>-<number>.png`.
 
-    The file's text chunks state the prompt and its settings that differ from the defaults. If memory runs
-    out, the VAE decodes the remaining pictures in tiles and in bfloat16.
     A preview depends only on the adapter, the prompt with its settings and the recipe's seed, so that steps
-    can be compared.
+    can be compared. If memory runs out, the VAE decodes the remaining pictures in tiles and in bfloat16.
 
     `warn` receives a warning if drawing fails.
 
@@ -85,6 +83,7 @@ def _draw_all(
                     picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
 
                 path = preview_file(RunLayout(job.folder).previews, step, number)
+                # Readers of the file, such as the sheet of the run, need no recipe for its heading.
                 text_chunks = PngInfo()
                 for key, text in {PROMPT_KEY: prompt.caption, **prompt.settings()}.items():
                     text_chunks.add_itxt(key, text)

@@ -286,8 +286,6 @@ class Engine:
     ) -> QueuedStep:
         """Run forward and backward over the step's micro-batches, then the optimizer once.
 
-        A GPU may still be computing when this returns.
-
         Args:
             batch: The step.
             inputs: This rank's tensors; the next ones must be the micro-batches of `batch`.
@@ -323,6 +321,7 @@ class Engine:
             lr_scheduler_state=self._lr_scheduler.state_dict(),
         )
         self._update(step)
+        # A GPU may still be computing; `finish` waits for the numbers.
         return step
 
     def finish(self, step: QueuedStep) -> StepOutcome:

@@ -57,10 +57,8 @@ def add_lora(
 ) -> AdapterConfig:
     """Freeze the network and add a fresh adapter to the modules that the settings select.
 
-    The new weights are float32 for any base dtype (FAILURES R10) and depend only on `seed`; the delta weights
-    are zero. The global random state does not change.
-
-    The network is changed in place. `targets` are the endings of module paths that `targets: family` selects.
+    The new weights are float32 for any base dtype and depend only on `seed`; the delta weights are zero. The
+    network is changed in place. `targets` are the endings of module paths that `targets: family` selects.
 
     Returns:
         The configuration given to peft.
@@ -83,7 +81,8 @@ def add_lora(
     if settings.dora and streamed_blocks(network) is not None:
         _init_streamed_magnitudes(network)
     for weight in trainable_weights(network):
-        # peft creates the adapter in the base weights' dtype, and small updates vanish in half precision.
+        # peft creates the adapter in the base weights' dtype. Small updates would vanish in half precision,
+        # and fp16's gradient scaler refuses such weights (FAILURES R10).
         weight.data = weight.data.float()
     return config
 
