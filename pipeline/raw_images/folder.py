@@ -185,12 +185,13 @@ def _may_be_image(
 ) -> bool:
     """Return True for a possible image; count every other file in `result` by its kind.
 
-    `looks_like_image` decides by content. It is only called for files without a suffix, as scrapers leave
-    them.
+    `looks_like_image` decides by content.
     """
     name = path.rpartition("/")[2]
     _, dot, suffix = name.rpartition(".")
     suffix = suffix.lower() if dot else ""
+
+    # Only files without a suffix are opened, because scrapers leave such images.
     if suffix in SUFFIXES or (not dot and looks_like_image(path)):
         return True
 
@@ -237,6 +238,8 @@ class _LocalWalker:
         """Visit the real files below the root, then the targets of its links."""
         self._visit_folder("")
         self._follows_links = True
+
+        # Real files are met once in any case, so only links need the identities of all files.
         if self._links:
             self._visited_files = {(image.device, image.inode) for image in self.result.images}
         while self._links:

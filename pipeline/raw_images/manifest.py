@@ -1,7 +1,7 @@
 """Use a manifest as a dataset: a table with one row per image, its path and optional further columns.
 
 Paths are relative to the dataset's root. A path that leads out of it is rejected, whether through `..`, an
-absolute path, a link or another address: the author of the manifest may not be the person who runs the job.
+absolute path, a link or another address.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def walk_manifest(
             continue
 
         seen.add(path)
+
+        # The author of the manifest may not be the person who runs the job.
         if path == ".." or path.startswith(("/", "../")) or _is_address(path):
             detail = f"the manifest's path {written!r} leads out of {source.address}"
             fix = "write paths relative to that folder, or set datasets[].images to the folder they are in"

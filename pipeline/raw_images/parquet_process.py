@@ -22,8 +22,9 @@ import psutil
 
 from pipeline.storage.regular_files import RefusedFileError
 
+# Unlike the time of a clock, it does not depend on the load of the machine.
 MAX_CPU_S = 120
-"""Processor time after which the process is ended. It does not depend on the load of the machine."""
+"""Processor time after which the process is ended."""
 
 MAX_WALL_S = 600
 """Time after which the process is ended, however much of it was spent waiting."""
@@ -34,8 +35,9 @@ MIN_TABLE_BYTES = 1_000_000_000
 MAX_EXPANSION = 20
 """Memory that a large manifest may take, as a multiple of its size."""
 
+# Each thread takes address space, which counts towards the limit.
 _THREADS = "4"
-"""Threads of Polars in the process. Each takes address space, which counts towards the limit."""
+"""Threads of Polars in the process."""
 
 
 def read_parquet(
@@ -99,7 +101,12 @@ def main() -> None:
     """Read the standard input as Parquet and write it to the Arrow file in the first argument."""
     arguments = json.loads(sys.argv[1])
     max_cpu_s = int(arguments["max_cpu_s"])
+
+    # The limit covers all address space, also what the imported libraries have taken before.
     max_bytes = psutil.Process().memory_info().vms + int(arguments["max_bytes"])
+
+    # The hard limit is one second later, because reaching it kills with a signal that looks like missing
+    # memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))

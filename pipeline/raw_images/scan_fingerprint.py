@@ -19,8 +19,9 @@ from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.remote_source import RemoteSource
 
+# Editors, file managers and copying tools create files with such names.
 IGNORED_PREFIX = "."
-"""Prefix of names that do not belong to a dataset: editors, file managers and copying tools create them."""
+"""Prefix of names that do not belong to a dataset."""
 
 MAX_ENTRIES_IN_MEMORY = 500_000
 """Largest part of a folder that is sorted in memory at once. All names are read again for each part."""
@@ -215,7 +216,8 @@ class _LocalTree:
         return os.fsencode(folder) + b"\0" + _unreadable_state(err) + b"\n"
 
     def is_listed(self, folder: str, open_folders: Sequence[str]) -> bool:
-        """See `_Tree.is_listed`. Only links can lead to a folder that has another path."""
+        """See `_Tree.is_listed`."""
+        # Only links can lead to a folder that has another path.
         if not os.path.islink(folder):  # noqa: PTH114 - as above
             return False
         target = Path(folder).resolve()
@@ -250,6 +252,7 @@ class _RemoteTree:
     """Folders on a remote file system."""
 
     def __init__(self, url: Url) -> None:
+        # The sensor does not wait for a service that is away, because Dagster limits its time.
         self._source = RemoteSource(url, repeat_requests=False)
 
     def items(self, folder: str, first: str) -> Iterator[_Item]:
@@ -271,7 +274,8 @@ class _RemoteTree:
         return f"{folder}/{name}" if folder else name
 
     def unreadable(self, folder: str, err: OSError) -> bytes:
-        """Raise the error: a service that cannot list one folder may list none."""
+        """Raise the error."""
+        # A service that cannot list one folder may list none.
         raise err
 
     def is_listed(self, folder: str, open_folders: Sequence[str]) -> bool:

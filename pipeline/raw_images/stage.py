@@ -45,9 +45,9 @@ within this time before the scan is read again by the next scan."""
 MAX_NAMED = 50
 """Maximum number of paths that the report lists for each kind of oddity; the counts are complete."""
 
+# Files with other reasons, such as a missing plug-in or a failed read, are tried again by every scan.
 CONTENT_REASONS = ("truncated", "undecodable", "not_an_image", "empty_file", "too_large")
-"""Rejection reasons that hold as long as the file's stat is unchanged. Files with other reasons, such as a
-missing plug-in or a failed read, are tried again by every scan."""
+"""Rejection reasons that hold as long as the file's stat is unchanged."""
 
 Row = dict[str, Any]
 

@@ -172,11 +172,8 @@ class BucketSettings(Settings):
                 yield violation
 
     def _unused_sizes(self) -> Iterator[Violation]:
-        """Yield a violation for each duplicate size, and for each smaller than one of its aspect ratio.
-
-        Images go to the nearest aspect ratio and then to the larger size, so a smaller one would never be
-        used.
-        """
+        """Yield a violation for each duplicate size, and for each smaller than one of its aspect ratio."""
+        # Images go to the nearest aspect ratio and then to the larger size, so a smaller one is never used.
         largest: dict[Fraction, tuple[int, int]] = {}
         for height, width in self.size_pairs:
             ratio = Fraction(width, height)

@@ -23,8 +23,9 @@ JSON_SUFFIX = ".json"
 FILENAME = "filename"
 """Value of `captions.fallback` that makes the file name the caption."""
 
+# Each order is a cache entry.
 MAX_VARIANTS = 64
-"""Maximum number of cached tag orders per caption; each is a cache entry."""
+"""Maximum number of cached tag orders per caption."""
 
 
 class ShuffleSettings(Settings):

@@ -1,8 +1,4 @@
-"""Validation of cron schedules: five fields, or a word such as @daily, as Dagster accepts them.
-
-Dagster's own validator cannot be used: `pipeline` does not import dagster, and the message must name the
-wrong field.
-"""
+"""Validation of cron schedules: five fields, or a word such as @daily, as Dagster accepts them."""
 
 from __future__ import annotations
 
@@ -29,6 +25,7 @@ _FIX = 'use five fields "minute hour day month weekday", such as "0 3 * * *" for
 
 def check_cron(value: str) -> str:
     """Return `value` if it is a schedule that can occur; the extensions L and # are not supported."""
+    # Not with Dagster's validator: `pipeline` does not import dagster, and the message names the wrong field.
     if value in WORDS:
         return value
     fields = value.split()

@@ -35,8 +35,9 @@ SCHEMA_FILE = "deploy/deployment.schema.json"
 DEFAULT_SCRATCH = Path(".cache/scratch")
 """Scratch folder, relative to the project root."""
 
+# The same as torch's default.
 WAIT_S = 600
-"""Default of the longest wait for the other machines of a training, which is also torch's default."""
+"""Default of the longest wait for the other machines of a training."""
 
 ExecutorName: TypeAlias = Literal["in_process", "multiprocess", "k8s"]
 

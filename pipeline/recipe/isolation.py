@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 START_KEY = "training.lora.start_from"
 
+# Without `runs`, because no run replaces the folder of another one.
 REPLACED_FOLDERS = ("lora", "tables", "reports")
-"""Folders in output_dir with files that runs replace. No run replaces the folder of another, `runs/<run>`."""
+"""Folders in output_dir with files that runs replace."""
 
 
 def check_isolation(recipe: Recipe) -> list[PathConflict]:
@@ -97,11 +98,7 @@ def _outputs(recipe: Recipe) -> list[NamedPath]:
 
 
 def _start_conflicts(recipe: Recipe) -> list[PathConflict]:
-    """Return the conflict of `start_from` with a folder that runs write to, if there is one.
-
-    A file in output_dir is refused only in the folders that runs replace, so that a recipe can continue from
-    one of its own runs.
-    """
+    """Return the conflict of `start_from` with a folder that runs write to, if there is one."""
     start = recipe.training.lora.start_from
     if start is None:
         return []
@@ -111,6 +108,8 @@ def _start_conflicts(recipe: Recipe) -> list[PathConflict]:
     conflicts = [] if with_cache is None else [with_cache]
 
     advice = f"set {START_KEY} to {_lasting_file(recipe, start)}, which no later run replaces"
+
+    # Other files in output_dir are accepted, so that a recipe can continue from one of its own runs.
     for name in REPLACED_FOLDERS:
         label = f"{name}/ of output_dir, which runs replace"
         replaced = NamedPath(label, "output_dir", recipe.output_dir / name)

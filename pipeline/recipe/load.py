@@ -76,8 +76,7 @@ class RecipeFolder(NamedTuple):
 def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
     """Return the recipes of all *.yaml files directly in `folder`, and separately those with mistakes.
 
-    Recipes that share an output folder are all broken. Hidden files are ignored, because editors and macOS
-    create them.
+    Recipes that share an output folder are all broken. Hidden files are ignored.
 
     Args:
         folder: The folder of recipes; `recipes_dir()` by default.
@@ -93,6 +92,7 @@ def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
     recipes: list[Recipe] = []
     mistakes: dict[Path, list[PlacedMistake]] = {}
     for file in sorted(folder.iterdir()):
+        # Editors and macOS create hidden files.
         if file.name.startswith(".") or file.suffix not in {".yaml", ".yml"}:
             continue
         recipe, file_mistakes = _read(file)

@@ -101,10 +101,8 @@ def check_optimizer(value: str) -> str:
 
 
 def check_argument(value: Any) -> Any:
-    """Return `value` if an optimizer's argument may have its type, a list as a tuple.
-
-    Pydantic alone would report one mistake for each of the accepted types.
-    """
+    """Return `value` if an optimizer's argument may have its type, a list as a tuple."""
+    # Pydantic alone would report one mistake for each of the accepted types.
     if isinstance(value, list | tuple):
         items = tuple(cast("list[Any]", value))
         if all(_is_number(item) or item is None for item in items):

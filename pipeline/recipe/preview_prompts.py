@@ -21,8 +21,9 @@ MAX_PREVIEW_EDGE_PX = 8192
 """Maximum height and width of a preview."""
 
 
+# Not strict, because a section has passed a validator and is no longer read as JSON.
 LocalFile = Annotated[Path, Field(strict=False), BeforeValidator(check_path)]
-"""Path of a file. Not strict, because a section has passed a validator and is no longer read as JSON."""
+"""Path of a file."""
 
 
 class PreviewPrompt(Settings):

@@ -29,8 +29,9 @@ ComputeDtype = Literal["auto", "float16", "bfloat16", "float32"]
 ColourLevel = Annotated[int, Field(ge=0, le=255, description="From 0 (dark) to 255 (full).")]
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
 
+# The name becomes part of asset, job and file names.
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
-"""Pattern of a recipe's name, which becomes part of asset, job and file names."""
+"""Pattern of a recipe's name."""
 
 
 class ComponentSources(Settings):

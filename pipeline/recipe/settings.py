@@ -13,8 +13,9 @@ from typing import ClassVar, NoReturn, Self
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+# Anything above is a typing error.
 MAX_COUNT = 1_000_000_000
-"""Upper bound of steps, samples and processes; anything above is a typing error."""
+"""Upper bound of steps, samples and processes."""
 
 VIOLATION = "latentline"
 """Pydantic error type of every violation."""

@@ -219,14 +219,13 @@ class TrainingSettings(Settings):
 
     @property
     def packing(self) -> str:
-        """`quantize` as run ids name it: one name for each kind, and a new one if its values change.
-
-        int8 is torchao's: the int8 layers of bitsandbytes keep every input until the backward pass, so
-        gradient checkpointing saves nothing with them. Before it was called nf4_double, nf4 packed all
-        layers, with scales of 32 bits.
-        """
+        """`quantize` as run ids name it: one name for each kind, and a new one if its values change."""
         if self.compute != "none":
             return f"{self.compute}_products"
+
+        # int8 is torchao's: the int8 layers of bitsandbytes keep every input until the backward pass, so
+        # gradient checkpointing saves nothing with them. Before it was called nf4_double, nf4 packed all
+        # layers, with scales of 32 bits.
         return {"int8": "int8_torchao", "nf4": "nf4_double"}.get(self.quantize, self.quantize)
 
     @property

@@ -53,7 +53,8 @@ def untrusted_mistakes(data: Mapping[str, Any], root: Path) -> list[Mistake]:
 
 
 def link_mistake(file: Path, folder: Path) -> Mistake | None:
-    """Return a mistake if a recipe is a link out of `folder`; messages could show the text of its target."""
+    """Return a mistake if a recipe is a link out of `folder`."""
+    # Messages could show the text of its target.
     real = Path(os.path.realpath(file))
     if real.is_relative_to(os.path.realpath(folder)):
         return None

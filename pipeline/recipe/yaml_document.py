@@ -1,6 +1,6 @@
 """A YAML document as plain data, with the line of every key and all of its YAML flaws.
 
-Anchors (&name), aliases (*name) and merges (<<) are flaws: a key then has one value, in one line.
+Anchors (&name), aliases (*name) and merges (<<) are flaws.
 """
 
 from __future__ import annotations
@@ -119,9 +119,10 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
+# The constructor is slow to create and keeps no state of a document.
 @cache
 def _scalar_constructor() -> SafeConstructor:
-    """Return the constructor of scalar values; it is slow to create and keeps no state of a document."""
+    """Return the constructor of scalar values."""
     return SafeConstructor(loader=_yaml())
 
 
@@ -142,6 +143,7 @@ class _Reader:
         if len(path) > MAX_DEPTH:
             raise _LimitExceededError(_too_deep(node.start_mark.line + 1))
         self._document.lines.setdefault(path, node.start_mark.line + 1)
+        # Without anchors, aliases and merges, a key has one value, in one line.
         if node.anchor is not None:
             # ruamel.yaml composes an alias as the node of its anchor, perhaps within that node itself.
             line = self._document.lines[path]
