@@ -88,7 +88,10 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
     job = build_reconstructable_job("assets.run", "load_job", reconstructable_args=(job_name,))
 
     with _open_instance() as instance:
+        # A dead run would keep its place in the pool, and this run would wait for it.
         end_dead_runs(instance)
+
+        # Python may have discarded the exception of an interruption during the imports.
         if interrupts:
             raise KeyboardInterrupt
         stop: BaseException | None = None

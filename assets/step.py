@@ -35,6 +35,7 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     },
     "aspect_buckets": {"buckets": True, "model": True},
     "vae_latents": {"latents": True, "model": True},
+    # The prompts of previews, which are encoded too, are in `training`.
     "text_embeddings": {"text": True, "model": True, "training": True},
     "trained_lora": {
         **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),

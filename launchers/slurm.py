@@ -235,6 +235,7 @@ class _Job:
 
     def _start(self, sbatch: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with self.submission.file.open("wb") as file:
+            # A session of its own: Ctrl-C at a terminal reaches only this process, which cancels the job.
             try:
                 return subprocess.Popen(
                     sbatch, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

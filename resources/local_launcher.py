@@ -205,6 +205,7 @@ def _run_watched(
     from pipeline.processes.tree import ProcessTree
 
     with output.file.open("wb") as file:
+        # A session of its own: Ctrl-C at a terminal reaches this process only, which then stops all others.
         process = start(stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     tree = ProcessTree(process.pid)
 

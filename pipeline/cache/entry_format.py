@@ -202,6 +202,7 @@ def _checksum(facts: Mapping[str, Any], data: memoryview) -> str:
 
 
 def _canonical(facts: Mapping[str, Any]) -> str:
+    # Sorted, so that equal facts give equal bytes on every machine.
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 

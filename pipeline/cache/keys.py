@@ -77,6 +77,7 @@ class TextInputs:
 
     def values(self) -> dict[str, Any]:
         """Return the inputs by name, without `references` if there are none."""
+        # Keys from before text encoders could see references have no such field, and stay valid.
         return {name: value for name, value in vars(self).items() if value is not None}
 
 

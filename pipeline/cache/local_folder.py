@@ -48,6 +48,7 @@ class LocalFolder(CacheFolder):
 
     def entry_stats(self, kind: Kind, keys: Collection[str]) -> npt.NDArray[np.int64]:
         """See `CacheFolder.entry_stats`."""
+        # One array, because a tuple of Python integers for each entry would take several times the memory.
         values = array("q")
         for key in keys:
             try:
@@ -100,6 +101,8 @@ class LocalFolder(CacheFolder):
         try:
             with temp.open("xb") as file:
                 file.write(data)
+
+                # The data are on the disk before the name exists, so that a crash leaves no torn entry.
                 file.flush()
                 os.fsync(file.fileno())
 

@@ -133,7 +133,7 @@ class PackCopies:
         path = self._path(name)
         self._folder.mkdir(parents=True, exist_ok=True)
         # All processes of a machine share the folder, and each pack is downloaded by one of them. A copy is
-        # never outdated, because packs never change.
+        # never outdated, because packs never change. A soft lock would outlive a process that is killed.
         with FileLock(self._folder / "lock", fallback_to_soft=False):
             if path.exists() or not self._make_room(num_bytes):
                 return

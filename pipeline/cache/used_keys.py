@@ -153,6 +153,7 @@ class KeyLists:
                     with self._access():
                         self._write_old()
                 except StoreError as err:
+                    # The last marks count for hours, so a later attempt is early enough.
                     self._log(f"warning: {err.what} ({err.where}); it is tried again in {every_s:.0f} s")
 
         # In a thread, because the body waits in a launcher that may be another program's client.
@@ -354,6 +355,8 @@ def _divided(keys: Keys) -> Iterator[bytes]:
     num_digits = 0
     while len(keys) > _MAX_LIST_KEYS * 16**num_digits:
         num_digits += 1
+
+    # Big-endian, so that the numbers are in the order of the keys.
     first_bytes = np.frombuffer(keys.tobytes(), ">u4")[:: _KEY_BYTES // 4]
     starts = np.searchsorted(first_bytes, np.arange(16**num_digits) << (32 - 4 * num_digits))
     for part in np.split(keys, starts[1:]):

@@ -152,6 +152,7 @@ def _with_model(encoding: Encoding, temp: Path, log: Log) -> Encoding:
             ) from err
 
     # The keys of the entries contain the stage's fingerprint, so the worker must encode with the same files.
+    # Hashes of weights are remembered for each machine, and so not in a remote cache.
     memory = encoding.store_root if isinstance(encoding.store_root, Path) else temp
     parts = detect(folder, components).fingerprint_parts(cast("Use", encoding.kind))
     fingerprint = Fingerprints(memory, log=log).of(parts)

@@ -65,6 +65,8 @@ def read_parquet(
     with tempfile.TemporaryDirectory(prefix="latentline-manifest-") as folder:
         table = Path(folder, "table.arrow")
         arguments = {"table": str(table), "max_bytes": max_bytes, "max_cpu_s": max_cpu_s}
+
+        # With -P, modules in the working folder are not imported.
         try:
             process = subprocess.run(
                 [sys.executable, "-P", "-m", __name__, json.dumps(arguments)],

@@ -240,6 +240,8 @@ def _first_entries(folder: str, first: str) -> tuple[list[os.DirEntry[str]], str
             if name < first or _is_ignored(name) or (last is not None and name > last):
                 continue
             part.append(entry)
+
+            # At twice the limit, so that a large folder is not sorted again for each entry.
             if len(part) == 2 * limit:
                 part = sorted(part, key=_name)[:limit]
                 last = part[-1].name

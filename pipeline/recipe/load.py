@@ -219,6 +219,7 @@ def working_copy(name: str, output: Address, root: Path) -> Path:
 
 def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     """Return the recipe of validated `data`, with paths joined to the project root."""
+    # A copy, because paths in it are replaced.
     values = json.loads(json.dumps(data))
     values.setdefault("cache_dir", str(Recipe.model_fields["cache_dir"].default))
     lora = values.get("training", {}).get("lora", {})

@@ -24,6 +24,7 @@ _TEMP_NAME = re.compile(rf"\.[0-9]+-[0-9a-f]{{16}}{re.escape(TEMP_SUFFIX)}")
 
 def temp_path_for(path: Path) -> Path:
     """Return a new path in the folder of `path`, unique among processes and threads; see `temp_name`."""
+    # In the same folder, because a rename is atomic only within one file system.
     return path.with_name(temp_name())
 
 
@@ -53,6 +54,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     try:
         with temp.open("xb") as file:
             write(file)
+
+            # The data are on the disk before the name refers to them, so that a crash leaves no torn file.
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)

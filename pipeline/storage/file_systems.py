@@ -83,6 +83,7 @@ def missing_package(url: Url) -> str:
 def request_lock(files: Any) -> AbstractContextManager[Any]:
     """Return a lock to hold during each request; a null context if threads may send requests at once."""
     is_concurrent = files.async_impl or protocols_of(files) & _CONCURRENT_PROTOCOLS
+    # Others, such as SFTP and SMB, send one request per connection at a time.
     return nullcontext() if is_concurrent else threading.Lock()
 
 
@@ -119,6 +120,7 @@ def stat_from_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 def text_number(text: str) -> int:
     """Return a 63-bit hash of a text."""
+    # Tables store it in an int64.
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") >> 1
 
 
@@ -132,5 +134,6 @@ def _nanoseconds(value: object) -> int | None:
     if isinstance(value, datetime):
         value = value.timestamp()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # A float of seconds since 1970 has no digits beyond microseconds.
         return round(value * 1e6) * 1000
     return None

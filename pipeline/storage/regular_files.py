@@ -119,7 +119,8 @@ class InsideCheck:
 
 
 def _opener(path: str, flags: int) -> int:
-    # Without O_NONBLOCK, opening a FIFO would wait for its writer.
+    # Without O_NONBLOCK, opening a FIFO would wait for its writer. Without O_NOCTTY, a terminal could become
+    # the terminal of this process.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 

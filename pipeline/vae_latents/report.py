@@ -43,8 +43,10 @@ MAX_PICTURE_BYTES = 48_000
 
 _EDGE_PX = 288
 _STATISTICS_FILE = "statistics.json"
+
+# Large enough for the preselection to contain the choice almost surely.
 _OVERSAMPLING = 8
-"""Factor by which the preselection exceeds the choice, so that it contains the choice almost surely."""
+"""Factor by which the preselection exceeds the choice."""
 
 Moments = npt.NDArray[np.float64]
 """Number of values, mean, variance, minimum and maximum of each channel of a latent, (C, 5)."""

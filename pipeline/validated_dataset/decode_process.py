@@ -66,7 +66,7 @@ def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int
     )
 
     # Python cannot end a thread inside a decoder, but the system can end a process. And a decoder that
-    # crashes does not take the job with it.
+    # crashes does not take the job with it. With -P, modules in the working folder are not imported.
     try:
         process = subprocess.run(
             [sys.executable, "-P", "-m", __name__, arguments],

@@ -86,6 +86,7 @@ def run(
         ModelError: The model cannot be loaded, or a text encoder returns values that are not finite.
         LaunchError: This process has no GPU, or memory ran out.
     """
+    # Not the number of cores, because the number of threads changes the last bits of results on a CPU.
     torch.set_num_threads(cpu_threads())
     encoding = read_encoding(encoding_file)
     store = Store(encoding.store_root)

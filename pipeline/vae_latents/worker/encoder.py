@@ -268,6 +268,7 @@ def decode_threads() -> int:
 
 def posterior_noise(key: str, shape: tuple[int, ...]) -> Tensor:
     """Return standard normal float32 noise; equal keys give equal noise with the same version of torch."""
+    # On the CPU, because other devices draw other numbers from the same seed.
     generator = torch.Generator("cpu").manual_seed(int(key[:15], 16))
     return torch.randn(shape, generator=generator)
 
