@@ -125,7 +125,7 @@ def measure(model: Model, folder: Path, *, rank: int) -> Timing:
     model.tiny(folder / "base")
     network = weightless_network(model)
     family = load_family(folder / "base")
-    cast("Any", network).save_config(folder / "base" / family.denoiser_name)
+    cast("Any", network).save_config(folder / "base" / family.spec.denoiser_name)
     add_random_lora(network, family.lora_targets(), rank=rank)
     networks = adapted_networks(network, {})
 

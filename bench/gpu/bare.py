@@ -53,9 +53,9 @@ def text_forward(rig: Rig, captions: Sequence[str], device: str) -> Callable[[],
     encoders: list[tuple[Any, list[Tensor]]] = []
     for role in ("text_encoder", "text_encoder_2"):
         kind: Any = component_class(family, role)
-        network = kind.from_pretrained(family.component_folder(role), dtype=torch.bfloat16).to(device).eval()
+        network = kind.from_pretrained(family.model.component(role), dtype=torch.bfloat16).to(device).eval()
         name = role.replace("text_encoder", "tokenizer")
-        tokenizer = component_class(family, name).from_pretrained(family.component_folder(name))
+        tokenizer = component_class(family, name).from_pretrained(family.model.component(name))
         limit = 77 if "clip" in family.model.config(role)["model_type"] else family.max_length()
         options = {"padding": "max_length", "truncation": True, "max_length": limit, "return_tensors": "pt"}
         encoders.append((network, [tokenizer(text, **options)["input_ids"].to(device) for text in captions]))
@@ -86,8 +86,8 @@ class BareTraining:
         from peft import LoraConfig
 
         self._device = device.partition(":")[0]
-        kind: Any = component_class(rig.family, rig.family.denoiser_name)
-        folder = rig.family.component_folder(rig.family.denoiser_name)
+        kind: Any = component_class(rig.family, rig.family.spec.denoiser_name)
+        folder = rig.family.model.component(rig.family.spec.denoiser_name)
         self._denoiser: Any = kind.from_pretrained(folder, torch_dtype=torch.bfloat16).to(device)
         self._denoiser.train().requires_grad_(False)
         targets = rig.family.lora_targets()

@@ -65,7 +65,7 @@ def _against_the_vae(bench: Bench, model: Any, dtype: str) -> Generator[Pair]:
 
     rig = bench.rig(model, "encoding")
     encoding = rig.encoding().computing(dtype)
-    network = bare.vae(rig.family.component_folder("vae"), dtype, bench.device)
+    network = bare.vae(rig.family.model.component("vae"), dtype, bench.device)
     size = bench.scale.resolution
     images = bare.pixels(network, max(1, GPU_BATCH_PX // size**2) if bench.scale.full else 2, size)
     bare_bytes = held_bytes(bench.device)
@@ -85,7 +85,7 @@ def _overflowing(bench: Bench) -> Generator[Pair]:
     rig = bench.rig(SDXL, "encoding")
     folder = bench.folder / "overflowing"
     if not folder.exists():
-        network = bare.vae(rig.family.component_folder("vae"), "float32", bench.device)
+        network = bare.vae(rig.family.model.component("vae"), "float32", bench.device)
         network.encoder.conv_in.weight.mul_(OVERFLOWING_GAIN)
         network.save_pretrained(folder)
         del network
@@ -113,7 +113,7 @@ def _batch_sizes(bench: Bench) -> Generator[Pair]:
     rig.prepare()
     passes = VaeBatches(rig.family, dtype="bfloat16", device=bench.device, say=lambda text: None)
     chosen = passes.batch_size(size * size)
-    network = bare.vae(rig.family.component_folder("vae"), "bfloat16", bench.device)
+    network = bare.vae(rig.family.model.component("vae"), "bfloat16", bench.device)
     number = bench.scale.images
     rates: dict[int, list[float]] = {}
 
@@ -171,7 +171,7 @@ def _channels_last(bench: Bench) -> Generator[Pair]:
 
     rig, size, number = bench.rig(SDXL, "encoding"), bench.scale.resolution, bench.scale.images
     rig.prepare()
-    place = rig.family.component_folder("vae")
+    place = rig.family.model.component("vae")
     last, plain = (bare.vae(place, "bfloat16", bench.device) for _ in range(2))
     plain = plain.to(memory_format=torch.contiguous_format)
     images = bare.pixels(last, 4 if bench.scale.full else 2, size)

@@ -62,7 +62,7 @@ def _alone(bench: Bench, load: Callable[[], Callable[[], object]], watch: Watch 
 
 def _bare_latents(rig: Rig) -> Callable[[], None]:
     bench = rig.bench
-    network = bare.vae(rig.family.component_folder("vae"), "bfloat16", bench.device)
+    network = bare.vae(rig.family.model.component("vae"), "bfloat16", bench.device)
     images = bare.pixels(network, 4 if bench.scale.full else 2, bench.scale.resolution)
     return partial(bare.encode, network, images, bench.scale.images)
 

@@ -143,7 +143,7 @@ class RecipeEntries:
             background=settings.background,
             preprocessing_version=PREPROCESSING_VERSION,
             vae=self.fingerprint("latents"),
-            method=self.family.latent_method(),
+            method=self.family.spec.latents.method_of(self.family.model),
             posterior=settings.posterior,
             compute_dtype=self.vae_compute_dtype,
             dtype=settings.dtype,
@@ -240,14 +240,14 @@ class RecipeEntries:
             references=None if images is None else self._reference_inputs(images),
             caption=caption,
             encoders=self.fingerprint("text"),
-            method=self.family.text_method,
+            method=self.family.spec.text.method,
             max_length=self.family.max_length(),
             compute_dtype=dtypes_text(self.text_compute_dtypes),
             dtype=self.recipe.text.dtype,
         )
 
     def _reference_inputs(self, images: str) -> dict[str, Any]:
-        assert self.text_images is not None, f"the text encoder of {self.family.name} sees no images"
+        assert self.text_images is not None, f"the text encoder of {self.family.spec.name} sees no images"
         return {
             "images": json.loads(images),
             "background": list(self.recipe.latents.background),
@@ -353,7 +353,7 @@ class RecipeEntries:
     @cached_property
     def _text_embedding(self) -> TensorSpec:
         """The `text_embedding` of a caption of unknown length."""
-        ragged = self.family.text_padding != "stored"
+        ragged = self.family.spec.text.padding != "stored"
         return TensorSpec(self.recipe.text.dtype, self._text_shapes[TEXT], ragged)
 
     @cached_property

@@ -92,7 +92,7 @@ def _folder_bytes(folder: Path) -> int:
 
 def _report(plan: Plan, family: Family) -> list[str]:
     """Return lines on what was written, where each part comes from, and how a recipe uses it."""
-    lines = [f"wrote {plan.folder}, {bytes_text(_folder_bytes(plan.folder))}: {family.name}"]
+    lines = [f"wrote {plan.folder}, {bytes_text(_folder_bytes(plan.folder))}: {family.spec.name}"]
     for role, part in plan.parts.items():
         converted = f" (partly converted from {', '.join(part.others)})" if part.others else ""
         lines.append(f"  {role}: from the file, in {part.dtype}{converted}")
@@ -106,7 +106,7 @@ def _report(plan: Plan, family: Family) -> list[str]:
     if plan.copied and not plan.contents.parts and not plan.parts_only:
         lines.append(
             f"to avoid copying the other parts of {plan.reference}, use --parts-only, which writes only the "
-            f"{family.denoiser_name} for model.components"
+            f"{family.spec.denoiser_name} for model.components"
         )
     return lines
 

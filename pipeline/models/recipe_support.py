@@ -38,7 +38,7 @@ def require_references(recipe: Recipe, family: Family | None = None) -> None:
 
 
 def _dataset_mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
-    spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.name})"
+    spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.spec.name})"
     if recipe.latents.flip and family.text_images is not None and any(d.references for d in recipe.datasets):
         what = f"the text encoder of {model} sees the references and has no embeddings of mirrored ones"
         yield Mistake(("latents", "flip"), what, "set latents.flip: false")
@@ -85,7 +85,7 @@ def require_preview_prompts(recipe: Recipe, family: Family | None = None) -> Non
 
 
 def _prompt_mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
-    multiple, model = family.size_multiple(), f"the base model {recipe.model.base} ({family.name})"
+    multiple, model = family.size_multiple(), f"the base model {recipe.model.base} ({family.spec.name})"
     reason = family.no_negative_prompts
     for index, prompt in enumerate(recipe.training.sample_prompts):
         path = ("training", "sample_prompts", index)
@@ -111,7 +111,7 @@ def _prompt_mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
 
 
 def _reference_mistakes(recipe: Recipe, family: Family | None) -> Iterator[Mistake]:
-    model = "" if family is None else f"the base model {recipe.model.base} ({family.name})"
+    model = "" if family is None else f"the base model {recipe.model.base} ({family.spec.name})"
     for index, prompt in enumerate(recipe.training.sample_prompts):
         path, number = ("training", "sample_prompts", index, "references"), len(prompt.references)
         spec = None if family is None else family.spec.references
@@ -138,7 +138,8 @@ def reference_mistakes(
     spec = None if family is None else family.spec.references
     if family is not None and spec is not None and len(files) > spec.max_number:
         limit = counted(spec.max_number, "reference image")
-        what = f"the base model {recipe.model.base} ({family.name}) accepts at most {limit}, got {len(files)}"
+        model = f"the base model {recipe.model.base} ({family.spec.name})"
+        what = f"{model} accepts at most {limit}, got {len(files)}"
         yield Mistake(path, what, f"keep at most {spec.max_number} of them")
 
     for place, file in enumerate(files):
@@ -154,7 +155,7 @@ def reference_mistakes(
 
 def _has_no_effect(prompt: PreviewPrompt, family: Family) -> bool:
     """Return whether a prompt has a negative prompt that its pictures do not depend on."""
-    is_guided = prompt.guidance_scale is not None or family.guidance_scale > 1
+    is_guided = prompt.guidance_scale is not None or family.spec.guidance_scale > 1
     return prompt.negative_prompt is not None and not is_guided
 
 

@@ -63,7 +63,7 @@ def _size_mistake(recipe: Recipe, family: Family | None) -> Mistake | None:
 
     multiple, settings = family.size_multiple(), recipe.buckets
     wrong_sizes = not_multiples(placement_of(settings).sizes, multiple)
-    model = f"the base model {recipe.model.base} ({family.name})"
+    model = f"the base model {recipe.model.base} ({family.spec.name})"
 
     if wrong_sizes and settings.sizes:
         shown = ", ".join(str(size) for size in wrong_sizes[:_MAX_SIZES_SHOWN])

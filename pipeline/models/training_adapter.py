@@ -64,7 +64,7 @@ def missing_adapter_warning(recipe: Recipe, family: Family) -> str | None:
     if distillation.training_adapter:
         advice = f"set {ADAPTER_KEY}: {distillation.training_adapter}"
     return (
-        f"{recipe.model.base} is a distilled {family.name}, and training breaks its distillation: "
+        f"{recipe.model.base} is a distilled {family.spec.name}, and training breaks its distillation: "
         f"pictures become generic. To prevent it, {advice}"
     )
 

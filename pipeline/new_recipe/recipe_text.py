@@ -106,7 +106,7 @@ def accepted_references(base: str) -> int | None:
 def _resolution_of_folder(folder: Path) -> ModelResolution:
     try:
         family = detect(folder)
-        edge = family.denoiser_config.get("sample_size") if family.denoiser_name == "unet" else None
+        edge = family.denoiser_config.get("sample_size") if family.spec.denoiser_name == "unet" else None
         multiple = family.size_multiple()
     except LatentlineError:  # loading the recipe reports what is wrong with the model
         return _with_step(USUAL_RESOLUTION, "usual")

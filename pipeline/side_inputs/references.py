@@ -110,7 +110,7 @@ def reference_geometry(family: Family, original_size: Size, resolution: int | No
         BucketError: The family's pipeline refuses a reference of this size.
     """
     spec = family.spec.references
-    assert spec is not None, f"{family.name} sees no references"
+    assert spec is not None, f"{family.spec.name} sees no references"
     of_pipeline = spec.geometry(family.model, original_size)
     if resolution is None:
         return of_pipeline

@@ -143,7 +143,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         "samples": {**_samples(inputs.trained), **_empty_texts(inputs.trained, dropout)},
         "empty_text": entries.text_spec("").key if dropout > 0 else None,
         "model": {
-            "family": entries.family.name,
+            "family": entries.family.spec.name,
             "denoiser": entries.fingerprint("denoiser"),
             **_training_adapter(recipe),
         },
@@ -232,7 +232,7 @@ def _loss(recipe: Recipe, family: Family) -> Facts:
         **_loss_weights(recipe),
         **_masks(recipe),
         "prediction": family.prediction_type(),
-        "density": family.density,
+        "density": family.spec.noise.density,
         **_objective(family),
     }
 

@@ -246,9 +246,10 @@ def _kind_differences(
         yield _Difference("it adapts no convolution", "remove training.lora.conv_rank, or use another file")
 
     networks = {module.network for module in contents.modules if not module.is_text}
-    if family is not None and contents.layout == "diffusers" and networks - {family.denoiser_name}:
-        what = f"it adapts a {one_of(sorted(networks))}, but {family.name} has a {family.denoiser_name}"
-        yield _Difference(what, f"use a LoRA of {family.name}")
+    if family is not None and contents.layout == "diffusers" and networks - {family.spec.denoiser_name}:
+        spec = family.spec
+        what = f"it adapts a {one_of(sorted(networks))}, but {spec.name} has a {spec.denoiser_name}"
+        yield _Difference(what, f"use a LoRA of {spec.name}")
 
 
 def _rank_differences(

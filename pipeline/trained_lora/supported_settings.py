@@ -28,9 +28,9 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
     """Raise TrainingError if the recipe trains text encoders that the family cannot train."""
     if settings.lora.text_encoders is None or family.trainable_text_encoders():
         return
-    supported = [each.name for each in FAMILIES if each.trains_text_encoders]
+    supported = [each.name for each in FAMILIES if each.text.trains_encoders]
     raise TrainingError(
-        f"the text encoders of {family.name} cannot be trained; {one_of(supported)} models support it",
+        f"the text encoders of {family.spec.name} cannot be trained; {one_of(supported)} models support it",
         where="training.lora.text_encoders",
         fix=f"remove training.lora.text_encoders, or set model.base to a {one_of(supported)} model",
     )
@@ -39,10 +39,11 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
 def require_replaceable_shift(settings: TrainingSettings, family: Family) -> None:
     """Raise TrainingError if the recipe sets a shift of noise levels that the family does not read."""
     shift = settings.timesteps.shift
-    if shift is None or not family.own_shift:
+    if shift is None or not family.spec.noise.own_shift:
         return
     raise TrainingError(
-        f"timesteps.shift {shift} is not available for {family.name}, because {family.own_shift}",
+        f"timesteps.shift {shift} is not available for {family.spec.name}, "
+        f"because {family.spec.noise.own_shift}",
         where="training.timesteps.shift",
         fix="set it to null; to train more on noisy levels, set timesteps.density: logit_normal with "
         "timesteps.location above 0",

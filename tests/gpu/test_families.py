@@ -59,7 +59,7 @@ def conditions_of(family: WorkerFamily, device: str) -> dict[str, Any]:
     length = shapes["text_embedding"][0]
     if "text_mask" in shapes:
         values["text_mask"] = torch.ones(2, *shapes["text_mask"], device=device)
-    if family.text_padding == "masked":
+    if family.spec.text.padding == "masked":
         lengths = (length, max(1, length // 2))
         values["text_lengths"] = lengths
         positions = torch.arange(length)

@@ -40,7 +40,7 @@ def recipe_of(folder: Path, *, checkpointing: bool) -> Any:
 
 def measured_bytes(family: WorkerFamily, recipe: Any, device: str) -> int:
     """Return the peak of a step, the second one, after which gradients and the optimizer's state exist."""
-    kind = component_class(family, family.denoiser_name)
+    kind = component_class(family, family.spec.denoiser_name)
     with torch.device(device):
         denoiser: nn.Module = kind.from_config(family.denoiser_config).bfloat16().requires_grad_(False)
     add_lora(denoiser, recipe.training.lora, targets=family.lora_targets(), seed=0)  # pyright: ignore

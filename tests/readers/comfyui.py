@@ -107,7 +107,7 @@ def supports(kind: str) -> bool:
 
 def read(kind: str, exported: Exported, layout: Layout) -> tuple[Reading, dict[str, Place]]:
     """Return what ComfyUI does with a file, and where the model's weights are in ComfyUI."""
-    component = exported.family.component_folder(exported.family.denoiser_name)
+    component = exported.family.model.component(exported.family.spec.denoiser_name)
     originals = with_prefix(_PREFIX, MODELS[kind].originals(component))
     where = places(weights(component), originals) | text_places(exported, MODELS[kind].encoders)
     return _read(kind, exported.file(layout), originals), where

@@ -103,7 +103,7 @@ def export(kind: str, folder: Path) -> Exported:
     model, files = folder / "model", folder / "lora"
     TINY[kind](model)
     family = load_family(model)
-    _replace_denoiser(model / family.denoiser_name, PUBLISHED.get(kind, {}))
+    _replace_denoiser(model / family.spec.denoiser_name, PUBLISHED.get(kind, {}))
 
     networks = _networks(family)
     Exporter(family, RECIPE, {}).export(networks, files)

@@ -94,7 +94,7 @@ def supports(kind: str) -> bool:
 
 def read(kind: str, exported: Exported, layout: Layout) -> tuple[Reading, dict[str, Place]]:
     """Return what sd-scripts does with a file, and where the model's weights are in its models."""
-    component = exported.family.component_folder(exported.family.denoiser_name)
+    component = exported.family.model.component(exported.family.spec.denoiser_name)
     originals = MODELS[kind].originals(component)
     model = on_meta(MODELS[kind].make)
     set_sizes(model, originals)

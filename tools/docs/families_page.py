@@ -89,7 +89,7 @@ def _latents(family: Family) -> str:
 
 def _encoders(family: Family) -> str:
     roles = [role for role in family.text_roles() if role.startswith("text_encoder")]
-    classes = [_class(family.components[role]) for role in roles]
+    classes = [_class(family.spec.components[role]) for role in roles]
     return "<br>".join(f"`{name}`" for name in classes)
 
 
@@ -116,7 +116,7 @@ def _kohya(family: Family) -> str:
 
 
 def _guidance(family: Family) -> str:
-    return f"{family.guidance_scale:g}" + (", positive only" if family.no_negative_prompts else "")
+    return f"{family.spec.guidance_scale:g}" + (", positive only" if family.no_negative_prompts else "")
 
 
 def _references(family: Family) -> str:
@@ -132,7 +132,7 @@ COLUMNS: tuple[Column, ...] = (
     ("latents", _latents),
     ("text encoders", _encoders),
     ("tokens", _tokens),
-    ("padding", lambda family: _PADDING[family.text_padding]),
+    ("padding", lambda family: _PADDING[family.spec.text.padding]),
     ("predicts", lambda family: _PREDICTIONS[family.prediction_type()]),
     ("edges", lambda family: f"{family.size_multiple()} px"),
     ("references", _references),

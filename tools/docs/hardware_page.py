@@ -71,7 +71,7 @@ def memory_of(published: Published, folder: Path) -> Memory:
     family = load_family(published.write(folder / "model"))
     resolution = RESOLUTIONS.get(published.name, 1024)
     size = Size(resolution, resolution)
-    recipe = training_recipe(family.folder)
+    recipe = training_recipe(family.model.path)
     forecast = TrainingForecast(family, recipe, size)
     checkpointing = forecast.variant
     variants = {
@@ -146,7 +146,7 @@ def _caption_bytes(family: WorkerFamily) -> tuple[int, str]:
     """Return the size of a caption's tensors, and a note on their length."""
     shapes = dict(family.text_shapes())
     longest, *rest = shapes["text_embedding"]
-    if family.text_padding == "stored":
+    if family.spec.text.padding == "stored":
         total = sum(map(math.prod, shapes.values()))
         return ITEM_BYTES * total, f"{ITEM_BYTES * total / 1e6:.1f} MB each"
     shapes["text_embedding"] = (min(longest, CAPTION_TOKENS), *rest)

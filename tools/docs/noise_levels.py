@@ -54,7 +54,7 @@ def share(base: Path) -> float:
     """Return the share of a base model's noise levels below 0.5 with the default settings of a recipe."""
     family = load_family(base)
     uniform = (torch.arange(NUM_LEVELS, dtype=torch.float64) + 0.5) / NUM_LEVELS
-    levels = noise_levels(uniform, TimestepSettings(), family.density)
+    levels = noise_levels(uniform, TimestepSettings(), family.spec.noise.density)
 
     # The position embeddings of some tiny models are too small for the complete size.
     edge_px = 8 * family.size_multiple()

@@ -145,7 +145,7 @@ class Work:
 
 def work_of(forecast: TrainingForecast, family: WorkerFamily, size: Size) -> dict[str, Work]:
     """Return the operations and bf16 bytes of each repeated block, in the order of the model."""
-    denoiser = skeleton(family, family.denoiser_name, "float32")
+    denoiser = skeleton(family, family.spec.denoiser_name, "float32")
     blocks = repeated_blocks(denoiser)
     counter = FlopCounterMode(display=False)
     latent = torch.empty(1, *family.latent_shape(size), device="meta")
@@ -192,9 +192,9 @@ def streaming_lines(published: Published) -> list[str]:
     with TemporaryDirectory() as folder:
         family = load_family(published.write(Path(folder) / "model"))
         size = Size(1024, 1024)
-        forecast = TrainingForecast(family, training_recipe(family.folder), size)
+        forecast = TrainingForecast(family, training_recipe(family.model.path), size)
         work = work_of(forecast, family, size)
-        denoiser = skeleton(family, family.denoiser_name, "bfloat16")
+        denoiser = skeleton(family, family.spec.denoiser_name, "bfloat16")
         lines: list[str] = []
         for card in CARDS:
             usable_bytes = card.gigabytes * 2**30 - RESERVED_BYTES

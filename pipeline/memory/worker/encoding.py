@@ -78,7 +78,7 @@ def text_memory(
     sizes: dict[str, EncoderSize] = {}
     # The encoders' weights are on the GPU together, but only one of them computes at a time.
     passes: list[int] = []
-    limits = family.token_limits()
+    limits = family.token_limits
     references, images = family.spec.references, family.text_images
     image_tokens = 0 if references is None or images is None else references.max_number * images.num_tokens
     for role, dtype in dtypes.items():

@@ -47,7 +47,7 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
         trained = training.memory(replace(training.variant, offload=offload))
     except (RuntimeError, NotImplementedError) as err:
         raise ModelError(
-            f"memory cannot be forecast for {family.name}: {str(err).partition(chr(10))[0]}",
+            f"memory cannot be forecast for {family.spec.name}: {str(err).partition(chr(10))[0]}",
             where=str(job.model_folder),
             fix="start the training; if memory runs out, the error names settings that need less",
         ) from err

@@ -84,13 +84,13 @@ class Plan:
     @property
     def parts(self) -> dict[str, Part]:
         """Components in the file by role, the denoiser first."""
-        return {self.family.denoiser_name: self.contents.denoiser, **self.contents.parts}
+        return {self.family.spec.denoiser_name: self.contents.denoiser, **self.contents.parts}
 
     @property
     def num_bytes(self) -> int:
         """Approximate number of bytes to write."""
         files = [
-            path for role in self.copied for path in local_component_files(self.family.component_folder(role))
+            path for role in self.copied for path in local_component_files(self.family.model.component(role))
         ]
         return self.contents.header.file.stat().st_size + sum(path.stat().st_size for path in files)
 
@@ -108,15 +108,15 @@ def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
 
     reference = choices.reference or contents.reference
     family = resolve_reference(reference, ())
-    if family.name != contents.layout.family:
+    if family.spec.name != contents.layout.family:
         raise ModelError(
-            f"the file contains {contents.layout.name}, but --like is {family.name}",
+            f"the file contains {contents.layout.name}, but --like is {family.spec.name}",
             where=f"{contents.header.file}, --like {reference}",
             fix=f"name a model of the same family; without --like, {contents.reference} is used",
         )
 
     # Only now are the components known whose weights must be downloaded.
-    roles_in_file = {family.denoiser_name, *contents.parts}
+    roles_in_file = {family.spec.denoiser_name, *contents.parts}
     copied: tuple[str, ...] = ()
     if not choices.parts_only:
         roles = present_roles(family)
@@ -169,7 +169,7 @@ def convert(plan: Plan, *, launch: Launch | None = None) -> Family:
 
 def vae_scaling(family: Family) -> float | None:
     """Return the `scaling_factor` of the family's VAE; None if it has none."""
-    return read_json(family.component_folder("vae") / "config.json").get("scaling_factor")
+    return read_json(family.model.component("vae") / "config.json").get("scaling_factor")
 
 
 def _schedule(contents: Contents, family: Family, choices: Choices) -> Schedule | None:
@@ -192,13 +192,13 @@ def _convert_components(plan: Plan, launch: Launch) -> None:
         job_file = Path(scratch) / "job.json"
         file = plan.contents.header.file.resolve()
         components = {role: _component_job(plan, role, part) for role, part in plan.parts.items()}
-        write_job(ConversionJob(file, plan.family.folder, plan.building.resolve(), components), job_file)
+        write_job(ConversionJob(file, plan.family.model.path, plan.building.resolve(), components), job_file)
         launch(ENTRY_MODULE, job_file)
 
 
 def _component_job(plan: Plan, role: str, part: Part) -> ComponentJob:
     tensors = plan.contents.header.with_prefix(part.prefix)
-    if role == plan.family.denoiser_name:
+    if role == plan.family.spec.denoiser_name:
         unused = tuple(part.prefix + name for name in plan.contents.layout.unused)
         num_values = sum(tensor.num_values for name, tensor in tensors.items() if name not in unused)
         return ComponentJob("denoiser", part.prefix, part.dtype, num_values)
@@ -213,7 +213,7 @@ def _add_other_components(plan: Plan) -> None:
     """Copy the components that the file lacks, and write the schedule and the index."""
     for role in plan.copied:
         (plan.building / role).mkdir()
-        for path in local_component_files(plan.family.component_folder(role)):
+        for path in local_component_files(plan.family.model.component(role)):
             shutil.copyfile(path, plan.building / role / path.name)
 
     config = plan.schedule.config if plan.schedule else plan.family.scheduler_config
@@ -226,11 +226,11 @@ def _index(plan: Plan, scheduler: Mapping[str, Any]) -> dict[str, Any]:
     written = {*plan.parts, *plan.copied}
     index = {
         name: [None, None] if is_component(entry) and name not in written else entry
-        for name, entry in plan.family.index.items()
+        for name, entry in plan.family.model.index.items()
     }
     class_name = scheduler.get("_class_name")
     is_same = class_name == plan.family.scheduler_config.get("_class_name")
-    index["scheduler"] = plan.family.index["scheduler"] if is_same else ["diffusers", class_name]
+    index["scheduler"] = plan.family.model.index["scheduler"] if is_same else ["diffusers", class_name]
     return index
 
 
@@ -241,16 +241,16 @@ def _verify(plan: Plan, folder: Path) -> Family:
         ModelError: The family or its prediction is not the expected one, or a file is missing.
     """
     if plan.parts_only:
-        family = detect(plan.family.folder, {role: folder / role for role in plan.parts})
+        family = detect(plan.family.model.path, {role: folder / role for role in plan.parts})
     else:
         family = detect(folder, {})
         resolve_reference(str(folder), None)
 
     expected = plan.schedule.prediction if plan.schedule else "flow"
-    if family.name != plan.family.name or family.prediction_type() != expected:
+    if family.spec.name != plan.family.spec.name or family.prediction_type() != expected:
         raise ModelError(
-            f"the converted model must be {plan.family.name} with prediction {expected}, got {family.name} "
-            f"with prediction {family.prediction_type()}",
+            f"the converted model must be {plan.family.spec.name} with prediction {expected}, "
+            f"got {family.spec.name} with prediction {family.prediction_type()}",
             where=str(folder),
             fix="report a bug in Latentline, with the names of the file and of the reference model",
         )

@@ -47,7 +47,7 @@ class Layout:
 
     Attributes:
         name: Name of the model, for users.
-        family: `Family.name` of the converted model.
+        family: `FamilySpec.name` of the converted model.
         marks: Names, without prefix, of tensors in every file of the layout.
         reference: Hub id of the model that such a file is usually made from.
         absent: Names of tensors that distinguish other layouts with the same marks.

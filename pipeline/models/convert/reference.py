@@ -53,8 +53,8 @@ def resolve_reference(reference: str, weights_of: Collection[str] | None) -> Fam
 
 def present_roles(family: Family) -> tuple[str, ...]:
     """Return the components used by the family that the model contains."""
-    index = family.index
-    return tuple(role for role in family.components if (index.get(role) or [None])[0] is not None)
+    index = family.model.index
+    return tuple(role for role in family.spec.components if (index.get(role) or [None])[0] is not None)
 
 
 def is_component(entry: object) -> bool:
@@ -92,7 +92,7 @@ def local_component_files(folder: Path) -> list[Path]:
 def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
     """Raise ModelError unless every component has its configuration and, if needed, its weights."""
     for role in present_roles(family):
-        folder = family.component_folder(role)
+        folder = family.model.component(role)
         needs_weights = weights_of is None or role in weights_of
         if is_tokenizer(role):
             if needs_weights:

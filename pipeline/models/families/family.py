@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.images.geometry import Size
@@ -17,9 +16,9 @@ from pipeline.models.diffusers_folder import (
 )
 from pipeline.models.families.compute_dtype import denoiser_precision, text_encoder_dtype, vae_dtype
 from pipeline.models.families.parts.lora_keys import ClipLora, Layer, LoraKeys
-from pipeline.models.families.parts.noise import Density, NoiseSpec, Prediction
+from pipeline.models.families.parts.noise import NoiseSpec, Prediction
 from pipeline.models.families.parts.references import ReferenceSpec, TextImages
-from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
+from pipeline.models.families.parts.text import Shapes, TextSpec
 from pipeline.models.families.parts.vae import LatentSpec
 from pipeline.models.fingerprints import ModelPart
 
@@ -100,11 +99,6 @@ class FamilySpec:
     distillation: Callable[[ModelFolder], Distillation | None] = not_distilled
     references: ReferenceSpec | None = None
 
-    @property
-    def trains_text_encoders(self) -> bool:
-        """Whether a LoRA may adapt the text encoders."""
-        return self.text.trains_encoders
-
 
 class Family:
     """A base model of one family: its declaration applied to the configuration files of its folder.
@@ -122,60 +116,15 @@ class Family:
         self.spec = spec
         self.model = model
 
-    @property
-    def name(self) -> str:
-        """Display name of the family."""
-        return self.spec.name
-
-    @property
-    def pipeline_classes(self) -> tuple[str, ...]:
-        """See `FamilySpec.pipeline_classes`."""
-        return self.spec.pipeline_classes
-
-    @property
-    def components(self) -> Mapping[str, str]:
-        """See `FamilySpec.components`."""
-        return self.spec.components
-
-    @property
-    def denoiser_name(self) -> Denoiser:
-        """See `FamilySpec.denoiser_name`."""
-        return self.spec.denoiser_name
-
     def mixed_precision(self, setting: str) -> str:
         """Return the precision for a recipe's `accelerate.mixed_precision`, which may be "auto"."""
         return denoiser_precision(setting, self.spec.denoiser_name)
-
-    @property
-    def guidance_scale(self) -> float:
-        """See `FamilySpec.guidance_scale`."""
-        return self.spec.guidance_scale
 
     @property
     def no_negative_prompts(self) -> str:
         """See `FamilySpec.no_negative_prompts`."""
         reason = self.spec.no_negative_prompts
         return reason(self.model) if callable(reason) else reason
-
-    @property
-    def own_shift(self) -> str:
-        """See `NoiseSpec.own_shift`."""
-        return self.spec.noise.own_shift
-
-    @property
-    def folder(self) -> Path:
-        """Folder that holds `model_index.json`."""
-        return self.model.path
-
-    @property
-    def replaced(self) -> dict[str, Path]:
-        """Folders of the components that replace those in `folder`, by component."""
-        return self.model.replaced
-
-    @property
-    def index(self) -> dict[str, Any]:
-        """Content of `model_index.json`."""
-        return self.model.index
 
     @property
     def denoiser_config(self) -> dict[str, Any]:
@@ -186,10 +135,6 @@ class Family:
     def scheduler_config(self) -> dict[str, Any]:
         """Configuration of the noise schedule."""
         return self.model.config("scheduler")
-
-    def component_folder(self, role: str) -> Path:
-        """Return the folder of a component, which need not exist."""
-        return self.model.component(role)
 
     def fingerprint_parts(self, use: Use) -> tuple[ModelPart, ...]:
         """Return the parts of the base model that decide the bytes of `use`, in a fixed order.
@@ -223,10 +168,6 @@ class Family:
         """See `LatentSpec.shape`."""
         return self.spec.latents.shape(self.model, target)
 
-    def latent_method(self) -> str:
-        """See `LatentSpec.method_of`."""
-        return self.spec.latents.method_of(self.model)
-
     def vae_compute_dtype(self, setting: str) -> str:
         """Return the dtype of the VAE for a recipe's `latents.compute_dtype`, which may be "auto"."""
         return vae_dtype(setting, self.model.config("vae"))
@@ -237,16 +178,6 @@ class Family:
         return self.spec.latents.factor(self.model)
 
     # Text
-
-    @property
-    def text_method(self) -> str:
-        """See `TextSpec.method`."""
-        return self.spec.text.method
-
-    @property
-    def text_padding(self) -> TextPadding:
-        """See `TextSpec.padding`."""
-        return self.spec.text.padding
 
     def text_roles(self) -> tuple[str, ...]:
         """See `TextSpec.roles`."""
@@ -265,12 +196,9 @@ class Family:
         return self.spec.text.shapes(self.model)
 
     @cached_property
-    def _token_limits(self) -> dict[str, int]:
-        return self.spec.text.token_limits(self.model)
-
     def token_limits(self) -> dict[str, int]:
         """See `TextSpec.token_limits`."""
-        return self._token_limits
+        return self.spec.text.token_limits(self.model)
 
     def max_length(self) -> int:
         """See `TextSpec.max_length`."""
@@ -295,11 +223,6 @@ class Family:
         return image_processor_settings(self.model.component("processor"))
 
     # Noise
-
-    @property
-    def density(self) -> Density:
-        """See `NoiseSpec.density`."""
-        return self.spec.noise.density
 
     def prediction_type(self) -> Prediction:
         """See `NoiseSpec.prediction_type`."""

@@ -69,7 +69,7 @@ class DenoiserCall(ABC):
             device: Anything that `torch.device` accepts.
             quantization: Quantization config of diffusers; None leaves the weights unquantized.
         """
-        name = self.family.denoiser_name
+        name = self.family.spec.denoiser_name
         if quantization is None:
             return load_component(self.family, name, dtype, device)
         options = {"quantization_config": quantization}

@@ -68,13 +68,13 @@ class PipelineDrawing:
         del components["scheduler"]  # from_pretrained loads the base model's own
 
         components["vae"] = self.vae.load(dtype, device)
-        components[self.family.denoiser_name] = (
+        components[self.family.spec.denoiser_name] = (
             denoiser if denoiser is not None else self.denoiser.load(dtype, device)
         )
         components |= self.further_components()
         options = self.family.spec.pipeline_options(self.family.model)
         pipeline = kind.from_pretrained(
-            self.family.folder, **{**components, **options}, local_files_only=True
+            self.family.model.path, **{**components, **options}, local_files_only=True
         )
         pipeline.set_progress_bar_config(disable=True)
 
@@ -115,7 +115,7 @@ class PipelineDrawing:
             negative_text: Tensors of a negative prompt's entry, which guidance uses instead.
             references: Reference images of any size, upright and RGB; the pipeline scales and encodes them.
         """
-        weight = unpacked_weight(getattr(pipeline, self.family.denoiser_name))
+        weight = unpacked_weight(getattr(pipeline, self.family.spec.denoiser_name))
         stacked = self.text.stack([text, empty_text if negative_text is None else negative_text])
         prompt, negative = (
             {name: _on_device(rows[index : index + 1], weight) for name, rows in stacked.items()}
@@ -124,7 +124,7 @@ class PipelineDrawing:
 
         guidance_scale = settings.guidance_scale
         if guidance_scale is None:
-            guidance_scale = self.family.guidance_scale
+            guidance_scale = self.family.spec.guidance_scale
         self.allow_size(pipeline, settings.size)
         pictures, *_ = pipeline(
             **self.text.prompt_arguments(pipeline, prompt, negative),

@@ -41,18 +41,18 @@ def keep_quiet() -> None:
 
 
 def component_class(family: Family, role: str) -> Any:
-    """Return the class that `family.components` names for a component."""
-    library, _, name = family.components[role].rpartition(".")
+    """Return the class that `family.spec.components` names for a component."""
+    library, _, name = family.spec.components[role].rpartition(".")
     return getattr(importlib.import_module(library), name)
 
 
 def pipeline_class(family: Family) -> Any:
     """Return the family's pipeline class of diffusers."""
-    return getattr(diffusers, family.pipeline_classes[0])
+    return getattr(diffusers, family.spec.pipeline_classes[0])
 
 
 def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Module:
-    """Return a network of `family.components`, frozen and in evaluation mode.
+    """Return a network of `family.spec.components`, frozen and in evaluation mode.
 
     Args:
         family: Family of the base model.
@@ -75,7 +75,7 @@ def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module,
     Raises:
         ModelError: The component's weights are missing.
     """
-    stored = stored_dtype(family.component_folder(role))
+    stored = stored_dtype(family.model.component(role))
 
     # Weights in their stored dtype are memory-mapped, so nothing is read of the parts that are dropped.
     # `move_weights` converts the rest one by one on their way to the device.
@@ -108,9 +108,9 @@ def read_component(family: Family, role: str, dtype: str, **options: Any) -> nn.
         dtype: "float16", "bfloat16" or "float32".
         **options: Further arguments of `from_pretrained`.
     """
-    folder = family.component_folder(role)
+    folder = family.model.component(role)
     options |= {"variant": weight_variant(folder), "dtype": getattr(torch, dtype)}
-    if family.components[role].startswith("transformers."):
+    if family.spec.components[role].startswith("transformers."):
         options["attn_implementation"] = _attention(family.model.config(role))
     network = component_class(family, role).from_pretrained(folder, local_files_only=True, **options)
     return network.requires_grad_(False).eval()

@@ -29,7 +29,7 @@ class NoiseProcess(ABC):
     def load_scheduler(self) -> Any:
         """Return a training scheduler with the base model's noise schedule."""
         return component_class(self.family, "scheduler").from_pretrained(
-            self.family.folder, subfolder="scheduler", local_files_only=True
+            self.family.model.path, subfolder="scheduler", local_files_only=True
         )
 
     @abstractmethod

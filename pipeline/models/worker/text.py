@@ -141,7 +141,7 @@ class TextConditioner(ABC):
 
     def load_tokenizer(self, role: str) -> Any:
         """Return the tokenizer, or the processor, that the pipeline's constructor takes as `role`."""
-        folder = self.family.component_folder(role)
+        folder = self.family.model.component(role)
         return component_class(self.family, role).from_pretrained(folder, local_files_only=True)
 
     def network(self, encoders: Any, role: str) -> nn.Module:
@@ -152,7 +152,7 @@ class TextConditioner(ABC):
         self, encoders: Any, caption: str, images: Sequence[SeenImage]
     ) -> dict[str, Tensor]:
         """Return the tensors of `embed` for a caption with reference images; see `ReferenceSpec.in_text`."""
-        raise NotImplementedError(f"the text encoder of {self.family.name} sees no images")
+        raise NotImplementedError(f"the text encoder of {self.family.spec.name} sees no images")
 
     def encode_caption(self, encoders: Any, caption: str, images: Sequence[SeenImage] = ()) -> EncodedCaption:
         """Return the text embeddings of one prompt, as in the family's diffusers pipeline.
@@ -181,7 +181,7 @@ class TextConditioner(ABC):
         ]
 
     def _encoded(self, encoders: Any, caption: str, tensors: dict[str, Tensor]) -> EncodedCaption:
-        counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits()]
+        counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits]
         return EncodedCaption(tensors, *max(counts, key=lambda count: _reach(count[2])))
 
     def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class TextConditioner(ABC):
         is 1 at tokens, and `text_lengths` holds the number of tokens of each sample as Python integers.
         """
         names = list(texts[0])
-        masked = self.family.text_padding == "masked"
+        masked = self.family.spec.text.padding == "masked"
         stacked: dict[str, Any] = {
             name: torch.stack([text[name] for text in texts])
             for name in names
@@ -221,7 +221,7 @@ class TextConditioner(ABC):
 
     def token_limit(self, encoders: Any, role: str) -> int:
         """Return the number of tokens of `prompt` that a tokenizer's encoder takes."""
-        return self.family.token_limits()[role]
+        return self.family.token_limits[role]
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """Return (number of tokens, number of tokens beyond the limit, index of the first cut character)."""

@@ -211,7 +211,7 @@ class PatchedCodec(VaeCodec):
     def _running_statistics(self) -> dict[str, Tensor]:
         names = {"bn.running_mean", "bn.running_var"}
         statistics: dict[str, Tensor] = {}
-        folder = self.family.component_folder("vae")
+        folder = self.family.model.component("vae")
         for path in weight_files(folder):
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt") as file:

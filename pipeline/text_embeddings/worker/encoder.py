@@ -189,7 +189,7 @@ class TextEncoder:
             largest = max(float(tensor.abs().max()) for tensor in caption.tensors.values())
             raise ModelError(
                 f"the text embedding of {job.name} is not finite (largest value {largest:.4g})",
-                where=str(self.family.folder),
+                where=str(self.family.model.path),
                 fix="set text.dtype to bfloat16 or float32; if that does not help, the encoder's weights are "
                 "damaged",
             )

@@ -163,7 +163,7 @@ def _with_referenced_prompts(trained: Recipe, recipe: Recipe, request: Request) 
 
 def _require_references(recipe: Recipe, family: Family, files: tuple[Path, ...]) -> None:
     """Raise DrawingError unless the base model can draw with these reference images."""
-    spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.name})"
+    spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.spec.name})"
     if spec is None and files:
         what = f"{model} accepts no reference images, got {len(files)}"
         raise DrawingError(what, where="--reference", fix="remove --reference")

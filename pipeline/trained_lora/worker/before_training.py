@@ -112,12 +112,12 @@ def require_agreement(job: TrainingJob, family: WorkerFamily) -> None:
 
 
 def _machine_facts(job: TrainingJob, family: WorkerFamily) -> dict[str, str]:
-    weights = weight_files(family.model.component(family.denoiser_name))
+    weights = weight_files(family.model.component(family.spec.denoiser_name))
     sizes = [f"{path.name} ({path.stat().st_size} bytes)" for path in weights]
     return {
         "the run": job.run,
         "the number of steps": str(job.recipe.training.num_steps),
-        f"the {family.denoiser_name}": ", ".join(sizes),
+        f"the {family.spec.denoiser_name}": ", ".join(sizes),
         **{f"the version of {name}": version(name) for name in _PACKAGES},
     }
 

@@ -95,7 +95,9 @@ class MicroBatchMaker:
         # Each place has a stream of its own, so that the split over ranks and micro-batches changes nothing.
         uniform = [stream(self._seed, "timestep", *place).random() for place in places]
         levels = noise_levels(
-            torch.tensor(uniform, dtype=torch.float64), self._timestep_settings, self._family.density
+            torch.tensor(uniform, dtype=torch.float64),
+            self._timestep_settings,
+            self._family.spec.noise.density,
         )
         return self._micro_input(
             share,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def unpacked_layers(family: Family) -> list[str]:
     """Return `layers_outside_blocks` of a family's denoiser, from its configuration alone."""
     with torch.device("meta"):
-        denoiser = component_class(family, family.denoiser_name).from_config(family.denoiser_config)
+        denoiser = component_class(family, family.spec.denoiser_name).from_config(family.denoiser_config)
     return layers_outside_blocks(denoiser)
 
 

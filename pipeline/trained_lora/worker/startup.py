@@ -39,7 +39,7 @@ class Startup:
     def __init__(self, job: TrainingJob, report: Report) -> None:
         """Find the phases of `job`; `report` receives their texts. This imports no torch."""
         training = job.recipe.training
-        denoiser = "UNet" if detect(job.base).denoiser_name == "unet" else "transformer"
+        denoiser = "UNet" if detect(job.base).spec.denoiser_name == "unet" else "transformer"
         self.base = f"loading the {denoiser}"
         resumes = bool(checkpoint_list(RunLayout(job.folder)))
         self.trial = "compiling and trial step" if training.compile else "trial step"

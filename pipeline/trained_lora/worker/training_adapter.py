@@ -107,12 +107,12 @@ def load_training_adapter(job: TrainingJob, family: WorkerFamily, denoiser: nn.M
     _require_plain_lora(path)
     try:
         weights = loaded_weights(
-            path, pipeline_class(family), {"": denoiser}, {}, denoiser_name=family.denoiser_name
+            path, pipeline_class(family), {"": denoiser}, {}, denoiser_name=family.spec.denoiser_name
         )
     except TrainingError as err:
         raise refused_adapter(path, err.what) from err
     if not weights:
-        raise refused_adapter(path, f"it has no layer of {family.name}'s {family.denoiser_name}")
+        raise refused_adapter(path, f"it has no layer of {family.spec.name}'s {family.spec.denoiser_name}")
     return TrainingAdapter(denoiser, weights, dtype)
 
 

@@ -137,7 +137,7 @@ class LatentEncoder:
         names = ", ".join(job.name for job in probes)
         raise ModelError(
             f"the VAE gives no valid latent, not even for a grey image: {outcome.detail} (first: {names})",
-            where=str(self.family.component_folder("vae")),
+            where=str(self.family.model.component("vae")),
             fix=fix,
         )
 
@@ -240,7 +240,7 @@ class LatentEncoder:
         if wrong:
             raise ModelError(
                 f"the VAE's latent of {job.name} must have the shape {expected}, got {wrong.pop()}",
-                where=str(self.family.component_folder("vae")),
+                where=str(self.family.model.component("vae")),
                 fix="download the base model again: its weights do not match its config.json",
             )
 

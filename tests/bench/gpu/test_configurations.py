@@ -64,7 +64,7 @@ TEXT_BILLIONS = {
 def num_weights(name: str, folder: Path, role: str | None = None) -> int:
     published = next(each for each in PUBLISHED if each.name == name)
     family = load_family(published.write(folder))
-    network = skeleton(family, role or family.denoiser_name, "bfloat16")
+    network = skeleton(family, role or family.spec.denoiser_name, "bfloat16")
     return sum(weight.numel() for weight in network.parameters())
 
 

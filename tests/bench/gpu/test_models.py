@@ -54,7 +54,7 @@ def test_a_written_model_has_the_right_family_and_geometry_and_encodes_captions(
         monkeypatch.setitem(model.__dict__, "networks", small)
         model.write(tmp_path / model.name, "cpu")
         family = load_family(tmp_path / model.name)
-        assert family.name == {"SDXL": "Stable Diffusion XL", "FLUX.1": "FLUX.1"}[model.name]
+        assert family.spec.name == {"SDXL": "Stable Diffusion XL", "FLUX.1": "FLUX.1"}[model.name]
         assert family.latent_shape(Size(1024, 1024)) == (channels, 128, 128)
         assert family.size_multiple() == multiple
         encoded = family.text.encode_caption(family.text.load("bfloat16", "cpu"), "a red cat")

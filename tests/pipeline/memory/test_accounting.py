@@ -123,7 +123,9 @@ def forecast_and_accounting(
     forecast_bytes = training.memory(training.variant).device
 
     def make() -> Any:
-        return component_class(family, family.denoiser_name).from_config(family.denoiser_config).bfloat16()
+        return (
+            component_class(family, family.spec.denoiser_name).from_config(family.denoiser_config).bfloat16()
+        )
 
     adapter = LoraConfig(r=16, lora_alpha=16, target_modules=family.lora_targets())
     accounted_bytes = step_peak_bytes(make, predict, adapter=adapter, checkpointing=True)

@@ -127,8 +127,8 @@ def test_a_shift_is_an_error_for_exactly_the_families_in_which_it_has_no_effect(
         if not torch.equal(default, changed):
             require_replaceable_shift(shifted, family)
             continue
-        ignored.append(family.name)
-        with pytest.raises(TrainingError, match=f"9.0 is not available for {family.name}") as e:
+        ignored.append(family.spec.name)
+        with pytest.raises(TrainingError, match=f"9.0 is not available for {family.spec.name}") as e:
             require_replaceable_shift(shifted, family)
         assert e.value.where == "training.timesteps.shift"
     assert ignored == ["Ideogram 4"]

@@ -35,9 +35,9 @@ def test_every_family_has_a_tiny_model_and_a_test_of_the_complete_job(tiny_model
     tested: set[str] = set()
     for kind in TINY:
         family = detect(tiny_model(kind))
-        tested.add(family.name)
+        tested.add(family.spec.name)
         text = (FAMILY_TESTS / proof(family)).read_text(encoding="utf-8")
-        assert family.pipeline_classes[0] in text
+        assert family.spec.pipeline_classes[0] in text
         assert "the_complete_job" in text
     assert tested == {spec.name for spec in FAMILIES}
 

@@ -79,8 +79,8 @@ def test_the_rows_of_streaming_are_up_to_date_and_follow_the_ring(tmp_path: Path
     assert all(line in page for line in streaming_lines(FLUX)), "run python -m tools.docs.hardware_page"
 
     family, size = load_family(FLUX.write(tmp_path / "model")), Size(1024, 1024)
-    work = work_of(TrainingForecast(family, training_recipe(family.folder), size), family, size)
-    denoiser = skeleton(family, family.denoiser_name, "bfloat16")
+    work = work_of(TrainingForecast(family, training_recipe(family.model.path), size), family, size)
+    denoiser = skeleton(family, family.spec.denoiser_name, "bfloat16")
     for card in CARDS:
         for offload in (0, 15, 25, 45):
             blocks = blocks_on(card, work, streamed_names(denoiser, offload), 1.0)

@@ -57,7 +57,7 @@ def _load(job: ConversionJob, family: Family, role: str, component: ComponentJob
     try:
         if component.network == "text_encoder":
             # Only the pipeline converts text encoders, so all its other components are disabled.
-            others = {name: None for name, entry in family.index.items() if is_component(entry)}
+            others = {name: None for name, entry in family.model.index.items() if is_component(entry)}
             del others[role]
             pipeline = pipeline_class(family).from_single_file(str(job.file), **common, **others)
             return getattr(pipeline, role)

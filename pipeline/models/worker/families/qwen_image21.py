@@ -162,7 +162,7 @@ class QwenImage21Call(DenoiserCall):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        folder = self.family.component_folder("processor")
+        folder = self.family.model.component("processor")
         return component_class(self.family, "processor").from_pretrained(folder, local_files_only=True)
 
     def predict(

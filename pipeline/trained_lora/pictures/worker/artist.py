@@ -90,7 +90,7 @@ class _Artist:
 
         # The text encoders of a large model do not fit next to its denoiser, so they are loaded before it.
         self._texts = {} if has_text else prompt_texts(job, device, report, scratch=scratch)
-        report.phase(f"loading the {'UNet' if self._family.denoiser_name == 'unet' else 'transformer'}")
+        report.phase(f"loading the {'UNet' if self._family.spec.denoiser_name == 'unet' else 'transformer'}")
         resident = resident_blocks(self._family, job.recipe, least_free_bytes(self._accelerator.device))
         self._denoiser = load_base(self._family, resident.applied(job.recipe), device)
         self._text: TextEncoders | None = None

@@ -122,7 +122,8 @@ def _detect_layout(family: WorkerFamily, layers: list[LoraModule], file: LoraFil
     if num_layers[layout] == 0:
         example = f", its first tensor is {min(file.tensors)}" if file.tensors else ""
         raise DrawingError(
-            f"the file has no LoRA of {family.name} under the names of diffusers, kohya or ComfyUI{example}",
+            f"the file has no LoRA of {family.spec.name} under the names of diffusers, kohya or "
+            f"ComfyUI{example}",
             where=str(file.path),
             fix="use a LoRA, not a LoHa or LoKr, that was trained for the recipe's base model",
         )
@@ -152,7 +153,7 @@ def _require_all_tensors_used(
     if unmatched:
         number = counted(len(unmatched), "tensor does", "tensors do")
         raise DrawingError(
-            f"{number} not match the layers of {family.name}: {', '.join(unmatched[:_MAX_LISTED])}",
+            f"{number} not match the layers of {family.spec.name}: {', '.join(unmatched[:_MAX_LISTED])}",
             where=str(file.path),
             fix="use a LoRA that was trained for the recipe's base model",
         )
@@ -168,7 +169,7 @@ def _all_layers(family: WorkerFamily, networks: Networks) -> Iterator[LoraModule
             is_convolution = isinstance(layer, nn.Conv2d)
             module = LoraModule(
                 name=f"{prefix}{name}",
-                diffusers=f"{family.denoiser_name}.{name}",
+                diffusers=f"{family.spec.denoiser_name}.{name}",
                 kohya="",
                 comfyui="",
                 in_features=layer.in_channels if is_convolution else layer.in_features,

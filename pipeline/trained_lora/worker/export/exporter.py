@@ -132,7 +132,7 @@ class Exporter:
         self._recipe_name = recipe_name
         self._metadata = dict(metadata)
         self._dtype: torch.dtype = getattr(torch, save_dtype)
-        pipeline_class = read_json(family.folder / "model_index.json")["_class_name"]
+        pipeline_class = read_json(family.model.path / "model_index.json")["_class_name"]
         self._pipeline: Any = getattr(diffusers, pipeline_class)
 
     def export(self, networks: Networks, folder: Path, *, step: int | None = None) -> list[ExportedFile]:
@@ -176,7 +176,7 @@ class Exporter:
         """Write diffusers' layout with the pipeline's `save_lora_weights`."""
         arguments: dict[str, Any] = {}
         for prefix, network in trained.networks.items():
-            component = prefix.removesuffix(".") or self._family.denoiser_name
+            component = prefix.removesuffix(".") or self._family.spec.denoiser_name
             network_modules = [
                 module for module in trained.modules if module.diffusers.startswith(f"{component}.")
             ]
@@ -238,7 +238,7 @@ class Exporter:
                     self._pipeline,
                     trained.networks,
                     trained.norms,
-                    denoiser_name=self._family.denoiser_name,
+                    denoiser_name=self._family.spec.denoiser_name,
                 )
                 # diffusers moves the scales of kohya's layout into the factors for some model families.
                 exact = layout == "diffusers"

@@ -58,7 +58,7 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
     for name, module in lora_modules(denoiser):
         layer = family.kohya_layer(name)
         keys = {
-            "diffusers": f"{family.denoiser_name}.{name}",
+            "diffusers": f"{family.spec.denoiser_name}.{name}",
             "kohya": layer.key,
             "comfyui": family.comfyui_key(name),
         }

@@ -70,7 +70,7 @@ def resident_blocks(family: WorkerFamily, recipe: Recipe, free_bytes: int | None
         chosen, device_bytes = most_resident(forecast, forecast.variant, usable_bytes)
     except (RuntimeError, NotImplementedError) as err:
         raise TrainingError(
-            f"memory cannot be forecast for {family.name}: {str(err).partition(chr(10))[0]}",
+            f"memory cannot be forecast for {family.spec.name}: {str(err).partition(chr(10))[0]}",
             where="training.offload: auto",
             fix="auto needs this forecast; set training.offload to none, or to the number of blocks that "
             "stay on the GPU (0 needs the least memory)",

@@ -179,7 +179,7 @@ class TrainingForecast:
         return optimizer_bytes_per_weight(self._recipe.training)
 
     def _make_adapted(self, dtype: str, *, checkpointing: bool) -> nn.Module:
-        denoiser = skeleton(self._family, self._family.denoiser_name, dtype)
+        denoiser = skeleton(self._family, self._family.spec.denoiser_name, dtype)
         targets, lora = self._family.lora_targets(), self._recipe.training.lora
         with torch.device("meta"):
             add_lora(cast("ModelMixin", denoiser), lora, targets=targets, seed=self._recipe.training.seed)
@@ -238,7 +238,7 @@ class TrainingForecast:
         }
         for name in ("original_size_hw", "crop_top_left", "target_size_hw"):
             conditions[name] = torch.empty(batch_size, 2, dtype=torch.long, device="meta")
-        if self._family.text_padding == "masked":
+        if self._family.spec.text.padding == "masked":
             length = shapes["text_embedding"][0]
             conditions["text_mask"] = torch.ones(batch_size, length)
             conditions["text_lengths"] = (length,) * batch_size

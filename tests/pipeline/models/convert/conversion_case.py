@@ -56,7 +56,7 @@ def check_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefi
     for role in plan.copied:
         for copy in (plan.folder / role).iterdir():
             assert copy.read_bytes() == (model / role / copy.name).read_bytes()
-    used = {role for role in family.components if (model / role).is_dir()}
+    used = {role for role in family.spec.components if (model / role).is_dir()}
     assert {each.name for each in plan.folder.iterdir()} == used | {"model_index.json"}
     assert not plan.building.exists()
     return family

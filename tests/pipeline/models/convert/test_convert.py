@@ -39,13 +39,13 @@ def xl_file(tmp_path: Path, tiny_sdxl: Path) -> Path:
 def test_stable_diffusion_with_either_text_encoder(model: Path, version) -> None:
     make_tiny(model)
     family = check_conversion(model, version(model), ("unet", "vae", "text_encoder"))
-    assert family.name == "Stable Diffusion 1.x and 2.x"
+    assert family.spec.name == "Stable Diffusion 1.x and 2.x"
 
 
 def test_stable_diffusion_xl(model: Path) -> None:
     make_tiny_sdxl(model)
     family = check_conversion(model, unet_originals.stable_diffusion_xl(model), XL)
-    assert family.name == "Stable Diffusion XL"
+    assert family.spec.name == "Stable Diffusion XL"
 
 
 @pytest.mark.parametrize("dual_attention", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -156,7 +156,7 @@ def test_the_parts_only_folder_provides_components_for_the_reference(tmp_path: P
     family = convert(plan, launch=convert_in_process)
     assert [each.name for each in plan.folder.iterdir()] == ["unet"]
     require_same(plan.folder, tiny_sdxl, ("unet",))
-    assert family.component_folder("unet") == plan.folder / "unet"
+    assert family.model.component("unet") == plan.folder / "unet"
     files = [file for part in family.fingerprint_parts("denoiser") for file in part.contents]
     assert [file for file in files if not file.is_file()] == []
     plan.folder.rename(tmp_path / "parts")

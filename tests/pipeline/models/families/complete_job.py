@@ -153,7 +153,7 @@ def check_text(case: Case, caption: str, entries: RecipeEntries, family: WorkerF
     stored = read_torch(entries.store, case.text_spec(entries, caption))
     with torch.no_grad():
         expected = case.embed(pipe, caption)
-    if family.text_padding == "masked":
+    if family.spec.text.padding == "masked":
         length = int(expected["text_mask"].sum())
         assert len(stored["text_embedding"]) == length < family.max_length()
         expected |= {name: expected[name][:, :length] for name in ("text_embedding", "text_mask")}
@@ -194,7 +194,9 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     settings = PictureSettings(Size(64, 64), steps=2, seed=1)
     images = [each.image for each in case.seen]
     preview = family.drawing.draw(pipeline, text, empty, settings, references=images)
-    expected = draw_picture(case, pipe, **case.guidance_arguments(family.guidance_scale), **case.previewing)
+    expected = draw_picture(
+        case, pipe, **case.guidance_arguments(family.spec.guidance_scale), **case.previewing
+    )
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
 
 
@@ -250,7 +252,7 @@ def check_lengths(job: Any, family: WorkerFamily) -> None:
     encoders = family.text.load("float32", "cpu")
     texts = [family.text.encode_caption(encoders, words).tensors for words in ("a cat", "", "a cat " * 40)]
     lengths = {len(text["text_embedding"]) for text in texts}
-    assert (len(lengths) == 1) == (family.text_padding == "stored")
+    assert (len(lengths) == 1) == (family.spec.text.padding == "stored")
     sizes = {name: micro.conditions[name] for name in ("original_size_hw", "crop_top_left", "target_size_hw")}
     with torch.no_grad():
         together = family.denoiser.predict(
@@ -285,7 +287,7 @@ def check_checkpointing(family: WorkerFamily, engine: Engine, micro: MicroInput)
 def check_files(case: Case, lora: Path, pipe: Any, family: WorkerFamily) -> None:
     plain = draw_picture(case, pipe)
     diffusers_tensors = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
-    golden = golden_keys(case, pipe, family.denoiser_name)
+    golden = golden_keys(case, pipe, family.spec.denoiser_name)
     assert set(diffusers_tensors) == golden
     modules = {key.split(".", 1)[1].rsplit(".lora_", 1)[0] for key in golden}
     comfyui = read_lora_file(lora / "demo_comfyui.safetensors").tensors

@@ -204,7 +204,7 @@ def check_preview(case: Case, family: WorkerFamily, pipe: Any, *, number: int) -
     settings = PictureSettings(Size(64, 64), steps=2, seed=1)
     images = pictures(number)
     preview = family.drawing.draw(pipeline, text, empty, settings, references=images)
-    guidance = case.guidance_arguments(family.guidance_scale)
+    guidance = case.guidance_arguments(family.spec.guidance_scale)
     expected = draw_picture(case, pipe, image=images, **guidance, **case.previewing)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
     plain = family.drawing.draw(pipeline, text, empty, settings)

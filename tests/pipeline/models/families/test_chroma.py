@@ -98,7 +98,7 @@ def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path)
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=1))
     pipe = ChromaCase().pipeline(tmp_path)
-    expected = draw_picture(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
+    expected = draw_picture(ChromaCase(), pipe, guidance_scale=family.spec.guidance_scale)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
     project = tomllib.loads((project_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "scipy" in "\n".join(project["dependencies"])  # optional in diffusers

@@ -156,9 +156,9 @@ def test_every_module_has_the_name_of_its_weights_in_the_code_that_reads_the_fil
 ) -> None:
     folder = tiny_model(kind)
     family, names = detect(folder), NAMES[kind]
-    state = weights(folder / family.denoiser_name)
-    kohya = layers_by_module(state, names.kohya(folder / family.denoiser_name))
-    comfyui = layers_by_module(state, (names.comfyui or names.kohya)(folder / family.denoiser_name))
+    state = weights(folder / family.spec.denoiser_name)
+    kohya = layers_by_module(state, names.kohya(folder / family.spec.denoiser_name))
+    comfyui = layers_by_module(state, (names.comfyui or names.kohya)(folder / family.spec.denoiser_name))
 
     wrong = list[str]()
     named = set[str]()

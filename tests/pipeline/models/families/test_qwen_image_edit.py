@@ -246,7 +246,12 @@ def test_a_preview_with_references_equals_the_picture_of_the_pipeline(
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     settings = PictureSettings(Size(64, 96), steps=2, seed=1)
     preview = family.drawing.draw(pipeline, text, empty, settings, negative_text=empty, references=images)
-    arguments = {"height": 64, "width": 96, "num_inference_steps": 2, "true_cfg_scale": family.guidance_scale}
+    arguments = {
+        "height": 64,
+        "width": 96,
+        "num_inference_steps": 2,
+        "true_cfg_scale": family.spec.guidance_scale,
+    }
     generator = torch.Generator().manual_seed(1)
     (expected,), *_ = pipe(
         images,
@@ -279,7 +284,7 @@ def test_our_processor_gives_the_inputs_of_the_complete_one(loaded: tuple[Worker
     from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     family, _ = loaded
-    folder = family.component_folder("processor")
+    folder = family.model.component("processor")
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
     tokenizer = Qwen2TokenizerFast.from_pretrained(folder)
     complete = Qwen2VLProcessor(images, tokenizer, Qwen2VLVideoProcessor())

@@ -151,7 +151,8 @@ def test_L04_channel_statistics_are_applied_as_in_diffusers_and_change_the_keys(
 ) -> None:
     ChannelCase().make(tmp_path)
     changed = load_family(tmp_path)
-    assert changed.latent_method() != family.latent_method() == family.spec.latents.method
+    methods = [each.spec.latents.method_of(each.model) for each in (changed, family)]
+    assert methods[0] != methods[1] == family.spec.latents.method
     vae, draw = changed.vae.load("float32", "cpu"), torch.Generator().manual_seed(1)
     pixels = torch.rand(1, 3, 64, 64, generator=draw) * 2 - 1
     posterior = changed.vae.posterior(vae, pixels)
@@ -256,7 +257,7 @@ def test_large_sizes_stay_exact_in_half_precision(family: WorkerFamily) -> None:
 def test_the_pipeline_class_decides_and_an_unknown_one_lists_the_families(
     tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    assert load_family(tiny_sdxl).name == "Stable Diffusion XL"
+    assert load_family(tiny_sdxl).spec.name == "Stable Diffusion XL"
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NobodysPipeline"}))
     with pytest.raises(FamilyError, match="NobodysPipeline") as excinfo:
         load_family(tmp_path)

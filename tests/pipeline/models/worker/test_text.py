@@ -51,7 +51,7 @@ def test_every_kind_of_model_embeds_with_default_dtypes_almost_as_in_float32(
     expected = family.text.encode_caption(family.text.load("float32", "cpu"), "a red cat").tensors
     tensors = family.text.encode_caption(family.text.load("auto", "cpu"), "a red cat").tensors
     assert tensors.keys() == expected.keys()
-    if family.text_padding == "stored":
+    if family.spec.text.padding == "stored":
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == family.text_shapes()
     for name, tensor in tensors.items():
         values = (tensor.float().flatten(), expected[name].flatten())
@@ -79,7 +79,7 @@ def test_a_chatglm_stored_in_half_precision_runs_in_the_default_dtype(tmp_path: 
 
 def test_masked_embeddings_are_padded_with_zeros_to_the_longest_of_a_batch(tiny_model: TinyModel) -> None:
     family = load_family(tiny_model("Lumina Image 2"))
-    assert family.text_padding == "masked"
+    assert family.spec.text.padding == "masked"
     short, long = (torch.full((length, 4), float(length)) for length in (2, 5))
     stacked = family.text.stack([{"text_embedding": short}, {"text_embedding": long}])
     assert stacked["text_lengths"] == (2, 5)
@@ -103,7 +103,7 @@ def test_a_caption_beyond_the_limit_reports_its_tokens_and_where_it_is_cut(
 ) -> None:
     family = load_family(tiny_model(kind))
     encoders = family.text.load("float32", "cpu")
-    (limit,) = set(family.token_limits().values())
+    (limit,) = set(family.token_limits.values())
 
     def counts(num_words: int) -> tuple[int, int, int | None]:
         encoded = family.text.encode_caption(encoders, " ".join(["cat"] * num_words))
@@ -124,7 +124,7 @@ def test_a_caption_that_one_of_several_encoders_reads_completely_is_not_cut(tiny
     """Stable Diffusion 3 has two CLIPs of 77 tokens and a T5 of 256."""
     family = load_family(tiny_model("Stable Diffusion 3 and 3.5"))
     encoders = family.text.load("float32", "cpu")
-    limits = family.token_limits().values()
+    limits = family.token_limits.values()
     for num_words, fits in ((3, True), (min(limits) + 1, True), (max(limits) + 1, False)):
         encoded = family.text.encode_caption(encoders, " ".join(["cat"] * num_words))
         assert (encoded.num_cut == 0, encoded.cut_from is None) == (fits, fits)

@@ -195,9 +195,9 @@ def packed(flux: WorkerFamily, kind: str) -> nn.Module:
     diffusers packs nf4 on a GPU only, so that is done layer by layer.
     """
     if kind == "int8 products":
-        return load_base(flux, recipe_with(flux.folder, "none", compute="int8"), "cpu")
+        return load_base(flux, recipe_with(flux.model.path, "none", compute="int8"), "cpu")
     if kind != "nf4":
-        return load_base(flux, recipe_with(flux.folder, kind), "cpu")
+        return load_base(flux, recipe_with(flux.model.path, kind), "cpu")
     import bitsandbytes
 
     denoiser = flux.denoiser.load("bfloat16", "cpu")

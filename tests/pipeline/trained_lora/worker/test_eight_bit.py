@@ -126,7 +126,7 @@ def test_few_rows_are_multiplied_with_unpacked_weights() -> None:
 def test_layers_outside_of_blocks_stay_as_they_are(tmp_path: Path) -> None:
     make_tiny_flux(tmp_path / "flux")
     flux = load_family(tmp_path / "flux")
-    denoiser = load_base(flux, recipe_with(flux.folder, "none", compute="int8"), "cpu")
+    denoiser = load_base(flux, recipe_with(flux.model.path, "none", compute="int8"), "cpu")
     kinds = {name: type(module) for name, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
     assert kinds["x_embedder"] is nn.Linear
     assert kinds["transformer_blocks.0.attn.to_q"] is EightBitLinear

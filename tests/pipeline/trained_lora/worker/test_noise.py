@@ -84,7 +84,9 @@ def test_the_range_of_levels_applies_before_the_shift_as_the_recipe_describes(tm
     """Stable Diffusion 3 has a shift of 3, so that a level of 0.5 gets 3 * 0.5 / (1 + 2 * 0.5) = 0.75."""
     make_tiny_sd3(tmp_path)
     family, settings = load_family(tmp_path), TimestepSettings(density="uniform", max=0.5)
-    drawn = noise_levels(torch.tensor([1.0 - 2.0**-53], dtype=torch.float64), settings, family.density)
+    drawn = noise_levels(
+        torch.tensor([1.0 - 2.0**-53], dtype=torch.float64), settings, family.spec.noise.density
+    )
     timesteps = family.noise.timesteps(family.noise.load_scheduler(), drawn, (16, 128, 128))
     assert drawn.item() == pytest.approx(0.5)
     assert timesteps.item() == pytest.approx(750.0, abs=1e-3)

@@ -288,7 +288,7 @@ def test_adapters_of_transformers_are_read_under_the_prefixes_of_their_publisher
     state = get_peft_model_state_dict(denoiser)
     denoiser.unload_lora()
     loaded: list[Any] = []
-    for prefix in PREFIXES[family.name]:
+    for prefix in PREFIXES[family.spec.name]:
         file = tmp_path / f"{prefix}.safetensors"
         save_file({f"{prefix}.{name}": tensor.contiguous() for name, tensor in state.items()}, file)
         loaded.append(

@@ -60,13 +60,13 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> WorkerFamily:
 
 def needed_bytes(flux: WorkerFamily, offload: Any) -> int:
     """Return the free memory that `latentline plan` counts for a number of blocks."""
-    recipe = recipe_of(flux.folder)
+    recipe = recipe_of(flux.model.path)
     forecast = TrainingForecast(flux, recipe, largest_size(recipe))
     return forecast.memory(replace(forecast.variant, offload=offload)).device + RESERVED_BYTES
 
 
 def test_auto_keeps_as_many_blocks_as_the_free_memory_allows(flux: WorkerFamily) -> None:
-    recipe = recipe_of(flux.folder)
+    recipe = recipe_of(flux.model.path)
     for offload in ("none", 5, 2, 0):
         resolved = resident_blocks(flux, recipe, needed_bytes(flux, offload))
         assert (resolved.offload, resolved.num_blocks) == (offload, NUM_BLOCKS)
@@ -78,14 +78,14 @@ def test_auto_keeps_as_many_blocks_as_the_free_memory_allows(flux: WorkerFamily)
 
 
 def test_auto_uses_the_least_memory_and_warns_if_nothing_fits(flux: WorkerFamily) -> None:
-    resolved = resident_blocks(flux, recipe_of(flux.folder), 2 * GIB)
+    resolved = resident_blocks(flux, recipe_of(flux.model.path), 2 * GIB)
     assert resolved.offload == 0
     assert resolved.reason.endswith("so memory may run out")
 
 
 def test_a_number_is_used_as_it_is_and_a_cpu_streams_nothing(flux: WorkerFamily) -> None:
-    assert resident_blocks(flux, recipe_of(flux.folder, offload=3), 2 * GIB) == ResidentBlocks(3)
-    on_cpu = resident_blocks(flux, recipe_of(flux.folder), None)
+    assert resident_blocks(flux, recipe_of(flux.model.path, offload=3), 2 * GIB) == ResidentBlocks(3)
+    on_cpu = resident_blocks(flux, recipe_of(flux.model.path), None)
     assert on_cpu.offload == "none"
     assert "on a CPU" in on_cpu.reason
 
@@ -94,7 +94,7 @@ def test_a_model_without_a_forecast_is_an_error_that_names_what_to_set(tmp_path:
     TINY["HiDream"](tmp_path)
     family = load_family(tmp_path)
     with pytest.raises(TrainingError, match="memory cannot be forecast for HiDream") as excinfo:
-        resident_blocks(family, recipe_of(family.folder), 24 * GIB)
+        resident_blocks(family, recipe_of(family.model.path), 24 * GIB)
     assert excinfo.value.where == "training.offload: auto"
     assert "training.offload to none, or to the number of blocks" in excinfo.value.fix
 
@@ -133,7 +133,7 @@ def test_a_run_on_a_cpu_records_that_all_blocks_stay(make_project: Callable[...,
 
 @pytest.mark.slow
 def test_the_advice_after_missing_memory_is_to_keep_half_as_many_blocks(flux: WorkerFamily) -> None:
-    recipe = recipe_of(flux.folder)
+    recipe = recipe_of(flux.model.path)
     for offload, half in (("none", 4), (5, 2)):
         resolved = resident_blocks(flux, recipe, needed_bytes(flux, offload))
         error = out_of_memory_error(recipe, "in the trial step before training", "", resident=resolved)
