@@ -130,18 +130,21 @@ def launch_environment(
         error_file: Path to which the launched process writes its error.
         machines: Machines of a training.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH", "")
     return {
         # Without a scheduler's RANK and similar ones, because accelerate's launcher sets its own.
         **without_cluster_variables(os.environ),
-        # The project must be importable from any working directory.
-        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        "PYTHONPATH": python_path(),
         ERROR_FILE_VARIABLE: str(error_file),
         PARENT_VARIABLE: str(os.getpid()),
         **worker_variables(settings),
         **machines.environment(),
     }
+
+
+def python_path() -> str:
+    """Return a `PYTHONPATH` with which a process can import the project from any working directory."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 
 def worker_variables(settings: AccelerateSettings) -> dict[str, str]:
