@@ -1,30 +1,13 @@
-"""Main of an encoding process: `python -m pipeline.vae_latents.worker <encoding.json>`.
-
-Accelerate launches several of them and sets the rank; a single process is started directly.
-"""
+"""`python -m pipeline.vae_latents.worker <encoding.json>`: encode images."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from pipeline.encoding.progress import Report
-from pipeline.processes.guard import end_now, watch_parent
-from pipeline.processes.pipes import rank, reporter
-
-
-def main(encoding_file: Path) -> None:
-    """Encode the images of `encoding_file` that belong to this rank, and report progress to the parent."""
-    watch_parent()
-    with reporter() as report:
-        from pipeline.models.worker.loading import keep_quiet
-
-        keep_quiet()
-        from pipeline.processes.worker.devices import used_memory_text
-
-        report.lines.memory = used_memory_text
-        run(encoding_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+from pipeline.encoding.worker.main import main
+from pipeline.processes.guard import end_now
 
 
 def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
@@ -44,5 +27,5 @@ def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> No
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), run)
     end_now(0)

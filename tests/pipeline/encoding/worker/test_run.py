@@ -25,7 +25,9 @@ import json, sys
 from pathlib import Path
 from importlib import import_module
 
-import_module(f"{sys.argv[1]}.__main__").main(Path(sys.argv[2]))
+from pipeline.encoding.worker.main import main
+
+main(Path(sys.argv[2]), import_module(f"{sys.argv[1]}.__main__").run)
 print(json.dumps(sorted(sys.modules)))
 """
 
@@ -70,9 +72,10 @@ def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
 MEMORY_PROCESS = """
 import sys
 from pathlib import Path
-from pipeline.{stage}.worker.__main__ import main
+from pipeline.encoding.worker.main import main
+from pipeline.{stage}.worker.__main__ import run
 
-main(Path(sys.argv[1]))
+main(Path(sys.argv[1]), run)
 print(Path("/proc/self/status").read_text())
 """
 STAGES: dict[Kind, str] = {"latents": "vae_latents", "text": "text_embeddings"}
