@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from pipeline.background import in_background
 from pipeline.log import Log
 from pipeline.reporting import terminal
 
@@ -148,11 +149,10 @@ class ProgressLines:
     @contextmanager
     def in_background(self, update: Callable[[], object] | None = None) -> Generator[None]:
         """Call `tick` in a thread until the body ends, each time after `update` if there is one."""
-        finished = threading.Event()
 
-        def report() -> None:
+        def report(ended: threading.Event) -> None:
             wait_s = TICK_S if self._bar is None else BAR_AFTER_S
-            while not finished.wait(wait_s):
+            while not ended.wait(wait_s):
                 if update is not None:
                     update()
                 self.tick()
@@ -160,13 +160,8 @@ class ProgressLines:
 
         # In a thread, the work pays nothing for the lines, and they appear even while one item blocks all
         # others.
-        thread = threading.Thread(target=report, name="progress", daemon=True)
-        thread.start()
-        try:
+        with in_background(report, name="progress"):
             yield
-        finally:
-            finished.set()
-            thread.join()
 
     def _write(self, activity: _Activity) -> None:
         activity.has_line = True
