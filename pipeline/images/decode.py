@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,9 @@ from pipeline.images.orientation import TRANSPOSE, has_late_metadata, orientatio
 from pipeline.storage.regular_files import open_regular, read_all
 from pipeline.storage.source import MAX_BUFFERED_BYTES, SourceFile
 from pipeline.versions import PREPROCESSING_VERSION
+
+if TYPE_CHECKING:
+    from pipeline.recipe import CheckSettings
 
 MAX_IMAGE_PX = 178_956_970
 """Default of the recipe's `checks.max_image_pixels`: the largest height times width that is decoded. It is
@@ -83,6 +86,11 @@ class DecodeLimits(NamedTuple):
 
     max_px: int = MAX_IMAGE_PX
     max_bytes: int | None = MAX_DECODE_BYTES
+
+
+def limits_of_recipe(checks: CheckSettings) -> DecodeLimits:
+    """Return the limits of a recipe's `checks`."""
+    return DecodeLimits(checks.max_image_pixels, checks.max_decode_bytes)
 
 
 def limits_of_accepted(original_size: Size) -> DecodeLimits:
@@ -170,10 +178,7 @@ def decode_cost(file: BinaryIO, *, limits: DecodeLimits) -> DecodeCost:
         ImageError: The image cannot be opened, or it exceeds the limits.
     """
     with _opened(file, limits.max_px) as (image, _):
-        num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
-        orientation = 1 if has_late_metadata(image) else orientation_of(image)
-        num_bytes = _require_decode_bytes(image, num_scans, orientation, limits.max_bytes)
-        cost = DecodeCost(num_bytes, image.width * image.height * num_scans)
+        cost, _ = _require_cost(image, file, limits.max_bytes)
     file.seek(0)
     return cost
 
@@ -204,12 +209,10 @@ def decoded(
     """
     with ExitStack() as memory:
         with _opened(source, limits.max_px) as (image, file):
-            num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
-            orientation_before = 1 if has_late_metadata(image) else orientation_of(image)
             if draft_px is not None:
                 image.draft(None, (draft_px, draft_px))
-            num_bytes = _require_decode_bytes(image, num_scans, orientation_before, limits.max_bytes)
-            memory.enter_context(DECODE_MEMORY.reserved(num_bytes))
+            cost, orientation_before = _require_cost(image, file, limits.max_bytes)
+            memory.enter_context(DECODE_MEMORY.reserved(cost.num_bytes))
             image.load()
 
             # Loading a TIFF makes it upright and removes its orientation. A PNG may store its orientation
@@ -226,12 +229,14 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
     return image.transpose(TRANSPOSE[orientation]) if orientation in TRANSPOSE else image
 
 
-def _require_decode_bytes(image: Image.Image, num_scans: int, orientation: int, max_bytes: int | None) -> int:
-    """Return the memory that decoding an opened image needs.
+def _require_cost(image: Image.Image, file: BinaryIO, max_bytes: int | None) -> tuple[DecodeCost, int]:
+    """Return what decoding an opened image takes, and its orientation as it is visible before decoding.
 
     Raises:
-        ImageError: It is more than `max_bytes`.
+        ImageError: It needs more than `max_bytes`, or the file has too many scans.
     """
+    num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
+    orientation = 1 if has_late_metadata(image) else orientation_of(image)
     converts = orientation != 1 or not colour.is_srgb(image)
     num_bytes = decode_bytes(image, num_scans=num_scans, converts=converts)
     if max_bytes is not None and num_bytes > max_bytes:
@@ -239,7 +244,7 @@ def _require_decode_bytes(image: Image.Image, num_scans: int, orientation: int, 
         fix = "make it smaller, or save it as an upright 8-bit RGB image"
         fix += f"; or set checks.max_decode_bytes to {num_bytes} if you trust the file"
         raise ImageError("too_much_memory", detail, fix=fix)
-    return num_bytes
+    return DecodeCost(num_bytes, image.width * image.height * num_scans), orientation
 
 
 def decoder_version(image_format: str | None) -> str:

@@ -18,7 +18,7 @@ import polars as pl
 from pipeline.cache.entry_format import LATENT
 from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries
 from pipeline.cache.store import TensorSpec
-from pipeline.images.decode import DecodeLimits, decoded
+from pipeline.images.decode import decoded, limits_of_recipe
 from pipeline.images.geometry import Size
 from pipeline.side_inputs.side_input import RECORDED, VIEW, Row, SideInput
 
@@ -40,8 +40,7 @@ class EncodedImages(SideInput, ABC):
 
     def read(self, recipe: Recipe, opened: BinaryIO, kind: str) -> Row:
         """See `SideInput.read`."""
-        limits = DecodeLimits(recipe.checks.max_image_pixels, recipe.checks.max_decode_bytes)
-        with decoded(opened, recipe.latents.background, limits=limits) as image:
+        with decoded(opened, recipe.latents.background, limits=limits_of_recipe(recipe.checks)) as image:
             return {"height": image.height, "width": image.width}
 
     def columns(self, image: Row, files: Sequence[Row]) -> Row:

@@ -16,7 +16,7 @@ from pipeline.cache.entry_format import MASK
 from pipeline.cache.keys import KeyTemplate, MaskInputs
 from pipeline.cache.recipe_entries import STATS, TARGET, RecipeEntries
 from pipeline.cache.store import TensorSpec
-from pipeline.images.decode import DecodeLimits
+from pipeline.images.decode import limits_of_recipe
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry, Size
 from pipeline.images.mask import MaskSource, read_mask
@@ -56,8 +56,7 @@ class Masks(SideInput):
 
     def read(self, recipe: Recipe, opened: BinaryIO, kind: str) -> Row:
         """See `SideInput.read`."""
-        limits = DecodeLimits(recipe.checks.max_image_pixels, recipe.checks.max_decode_bytes)
-        content = read_mask(opened, cast("MaskSource", kind), limits=limits)
+        content = read_mask(opened, cast("MaskSource", kind), limits=limits_of_recipe(recipe.checks))
         return {**content.size._asdict(), "mean": content.mean}
 
     def columns(self, image: Row, files: Sequence[Row]) -> Row:

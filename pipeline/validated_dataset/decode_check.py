@@ -18,6 +18,7 @@ from pipeline.images.decode import (
     decode_cost,
     decoder_version,
     is_current_decoder,
+    limits_of_recipe,
     open_content,
 )
 from pipeline.images.decode_limits import DECODE_MEMORY, MAX_BYTES_PER_PX, MAX_JPEG_SCANS
@@ -113,7 +114,7 @@ def decode_contents(
         files_by_hash.setdefault(row["content_hash"], []).append(row)
     contents = list(files_by_hash.values())
 
-    limits = DecodeLimits(recipe.checks.max_image_pixels, recipe.checks.max_decode_bytes)
+    limits = limits_of_recipe(recipe.checks)
 
     def decode_one(files: Sequence[Row]) -> list[_FileResult]:
         return _decode_first_readable(sources, files, limits)
