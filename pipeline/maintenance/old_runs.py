@@ -151,8 +151,7 @@ def _reason_to_keep(run: Run, starts: Iterable[tuple[Path, str]]) -> str:
         return reason
     if is_being_trained(RunLayout(run.folder)):
         return "being trained"
-    folder = run.folder.resolve()
-    return next((f"start_from of {user}" for file, user in starts if file.is_relative_to(folder)), "")
+    return start_reason(run.folder, starts)
 
 
 def published_reason(folder: Path) -> str:
@@ -184,11 +183,22 @@ def start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Pa
     return [(file.resolve(), user) for file, user in named]
 
 
+def start_reason(folder: Path, starts: Iterable[tuple[Path, str]]) -> str:
+    """Return which of `start_files` needs a run; empty if none does."""
+    folder = folder.resolve()
+    return next((f"start_from of {user}" for file, user in starts if file.is_relative_to(folder)), "")
+
+
 def _state(layout: RunLayout) -> str:
-    if steps := read_record(layout.finished).get("steps"):
-        return f"finished at step {steps:,}"
-    checkpoints = checkpoint_list(layout)
-    return f"unfinished, resumes from step {checkpoints[0]['step']:,}" if checkpoints else "unfinished"
+    num_steps, checkpoints = read_record(layout.finished).get("steps"), checkpoint_list(layout)
+    return training_state(num_steps, checkpoints[0]["step"] if checkpoints else None)
+
+
+def training_state(num_steps: int | None, last_step: int | None) -> str:
+    """Return the state of a run from the steps of a finished training and the step of the last checkpoint."""
+    if num_steps:
+        return f"finished at step {num_steps:,}"
+    return "unfinished" if last_step is None else f"unfinished, resumes from step {last_step:,}"
 
 
 def _size_and_change(folder: Path) -> tuple[int, float]:

@@ -14,6 +14,8 @@ from pipeline.maintenance.old_runs import (
     needed_error,
     published_reason,
     start_files,
+    start_reason,
+    training_state,
 )
 from pipeline.outputs.folder import OutputFolder
 from pipeline.outputs.lease import DELETING, STALE_S, Lease, holder_text, kept, lease_at, still_held
@@ -225,8 +227,7 @@ class RemoteRuns:
         """Return why something needs the run; empty if nothing does."""
         if reason := self._published(run.folder) or training.get(run.folder.name):
             return reason
-        folder = run.folder.resolve()
-        return next((f"start_from of {user}" for file, user in starts if file.is_relative_to(folder)), "")
+        return start_reason(run.folder, starts)
 
     def _fetch_published(self) -> None:
         """Fetch the files that name the run in `lora/`."""
@@ -264,7 +265,5 @@ def _files_by_run(outputs: OutputFolder) -> dict[str, _Files]:
 
 def _state(folder: Path, files: _Files) -> str:
     finished = RunLayout(folder).finished
-    if finished.name in files.versions and (steps := read_record(finished).get("steps")):
-        return f"finished at step {steps:,}"
-    step = files.last_step
-    return "unfinished" if step is None else f"unfinished, resumes from step {step:,}"
+    num_steps = read_record(finished).get("steps") if finished.name in files.versions else None
+    return training_state(num_steps, files.last_step)
