@@ -14,10 +14,9 @@ from pipeline.cache.backends import cache_folder
 from pipeline.cache.used_keys import RUNNING_S
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
 from pipeline.errors import RecipeError, StoreError, counted
-from pipeline.maintenance.gc import KEEP_S, Survey, delete, survey
+from pipeline.maintenance.gc import KEEP_S, Survey, delete, needed_keys, survey
 from pipeline.maintenance.gc_packs import Pack, Packs
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
-from pipeline.maintenance.recipe_keys import recipe_keys
 from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.outputs.folder import outputs_of
 from pipeline.recipe import Recipe, RecipeFolder
@@ -150,7 +149,7 @@ def _keys_of_recipes(recipes: Iterable[Recipe], cache_dir: Address) -> list[pl.S
     for recipe in recipes:
         if recipe.cache_dir == cache_dir:
             outputs_of(recipe, log_to_stderr).fetch("tables/")
-            groups += recipe_keys(recipe, log=log_to_stderr)
+            groups += needed_keys(recipe, log=log_to_stderr)
     return groups
 
 

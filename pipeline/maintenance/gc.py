@@ -16,6 +16,7 @@ from pipeline.cache import used_keys
 from pipeline.cache.backends import access_fix, cache_folder
 from pipeline.cache.folder import CacheFile, CacheFolder
 from pipeline.cache.packs import PACKS
+from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.used_keys import KeyLists, Keys, UsedKeys, are_in
 from pipeline.encoding.shared_encoding import ENCODINGS
@@ -23,8 +24,14 @@ from pipeline.errors import StoreError
 from pipeline.log import Log, discard
 from pipeline.maintenance.deletion import delete_files
 from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
+from pipeline.recipe import Recipe
+from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import OLD_S, is_temp_name
+from pipeline.storage.tables import Tables
+from pipeline.text_embeddings.caption_rows import CAPTION_COLUMNS, text_rows
+from pipeline.text_embeddings.stage import needed_texts
+from pipeline.vae_latents.side_inputs import without_refused
 
 KEEP_S = 30 * 24 * 3600.0
 """Time for which an entry is kept after its last use."""
@@ -162,6 +169,33 @@ def survey(
     result.add_encodings(encodings, oldest_job_s)
     result.packs.classify(used.keys, old_pack_files.__contains__)
     return result
+
+
+def needed_keys(recipe: Recipe, *, log: Log) -> list[pl.Series]:
+    """Return the keys that the next cache job would request for an unchanged dataset, like its lists.
+
+    A recipe without tables has no entries yet.
+
+    Args:
+        recipe: Recipe.
+        log: Receives the progress of hashing a model.
+
+    Raises:
+        ModelError: The base model cannot be found.
+        TableError: A table cannot be read.
+    """
+    entries, tables = RecipeEntries(recipe, log=log), Tables(recipe.output_dir)
+    by_kind: dict[str, list[pl.Series]] = {}
+    if tables.path("aspect_buckets").is_file():
+        requests, _ = without_refused(entries, entries.latent_requests(tables.read("aspect_buckets")))
+        by_kind["latents"] = [requests["key"]]
+        for side_input in SIDE_INPUTS:
+            keys = side_input.entry_rows(entries, requests)["key"]
+            by_kind.setdefault(side_input.kind, []).append(keys)
+    if tables.path("validated_dataset").is_file():
+        texts = needed_texts(entries, text_rows(entries, tables.read("validated_dataset", CAPTION_COLUMNS)))
+        by_kind["text"] = [entries.text_keys(texts["caption"], texts.get_column(SEEN, default=None))]
+    return [pl.concat(parts) for parts in by_kind.values()]
 
 
 def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple[int, int]:

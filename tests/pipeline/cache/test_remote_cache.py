@@ -17,8 +17,7 @@ from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries
 from pipeline.errors import StoreError
 from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
-from pipeline.maintenance.gc import delete, survey
-from pipeline.maintenance.recipe_keys import recipe_keys
+from pipeline.maintenance.gc import delete, needed_keys, survey
 from pipeline.maintenance.verify import needed_entries, verify
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import Recipe
@@ -126,7 +125,7 @@ def test_L13_garbage_collection_deletes_orphans_and_nothing_else(job: Job) -> No
     files(job).put("notes.txt", b"mine")
     assert survey(cache).num_used == survey(cache).entries
     # The lists of the first job and of the last one are all too old.
-    orphan_survey = survey(cache, keep_s=-60, recipe_keys=recipe_keys(job.recipe, log=print))
+    orphan_survey = survey(cache, keep_s=-60, recipe_keys=needed_keys(job.recipe, log=print))
     assert set(orphan_survey.orphans) == orphan_paths
     assert orphan_survey.foreign == ["notes.txt"]
     before = set(files(job).list_files())

@@ -16,9 +16,8 @@ from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.used_keys import FOLDER, UsedKeys
 from pipeline.encoding.shared_encoding import ENCODINGS
 from pipeline.errors import StoreError
-from pipeline.maintenance.gc import KEEP_S, Survey, delete, survey
+from pipeline.maintenance.gc import KEEP_S, Survey, delete, needed_keys, survey
 from pipeline.maintenance.gc_packs import Packs
-from pipeline.maintenance.recipe_keys import recipe_keys
 from pipeline.storage.atomic import temp_name
 from tests.pipeline.cached_job import Job
 from tests.pipeline.used_case import OLD_S, forget_use, lists, make_old, use, used
@@ -150,7 +149,7 @@ def test_a_cache_of_an_earlier_version_is_kept_until_its_use_was_recorded_long_e
 
 
 def test_keys_of_recipes_are_those_that_the_cache_jobs_recorded(job: Job) -> None:
-    keys = recipe_keys(job.recipe, log=print)
+    keys = needed_keys(job.recipe, log=print)
     assert {key for group in keys for key in group} == used(job.recipe.cache_dir)
     before = lists(job.recipe.cache_dir)
     for path in before:
@@ -158,7 +157,7 @@ def test_keys_of_recipes_are_those_that_the_cache_jobs_recorded(job: Job) -> Non
     delete(job.recipe.cache_dir, survey(job.recipe.cache_dir, recipe_keys=keys))
     assert lists(job.recipe.cache_dir) == before, "they are divided in the same way"
     shutil.rmtree(job.recipe.output_dir)
-    assert recipe_keys(job.recipe, log=print) == []
+    assert needed_keys(job.recipe, log=print) == []
 
 
 def test_L13_only_what_recipes_need_is_kept_if_lists_do_not_count(job: Job) -> None:
@@ -166,7 +165,7 @@ def test_L13_only_what_recipes_need_is_kept_if_lists_do_not_count(job: Job) -> N
     cache = job.recipe.cache_dir
     dropped_entries = drop_sample(job)
     make_old(cache, lists_too=True)
-    surveyed = survey(cache, keep_s=0, recipe_keys=recipe_keys(job.recipe, log=print))
+    surveyed = survey(cache, keep_s=0, recipe_keys=needed_keys(job.recipe, log=print))
     assert set(surveyed.orphans) == names_in_cache(job, *dropped_entries)
     before = entries(job)
     delete(cache, surveyed)
