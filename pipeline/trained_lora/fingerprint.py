@@ -141,6 +141,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
     facts: Facts = {
         "version": TRAINING_VERSION,
         "samples": {**_samples(inputs.trained), **_empty_texts(inputs.trained, dropout)},
+        # Without dropout, the empty caption is not trained on.
         "empty_text": entries.text_spec("").key if dropout > 0 else None,
         "model": {
             "family": entries.family.spec.name,
@@ -241,6 +242,7 @@ def _adapter(lora: LoraSettings, family: Family) -> Facts:
     start = lora.start_from
     return {
         "start_from": None if start is None else _start_hash(start),
+        # Otherwise the recipe's own targets or patterns decide, which are facts already.
         "family_targets": family.lora_targets() if lora.family_modules else None,
         **({"lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else {}),
     }

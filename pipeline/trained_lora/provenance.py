@@ -150,6 +150,7 @@ def caption_hashes_of(path: Path) -> list[str]:
     """Return the hashes that the caption in a text file may have; empty if the file is not text."""
     try:
         with open_regular(path, max_bytes=MAX_CAPTION_BYTES) as file:
+            # A caption file may begin with a byte order mark (FAILURES C02).
             text = read_all(file).decode("utf-8-sig")
     except (RefusedFileError, UnicodeDecodeError):
         return []

@@ -169,6 +169,7 @@ def is_being_trained(layout: RunLayout) -> bool:
 def _is_held(file: Path) -> bool:
     if not file.is_file():
         return False
+    # The file exists without a holder too, so only an attempt shows whether a process holds it.
     lock = FileLock(file, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)

@@ -288,6 +288,7 @@ class RunUpload:
             with in_background(self._follow, name="uploads"):
                 yield
         except BaseException:
+            # Another machine can then resume from what was trained before the error.
             self._upload_or_warn()
             raise
         self.upload()
@@ -401,5 +402,6 @@ def _is_undamaged(folder: Path) -> bool:
     try:
         hashes: dict[str, str] = json.loads((folder / MARKER).read_text(encoding="utf-8"))["sha256"]
         return all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
+    # A damaged marker may hold any JSON, or none.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -279,6 +279,7 @@ def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
     if "references" not in inputs.columns:
         return inputs.select("sample_id").unique()
     keys = inputs.select("sample_id", reference_keys="references").drop_nulls()
+    # An input has a list of keys for each of its views.
     keys = keys.explode("reference_keys").explode("reference_keys")
     by_sample = keys.group_by("sample_id", maintain_order=True).agg(pl.col("reference_keys").str.join(" "))
     hashes = latents.select("sample_id", reference_hashes=REFERENCES.hashes()).unique("sample_id")

@@ -87,10 +87,8 @@ def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module,
 
 
 def drop_unused_parts(network: nn.Module, *, sees_images: bool = False) -> None:
-    """Remove a language model's output layer, because only hidden states are used, and its vision encoder.
-
-    A model that sees images keeps its vision encoder.
-    """
+    """Remove a language model's output layer, and its vision encoder unless it sees images."""
+    # Only hidden states are used.
     for module in list(network.modules()):
         for name in () if sees_images else _VISION_PARTS:
             if isinstance(getattr(module, name, None), nn.Module):

@@ -100,6 +100,7 @@ def choose_file(path: Path) -> ChosenLoras:
         fix = f"did you mean {file.with_name(closest[0])}?" if closest else "pass a .safetensors file"
         raise DrawingError("the LoRA file does not exist", where=f"--lora {file}", fix=fix)
     try:
+        # Opening reads the header, which is enough to refuse files of another format.
         with safe_open(file, framework="np") as opened:
             opened.keys()
     except (OSError, SafetensorError) as err:

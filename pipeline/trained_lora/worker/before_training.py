@@ -127,6 +127,7 @@ def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
 
     Values of all images that the denoiser sees count too. Only the first `_NUM_STEPS` steps are compared.
     """
+    # Each epoch is shuffled for this, so a long plan is not compared completely.
     return max((plan[number] for number in range(min(len(plan), _NUM_STEPS))), key=_largest_share(inputs))
 
 

@@ -185,6 +185,7 @@ def newest_checkpoint(
     if not folder.is_dir():
         return None
     for step, path in sorted(_checkpoints(folder), reverse=True):
+        # A longer run may have the same id, and may have left later checkpoints.
         if step > last_step or _holds_only_lora(path):
             continue
         try:

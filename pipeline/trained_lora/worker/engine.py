@@ -309,6 +309,7 @@ class Engine:
             micro = micro.to(self.accelerator.device)
             losses = self._backward(micro, batch.num_samples, last=number == num_micro_batches - 1)
             values = torch.stack([losses, micro.timesteps.float()]) * micro.weights
+            # Every slot is on one rank. A placeholder has the index of another slot, and adds zero.
             step_values[:2].index_add_(1, micro.indices, values)
 
         totals = cast("Tensor", self.accelerator.reduce(step_values, reduction="sum"))

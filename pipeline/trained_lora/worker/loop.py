@@ -158,6 +158,7 @@ class _TrainingRun:
         self.started_at_s = time.time()
         with ExitStack() as stack:
             stack.enter_context(fallbacks_reported(self._warn))
+            # Closed after an error too, which ends the threads of the loader.
             inputs = stack.enter_context(closing(self._inputs(start)))
             if self.main:
                 accelerator = self.engine.accelerator
@@ -165,6 +166,7 @@ class _TrainingRun:
                 # One writer of the files; all other ranks compute the same numbers and drop them.
                 metrics = MetricsLog(self.paths, self.job.inputs, accelerator)
                 self.metrics = stack.enter_context(closing(metrics))
+            # Results before the first step, or results that a killed process left missing.
             self._validate_and_draw(start, missing_results(self.job, start, is_main=self.main))
             steps_done = self._run_steps(start, inputs, stop)
 
@@ -286,6 +288,7 @@ class _TrainingRun:
 
     def _checkpoint(self, steps_done: int, *, stopping: bool) -> None:
         """Save a checkpoint if one is due, the run stops, or the plan is complete."""
+        # Only the main process has metrics. All ranks have the same weights, so it saves them alone.
         if self.metrics is not None and (stopping or self._checkpoint_due(steps_done)):
             self.report.phase(f"saving the checkpoint of step {steps_done}")
             # Lines of the log must be on the disk before the checkpoint that a resume continues from.

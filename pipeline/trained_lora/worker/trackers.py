@@ -52,6 +52,7 @@ def start_trackers(accelerator: Accelerator, job: TrainingJob, *, start: int) ->
 
 def log_previews(accelerator: Accelerator, files: Sequence[Path], *, step: int) -> None:
     """Log the previews drawn after `step` optimizer steps: one TensorBoard tag per file, one W&B panel."""
+    # TensorBoard's tracker takes arrays of pixels; W&B's tracker also takes paths.
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
             for number, path in enumerate(files):

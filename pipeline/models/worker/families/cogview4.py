@@ -40,7 +40,8 @@ class CogView4Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; one call per sample, because no mask hides padding."""
+        """See `DenoiserCall.predict`."""
+        # One call per sample, because the transformer takes no mask that hides padding.
         texts = unpadded(conditions["text_embedding"], conditions["text_lengths"])
         predictions: list[Tensor] = []
         for index, text in enumerate(texts):

@@ -15,8 +15,8 @@ from pipeline.models.worker.text import POOLED_PROMPT, TextConditioner
 PATCH = 2
 """Edge, in latent values, of the patch that is packed into one token."""
 
+# Dev's guidance is distilled, and at 1 the adapter does not learn guidance.
 _TRAINING_GUIDANCE = 1.0
-"""Guidance scale in training: dev's guidance is distilled, and at 1 the adapter does not learn guidance."""
 
 
 class T5AndClipConditioner(TextConditioner):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline.models.worker.families.flux2 import Flux2Call, KleinConditioner
 
+# Guidance is distilled, and at 1 the adapter does not learn guidance.
 _TRAINING_GUIDANCE = 1.0
-"""Guidance scale in training: guidance is distilled, and at 1 the adapter does not learn guidance."""
 
 
 class DevConditioner(KleinConditioner):

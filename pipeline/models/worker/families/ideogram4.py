@@ -86,11 +86,7 @@ class IdeogramCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`.
-
-        The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
-        is negated.
-        """
+        """See `DenoiserCall.predict`."""
         text, lengths = conditions["text_embedding"], list(conditions["text_lengths"])
         batch, longest, width = text.shape
         tokens = noisy.flatten(2).transpose(1, 2)
@@ -112,6 +108,7 @@ class IdeogramCall(DenoiserCall):
             indicator=roles,
             return_dict=False,
         )[0]
+        # The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise.
         return -prediction[:, longest:].transpose(1, 2).reshape(noisy.shape)
 
 

@@ -29,11 +29,8 @@ class Lumina2Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`.
-
-        The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
-        is negated.
-        """
+        """See `DenoiserCall.predict`."""
+        # The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise.
         return -denoiser(
             hidden_states=noisy,
             timestep=1.0 - timesteps / self.num_timesteps,

@@ -5,8 +5,7 @@ All tensors of a block are in one sequence of bytes, on the host as in a slot:
     | tensor 0 | padding | tensor 1 | padding | ...      each tensor begins at a multiple of 256 bytes
 
 A parameter on the device keeps its identity: its data refers to a slot while its block is in use, and to a
-single NaN, expanded to the parameter's shape, at all other times. So a read of an evicted weight cannot stay
-unnoticed: it makes the loss NaN, and the run ends with an error.
+single NaN, expanded to the parameter's shape, at all other times.
 """
 
 from __future__ import annotations
@@ -140,7 +139,8 @@ class HostStore(ABC):
             place.refer_to(place.evicted)
 
     def _evicted(self, tensor: Tensor) -> Tensor:
-        # Integers have no NaN. Packed weights have scales, which do.
+        # A read of an evicted weight cannot stay unnoticed: it makes the loss NaN, and the run ends with an
+        # error. Integers have no NaN, but packed weights have scales, which do.
         value = float("nan") if tensor.is_floating_point() else 0
         return torch.tensor(value).to(self._device, tensor.dtype).expand(tensor.shape)
 

@@ -91,7 +91,8 @@ class Ring:
         self._prefetch(chain(self._order[:place][::-1], self._order))
 
     def _learn_order(self, block: int) -> None:
-        """Record the order of a pass, which may differ from that in which the model lists its blocks."""
+        """Record the order of a pass."""
+        # A model may list its blocks in another order than it uses them.
         if self._backward is not None or block in self._visited:
             if len(self._visited) == len(self._order):
                 self._order = self._visited

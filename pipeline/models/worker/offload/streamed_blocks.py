@@ -193,7 +193,6 @@ def stream_blocks(
 ) -> None:
     """Keep `num_resident` of the repeated blocks on the device and stream all others.
 
-    The streamed blocks are spread evenly, so that a copy overlaps with the computation of the blocks between.
     Call it before an adapter is added: it moves all weights that the network has.
 
     Args:
@@ -204,6 +203,7 @@ def stream_blocks(
         memory: Holds the streamed blocks on the host; None for this process's own memory.
     """
     blocks = repeated_blocks(network)
+    # At even distances, so that a copy overlaps with the computation of the blocks between.
     names = spread_evenly(list(blocks), num_resident)
     if names:
         # The weights move to the host block by block, so that the device never holds the complete network.

@@ -76,6 +76,7 @@ def add_lora(
         torch.manual_seed(hash_bits(32, seed, "lora"))
         network.add_adapter(config, adapter_name=ADAPTER)
 
+    # peft matches the targets by its own rules, so its choice is compared.
     adapted = [name for name, _ in lora_modules(network)]
     assert adapted == selected, f"peft adapted other modules: {sorted({*adapted} ^ {*selected})}"
     if settings.dora and streamed_blocks(network) is not None:
@@ -203,6 +204,7 @@ def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None
     Raises:
         TrainingError: A weight is missing, unknown, or has another shape.
     """
+    # The denoiser has an empty prefix, so its weights are the ones without the prefix of a text encoder.
     text_prefixes = tuple(prefix for prefix in networks if prefix)
     for prefix, network in networks.items():
         network_state = {

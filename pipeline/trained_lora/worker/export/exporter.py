@@ -187,6 +187,7 @@ class Exporter:
                 if module in keys:
                     layers[keys[module] + weight] = tensor
             layers = self._in_dtype(layers)
+            # peft's configuration of another kind of adapter does not describe the LoRA in the file.
             config = (
                 cast("Any", network).peft_config[ADAPTER]
                 if _is_plain_lora(network)

@@ -140,6 +140,7 @@ def largest_error(
 
 def require_tolerable(module: str, error: float, *, where: Path, tolerance: float) -> None:
     """Raise `TrainingError` if a module's relative error exceeds the tolerance or is NaN."""
+    # Not `error > tolerance`, which is false for NaN.
     if not error <= tolerance:
         raise TrainingError(
             f"the LoRA of {module} in the file differs from the trained one by {error:.2g} of its size",
@@ -188,6 +189,7 @@ def _product_error(actual: ModuleWeights, expected: ModuleWeights) -> float:
     squared_error = float(((left.T @ left) * (right @ right.T)).sum())
 
     terms = abs(expected.scale) * expected.up.double().norm(dim=0) * expected.down.double().norm(dim=1)
+    # Rounding may make the square of a tiny error negative.
     return math.sqrt(abs(squared_error)) / (float(terms.norm()) or 1.0)
 
 

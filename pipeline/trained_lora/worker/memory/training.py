@@ -294,6 +294,7 @@ def _sharded_bytes(denoiser: nn.Module, base: Sequence[Tensor], num_processes: i
         for block in repeated_blocks(denoiser).values()
     ]
     total = num_bytes(base)
+    # Weights outside of blocks stay gathered for the complete pass.
     return total // num_processes + total - sum(blocks) + _NUM_GATHERED * max(blocks, default=0)
 
 
