@@ -7,7 +7,8 @@ and OLoRA hold a converted LoRA, `lora.save_dtype` rounds a file, and `compile` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,19 +17,33 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.cache.store import Store
+from pipeline.cache.worker.tensors import from_stored
+from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job
+from pipeline.encoding.progress import Progress
 from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
-from pipeline.processes.worker.devices import allow_tf32, out_of_memory_as, own_device, why_no_gpu
+from pipeline.processes.worker.devices import (
+    allow_tf32,
+    free_memory,
+    out_of_memory_as,
+    own_device,
+    why_no_gpu,
+)
 from pipeline.storage.atomic import write_atomically
+from pipeline.text_embeddings.caption_rows import file_images
+from pipeline.text_embeddings.stage import text_settings
+from pipeline.text_embeddings.worker.encoder import TextEncoder
 from pipeline.trained_lora.pictures.job import Cell, DrawingJob
 from pipeline.trained_lora.pictures.worker.file_adapter import FileAdapter, adapts_text_encoders
-from pipeline.trained_lora.pictures.worker.texts import prompt_texts
 from pipeline.trained_lora.previews import PROMPT_KEY, number_text
 from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
 from pipeline.trained_lora.worker.distributed import make_accelerator
 from pipeline.trained_lora.worker.draw_previews import open_references, picture_settings
+from pipeline.trained_lora.worker.loader import read_entry
 from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
 from pipeline.trained_lora.worker.text_encoders import TextEncoders
 
@@ -140,6 +155,68 @@ class _Artist:
         if self._text is None:
             return self._texts[entry.key]
         return {name: tensor[0] for name, tensor in self._text.embed([caption]).items()}
+
+
+def prompt_texts(
+    job: DrawingJob, device: str, report: Report, *, scratch: Path
+) -> dict[str, Mapping[str, Tensor]]:
+    """Return the float32 tensors of prompts, negative prompts and the empty caption, by key of the entry.
+
+    Raises:
+        DrawingError: A reference image has changed or cannot be read.
+        ModelError: An encoder's values are not finite.
+        LaunchError: The text encoders do not fit into memory.
+    """
+    store = Store(job.recipe.cache_dir)
+    jobs = {each.spec.key: each for each in _text_jobs(job)}
+    # Only the recipe's own prompts are in the cache. Other prompts are encoded in the dtypes of the cache, so
+    # that their pictures do not change when the recipe adopts them.
+    missing = {key: each for key, each in jobs.items() if not store.check(each.spec).valid}
+    texts: dict[str, Mapping[str, Tensor]] = {
+        key: read_entry(store, each.spec, each.name) for key, each in jobs.items() if key not in missing
+    }
+    if missing:
+        progress = Progress(report, scratch, jobs=missing, what="prompts encoded", rank=0)
+        texts |= _encoded_texts(job, list(missing.values()), device, progress)
+        free_memory()
+    return texts
+
+
+def _text_jobs(job: DrawingJob) -> Iterator[Job]:
+    """Yield the jobs that encode the prompts, their negative prompts and the empty caption."""
+    yield Job(job.empty_text, {}, {"caption": ""}, "the empty caption", 1)
+    entries = RecipeEntries(job.recipe)
+    for prompt in job.prompts:
+        _, files = file_images(entries, prompt.references)
+        images = {} if files is None else {"images": json.loads(files)}
+        for each in prompt.entries():
+            name = f"the prompt {each.caption[:60]!r}"
+            seen = images if each.text == prompt.text or entries.sees_images_in_negative else {}
+            yield Job(each.text, {}, {"caption": each.caption, **seen}, name, 1)
+
+
+def _encoded_texts(
+    job: DrawingJob, missing: list[Job], device: str, progress: Progress
+) -> dict[str, Mapping[str, Tensor]]:
+    """Encode captions as the cache stage does."""
+    encoding = Encoding(
+        kind="text",
+        model_folder=job.base,
+        store_root=job.recipe.cache_dir,
+        settings=text_settings(job.recipe),
+        jobs=missing,
+        component_folders=job.component_folders,
+    )
+
+    progress.phase("loading the text encoders")
+    encoder = TextEncoder(encoding, device, progress)
+    texts: dict[str, Mapping[str, Tensor]] = {}
+    for each, outcome in encoder.encoded(encoding.jobs, Store(job.recipe.cache_dir)):
+        if isinstance(outcome, Failure):
+            raise DrawingError(outcome.detail, where=each.name, fix=outcome.fix)
+        assert isinstance(outcome, Encoded), f"{each.name} appeared in the cache"
+        texts[each.spec.key] = {name: from_stored(values).float() for name, values in outcome.tensors.items()}
+    return texts
 
 
 def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
