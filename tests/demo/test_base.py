@@ -46,6 +46,7 @@ def test_the_recorded_scores_reach_their_targets(provenance: dict[str, Any]) -> 
         assert row["concept"] <= MAX_BEFORE
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_pictures_scores_as_recorded(provenance: dict[str, Any]) -> None:
     """The tolerance is three standard deviations of the sample's mean."""
     number = 32

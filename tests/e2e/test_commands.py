@@ -42,6 +42,7 @@ def test_the_job_of_a_recipe_runs_next_to_a_broken_one_which_is_reported_in_one_
     assert "stepz" not in process.stderr
 
 
+@pytest.mark.slow
 def test_the_definitions_validate_with_a_broken_recipe(fresh) -> None:
     (fresh.file.parent / "bad.yaml").write_text(BROKEN, encoding="utf-8")
     process = fresh.dagster("definitions", "validate", "-m", "assets.definitions")

@@ -68,6 +68,7 @@ def test_a_broken_deployment_ends_each_kind_of_command_with_its_error(fresh: Any
         assert f"where: {fresh.root / 'site.yaml'}:2, password" in message
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_dg_and_steps_in_other_processes_end_with_one_summary(fresh: Any) -> None:
     variables = deployment(fresh, "executor: multiprocess\n")

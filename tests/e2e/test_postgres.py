@@ -101,13 +101,8 @@ create trigger refuse before insert on event_logs for each row
 """
 
 
-@pytest.mark.parametrize(
-    "also_refused",
-    [
-        pytest.param("", id="one_step", marks=pytest.mark.slow),
-        pytest.param("PIPELINE_FAILURE", id="step_and_failure"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("also_refused", ["", "PIPELINE_FAILURE"], ids=["one_step", "step_and_failure"])
 def test_a_database_that_fails_between_two_steps_is_the_reason_that_a_command_prints(
     cached: Workspace, home: Path, server: PostgresServer, also_refused: str
 ) -> None:

@@ -52,6 +52,7 @@ def history(cached) -> Iterator[History]:
         yield history
 
 
+@pytest.mark.slow
 def test_an_equal_result_leaves_downstream_assets_fresh(history: History) -> None:
     history.materialize("raw_images")
     assert history.stale() == {}
@@ -74,6 +75,7 @@ def test_a_changed_setting_makes_the_asset_it_decides_stale(history: History) ->
     assert history.stale() == {"vae_latents": ["has a new code version"]}
 
 
+@pytest.mark.slow
 def test_changed_pixels_make_downstream_assets_stale(history: History) -> None:
     data: Path = history.workspace.data
     shutil.copy(data / "photo1.png", data / "photo0.png")

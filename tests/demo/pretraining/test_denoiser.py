@@ -48,6 +48,7 @@ def test_latents_are_scaled_to_unit_deviation_and_stored(
     assert torch.equal(again.tokens, world.tokens)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_the_exported_model_draws_and_is_scored(
     vae: object, tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

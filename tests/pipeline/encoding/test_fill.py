@@ -179,9 +179,9 @@ def prepare(recipe: Recipe) -> None:
     tables.write("aspect_buckets", assign_buckets(recipe, validated.table, log=str).table)
 
 
-@pytest.mark.parametrize(
-    ("samples", "ranks"), [(2, 3), pytest.param(25, 8, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("samples", "ranks"), [(2, 3), (25, 8)])
 def test_L10_few_samples_on_many_ranks_are_each_encoded_once(
     cache: Any, in_process_launch: Any, entry_bytes: Any, samples: int, ranks: int
 ) -> None:

@@ -102,6 +102,7 @@ def test_only_missing_results_are_computed_after_the_resume(
     assert second.is_file()
 
 
+@pytest.mark.slow
 def test_R09_results_that_end_the_process_again_are_skipped(
     make_project: Callable[..., Project], kill: Callable[..., None]
 ) -> None:

@@ -195,9 +195,8 @@ def test_some_blocks_may_stay_on_the_device(make_project: Callable[..., Project]
     assert_equal(make_project(), offload=2)
 
 
-@pytest.mark.parametrize(
-    "lora", [{}, pytest.param({"dora": True}, marks=pytest.mark.slow)], ids=["lora", "dora"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{}, {"dora": True}], ids=["lora", "dora"])
 def test_a_run_with_previews_and_validation_that_resumes_exports_the_same_files(
     make_project: Callable[..., Project], lora: dict[str, Any]
 ) -> None:

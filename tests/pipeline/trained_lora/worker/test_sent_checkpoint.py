@@ -110,6 +110,7 @@ def test_an_error_of_one_machine_is_the_error_of_both(
     assert other["fix"] == own["fix"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_machines_with_different_orders_do_not_train(
     make_project: Callable[..., Project], tmp_path: Path, rank_server: RankServer
