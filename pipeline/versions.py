@@ -8,7 +8,7 @@ PREPROCESSING_VERSION = 1
 """Version of image preprocessing, part of every latent's key. A golden-pixel test shows when to raise it."""
 
 LOOK_VERSION = "look-3"
-"""Version of `perceptual_hash`. A new version decodes every image again to compute its hash."""
+"""Version of `images/pixel_values.py`. A new version decodes every image again to measure its values."""
 
 CAPTIONS_VERSION = 1
 """Version of caption parsing. A new version reads every caption file again."""

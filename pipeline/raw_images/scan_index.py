@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.images.pixel_values import PIXEL_VALUES
 from pipeline.reporting.progress import progress
 from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables import REJECTED, read_rows, write_rows
@@ -35,10 +36,10 @@ DECODED: dict[str, Any] = {
     "reason": pl.String,
     "detail": pl.String,
     "fix": pl.String,
-    "perceptual_hash": pl.UInt64,
+    **{name: value.dtype for name, value in PIXEL_VALUES.items()},
 }
 """Columns of pixels.parquet, one row per content. `reason`, `detail` and `fix` explain a failed decode
-and are null otherwise; `perceptual_hash` is the result of `duplicates.perceptual_hash`."""
+and are null otherwise; the values of its pixels follow."""
 
 SIDECAR_STAT = ("caption_bytes", "caption_mtime_ns", "caption_ctime_ns", "caption_inode")
 

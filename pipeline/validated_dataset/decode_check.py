@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import polars as pl
@@ -30,7 +31,7 @@ from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import DECODED
 from pipeline.reporting.rejections import printable
 from pipeline.storage.source import Source, threads_for
-from pipeline.validated_dataset.decode_process import DecodeResult, decode_and_hash, decode_in_process
+from pipeline.validated_dataset.decode_process import DecodeResult, decode_and_measure, decode_in_process
 from pipeline.versions import LOOK_VERSION
 
 if TYPE_CHECKING:
@@ -75,13 +76,13 @@ class _FileResult(NamedTuple):
 
     Attributes:
         error: Why the file is rejected; None if it decodes to the scanned content and size.
-        perceptual_hash: Hash of a decoded image; None if it has a single colour.
-        version: Version of the decoder and of the hash; empty if the file could not be read.
+        version: Version of the decoder and of the values; empty if the file could not be read.
+        values: Values of a decoded image by name (`images.pixel_values`).
     """
 
     error: ImageError | None
-    perceptual_hash: int | None = None
     version: str = ""
+    values: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def holds_for_content(self) -> bool:
@@ -186,7 +187,7 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
         with image_errors(str(file)), open_content(file, row["content_hash"]) as content:
             version = f"{decoder_version(sniff(content.read(64)))} {LOOK_VERSION}"
             content.seek(0)
-            size, image_hash = _decode_content(content, row, limits)
+            size, values = _decode_content(content, row, limits)
 
             # The geometry was computed from the header's size; a decoder that disagrees would shift every
             # crop.
@@ -194,9 +195,9 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
                 recorded = f"{row['height']}x{row['width']} (height x width)"
                 detail = f"it decodes to {size}, but its header records {recorded}"
                 raise ImageError("size_disagrees", detail, fix="save the image again, or remove it")
-            return _FileResult(None, image_hash, version)
+            return _FileResult(None, version, values)
     except ImageError as err:
-        return _FileResult(err, None, version)
+        return _FileResult(err, version)
 
 
 def _decode_content(content: BinaryIO, row: Row, limits: DecodeLimits) -> DecodeResult:
@@ -207,15 +208,11 @@ def _decode_content(content: BinaryIO, row: Row, limits: DecodeLimits) -> Decode
         if cost.passes_px > MAX_THREAD_PX:
             with DECODE_MEMORY.reserved(cost.num_bytes):
                 return decode_in_process(content, limits)
-    return decode_and_hash(content, limits)
+    return decode_and_measure(content, limits)
 
 
 def _decoded_row(content_hash: str, result: _FileResult) -> Row:
-    row: Row = {
-        "content_hash": content_hash,
-        "decoder": result.version,
-        "perceptual_hash": result.perceptual_hash,
-    }
+    row: Row = {"content_hash": content_hash, "decoder": result.version, **result.values}
     if result.error is not None:
         row |= {"reason": result.error.reason}
         row |= {"detail": printable(result.error.detail), "fix": printable(result.error.fix)}

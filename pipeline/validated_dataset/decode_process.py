@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 from pipeline.images.decode import DecodeLimits, decoded
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
+from pipeline.images.pixel_values import pixel_values
 from pipeline.processes.limited_process import (
     Limits,
     TooSlowError,
@@ -22,7 +23,6 @@ from pipeline.processes.limited_process import (
     last_error_line,
     run_limited,
 )
-from pipeline.validated_dataset.duplicates import perceptual_hash
 
 # The largest images of the default limits take 3 to 10 s.
 MAX_CPU_S = 20
@@ -32,20 +32,20 @@ _BACKGROUND = (255, 255, 255)  # any colour: the result does not depend on it
 
 
 class DecodeResult(NamedTuple):
-    """Size of a decoded image, and its perceptual hash; None if it has a single colour."""
+    """Size of a decoded image, and its values by name (`images.pixel_values`)."""
 
     size: Size
-    perceptual_hash: int | None
+    values: dict[str, Any]
 
 
-def decode_and_hash(content: BinaryIO, limits: DecodeLimits) -> DecodeResult:
+def decode_and_measure(content: BinaryIO, limits: DecodeLimits) -> DecodeResult:
     """Decode an open file in this thread.
 
     Raises:
         ImageError: The image cannot be decoded, or it exceeds the limits.
     """
     with decoded(content, _BACKGROUND, limits=limits) as image:
-        return DecodeResult(Size(image.height, image.width), perceptual_hash(image))
+        return DecodeResult(Size(image.height, image.width), pixel_values(image))
 
 
 def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int = MAX_CPU_S) -> DecodeResult:
@@ -54,7 +54,7 @@ def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int
     The position in the file is undefined afterwards.
 
     Raises:
-        ImageError: See `decode_and_hash`, or decoding took too long (`too_slow`) or crashed (`undecodable`).
+        ImageError: See `decode_and_measure`; decoding took too long (`too_slow`) or crashed (`undecodable`).
     """
     try:
         process = run_limited(__name__, {"limits": limits}, content, Limits(max_cpu_s))
@@ -70,7 +70,7 @@ def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int
 def _result(answer: dict[str, Any]) -> DecodeResult:
     if "reason" in answer:
         raise ImageError(answer["reason"], answer["detail"], fix=answer["fix"])
-    return DecodeResult(Size(*answer["size"]), answer["perceptual_hash"])
+    return DecodeResult(Size(*answer["size"]), answer["values"])
 
 
 def _failure(process: subprocess.CompletedProcess[bytes]) -> ImageError:
@@ -95,8 +95,7 @@ def main() -> None:
         content = io.BytesIO(content.read())
     content.seek(0)
     try:
-        size, image_hash = decode_and_hash(content, DecodeLimits(*arguments["limits"]))
-        answer = {"size": size, "perceptual_hash": image_hash}
+        answer = decode_and_measure(content, DecodeLimits(*arguments["limits"]))._asdict()
     except ImageError as err:
         answer = {"reason": err.reason, "detail": err.detail, "fix": err.fix}
     sys.stdout.write(json.dumps(answer))

@@ -1,75 +1,24 @@
 """Group images with equal or similar content by a perceptual hash.
 
-The hash is pHash as the package ImageHash defines it: the signs of the 8x8 lowest frequencies relative to
-their median, 64 bits that change little under scaling, recompression or a change of brightness. Two images
-are similar if their hashes differ in at most a few bits, and similarity is transitive.
-
-ImageHash itself is the reference in the tests and is not called here: its dependency SciPy adds 0.3 s to the
-first hash and 120 MB to the installation. Bits are equal for photographs, but not for all drawings.
+Two images are similar if their hashes (`images.pixel_values`) differ in at most a few bits, and similarity is
+transitive.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-from PIL import Image
 
 from pipeline.log import Log, discard
 from pipeline.reporting.progress import progress
 
 HASH_BITS = 64
 
-# Averaging first takes a tenth of the time of converting the full image.
-_SMALL_EDGE_PX = 64
-"""Shorter edge to which an image is averaged at least."""
-
-# Averaging all of 8 megapixels would take a seventh of their decoding time. On 40 photographs and their
-# copies at two thirds of the size, both hashes differ by at most 4 bits.
-_SAMPLED_EDGE_PX = 512
-"""Shorter edge above which only every n-th pixel is averaged."""
-
-_EDGE = 8
-"""Number of the lowest frequencies per axis."""
-
-_GREY_EDGE_PX = 4 * _EDGE
-
-_COSINES = 2 * np.cos(
-    np.pi / (2 * _GREY_EDGE_PX) * np.outer(np.arange(_EDGE), 2 * np.arange(_GREY_EDGE_PX) + 1)
-)
-"""First rows of the discrete cosine transform of type II, y[k] = 2 sum over n of x[n] cos(pi k (2n + 1) /
-2N), as defined in the SciPy reference of `scipy.fft.dct`."""
-
-# In drawings, many frequencies are equal in exact arithmetic. Without a tolerance, as in ImageHash, rounding
-# decides their bits. Frequencies are sums of 1,024 levels, at most 10^6, with rounding errors below 10^-8.
-_TOLERANCE = 1e-6
-"""Difference up to which two frequencies are equal."""
-
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
-
-
-def perceptual_hash(image: Image.Image) -> int | None:
-    """Return the 64 bits of an RGB image's hash; None for a single-colour image, which has no features."""
-    step = min(image.size) // _SAMPLED_EDGE_PX
-    if step > 1:
-        image = image.resize((image.width // step, image.height // step), Image.Resampling.NEAREST)
-    shrink = min(image.size) // _SMALL_EDGE_PX
-    small = image.reduce(shrink) if shrink > 1 else image
-    extrema: Any = small.getextrema()
-
-    # All frequencies of one colour are zero, so that all such images would be similar to each other.
-    if all(low == high for low, high in extrema):
-        return None
-
-    grey = small.convert("L").resize((_GREY_EDGE_PX, _GREY_EDGE_PX), Image.Resampling.LANCZOS)
-    levels = np.frombuffer(grey.tobytes(), dtype=np.uint8).reshape(_GREY_EDGE_PX, _GREY_EDGE_PX)
-    frequencies = (_COSINES @ levels @ _COSINES.T).ravel()
-    is_high = frequencies > np.median(frequencies) + _TOLERANCE
-    return int.from_bytes(np.packbits(is_high).tobytes(), "big")
 
 
 def duplicate_groups(contents: pl.DataFrame, distance: int, *, log: Log = discard) -> pl.DataFrame:

@@ -18,6 +18,7 @@ import polars as pl
 from pipeline.errors import DatasetError, counted
 from pipeline.images.decode import DECODER, File, open_content
 from pipeline.images.formats import ImageError
+from pipeline.images.pixel_values import PIXEL_VALUES
 from pipeline.log import Log
 from pipeline.raw_images.folder import sidecar_path
 from pipeline.raw_images.manifest import captions_by_path, focus_by_path, focus_of, manifests_with_columns
@@ -54,8 +55,14 @@ STAGE = "validated_dataset"
 
 Row = dict[str, Any]
 
+_PIXEL_COLUMNS = [name for name in PIXEL_VALUES if name in SCHEMAS[STAGE]]
+"""Columns that are copied from the decode results."""
+
+_CONTENT_COLUMNS = ("duplicate_group", "one_colour", *_PIXEL_COLUMNS)
+"""Columns that follow from the pixels of a sample and of similar ones."""
+
 _SAMPLE_COLUMNS: dict[str, Any] = {
-    **{name: kind for name, kind in SCHEMAS[STAGE].items() if name not in ("duplicate_group", "one_colour")},
+    **{name: kind for name, kind in SCHEMAS[STAGE].items() if name not in _CONTENT_COLUMNS},
     **CAPTIONS,
 }
 """Columns of a sample before duplicates are searched, from validated_dataset and from the caption index."""
@@ -335,12 +342,13 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
 
 
 def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int, *, log: Log) -> pl.DataFrame:
-    """Return content_hash, duplicate_group and one_colour for each content of the samples."""
+    """Return content_hash and `_CONTENT_COLUMNS` for each content of the samples."""
     # Only the contents of these samples: two images that are similar only by way of a third, removed one are
     # not in the same group. Equal bytes are one content, so a dataset with many copies is compared only once.
-    contents = decoded.join(samples, on="content_hash", how="semi").select("content_hash", "perceptual_hash")
-    one_colour = contents.select("content_hash", one_colour=pl.col("perceptual_hash").is_null())
-    return duplicate_groups(contents, distance, log=log).join(one_colour, on="content_hash")
+    contents = decoded.join(samples, on="content_hash", how="semi").select("content_hash", *PIXEL_VALUES)
+    groups = duplicate_groups(contents, distance, log=log).join(contents, on="content_hash")
+    features = groups.with_columns(one_colour=pl.col("perceptual_hash").is_null())
+    return features.select("content_hash", *_CONTENT_COLUMNS)
 
 
 def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> Report:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.images.decode import DecodeLimits
 from pipeline.images.formats import ImageError
-from pipeline.validated_dataset.decode_process import decode_and_hash, decode_in_process
+from pipeline.validated_dataset.decode_process import decode_and_measure, decode_in_process
 from tests.hostile_images import jpeg_with_scans, png
 
 LIMITS = DecodeLimits()
@@ -20,7 +20,7 @@ LIMITS = DecodeLimits()
 def test_the_process_gives_the_result_of_the_thread_for_bytes_and_files(folder: Any) -> None:
     data = folder.picture(1, 30, 50)
     path = folder.add("a.png", data)
-    expected = decode_and_hash(io.BytesIO(data), LIMITS)
+    expected = decode_and_measure(io.BytesIO(data), LIMITS)
     assert decode_in_process(io.BytesIO(data), LIMITS) == expected
     with path.open("rb") as file:
         file.read(5)
@@ -30,7 +30,7 @@ def test_the_process_gives_the_result_of_the_thread_for_bytes_and_files(folder: 
 def test_an_error_of_the_process_is_that_of_the_thread() -> None:
     data = png(edge_px=200)[:200]
     with pytest.raises(ImageError) as in_thread:
-        decode_and_hash(io.BytesIO(data), LIMITS)
+        decode_and_measure(io.BytesIO(data), LIMITS)
     with pytest.raises(ImageError) as in_process:
         decode_in_process(io.BytesIO(data), LIMITS)
     assert (in_process.value.reason, in_process.value.fix) == (in_thread.value.reason, in_thread.value.fix)
@@ -60,7 +60,7 @@ def test_images_with_much_work_are_decoded_in_a_process_and_kept(
     folder.output_dir = folder.output_dir.with_name("other")
     monkeypatch.setattr("pipeline.validated_dataset.decode_check.MAX_THREAD_PX", 0)
     monkeypatch.setattr(
-        "pipeline.validated_dataset.decode_check.decode_and_hash", lambda *_: pytest.fail("in a thread")
+        "pipeline.validated_dataset.decode_check.decode_and_measure", lambda *_: pytest.fail("in a thread")
     )
     assert folder.ingest().table.equals(expected)
 
