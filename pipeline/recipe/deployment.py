@@ -185,7 +185,7 @@ class KubernetesSettings(Settings):
     )
     image: str = Field(
         min_length=1,
-        description="Image with this version of Latentline, such as registry.example.com/latentline:0.2.0.",
+        description="Image with this version of Latentline, such as registry.example.com/latentline:0.3.0.",
     )
     workers: NumShards = 1
     pod: dict[str, JsonValue] = Field(

@@ -155,7 +155,7 @@ def test_the_chart_renders_with_the_values(manifests: dict[str, list[dict[str, A
         pod = each["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert [container["image"] for container in pod["containers"]] == [
-            "registry.example.com/latentline:0.2.0"
+            "registry.example.com/latentline:0.3.0"
         ]
 
 

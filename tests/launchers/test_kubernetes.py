@@ -34,7 +34,7 @@ POD = {
 
 def manifest_of(pod: dict[str, Any]) -> dict[str, Any]:
     encoding = SharedEncoding(Path("/cache/encodings/20261125-020159-latents-1a2b3c4d"))
-    return job_manifest(encoding, 8, image="registry.example.com/latentline:0.2.0", pod=pod)
+    return job_manifest(encoding, 8, image="registry.example.com/latentline:0.3.0", pod=pod)
 
 
 def test_the_manifest_agrees_with_the_models_of_the_kubernetes_package() -> None:
@@ -47,7 +47,7 @@ def test_the_manifest_agrees_with_the_models_of_the_kubernetes_package() -> None
     assert container["command"][-2:] == ["encode", "/cache/encodings/20261125-020159-latents-1a2b3c4d"]
     assert container["envFrom"] == [{"secretRef": {"name": "latentline-credentials"}}]
     assert "env" not in container
-    assert (container["name"], container["image"]) == ("latentline", "registry.example.com/latentline:0.2.0")
+    assert (container["name"], container["image"]) == ("latentline", "registry.example.com/latentline:0.3.0")
     assert (pod["nodeSelector"], pod["restartPolicy"]) == (POD["nodeSelector"], "Never")
 
 
