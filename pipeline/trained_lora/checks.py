@@ -1,7 +1,5 @@
 """Checks of trained_lora: the published LoRA is complete, intact, and the result of a sound run.
 
-The checks read the files in `lora/` and the records of their run, without torch.
-
 To add a check, such as a gate on the final loss: write a function here that returns an `Outcome`, and add
 it to `outcomes` in `run`. Declare the check under the same name in `pipeline/recipe/check_specs.py`, then
 generate the pages that list all checks (CONTRIBUTING.md).
@@ -61,11 +59,8 @@ _TRAIN_AGAIN = "delete lora/ and start the job again"
 class _Result:
     """The published files by layout, and the record and metrics of their run.
 
-    Attributes:
-        settings: LoRA settings that the run was requested with.
-        planned_steps: Number of steps that the recipe requests.
-        steps: Number of steps done.
-        recorded: Entry of each file in the run's record, by file name.
+    `settings` and `planned_steps` are what the recipe requests; `recorded` has each file's entry in the run's
+    record, by file name.
     """
 
     settings: LoraSettings
@@ -136,7 +131,7 @@ def _read_result(context: CheckContext) -> _Result:
 def _recorded_files(
     layout: RunLayout, finished: Mapping[str, Any], *, step: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the entry of each file in the record of the run, or of an earlier step that was published."""
+    # `latentline export` may have published a checkpoint, which has hashes of its own.
     if step == finished["steps"]:
         return {item["name"]: item for item in finished["files"]}
     folder = lora_steps(layout).get(step, layout.checkpoints)
@@ -178,7 +173,7 @@ def _plan_completed(result: _Result) -> Outcome:
 
 
 def _delta_norms(result: _Result) -> dict[str, float]:
-    """Return the norm of each module's delta weights, from the diffusers file; 0 within rounding error."""
+    """Return the norm of each module's delta weights; 0 within rounding error."""
     tensors = result.files["diffusers"].tensors
     norms: dict[str, float] = {}
     for module in result.modules:
@@ -227,7 +222,6 @@ def _modules_touched(norms: Mapping[str, float]) -> Outcome:
 
 
 def _reload_equals(result: _Result) -> Outcome:
-    """Compare the files with the hashes that the run verified, and the layouts with each other."""
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
         recorded = result.recorded.get(file.path.name, {})
@@ -257,6 +251,8 @@ def _layout_difference(result: _Result, file: LoraFile, module: LoraModule, *, l
         scale = module_scale(file, module, layout)
     except TrainingError as err:
         return err.what
+
+    # Two layouts store alpha as float32.
     if not math.isclose(scale, expected_scale, rel_tol=1e-6):
         return f"the scale must be {expected_scale}, got {scale}"
 
@@ -309,7 +305,6 @@ def _shape_uniformity(result: _Result) -> Outcome:
 
 
 def _expected_shapes(result: _Result, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Return key to shape of every tensor in the layout's file, for the ranks that the recipe requests."""
     modules = (replace(module, rank=_expected_rank(result, module)) for module in result.modules)
     return {key: shape for module in modules for key, shape in module.shapes(layout).items()}
 
@@ -340,12 +335,7 @@ def _file_size_outliers(result: _Result) -> Outcome:
 
 
 def _output_changed(change: float) -> Outcome:
-    """Check that enabling the adapter changes the model's output.
-
-    Args:
-        change: Norm of the difference relative to the norm of the output without the adapter, for one sample
-            at half noise.
-    """
+    # The worker measured it on one sample at half noise, relative to the output without the adapter.
     numbers = {"output_change": change if math.isfinite(change) else None}
     if not math.isfinite(change):
         summary = f"with the adapter, the model's output is not finite (relative change {change})"
@@ -357,7 +347,6 @@ def _output_changed(change: float) -> Outcome:
 
 
 def _loss_fell(trend: Mapping[str, float] | None, steps: int) -> Outcome:
-    """Check that the last fifth of the relative losses is below the first, as measured by `loss_trend`."""
     if trend is None or steps < MIN_STEPS:
         done = counted(steps, "step is", "steps are")
         return Outcome(True, f"{done} too few to compare the loss at start and end")
@@ -372,7 +361,6 @@ def _loss_fell(trend: Mapping[str, float] | None, steps: int) -> Outcome:
 
 
 def _validation_loss(validation: Sequence[Metrics]) -> Outcome:
-    """Check that the validation loss ended close to its minimum."""
     if not validation:
         return Outcome(True, "no images are held out for validation")
     best, last = min(validation, key=lambda line: line["loss"]), validation[-1]

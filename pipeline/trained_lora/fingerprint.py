@@ -1,4 +1,4 @@
-"""The fingerprint of a run: the facts that decide its weights, the run id, and differences between runs."""
+"""The facts that decide a run's weights, the run id, and differences between runs."""
 
 from __future__ import annotations
 
@@ -129,9 +129,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
 def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> Facts:
-    """Return everything that decides the weights, and nothing else.
-
-    Excluded are the intervals of checkpoints and previews, paths, names and package versions.
+    """Return everything that decides the weights; names, paths and package versions do not.
 
     Raises:
         TrainingError: The LoRA in `start_from` cannot be read.
@@ -163,7 +161,6 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
 
 
 def _add_recipe_facts(facts: Facts, recipe: Recipe) -> None:
-    """Add the facts of `RECIPE_FACTS`, except those at their default."""
     values = recipe.model_dump(mode="json")
     for fact in RECIPE_FACTS:
         value: Any = values
@@ -204,7 +201,6 @@ def _samples(inputs: TrainingInputs) -> Facts:
 
 
 def _empty_texts(inputs: TrainingInputs, dropout: float) -> Facts:
-    """Return a digest of the empty captions with references, if dropout trains any."""
     if not dropout or "empty_text" not in inputs.table.columns:
         return {}
     empty_texts = inputs.table.select("variant_id", "empty_text").drop_nulls()
@@ -227,7 +223,6 @@ def _schedule(training: TrainingSettings) -> Facts:
 
 
 def _loss(recipe: Recipe, family: Family) -> Facts:
-    """Return what decides the loss of a batch, without the facts of `RECIPE_FACTS`."""
     return {
         **_prior(recipe),
         **_loss_weights(recipe),
@@ -244,11 +239,13 @@ def _adapter(lora: LoraSettings, family: Family) -> Facts:
         "start_from": None if start is None else _start_hash(start),
         # Otherwise the recipe's own targets or patterns decide, which are facts already.
         "family_targets": family.lora_targets() if lora.family_modules else None,
+        # Resolved, because null and the default train the same weights.
         **({"lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else {}),
     }
 
 
 def _loss_weights(recipe: Recipe) -> Facts:
+    # Absent at the default, so that the runs of earlier releases keep their ids.
     weights = {each.name: each.loss_weight for each in recipe.datasets if each.loss_weight != 1.0}
     return {"dataset_weights": weights} if weights else {}
 
@@ -259,7 +256,6 @@ def _training_adapter(recipe: Recipe) -> Facts:
 
 
 def _objective(family: Family) -> Facts:
-    """Return the version of the family's objective."""
     # The ids of runs from before the first change of an objective do not contain its version.
     return {} if family.objective == 1 else {"objective": family.objective}
 
@@ -302,15 +298,12 @@ def is_run_id(name: str) -> bool:
 
 
 def write_facts(layout: RunLayout, facts: Facts) -> None:
-    """Write the facts into the run's folder, for `log_differences` of later runs."""
+    """Write the facts for `log_differences` of later runs."""
     write_text(layout.facts, json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
 def log_differences(runs: Path, run: str, facts: Facts, *, log: Callable[[str], None]) -> None:
-    """Log how a new run differs from the most recent earlier one, if there is one (FAILURES R11).
-
-    `runs` is the folder of all runs of the recipe.
-    """
+    """Log how a new run differs from the most recent earlier one below the folder `runs` (FAILURES R11)."""
     earlier_runs = [path for path in runs.glob("*/run.json") if path.parent.name != run]
     if not earlier_runs:
         return
@@ -333,11 +326,7 @@ def describe_difference(before: Facts, after: Facts) -> list[str]:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the file's SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,8 +1,7 @@
 """The samples of a run: the tables of both caches joined into one table of training inputs.
 
-A sample may have several captions and several latents (plain and mirrored), and the plan picks one of each in
-every epoch. With `buckets.per_image: each` a sample also has several buckets. Every bucket is then a separate
-training input with its own `variant_id`, and each epoch shows the sample once per bucket.
+The plan picks one caption and one latent (plain or mirrored) of an input in every epoch. With
+`buckets.per_image: each`, each bucket of a sample is a separate input with its own `variant_id`.
 """
 
 from __future__ import annotations
@@ -46,12 +45,8 @@ class CaptionVariant:
 class LatentView:
     """One latent of a sample, its side inputs, and its crop's (top, left) in the resized image.
 
-    Side inputs and crop are mirrored if the latent is.
-
-    Attributes:
-        entry: Entry of the latent.
-        crop_top_left: Position of the crop.
-        side_inputs: Entries of the files of each side input, such as "references", in the recipe's order.
+    Side inputs and crop are mirrored if the latent is. `side_inputs` has the entries of the files of each
+    side input, such as "references", in the recipe's order.
     """
 
     entry: EntrySpec
@@ -81,8 +76,6 @@ class TrainingInput:
 
     Attributes:
         variant_id: The sample_id, followed by " (<bucket>)" if the sample has several buckets.
-        sample_id: Dataset name and relative path, as in the tables.
-        dataset: Name of the sample's dataset.
         bucket: Only inputs of the same bucket share a batch.
         repeats: Number of times an epoch shows the input, at least 1.
         variants: Captions in the order of their variant numbers; at least one.
@@ -166,18 +159,15 @@ class TrainingInputs(Sequence[TrainingInput]):
     """The training inputs of a run, sorted by variant_id.
 
     Attributes:
-        table: One row per input, with the columns of `COLUMNS`. Recipes with side inputs add
-            `SIDE_INPUT_COLUMNS`, recipes with sliders `SLIDER_COLUMNS`, and recipes with a text encoder that
-            sees references `EMPTY_COLUMNS`.
+        table: One row per input, with `COLUMNS`, and `SIDE_INPUT_COLUMNS`, `SLIDER_COLUMNS` and
+            `EMPTY_COLUMNS` if the recipe needs them.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
-        """Wrap a table that is sorted by variant_id."""
         self.table = table
         self._ids = table["variant_id"]
 
     def __len__(self) -> int:
-        """Return the number of inputs."""
         return len(self.table)
 
     @overload
@@ -192,11 +182,9 @@ class TrainingInputs(Sequence[TrainingInput]):
         return _input(self.table.row(number, named=True))
 
     def __iter__(self) -> Iterator[TrainingInput]:
-        """Iterate over the inputs in order."""
         return map(_input, self.table.iter_rows(named=True))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both tables are equal."""
         return isinstance(other, TrainingInputs) and self.table.equals(other.table)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] - sequences that compare by value are unhashable
@@ -252,8 +240,6 @@ def training_inputs(
 ) -> TrainingInputs:
     """Join the tables of both caches into training inputs, sorted by variant_id.
 
-    The tables need only their columns in `NEEDED`.
-
     Raises:
         TrainingError: A sample has a latent but no text embedding, or the recipe lacks its dataset.
     """
@@ -277,7 +263,6 @@ def training_inputs(
 
 
 def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Series) -> None:
-    """Raise TrainingError unless every latent's dataset is in the recipe and its sample has a caption."""
     datasets = [dataset.name for dataset in recipe.datasets]
     # `implode`, because Polars deprecates `is_in` with a plain series.
     complete = pl.col("dataset").is_in(datasets) & pl.col("sample_id").is_in(captioned.implode())
@@ -330,6 +315,8 @@ def _side_input(side_input: SideInput, entries: RecipeEntries, latents: pl.DataF
     plural, tensors_column = SIDE_INPUT_COLUMNS[side_input.plural]
     rows = selected("vae_latents", latents, NEEDED["trained_lora"]["vae_latents"])
     each = side_input.entry_rows(entries, rows.sort("sample_id", "bucket", "flipped"))
+
+    # The tensors follow from the size, and a million rows have only a few sizes.
     sizes = each.select(TARGET).unique()
     tensors = [tensors_json(side_input.tensors(entries, Size(*size))) for size in sizes.iter_rows()]
     sizes = sizes.with_columns(pl.Series(tensors_column, tensors, dtype=pl.String))
@@ -343,17 +330,13 @@ def _side_input(side_input: SideInput, entries: RecipeEntries, latents: pl.DataF
 
 
 def _latent_tensors(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per distinct target size with the `latent_tensors` of its entries."""
     sizes = rows.select(TARGET).unique()
     latents = [tensors_json(entries.latent_tensors(Size(*size))) for size in sizes.iter_rows()]
     return sizes.with_columns(pl.Series("latent_tensors", latents, dtype=pl.String))
 
 
 def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per sample with its `captions`, their keys (`texts`) and their `text_tensors`.
-
-    If the text encoder sees references, the rows also have `EMPTY_COLUMNS`.
-    """
+    """Return one row per sample with its `captions`, `texts`, `text_tensors` and perhaps `EMPTY_COLUMNS`."""
     rows = selected("text_embeddings", text, NEEDED["trained_lora"]["text_embeddings"])
     # The plan refers to the captions of an input by their place: the order of their variant numbers.
     rows = with_seen_images(entries, rows).sort("sample_id", "variant")
@@ -391,7 +374,6 @@ def entry_keys(table: pl.DataFrame) -> pl.Series:
 
 
 def _flat(column: pl.Series) -> pl.Series:
-    """Return the values in a column of lists, or of lists of lists."""
     return _flat(column.explode()) if isinstance(column.dtype, pl.List) else column
 
 
@@ -406,7 +388,6 @@ def _empty_text(row: Mapping[str, Any]) -> EntrySpec | None:
 
 
 def _side_inputs(row: Mapping[str, Any], num_views: int) -> list[dict[str, tuple[EntrySpec, ...]]]:
-    """Return `LatentView.side_inputs` of each view."""
     views: list[dict[str, tuple[EntrySpec, ...]]] = [{} for _ in range(num_views)]
     for side_input in SIDE_INPUTS:
         keys_column, tensors_column = SIDE_INPUT_COLUMNS[side_input.plural]
@@ -451,7 +432,7 @@ def tensors_json(tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def tensors_from_json(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Convert the parsed JSON of `tensors_json` back to tensor specifications."""
+    """Convert the parsed JSON of `tensors_json` back."""
     return {name: TensorSpec(dtype, tuple(shape), ragged) for name, (dtype, shape, ragged) in value.items()}
 
 

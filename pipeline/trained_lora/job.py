@@ -59,10 +59,8 @@ class TrainingJob:
         run: Run id, the fingerprint of everything that decides the weights.
         inputs: Training inputs, including those held out for validation.
         empty_text: Entry of the empty caption, for caption dropout and guidance.
-        prompts: Preview prompts.
         provenance: JSON-serializable record that goes into each exported file.
         component_folders: Folders of model components that replace those in `base`, by role.
-        training_adapter: File of the training adapter; None without one.
         copies: Where this process copies packs of a remote cache; None to read them remotely.
     """
 
@@ -97,11 +95,7 @@ class TrainingJob:
         return TrainingPlan(plan_inputs(self.inputs), plan_settings(self.recipe))
 
     def write(self) -> Path:
-        """Write the job's files into the run's folder.
-
-        Returns:
-            Path of `JOB_FILE`, the argument of `read_job`.
-        """
+        """Write the job's files into the run's folder, and return the argument of `read_job`."""
         write_atomically(self.folder / INPUTS_FILE, partial(write_inputs, self.inputs))
         self._write_dropped()
 
@@ -120,8 +114,9 @@ class TrainingJob:
         return path
 
     def _write_dropped(self) -> None:
-        """Write `DROPPED_FILE` if the recipe drops draws that do not fill a batch."""
         plan = self.plan()
+
+        # Other policies train on every draw.
         if plan.settings.underfilled != "drop":
             return
 
@@ -136,10 +131,7 @@ class TrainingJob:
 
 
 def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
-    """Read the job that `TrainingJob.write` wrote to `path` and its folder.
-
-    See `TrainingJob` for `copies`.
-    """
+    """Read the job that `TrainingJob.write` wrote to `path` and its folder."""
     job = json.loads(path.read_text(encoding="utf-8"))
     recipe = recipe_from_json(job["recipe"])
     # On another machine, the output folder may be at another path. A fetched copy of the job is in no output
@@ -231,7 +223,6 @@ def recipe_from_json(value: Mapping[str, Any]) -> Recipe:
 
 
 def _without_secrets(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as JSON, without the query strings in the addresses of its datasets."""
     # A run's folder may be shared. The worker can do without the secrets, because it reads no dataset.
     values = recipe.model_dump(mode="json")
     values["output_address"] = without_secrets(values["output_address"])

@@ -17,10 +17,10 @@ _JOB_FILES = (INPUTS_FILE, JOB_FILE)
 
 
 def local_job_file(job: Address, folder: Path, *, rank: int) -> Path:
-    """Return the path of a job file on this machine.
+    """Return the path of a job file on this machine; files at an address are copied to the empty `folder`.
 
     Args:
-        job: The job file or the folder of its run; its files are copied to `folder` if it is at an address.
+        job: The job file or the folder of its run.
         folder: Empty folder on this machine.
         rank: Rank of this machine.
 
@@ -72,12 +72,13 @@ def _needed(job: dict[str, Any]) -> Iterator[tuple[str, Path]]:
     if job.get("training_adapter"):
         yield "the training adapter", Path(job["training_adapter"])
     cache_dir: str = job["recipe"]["cache_dir"]
+
+    # A cache at an address is opened by the worker itself.
     if "://" not in cache_dir:
         yield "the cache", Path(cache_dir)
 
 
 def _fetched(job: Url, folder: Path) -> Path:
-    """Copy the files of a job from an address, and return the path of the job file."""
     url = job.parent if job.name == JOB_FILE else job
     remote = RemoteFolder(url)
     for name in _JOB_FILES:

@@ -36,7 +36,6 @@ class LiveState:
 
     Attributes:
         step: Number of optimizer steps done.
-        num_steps: Number of steps of the run.
         metrics: Lines of the metrics file since the previous state; none before the first step.
         checkpoint: Step of a new checkpoint, or None.
         previews: New previews in the order of their prompts.
@@ -83,12 +82,6 @@ class LiveRun:
     """Follows one run from its launch; earlier metrics and files of a resumed run are ignored."""
 
     def __init__(self, order_file: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start before the worker is launched.
-
-        Args:
-            order_file: Job file of the run, see `pipeline.trained_lora.job`.
-            clock: Returns the time in seconds.
-        """
         job: dict[str, Any] = json.loads(order_file.read_text(encoding="utf-8"))
         self._layout = RunLayout(order_file.parent)
         self._num_steps: int = job["recipe"]["training"]["steps"]
@@ -96,6 +89,7 @@ class LiveRun:
         self._clock = clock
         self._checked_s = self._reported_s = float("-inf")
 
+        # A resumed run appends to the files of its earlier attempts, which have been reported already.
         self._read_bytes = self._layout.metrics.stat().st_size if self._layout.metrics.is_file() else 0
         self._metrics: list[Metrics] = []
         self._step = 0
@@ -136,7 +130,6 @@ class LiveRun:
         )
 
     def _read_new_metrics(self) -> None:
-        """Add the complete lines that were appended since the last call."""
         if not self._layout.metrics.is_file():
             return
         with self._layout.metrics.open("rb") as file:
@@ -150,18 +143,20 @@ class LiveRun:
             self._step = self._metrics[-1]["step"] + 1 if self._metrics else self._step
 
     def _checkpoints(self) -> set[int]:
-        """Return the steps of all complete checkpoints, without the one that the pre-flight writes."""
         markers = self._layout.checkpoints.glob("step-*/COMPLETE")
+
+        # Step 0 is the checkpoint of the pre-flight, which is only a test.
         return {int(marker.parent.name.removeprefix("step-")) for marker in markers} - {0}
 
     def _preview_files(self) -> list[Preview]:
         return read_previews(self._layout.previews)
 
     def _new_previews(self) -> list[Preview]:
-        """Return the previews of the newest step for which all prompts are drawn and none is reported."""
         if not self._layout.previews.is_dir():
             return []
         new = [preview for preview in self._preview_files() if preview.step not in self._seen_previews]
         steps = [preview.step for preview in new]
+
+        # A picture with some of the prompts would never be replaced by a complete one.
         complete = [step for step in set(steps) if steps.count(step) == self._num_prompts]
         return [preview for preview in new if complete and preview.step == max(complete)]

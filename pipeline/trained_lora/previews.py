@@ -62,9 +62,8 @@ class Preview:
 
     Attributes:
         step: Number of training steps before the preview was drawn.
-        number: Index of its prompt in the recipe.
+        number: Index of its prompt in the recipe, from 0.
         heading: Its prompt, and its settings that differ from the defaults.
-        path: Its PNG file.
     """
 
     step: int
@@ -116,11 +115,8 @@ def read_previews(folder: Path) -> list[Preview]:
 
 
 def preview_sheet(previews: Sequence[Preview]) -> bytes:
-    """Return a JPEG with a column for each prompt and a row for each step, or no bytes without previews.
-
-    The rows of a long run are evenly spaced from its first step to its last, and the title has the number of
-    steps that are shown. A prompt or setting that was changed during the run has a column for each version.
-    """
+    """Return a JPEG with a column for each prompt and a row for each step, or no bytes without previews."""
+    # A prompt or setting that was changed during the run has a column for each version.
     columns = sorted({(each.number, each.heading) for each in previews})
     steps = sorted({each.step for each in previews})
     if not previews:
@@ -128,6 +124,8 @@ def preview_sheet(previews: Sequence[Preview]) -> bytes:
 
     shown_columns = columns[:MAX_PROMPTS]
     most_steps = min(MAX_STEPS, max(MIN_STEPS, MAX_CELLS // len(shown_columns)))
+
+    # The first and the last step of a long run are always among the rows.
     shown_steps = [steps[index] for index in evenly_spaced(len(steps), most_steps)]
     by_cell = {(each.step, each.number, each.heading): each for each in previews}
 
@@ -155,8 +153,7 @@ def preview_sheet(previews: Sequence[Preview]) -> bytes:
 def before_after(previews: Sequence[Preview]) -> bytes:
     """Return a JPEG with the first prompt before the first step and after the last one, side by side.
 
-    Returns:
-        The JPEG; no bytes if the run has no previews of step 0 and of a later step.
+    No bytes if the run has no previews of step 0 and of a later step.
     """
     # Reversed, so that the first prompt of each step is the one that remains.
     by_step = {each.step: each for each in reversed(previews)}

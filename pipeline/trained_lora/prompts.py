@@ -45,14 +45,12 @@ class Prompt:
     """A prompt with its cache entry, and how its picture is drawn.
 
     Attributes:
-        caption: The prompt.
-        text: Its cache entry.
         size_hw: Height and width of the picture in pixels.
         has_own_size: Whether the recipe sets the size.
         negative: Negative prompt, which may be empty with references that the text encoder sees; None for
             the empty caption of the job.
         steps: Number of denoising steps.
-        guidance_scale: Guidance scale; None for the family's.
+        guidance_scale: None for the family's.
         seed: Seed of the first noise; None for the job's seed.
         lora_scale: Factor of the LoRA's effect.
         references: Files of the reference images, in order.
@@ -102,14 +100,7 @@ class Prompt:
 def preview_prompts(
     recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs, latents: pl.DataFrame
 ) -> tuple[Prompt, ...]:
-    """Return the prompts of the previews: the recipe's, or else the first captions with their references.
-
-    Args:
-        recipe: The recipe.
-        entries: Entries of the recipe.
-        inputs: Training inputs of the run.
-        latents: Table vae_latents, which names the references of each sample.
-    """
+    """Return the prompts of the previews: the recipe's, or else the first captions with their references."""
     training = recipe.training
     if training.sample_every == 0:
         return ()
@@ -142,7 +133,6 @@ def preview_prompts(
 def _reference_files(
     recipe: Recipe, latents: pl.DataFrame, sample_ids: Sequence[str]
 ) -> dict[str, tuple[Path, ...]]:
-    """Return the files of the samples' references, except of samples with references at addresses."""
     if IMAGES not in latents.columns:
         return {}
     roots = {dataset.name: dataset.side_input_roots("references") for dataset in recipe.datasets}
@@ -164,10 +154,8 @@ def square_prompts(entries: RecipeEntries, captions: Iterable[str]) -> tuple[Pro
 
 
 def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) -> tuple[Prompt, ...]:
-    """Return the preview prompts of a recipe; those without a size are drawn as in `square_prompts`.
-
-    In a recipe with sliders, prompts without a scale are drawn at each of `SLIDER_SCALES`.
-    """
+    """Return the preview prompts of a recipe; in a recipe with sliders, a prompt may stand for several."""
+    # A prompt without a size is drawn in the squarest bucket of the largest resolution.
     default_size = _squarest_bucket(entries)
     prompts: list[Prompt] = []
     for preview in previews:
@@ -197,6 +185,7 @@ def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) ->
             references=preview.references,
         )
 
+        # A slider is judged by its opposite directions, so a prompt without a scale is drawn at each of them.
         if preview.lora_scale is not None:
             prompts.append(replace(prompt, lora_scale=preview.lora_scale))
         else:
@@ -213,6 +202,8 @@ def at_slider_scales(recipe: Recipe, prompt: Prompt) -> list[Prompt]:
 
 def _squarest_bucket(entries: RecipeEntries) -> Size:
     sizes = placement_of(entries.recipe.buckets).sets[-1].sizes
+
+    # Of buckets that are equally square, such as 64x32 and 32x64, the taller one.
     return min(sizes, key=lambda size: (max(size) / min(size), -size.height))
 
 

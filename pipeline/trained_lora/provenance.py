@@ -1,6 +1,6 @@
 """Provenance: the record of data, model and settings in each LoRA file, and looking a sample up in it.
 
-The record is complete before the first step. It contains nothing volatile and no absolute path.
+It contains nothing volatile and no absolute path.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ _USES: tuple[Use, ...] = ("latents", "text", "denoiser")
 
 
 def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.DataFrame) -> dict[str, Any]:
-    """Return the JSON-serializable record of a run.
-
-    It holds the recipe, the facts that decide the run id, the SHA-256 of each upstream table, fingerprints of
-    the base model, package versions, and the hashes of all images and captions that are trained on.
-    """
+    """Return the JSON-serializable record of a run, which is complete before the first step."""
     tables = Tables(recipe.output_dir)
     paths = {asset: tables.path(asset) for asset in ASSETS if asset != "trained_lora"}
     table_digests = {asset: file_sha256(path) if path.is_file() else None for asset, path in paths.items()}
@@ -70,10 +66,7 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
 
 
 def shareable(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as JSON; absolute paths become relative to the project or are cut to their name.
-
-    Addresses lose their passwords and query strings.
-    """
+    """Return the recipe as JSON, without absolute paths, passwords and query strings of addresses."""
     # A LoRA file is passed on, so it must contain neither absolute paths nor credentials (FAILURES H05).
     values = recipe.model_dump(mode="json", exclude={"output_address"})
     values["output_dir"] = str(recipe.registered_output)
@@ -95,7 +88,6 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
 
 
 def _training_adapter(recipe: Recipe, facts: Facts) -> dict[str, Any]:
-    """Return name and SHA-256 of the training adapter; nothing without one."""
     name = recipe.model.training_adapter
     if name is None:
         return {}
@@ -108,11 +100,12 @@ def _shareable_path(path: str) -> str:
     if not pure.is_absolute():
         return without_secrets(path)
     root = project_root()
+
+    # The folders above may name a user.
     return pure.relative_to(root).as_posix() if pure.is_relative_to(root) else pure.name
 
 
 def _samples_record(table: pl.DataFrame) -> dict[str, Any]:
-    """Return the number of trained samples, their digest and, up to `MAX_LISTED`, their hashes."""
     trained = table.filter(pl.col("split") == "train")
     rows = trained.select("content_hash", "caption_hashes").rows()
     # In the order of the hashes, so that renaming files does not change the digest (FAILURES R17).
@@ -154,14 +147,18 @@ def caption_hashes_of(path: Path) -> list[str]:
             text = read_all(file).decode("utf-8-sig")
     except (RefusedFileError, UnicodeDecodeError):
         return []
+
+    # Training hashes a caption in its canonical form, which may differ from the file in white space.
     return sorted({caption_hash(text), caption_hash(text.strip()), caption_hash(" ".join(text.split()))})
 
 
 def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> list[str]:
     """Look up whether a LoRA was trained on an image or a caption.
 
-    `lora` is a LoRA file or its folder, which also holds the table of samples. `wanted` is an image, or a
-    text file with a caption.
+    Args:
+        record: The provenance record.
+        lora: The LoRA file or its folder, which also holds the table of samples.
+        wanted: An image, or a text file with a caption.
 
     Returns:
         One line if the record lists `wanted`, and one per matching row of the table.

@@ -1,4 +1,4 @@
-"""The report of a run: its loss curve, a sheet of its previews, and the losses of its samples."""
+"""The pictures of a finished run: its loss curve and previews, and the table of its sample losses."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ NUM_HARDEST = 10
 
 
 def write_run_report(job: TrainingJob, layout: RunLayout) -> None:
-    """Write loss curve, previews and sample losses into the run's report folder.
-
-    A picture that would show nothing, such as the curve of a single step, is not written.
-    """
+    """Write loss curve, previews and sample losses into the run's report folder."""
     num_steps = len(job.plan())
     metrics = read_metrics(layout.metrics, num_steps)
     validation = read_metrics(layout.validation, num_steps + 1)
@@ -43,6 +40,7 @@ def write_run_report(job: TrainingJob, layout: RunLayout) -> None:
         BEFORE_AFTER_FILE: before_after(previews),
     }
     for name, data in pictures.items():
+        # No bytes stand for a picture that would show nothing, such as the curve of a single step.
         if data:
             write_bytes(layout.report / name, data)
 
@@ -70,10 +68,7 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 def loss_curve(metrics: Sequence[Metrics], validation: Sequence[Metrics]) -> bytes:
     """Return a PNG of the loss per step, its running mean, and the validation loss.
 
-    A series with a single point is not drawn.
-
-    Returns:
-        The PNG; no bytes if neither curve has two points.
+    No bytes if neither curve has two points.
     """
     if max(len(metrics), len(validation)) < 2:
         return b""

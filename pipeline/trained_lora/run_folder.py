@@ -37,7 +37,7 @@ _POLL_S = 0.5
 
 
 def run_folder(output_dir: Path, run: str) -> Path:
-    """Return the folder of a run, `output_dir/runs/<run>`."""
+    """Return `output_dir/runs/<run>`."""
     return output_dir / "runs" / run
 
 
@@ -45,20 +45,17 @@ class RunLayout:
     """Paths in the folder of a run; neither reads nor creates any of them.
 
     Attributes:
-        folder: Folder of the run.
         facts: Facts that the run's id is a hash of, as JSON.
         result: Result that the worker reports.
         finished: Marker of a finished run: the result with the hash of each exported file.
         lock: Lock file, held by the step that trains the run.
         training_lock: Lock file, held by the training process that writes the folder.
         stop_request: File that makes the training process stop after its current step if it exists.
-        checkpoints: Folder with one sub-folder per checkpoint.
         exported: Folder of this run's LoRA files, from which they are published.
         metrics: JSON lines, one per step.
         sample_losses: JSON lines, one per step: `losses` and `timesteps` of its samples, in the order of the
             plan. `samples` holds their indices among the trained inputs, from 0.
         validation: JSON lines, one per measurement: `step` (number of steps done), `loss` and `by_level`.
-        previews: Folder of the previews, `samples/`.
         report: Folder of the finished run's pictures and tables.
         last_good: Folder of the LoRA files from before a failed step; absent if no step failed.
     """
@@ -126,7 +123,7 @@ def hold_training(layout: RunLayout, wait_s: float = TRAINING_LOCK_S) -> Generat
 
 
 def require_run(layout: RunLayout) -> None:
-    """Raise TrainingError if the run does not exist; names the runs that do."""
+    """Raise TrainingError, which names the existing runs, if the run does not exist."""
     if layout.folder.is_dir():
         return
     names = ", ".join(path.parent.name for path in sorted(layout.folder.parent.glob("*/run.json")))
@@ -185,6 +182,8 @@ def read_record(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+    # A damaged file may hold any JSON.
     return value if isinstance(value, dict) else {}
 
 

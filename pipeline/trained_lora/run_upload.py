@@ -1,10 +1,6 @@
 """A training run with its output folder at an address: one machine at a time trains it, others can resume it.
 
-A run is trained in a local folder. At its start, a machine fetches the run's small files and the newest
-complete checkpoint, unless it has a newer one that it could not upload. While the run trains, a thread
-uploads each complete checkpoint with the logs and previews so far; the marker is uploaded last.
-
-    runs/<run>/lease    held by the machine that trains the run; exists only at the address
+runs/<run>/lease    held by the machine that trains the run; exists only at the address
 """
 
 from __future__ import annotations
@@ -55,15 +51,6 @@ class RunUpload:
     def __init__(
         self, recipe: Recipe, layout: RunLayout, outputs: OutputFolder, lease: Lease | None, log: Log
     ) -> None:
-        """Open nothing.
-
-        Args:
-            recipe: Recipe of the run.
-            layout: The run's local folder.
-            outputs: Output folder of the recipe.
-            lease: Lease of the run that this process holds; None for a local output folder.
-            log: Receives warnings.
-        """
         self._recipe = recipe
         self._layout = layout
         self._outputs = outputs
@@ -76,8 +63,7 @@ class RunUpload:
         """Return a `Launch` that also uploads what its processes write, until they have ended.
 
         A failed upload during the training is a warning, and is repeated. If the last one fails, the launch
-        raises StoreError, unless the training has failed too. If another machine takes over the run, the
-        processes stop after their current step, and the launch raises TrainingError.
+        raises StoreError. If another machine takes over the run, the launch raises TrainingError.
         """
         if not self._outputs.is_remote:
             return launch
@@ -99,11 +85,7 @@ class RunUpload:
         return launch_and_upload
 
     def fetch(self) -> None:
-        """Fetch the run's files, of its checkpoints only the one that the run resumes from.
-
-        Raises:
-            StoreError: The service does not answer.
-        """
+        """Fetch the run's files, of its checkpoints only the one that the run resumes from."""
         # The log compares a new run with the facts of the recipe's other runs.
         infos = self._outputs.infos("runs")
         others = {name: info for name, info in infos.items() if name.endswith("/run.json")}
@@ -121,12 +103,7 @@ class RunUpload:
 
     @contextmanager
     def publishing(self) -> Generator[None]:
-        """Upload the run, then what the body writes to `lora/`.
-
-        Raises:
-            StoreError: The service does not answer.
-            TrainingError: Another machine took over the run.
-        """
+        """Upload the run, then what the body writes to `lora/`."""
         self.upload()
         with hold_lora(self._outputs, self._log, guard=self._require_lease):
             yield
@@ -135,7 +112,6 @@ class RunUpload:
         """Upload all files of the run that changed, then delete expired checkpoints at the address.
 
         Raises:
-            StoreError: The service does not answer.
             TrainingError: Another machine took over the run.
         """
         if not self._outputs.is_remote:
@@ -151,12 +127,8 @@ class RunUpload:
         return self._lease is not None and self._lease.lost
 
     def _require_lease(self) -> None:
-        """Read the lease before a change of the address.
-
-        Raises:
-            StoreError: The service does not answer.
-            TrainingError: Another machine took over the run.
-        """
+        # Read before each change of the address: a machine that took over the run may have replaced these
+        # files.
         if self._lease is not None and not still_held(
             self._lease, self._outputs, f"{self._top}/{LEASE_FILE}"
         ):
@@ -171,7 +143,6 @@ class RunUpload:
         )
 
     def _delete_damaged_state(self) -> None:
-        """Delete the state of checkpoints that a crash damaged."""
         # Before the comparison with the address: damaged state must neither be used nor be uploaded.
         for step in sorted(self._local_steps()):
             folder = self._folder_of(step)
@@ -181,7 +152,7 @@ class RunUpload:
                     (folder / name).unlink(missing_ok=True)
 
     def _is_up_to_date(self, infos: Mapping[str, Any]) -> bool:
-        """Return whether the local run is as far as the run at the address, or further."""
+        """Return whether the local run is at least as far as the run at the address."""
         finished = f"{self._top}/{self._layout.finished.name}"
         local_finished = self._read_finished()
         if finished in infos:
@@ -203,9 +174,10 @@ class RunUpload:
         return self._outputs.read(marker) == (self._layout.folder.parents[1] / marker).read_bytes()
 
     def _fetch_state(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fetch the run's small files, and unless it has finished, its newest undamaged checkpoint."""
         excluded = (f"{self._top}/checkpoints/", f"{self._top}/{LEASE_FILE}")
         self._outputs.fetch_listed({name: infos[name] for name in infos if not name.startswith(excluded)})
+
+        # A finished run is never resumed, so its checkpoints stay at the address until a command needs one.
         if self._read_finished() is not None:
             return
 
@@ -216,12 +188,13 @@ class RunUpload:
             if _is_undamaged(self._folder_of(step)):
                 return
             self._log(f"warning: deleted the damaged checkpoint {self._outputs.where(top)}")
+
+            # Otherwise each machine that resumes the run would fetch this checkpoint and reject it again.
             self._outputs.remove(*files, guard=self._require_lease)
             # Fetching files that no longer exist at the address deletes the local copies.
             self._outputs.fetch_listed(files)
 
     def _note_uploaded(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note which files need no upload: complete checkpoints, and all files of a run that has finished."""
         finished = f"{self._top}/{self._layout.finished.name}"
         is_same_run = (
             finished in infos
@@ -241,7 +214,6 @@ class RunUpload:
                 self._sent[name] = stat
 
     def _local_stats(self) -> dict[str, tuple[int, int]]:
-        """Return size and modification time of each local file of the run that can be uploaded."""
         excluded = (f"{self._top}/{_PREFLIGHT}", *(f"{self._top}/{name}" for name in _LOCAL_FILES))
         stats: dict[str, tuple[int, int]] = {}
         for name in self._outputs.local_names(f"{self._top}/"):
@@ -283,7 +255,6 @@ class RunUpload:
 
     @contextmanager
     def _uploads(self) -> Generator[None]:
-        """Upload new checkpoints during the body, and everything after it."""
         try:
             with in_background(self._follow, name="uploads"):
                 yield
@@ -309,7 +280,6 @@ class RunUpload:
                     next_attempt_s = time.monotonic() + _PAUSE_AFTER_FAILURE_S
 
     def _upload_or_warn(self) -> bool:
-        """Upload, and return whether it succeeded; a failure is a warning."""
         # It must not end the training, or hide its error.
         try:
             self.upload()
@@ -320,7 +290,6 @@ class RunUpload:
         return True
 
     def _markers(self) -> set[tuple[str, tuple[int, int]]]:
-        """Return name and stat of the marker of each complete checkpoint."""
         return {(name, stat) for name, stat in self._local_stats().items() if name.endswith(f"/{MARKER}")}
 
 
@@ -329,7 +298,6 @@ def uploaded_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunUp
     """Provide a run that is fetched before the body and uploaded after it, held by this machine.
 
     Raises:
-        StoreError: The service does not answer.
         TrainingError: Another machine took over the run.
     """
     outputs = outputs_of(recipe, log)
@@ -352,23 +320,14 @@ def fetch_lora(outputs: OutputFolder, layout: RunLayout, step: int) -> None:
 
 
 def fetch_run(outputs: OutputFolder, run: str) -> None:
-    """Fetch the files of a run, without its checkpoints.
-
-    Raises:
-        StoreError: The service does not answer.
-    """
+    """Fetch the files of a run, without its checkpoints."""
     top, infos = f"runs/{run}", outputs.infos(f"runs/{run}")
     excluded = (f"{top}/checkpoints/", f"{top}/{LEASE_FILE}")
     outputs.fetch_listed({name: info for name, info in infos.items() if not name.startswith(excluded)})
 
 
 def require_idle_at_address(outputs: OutputFolder, run: str) -> None:
-    """Raise TrainingError if another machine holds the run's lease.
-
-    Raises:
-        StoreError: The service does not answer.
-        TrainingError: Names the machine.
-    """
+    """Raise TrainingError, which names the machine, if another machine holds the run's lease."""
     if not outputs.is_remote:
         return
     name = f"runs/{run}/{LEASE_FILE}"
@@ -398,7 +357,6 @@ def _steps_in(finished: bytes) -> int | None:
 
 
 def _is_undamaged(folder: Path) -> bool:
-    """Return whether the files that a checkpoint's marker lists have the hashes stated there."""
     try:
         hashes: dict[str, str] = json.loads((folder / MARKER).read_text(encoding="utf-8"))["sha256"]
         return all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())

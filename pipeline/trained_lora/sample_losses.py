@@ -43,6 +43,7 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
     if draws.is_empty():
         return pl.DataFrame(schema=COLUMNS)
 
+    # Equal losses have no spread, and their deviation is 0 at any divisor.
     spread = float(np.std(draws["relative"].to_numpy())) or 1.0
     table = draws.group_by("number").agg(
         times=pl.len().cast(pl.Int32),
@@ -77,10 +78,7 @@ def loss_trend(layout: RunLayout, num_steps: int) -> dict[str, float] | None:
 def share_below_half(layout: RunLayout, num_steps: int, *, num_timesteps: int) -> float | None:
     """Return the share of the run's draws with a noise level below 0.5; None if no loss was recorded.
 
-    Args:
-        layout: Folder of the run.
-        num_steps: Number of steps of the run.
-        num_timesteps: Timestep at which a latent is all noise.
+    `num_timesteps` is the timestep at which a latent is all noise.
     """
     timesteps = [at for line in read_metrics(layout.sample_losses, num_steps) for at in line["timesteps"]]
     if not timesteps:
@@ -109,11 +107,13 @@ def _draws(layout: RunLayout, num_steps: int) -> pl.DataFrame:
 def _expected_losses(
     timesteps: npt.NDArray[np.float64], losses: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return for each draw the mean loss of its bin; bins hold equal numbers of draws, by timestep."""
+    """Return for each draw the mean loss of its bin of similar timesteps."""
     num_bins = int(np.clip(len(losses) // MIN_DRAWS_PER_BIN, 1, MAX_BINS))
     # Two sorts give the rank of each draw; equal ranges of ranks are bins of equal size at any density.
     ranks = np.argsort(np.argsort(timesteps, kind="stable"), kind="stable")
     bins = ranks * num_bins // len(losses)
     sums = np.bincount(bins, weights=losses, minlength=num_bins)
     means = sums / np.bincount(bins, minlength=num_bins)
+
+    # A bin of zero losses must not divide by zero.
     return np.maximum(means[bins], np.finfo(np.float64).tiny)

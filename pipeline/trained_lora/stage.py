@@ -1,7 +1,4 @@
-"""Stage 6, trained_lora: check the inputs, name the run, train it once, publish the LoRA.
-
-This is the launching process, which imports no torch. A finished and unchanged run launches nothing.
-"""
+"""Stage 6, trained_lora: check the inputs, name the run, train it once, publish the LoRA."""
 
 from __future__ import annotations
 
@@ -112,14 +109,10 @@ def train_lora(
         log: Receives progress lines.
         overrides: Settings of this run that replace the recipe's, by names in `recipe.OVERRIDABLE`.
 
-    Returns:
-        Table with one row per sample and the number of times it was trained on.
-
     Raises:
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.
         TrainingError: The LoRA in `start_from` cannot be used, training failed, or left no usable result.
         LaunchError: The worker died or was stopped; its last checkpoint remains.
-        StoreError: The entries that the run uses cannot be recorded in the cache.
         RecipeError: The overrides are invalid or contradict the recipe, or a preview prompt or the references
             do not suit the base model.
     """
@@ -158,7 +151,6 @@ def train_lora(
 
 
 def _used_keys(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataFrame) -> list[pl.Series]:
-    """Return the keys of the entries that a training may read."""
     # Divided like the keys of the cache jobs, so that a training after these jobs writes no lists.
     by_kind: dict[str, list[pl.Series]] = {"latents": [latents["key"]]}
     for side_input in SIDE_INPUTS:
@@ -174,7 +166,6 @@ def _used_keys(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataFrame
 
 
 def _record_epochs(layout: RunLayout, finished: dict[str, Any], epochs: float | None) -> None:
-    """Record the recipe's number of epochs."""
     # It may have changed since the run ended: runs count steps, and other epochs may have the same steps.
     if finished.get("epochs") != epochs:
         finished["epochs"] = epochs
@@ -186,7 +177,6 @@ def require_open_gates(recipe: Recipe, *, log: Log) -> None:
 
     Raises:
         GateClosedError: At least one gate is closed; names all closed gates.
-        TableError: A table is missing.
     """
     # In the UI a user can select this asset alone, and then no earlier check blocks it (FAILURES O10).
     # Training reads no dataset file, so it works without the sources.
@@ -274,7 +264,6 @@ def trained_table(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
 
 
 def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
-    """Return keys and content hashes of each sample's references; only `sample_id` without references."""
     inputs = job.inputs.table
     if "references" not in inputs.columns:
         return inputs.select("sample_id").unique()
@@ -301,7 +290,6 @@ def _finished(
 def _train(
     job: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
 ) -> dict[str, Any]:
-    """Launch the worker, verify its result, and complete the run's folder; return the finished record."""
     layout = RunLayout(job.folder)
     if not layout.facts.is_file():
         log_differences(job.folder.parent, job.run, facts, log=log)
@@ -338,7 +326,6 @@ def _train(
 def _write_companions(
     job: TrainingJob, layout: RunLayout, table: pl.DataFrame, *, result: dict[str, Any]
 ) -> None:
-    """Write the files that accompany the LoRA: its samples, preview sheet, model card and provenance."""
     write_atomically(layout.exported / SAMPLES_FILE, table.write_parquet)
     sheet = layout.report / SHEET_FILE
     if sheet.is_file():
@@ -354,11 +341,10 @@ def _write_companions(
 
 
 def _publish(job: TrainingJob, finished: dict[str, Any], *, launched: bool, log: Log) -> int:
-    """Publish the run's LoRA to `lora/` and return its step.
-
-    If nothing was launched, an earlier step that `latentline export` published stays there.
-    """
+    """Publish the run's LoRA to `lora/` and return its step."""
     recipe, layout = job.recipe, RunLayout(job.folder)
+
+    # If nothing was launched, a step that `latentline export` published stays.
     earlier_step = None if launched else exported_step(recipe.output_dir, job.run)
     if earlier_step is None:
         if replaced_step := forget_exported_step(recipe.output_dir):

@@ -1,7 +1,6 @@
 """The LoRA file in `training.lora.start_from`, checked without torch before anything is encoded.
 
-Only the file's header is read, and a few matrices that may be zero. The trainer later compares every tensor
-with the adapter (`worker/adapter/warm_start.py`).
+The trainer later compares every tensor with the adapter (`worker/adapter/warm_start.py`).
 """
 
 from __future__ import annotations
@@ -54,12 +53,9 @@ class _Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class _Module:
-    """One down matrix of the file.
+    """One down matrix of the file, of shape (rank, in) or (rank, in, height, width).
 
-    Attributes:
-        network: `unet`, `transformer`, or a text encoder's name in the layout.
-        path: Path of the module; a dotted path of diffusers only in the diffusers layout.
-        shape: Shape of the matrix, (rank, in) or (rank, in, height, width).
+    The path is a dotted path of diffusers only in the diffusers layout.
     """
 
     network: str
@@ -79,7 +75,7 @@ class _Module:
 
 @dataclass(frozen=True)
 class _Contents:
-    """Contents of a LoRA file: its layout, its modules without the zero ones, and whether it is a DoRA."""
+    """Contents of a LoRA file; `modules` lacks the ones that are zero."""
 
     layout: Layout
     modules: list[_Module]
@@ -87,12 +83,9 @@ class _Contents:
 
 
 def require_start_file(recipe: Recipe) -> None:
-    """Raise TrainingError unless the recipe's `start_from` is null or a LoRA file of its kind and rank.
+    """Raise TrainingError unless the recipe's `start_from` is null or a LoRA file of its kind and ranks.
 
     The base model is examined only if it is in a local folder.
-
-    Raises:
-        TrainingError: The file is missing, unreadable, in another format, or its kind or ranks differ.
     """
     path, lora = recipe.training.lora.start_from, recipe.training.lora
     if path is None:
@@ -132,7 +125,7 @@ def _require_file(path: Path, where: str) -> None:
 
 
 def _require_no_checkpoint_state(path: Path, where: str) -> None:
-    """Raise TrainingError for the state in a checkpoint; its keys differ from the LoRA files next to it."""
+    # The keys of the state differ from the keys of the LoRA files next to it.
     if path.name != ADAPTER_FILE or not path.with_name(OPTIMIZER_FILE).exists():
         return
 
@@ -152,6 +145,7 @@ def _read(path: Path, where: str) -> _Contents:
     from safetensors import SafetensorError, safe_open
 
     try:
+        # Only the header is read, and the few matrices that may be zero.
         with safe_open(path, framework="np") as opened:
             keys = list(opened.keys())
             shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
@@ -174,7 +168,6 @@ def _read(path: Path, where: str) -> _Contents:
 
 
 def _require_matrices(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise TrainingError if a down matrix has fewer than two dimensions."""
     for key, shape in shapes.items():
         if len(shape) < 2:
             what = f"the tensor {key} of the LoRA to start from must be a matrix, got shape {list(shape)}"
@@ -183,11 +176,7 @@ def _require_matrices(shapes: Mapping[str, tuple[int, ...]], where: str) -> None
 
 
 def _layout_of(keys: Mapping[str, Any], where: str) -> Layout:
-    """Return the layout with the most down matrices.
-
-    Raises:
-        TrainingError: The file has none.
-    """
+    """Return the layout with the most down matrices, or raise TrainingError if the file has none."""
     counts = {layout: sum(map(bool, map(down.fullmatch, keys))) for layout, down in _DOWN_KEYS.items()}
     layout = max(LAYOUTS, key=counts.__getitem__)
     if counts[layout]:
@@ -211,7 +200,6 @@ def _up_key(down_key: str) -> str:
 
 
 def _is_zero(opened: Any, key: str) -> bool:
-    """Return whether the up matrix of a text encoder's module is zero, so that the module has no effect."""
     # kohya's tools write zeros for the layers of a text encoder that the embeddings do not depend on.
     if not key.startswith(("lora_te", "text_encoder")):
         return False
@@ -222,7 +210,6 @@ def _is_zero(opened: Any, key: str) -> bool:
 def _kind_differences(
     contents: _Contents, lora: LoraSettings, family: Family | None
 ) -> Iterator[_Difference]:
-    """Yield differences in the adapter's kind and in the networks that it belongs to."""
     if contents.dora != lora.dora:
         held = "is a DoRA" if contents.dora else "is not a DoRA"
         wanted = str(contents.dora).lower()
@@ -255,7 +242,6 @@ def _kind_differences(
 def _rank_differences(
     contents: _Contents, lora: LoraSettings, family: Family | None
 ) -> Iterator[_Difference]:
-    """Yield the difference in ranks, if there is one."""
     wrong = [module for module in contents.modules if not _has_rank(module, contents.layout, lora, family)]
     if not wrong:
         return
@@ -274,7 +260,6 @@ def _rank_differences(
 
 
 def _has_rank(module: _Module, layout: Layout, lora: LoraSettings, family: Family | None) -> bool:
-    """Return whether the module's rank can be the recipe's."""
     # A layer that combines several modules stacks their matrices, or has one dense matrix for all of them.
     num_parts = range(1, _max_parts(module, layout, family) + 1)
     ranks = _ranks_of(module, layout, lora)
@@ -284,6 +269,8 @@ def _has_rank(module: _Module, layout: Layout, lora: LoraSettings, family: Famil
 def _ranks_of(module: _Module, layout: Layout, lora: LoraSettings) -> set[int]:
     """Return the ranks that the recipe may give to the module, exactly one in the diffusers layout."""
     if module.is_text:
+        # Without trained text encoders, `_kind_differences` already reports the module, so its rank counts as
+        # right.
         return {each.rank for each in [lora.of_text_encoders] if each is not None} or {module.shape[0]}
     default = lora.size_of(module.path, conv=module.is_convolution)[0]
     if layout == "diffusers":

@@ -47,11 +47,7 @@ def exported_step(output_dir: Path, run: str) -> int | None:
 
 
 def forget_exported_step(output_dir: Path) -> tuple[str, int] | None:
-    """Remove the record of an earlier step, so that jobs publish the last step of their run.
-
-    Returns:
-        Run and step of the record; None if there was none.
-    """
+    """Remove the record of an earlier step, and return its run and step; jobs then publish the last step."""
     path = _record_path(output_dir)
     record = read_record(path)
     path.unlink(missing_ok=True)
@@ -80,10 +76,7 @@ def exportable_run(output_dir: Path) -> str:
 
 
 def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
-    """Publish the LoRA of a checkpoint to `output_dir/lora`, and record that it stays there.
-
-    Returns:
-        Names of the files that were replaced.
+    """Publish the LoRA of a checkpoint to `output_dir/lora`, and return the names of the replaced files.
 
     Raises:
         TrainingError: The run has no LoRA of this step, or its files are damaged.
@@ -98,6 +91,7 @@ def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
         reason = f"{', '.join(damaged) or LORA_RECORD} is missing or changed after it was saved"
         raise _not_available(layout, f"the LoRA of step {step} is damaged: {reason}", without=step)
 
+    # The run's own companions describe its last step.
     companions = _write_companions(layout, step, {name: folder / name for name in hashes})
     sources = {**{name: folder / name for name in hashes}, **companions}
 
@@ -157,8 +151,9 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
 
 
 def _samples_at(layout: RunLayout, job: TrainingJob, step: int) -> pl.DataFrame:
-    """Return the run's table of samples, with the number of times each was seen in the first `step` steps."""
     training = job.recipe.training.model_copy(update={"steps": step})
+
+    # The plan of a shorter run begins with the same steps, so it counts what this step has seen.
     shorter = replace(job, recipe=job.recipe.model_copy(update={"training": training}))
     times_seen = (
         job.inputs.trained.table.select("sample_id")

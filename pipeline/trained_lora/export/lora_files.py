@@ -135,14 +135,11 @@ def layout_file(layout: Layout, recipe_name: str) -> str:
 
 @dataclass(frozen=True)
 class LoraModule:
-    """One module with an adapter.
+    """One module with an adapter; `diffusers`, `kohya` and `comfyui` are its keys without a matrix's ending.
 
     Attributes:
         name: Dotted path in the diffusers denoiser, or a text encoder's component name and the dotted path in
             its transformers model.
-        diffusers: Key in the diffusers layout, without `.lora_A.weight`.
-        kohya: Key in kohya's layout, without `.lora_down.weight`.
-        comfyui: Key in ComfyUI's layout, without `.lora_down.weight`.
         in_features: Columns of `down`.
         out_features: Rows of `up`.
         rank: Rows of `down`.
@@ -203,7 +200,7 @@ class LoraModule:
         return shapes
 
     def slices(self, layout: Layout) -> tuple[slice, slice]:
-        """Return the module's rows in the file's `down` and `up`; the former are also its columns in `up`."""
+        """Return the module's rows in the file's `down` and `up`; rows of `down` are also columns of `up`."""
         outs = self.outs(layout)
         part = self.kohya_part if len(outs) > 1 else 0
         first = sum(outs[:part])
@@ -229,10 +226,7 @@ class LoraFile:
     """Contents of a LoRA file.
 
     Attributes:
-        path: Path of the file.
-        num_bytes: Size of the file.
         header_bytes: Number of bytes before the tensors: the header and its length field.
-        metadata: Metadata in the header.
         tensors: Tensors by key, as float32 whatever the file's dtype is.
     """
 
@@ -244,11 +238,7 @@ class LoraFile:
 
 
 def read_lora_file(path: Path) -> LoraFile:
-    """Read a LoRA file completely, without torch.
-
-    Raises:
-        TrainingError: The file is missing or is not a safetensors file.
-    """
+    """Read a LoRA file completely, without torch."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -277,11 +267,6 @@ def _read_numpy(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the tensors of a file that holds bfloat16, which NumPy lacks.
-
-    Raises:
-        KeyError: A tensor has another dtype than bfloat16, float16 or float32.
-    """
     import numpy as np
     from safetensors import deserialize
 
@@ -292,6 +277,7 @@ def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
             bits = np.frombuffer(stored["data"], np.uint16).astype(np.uint32) << 16
             values = bits.view(np.float32)
         else:
+            # Another dtype raises KeyError, and the caller reports the file as unreadable.
             dtype = {"F16": np.float16, "F32": np.float32}[stored["dtype"]]
             values = np.frombuffer(stored["data"], dtype).astype(np.float32)
         tensors[key] = values.reshape(stored["shape"])
@@ -304,29 +290,21 @@ def is_factor(key: str) -> bool:
 
 
 def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> tuple[Any, Any]:
-    """Return one module's (down, up) as arrays or tensors, whichever `tensors` holds.
-
-    Raises:
-        KeyError: One of the two is missing.
-    """
+    """Return one module's (down, up), of the type in `tensors`; KeyError if one is missing."""
     down, up, _ = module.keys(layout)
     ranks, outs = module.slices(layout)
     return tensors[down][ranks], tensors[up][outs, ranks]
 
 
 def stored_magnitudes(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> Any:
-    """Return one module's DoRA magnitudes (out,) as the layout stores them.
-
-    Raises:
-        KeyError: The magnitudes are missing.
-    """
+    """Return one module's DoRA magnitudes (out,) as the layout stores them; KeyError if they are missing."""
     _, outs = module.slices(layout)
     return tensors[module.magnitude_key(layout)].reshape(-1)[outs]
 
 
 def _of_pattern(values: Mapping[str, Any] | None, path: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's path, as peft does."""
     for pattern, value in (values or {}).items():
+        # As peft does: the first pattern that matches the end of the path decides.
         if _compiled(pattern).match(path):
             return value
     return default

@@ -1,6 +1,6 @@
 """Header metadata of LoRA files: the `ss_*` keys of kohya's tools and the keys of ModelSpec.
 
-ModelSpec: https://github.com/Stability-AI/ModelSpec. The metadata contains nothing volatile.
+ModelSpec: https://github.com/Stability-AI/ModelSpec.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ READERS_KEY = "latentline.readers"
 
 
 def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
-    """Return the metadata of the exported files of a complete run.
-
-    The safetensors format requires string values. `at_step` returns the metadata of an earlier step.
-    """
+    """Return the metadata of the exported files of a complete run, without anything volatile."""
     recipe = job.recipe
     training, lora = recipe.training, recipe.training.lora
     prediction = family.prediction_type()
@@ -69,6 +66,8 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         values |= {"ss_unet_lr": training.learning_rate, "ss_text_encoder_lr": rate}
     if prediction != "flow":  # ModelSpec does not define it
         values["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
+
+    # The safetensors format requires string values.
     return {name: str(value) for name, value in values.items()}
 
 
@@ -101,7 +100,7 @@ def readers_note(layout: Layout, modules: Sequence[LoraModule], keys: LoraKeys) 
 
 
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:
-    """Return the adapter settings that differ from a plain LoRA, named as in LyCORIS where it has a name."""
+    # Named as in LyCORIS where it has a name for the setting.
     arguments: dict[str, Any] = {}
     if lora.kind != "lora":
         arguments["trained_as"] = {"algo": lora.kind, "dim": lora.rank, "alpha": lora.alpha}

@@ -11,10 +11,7 @@ from pipeline.trained_lora.export.lora_files import SHEET_FILE
 
 
 def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str], has_sheet: bool) -> str:
-    """Return the card as Markdown, with the front matter that the Hugging Face Hub reads.
-
-    With `has_sheet`, it shows `SHEET_FILE`; `headings` are its columns: prompts with their settings.
-    """
+    """Return the card as Markdown; with `has_sheet`, it shows `SHEET_FILE` and lists the headings."""
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 
     # The Hub reads the front matter between the two lines of dashes.
@@ -72,7 +69,6 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
 
 
 def _slider_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a slider's datasets at scale 1 and at scale -1, by name; empty for other LoRAs."""
     sides = {
         scale: [each["name"] for each in recipe["datasets"] if each.get("slider") == scale]
         for scale in (1, -1)
@@ -81,7 +77,7 @@ def _slider_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _table_code(text: str) -> str:
-    """Return `text` as inline code for a cell of a table, in which a bar would end the cell."""
+    # A bar would end the cell of the table.
     return markdown_code(text).replace("|", "\\|")
 
 

@@ -65,6 +65,7 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
             and set(hashes) == expected_names
             and all(file_sha256(layout.exported / name) == sha256 for name, sha256 in hashes.items())
             and all((layout.exported / name).is_file() for name in companions)
+            # The checks read these keys.
             and {"output_change", "loss_trend"} <= set(finished)
         )
     except (OSError, ValueError, KeyError, TypeError):
@@ -73,11 +74,7 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
 
 
 def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str]:
-    """Copy the run's files to the folder `lora`, each atomically and only if it differs.
-
-    Returns:
-        Names of the files that were replaced.
-    """
+    """Copy the run's files to the folder `lora`, and return the names of the replaced files."""
     names = [item["name"] for item in finished["files"]]
     # The provenance record comes last: its hashes show a reader whether all files belong to one run (FAILURES
     # R14).

@@ -40,9 +40,7 @@ _FILE = layout_file("diffusers", "")
 class ChosenLoras:
     """LoRAs of one run, by ascending step unless the user listed them.
 
-    Attributes:
-        run: Name of the run's folder; None for a file that was given by its path.
-        loras: The LoRAs.
+    `run` is None for a file that was given by its path.
     """
 
     run: str | None
@@ -52,7 +50,7 @@ class ChosenLoras:
 def choose_loras(output_dir: Path, run: str | None, steps: Steps) -> ChosenLoras:
     """Return the LoRAs of the requested steps.
 
-    Without a run, that is the run of the published LoRA, or else the one with the newest checkpoint. Without
+    Without a run, it is the run of the published LoRA, or else the one with the newest checkpoint. Without
     steps, it is the published LoRA, or the last step of a requested run.
 
     Raises:
@@ -122,7 +120,8 @@ def _published(output_dir: Path) -> ChosenLoras | None:
 
 
 def _finished_without_checkpoints(layout: RunLayout, steps: Steps) -> ChosenLoras:
-    """Return the last step of a finished run of Latentline 0.2 or earlier; its checkpoints have no LoRA."""
+    # Checkpoints of Latentline 0.2 and earlier have no LoRA, so only the last step of a finished run can be
+    # drawn.
     num_steps = read_record(layout.finished).get("steps")
     file = layout.exported / _FILE
     if num_steps is None or not file.is_file():
@@ -138,11 +137,6 @@ def _finished_without_checkpoints(layout: RunLayout, steps: Steps) -> ChosenLora
 
 
 def _undamaged(folder: Path) -> Path:
-    """Return the diffusers file of a checkpoint.
-
-    Raises:
-        DrawingError: It is missing or changed after it was saved.
-    """
     file = folder / _FILE
     expected = read_record(folder / LORA_RECORD).get("sha256", {}).get(_FILE)
     if not file.is_file() or file_sha256(file) != expected:

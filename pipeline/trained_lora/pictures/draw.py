@@ -25,10 +25,6 @@ def draw(job: DrawingJob, launch: Launch) -> Path:
     """Draw the job's pictures and their sheet into its folder, and return the sheet's path.
 
     Each file appears atomically. Pictures that are complete stay after an error or Ctrl-C.
-
-    Raises:
-        LatentlineError: See `Launch`.
-        OSError: The folder cannot be written.
     """
     with _picture_folder(job.folder), tempfile.TemporaryDirectory(prefix="latentline-") as scratch:
         launch(MODULE, job.write(Path(scratch) / "order.json"))
@@ -43,26 +39,23 @@ def num_drawn(job: DrawingJob) -> int:
 
 @contextmanager
 def _picture_folder(folder: Path) -> Generator[None]:
-    """Create the folder for the body; remove it afterwards if it is empty, and files of a killed process."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
         with suppress(OSError):
             for path in folder.iterdir():
+                # A killed process leaves its temporary file.
                 if is_temp_name(path.name):
                     path.unlink()
             folder.rmdir()  # fails if the folder has files
 
 
 def _sheet(job: DrawingJob) -> bytes:
-    """Return a JPEG of the job's pictures, which exist.
-
-    The columns are prompts, and each row is a step and a strength. With a single prompt, which is then the
-    title, the columns are strengths.
-    """
     title = _title(job)
     cells = list(job.cells())
+
+    # With a single prompt, which is then the title, strengths are the columns, and each row is a step.
     if len(job.prompts) == 1:
         title = f"{job.prompts[0].heading} ({title})"
         headings = [f"strength {number_text(strength)}" for strength in job.strengths]
@@ -85,7 +78,6 @@ def _sheet(job: DrawingJob) -> bytes:
 
 
 def _fitted_picture(cell: Cell) -> Image.Image:
-    """Read a picture at the size of the sheet's cells."""
     from PIL import Image
 
     # Reduced as soon as it is read, because all full pictures may not fit into memory.

@@ -29,11 +29,9 @@ SHEET_FILE = "sheet.jpg"
 
 @dataclass(frozen=True)
 class LoraChoice:
-    """A LoRA to draw with.
+    """A LoRA to draw with, in any layout of `export.lora_files`.
 
-    Attributes:
-        file: Its file, in any layout of `export.lora_files`.
-        step: Number of training steps after which it was saved; None if the file was given by its path.
+    `step` is the number of training steps after which it was saved; None if the file was given by its path.
     """
 
     file: Path
@@ -52,14 +50,7 @@ class LoraChoice:
 
 @dataclass(frozen=True)
 class Cell:
-    """One picture of the grid of LoRAs, strengths and prompts.
-
-    Attributes:
-        lora: LoRA to draw with.
-        strength: Factor of the LoRA's effect.
-        number: Index of the prompt, from 0.
-        path: PNG file to write.
-    """
+    """One picture of the grid of LoRAs, strengths and prompts; `number` is the prompt's index, from 0."""
 
     lora: LoraChoice
     strength: float
@@ -73,14 +64,12 @@ class DrawingJob:
 
     Attributes:
         recipe: Recipe with which the LoRA was trained, with `accelerate.num_processes` 1.
-        base: Local folder of the base model.
         empty_text: Entry of the empty caption, for guidance.
         prompts: Prompts with the size of their pictures. Their entries need not exist.
         loras: LoRAs of one run, or a single file.
         strengths: Factors of the LoRA's effect; 0 draws without it. Each is multiplied by the prompt's
             `lora_scale`.
         seed: Seed of the first noise of pictures with prompts without a seed.
-        folder: Folder of the pictures and the sheet.
         run: Run of the LoRAs; None for a file that was given by its path.
         component_folders: Folders of model components that replace those in `base`, by role.
     """

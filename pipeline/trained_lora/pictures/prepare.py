@@ -40,7 +40,6 @@ class Request:
         run: Name of the run's folder; None for the published LoRA.
         steps: Steps to compare; empty for the published or last one.
         file: LoRA file to draw with instead of a run's.
-        strengths: Factors of the LoRA's effect.
         prompts: Prompts; empty for the recipe's.
         references: Reference images of all prompts, in order; empty for the references in the recipe.
         seed: Seed of the first noise; None for each prompt's own seed, or the recipe's.
@@ -60,14 +59,10 @@ class Request:
 def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     """Return the job of a request. Its folder need not exist, and nothing is written.
 
-    A run's LoRA is drawn with the base model, quantization and precision it was trained with, also if the
-    recipe has changed since then.
-
     Raises:
         DrawingError: The run, a step, the file or the prompts are missing, a reference image does not suit
             the base model, or pictures would be replaced.
         PathIsolationError: The folder overlaps a dataset, the cache or a folder of the recipe's runs.
-        ModelError: The base model cannot be found.
         RecipeError: A preview prompt of the recipe does not suit the base model.
         TrainingError: No run has a LoRA.
     """
@@ -79,6 +74,9 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     else:
         _fetch_loras(recipe, request)
         chosen = choose_loras(recipe.output_dir, request.run, request.steps)
+
+    # A run's LoRA is drawn with the base model, quantization and precision of its training, even if the
+    # recipe has changed since then.
     trained, previews = _trained_recipe(recipe, chosen.run)
     if request.references:
         # The recipe names the references, because they decide the prompts' embeddings.
@@ -112,10 +110,6 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
 
 
 def _fetch_loras(recipe: Recipe, request: Request) -> None:
-    """Fetch the LoRAs of the requested run or steps, or `lora/`, from an output folder at an address.
-
-    The records of all checkpoints have been fetched before.
-    """
     outputs = outputs_of(recipe)
     if not outputs.is_remote:
         return
@@ -129,13 +123,12 @@ def _fetch_loras(recipe: Recipe, request: Request) -> None:
 
 
 def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prompt, ...]]:
-    """Return the recipe with which a run was trained, with this recipe's folders, and the run's prompts.
-
-    Without the run's folder, which may have been deleted after its LoRA was published, it is `recipe`.
-    """
+    """Return the recipe with which a run was trained, with this recipe's folders, and the run's prompts."""
     trained, previews = recipe, tuple[Prompt, ...]()
     if run is not None:
         file = run_folder(recipe.output_dir, run) / JOB_FILE
+
+        # The run's folder may have been deleted after its LoRA was published.
         if file.is_file():
             trained, previews = read_recipe_and_prompts(file)
 
@@ -144,13 +137,13 @@ def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prom
         "source": recipe.source,
         "cache_dir": recipe.cache_dir,
         "output_dir": recipe.output_dir,
+        # One process draws all pictures, whatever the number of processes that trained the run.
         "accelerate": trained.accelerate.model_copy(update={"num_processes": 1, "shard": False}),
     }
     return trained.model_copy(update=update), previews
 
 
 def _with_referenced_prompts(trained: Recipe, recipe: Recipe, request: Request) -> Recipe:
-    """Return `trained` with the request's prompts, or else the recipe's, and the request's references."""
     given = tuple(PreviewPrompt(prompt=caption) for caption in dict.fromkeys(request.prompts))
     prompts = given or tuple(dict.fromkeys(recipe.training.sample_prompts))
     if not prompts:
@@ -162,7 +155,6 @@ def _with_referenced_prompts(trained: Recipe, recipe: Recipe, request: Request) 
 
 
 def _require_references(recipe: Recipe, family: Family, files: tuple[Path, ...]) -> None:
-    """Raise DrawingError unless the base model can draw with these reference images."""
     spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.spec.name})"
     if spec is None and files:
         what = f"{model} accepts no reference images, got {len(files)}"
@@ -208,7 +200,6 @@ def _require_few_pictures(job: DrawingJob) -> None:
 
 
 def _require_new_files(job: DrawingJob) -> None:
-    """Raise `DrawingError` if a file of the job exists already."""
     existing = [
         path.name for path in (*(cell.path for cell in job.cells()), job.folder / SHEET_FILE) if path.exists()
     ]

@@ -48,11 +48,7 @@ class Epoch:
 class Epochs:
     """Builds the micro-batches of each epoch as a pure function of its attributes.
 
-    Attributes:
-        mix: Source of the draws.
-        seed: Seed of the order of micro-batches.
-        capacity: Number of draws in a full micro-batch.
-        underfilled: Treatment of draws that do not fill a micro-batch.
+    `capacity` is the number of draws in a full micro-batch.
     """
 
     mix: Mix
@@ -61,11 +57,7 @@ class Epochs:
     underfilled: Underfilled
 
     def shuffled(self, epoch: int) -> Epoch:
-        """Build an epoch's micro-batches.
-
-        The turns of the buckets are shuffled. If datasets are mixed by weights, a micro-batch runs when its
-        samples are due on average.
-        """
+        """Build an epoch's micro-batches; the turns of the buckets are shuffled."""
         parts: list[Draws] = []
         sizes: list[Places] = []
         turns: list[npt.NDArray[Any]] = []
@@ -90,16 +82,16 @@ class Epochs:
         return np.concatenate([draws.places[self._dropped(bucket, draws, epoch)] for bucket, draws in mixed])
 
     def _turns(self, bucket: str, epoch: int, draws: Draws, starts: Sequence[int]) -> npt.NDArray[Any]:
-        """Return the turn of each of a bucket's micro-batches, which start at these draws."""
         if draws.due is None:
             name = turn_name(bucket)
             turns = (hash_bits(64, self.seed, "turn", name, epoch, number) for number in range(len(starts)))
             return np.fromiter(turns, dtype=np.uint64)
+
+        # If datasets are mixed by weights, a micro-batch runs when its samples are due on average.
         due = [draws.due[start:stop].tolist() for start, stop in pairwise([*starts, len(draws)])]
         return np.array([sum(each) / len(each) for each in due])
 
     def _in_batches(self, bucket: str, draws: Draws, epoch: int) -> Draws:
-        """Return the bucket's draws, cut or filled to full micro-batches if the recipe requires it."""
         if self.underfilled == "drop":
             return draws.take(np.delete(np.arange(len(draws)), self._dropped(bucket, draws, epoch)))
         missing = -len(draws) % self.capacity
@@ -115,10 +107,11 @@ class Epochs:
         return Draws.joined([draws, Draws(filling.places, further, due)])
 
     def _dropped(self, bucket: str, draws: Draws, epoch: int) -> Places:
-        """Return the draws that the epoch omits; if epochs differ in their draws, the last ones."""
+        """Return the draws that the epoch omits."""
         size = len(draws)
         remainder = size % self.capacity
         if not self.mix.constant:
+            # Epochs differ in their draws, so no order that all of them share exists.
             return np.arange(size - remainder, size)
 
         # A window advances by its length each epoch over an order that all epochs share. So no draw is

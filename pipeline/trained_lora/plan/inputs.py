@@ -65,7 +65,6 @@ class Groups:
     """
 
     def __init__(self, of_each: pl.Series) -> None:
-        """Build the partition from the group name of each input."""
         self.names: list[str] = of_each.unique().sort().to_list()
         self.codes: Ints = of_each.cast(pl.Enum(self.names)).to_physical().to_numpy().astype(np.int32)
 
@@ -117,7 +116,6 @@ class PlanInputs(Sequence[PlanInput]):
         return cls(pl.DataFrame(map(astuple, inputs), schema=_COLUMNS, orient="row"))
 
     def __len__(self) -> int:
-        """Return the number of inputs."""
         return len(self._ids)
 
     @overload

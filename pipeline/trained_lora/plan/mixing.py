@@ -50,7 +50,6 @@ class Draws:
     due: npt.NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
-        """Return the number of draws."""
         return len(self.places)
 
     def take(self, which: npt.NDArray[np.integer[Any]] | slice) -> Draws:
@@ -81,7 +80,7 @@ class Mix:
             samples: At least one.
             seed: Seed of every shuffle.
             weights: Positive weight of each dataset with samples, of any sum; empty to mix by repeats.
-            exhausted: Treatment of an exhausted dataset; ignored without weights.
+            exhausted: Ignored without weights.
         """
         self._seed = seed
         self._samples = samples
@@ -112,6 +111,8 @@ class Mix:
             return {bucket: self.shuffled(bucket, epoch) for bucket in buckets.names}
         mixed = Draws.joined([self._due(dataset, epoch) for dataset in self._weights])
         assert mixed.due is not None
+
+        # Draws of several datasets may be due at the same time; sample and repeat break the tie.
         mixed = mixed.take(np.lexsort((mixed.occurrences, mixed.places, mixed.due)))
         codes = buckets.codes[mixed.places]
         of_bucket = {name: np.flatnonzero(codes == code) for code, name in enumerate(buckets.names)}
@@ -122,10 +123,6 @@ class Mix:
         return self._shuffled(self._samples.buckets.members(bucket), "sample", epoch)
 
     def _shuffled(self, members: Ints, purpose: str, turn: int) -> Draws:
-        """Return these samples `repeats` times each, sorted by a hash of purpose, sample, turn and repeat.
-
-        `members` is ascending, and equal hashes keep its order.
-        """
         repeats = self._samples.repeats[members]
         # 0, 1, 2, ... for the repeats of each sample.
         numbers = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
@@ -135,11 +132,12 @@ class Mix:
             for name, times in zip(names, repeats.tolist(), strict=True)
             for occurrence in range(times)
         )
+
+        # `members` is ascending, and equal hashes keep its order.
         order = np.argsort(np.fromiter(hashes, dtype=np.uint64), kind="stable")
         return Draws(np.repeat(members, repeats)[order], numbers[order].astype(np.int32))
 
     def _due(self, dataset: str, epoch: int) -> Draws:
-        """Return the dataset's draws in the epoch, in order, with their due times."""
         queued, weight = self._queued(dataset, epoch), self._weights[dataset]
         due = (float((place + Fraction(1, 2)) / weight) for place in range(len(queued)))
         return Draws(queued, _times_before(queued), np.fromiter(due, dtype=np.float64))
@@ -161,8 +159,9 @@ class Mix:
         return np.concatenate(taken)
 
     def _once_round(self, dataset: str, turn: int) -> Ints:
-        """Return one shuffled round of the dataset's samples; the last round is cached."""
         kept = self._kept.get(dataset)
+
+        # Epochs are read in order, so only the last round is needed again.
         if kept is None or kept[0] != turn:
             members = self._samples.datasets.members(dataset)
             kept = self._kept[dataset] = (turn, self._shuffled(members, "turn of", turn).places)

@@ -1,8 +1,5 @@
 """The optimizer steps of a run, as a sequence of exact length.
 
-A plan is a pure function of (samples, seed, batch size, accumulation, world size). Every process computes the
-same plan on the CPU, and a run resumes by index into it.
-
 Terms, from the inside out:
 
     slot          one sample at an index of a step's global batch; seeds the noise
@@ -32,18 +29,15 @@ from pipeline.trained_lora.plan.random_streams import hash_bits
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Everything but the samples that decides a plan.
+    """Everything but the samples that decides a plan; counts are at least 1.
 
     Attributes:
-        steps: Number of optimizer steps, at least 1.
-        batch_size: Samples per process in one micro-step, at least 1.
-        gradient_accumulation: Micro-steps in a full step, at least 1.
-        num_processes: World size, at least 1.
+        batch_size: Samples per process in one micro-step.
+        gradient_accumulation: Micro-steps in a full step.
+        num_processes: World size.
         caption_dropout: Fraction of the slots that use the empty caption, in [0, 1].
         seed: Seed of shuffling, dropout, variants and views.
-        underfilled: Treatment of draws that do not fill a micro-batch.
         weights: Sampling weight per dataset, or empty, as in `Mix`.
-        exhausted: Treatment of an exhausted dataset; used only with weights.
     """
 
     steps: int
@@ -62,7 +56,6 @@ class Slot:
     """One sample at an index of a step's global batch.
 
     Attributes:
-        variant_id: The training input.
         index: Index in the step's global batch, counted over micro-batches and ranks. It does not depend on
             how the batch is split over them.
         epoch: Number of the epoch, from 0.
@@ -144,7 +137,6 @@ class TrainingPlan(Sequence[StepPlan]):
         return sum(plan._steps_of(epoch) for epoch in range(epochs))
 
     def __len__(self) -> int:
-        """Return the exact number of optimizer steps."""
         return self.settings.steps
 
     @overload
@@ -216,7 +208,6 @@ class TrainingPlan(Sequence[StepPlan]):
         return epoch + (place + 1) / (self._starts[epoch + 1] - self._starts[epoch])
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the step's number in that epoch."""
         if self._mix.constant:
             return divmod(number, self.steps_per_epoch)
         epoch = bisect_right(self._starts, number) - 1
@@ -234,12 +225,12 @@ class TrainingPlan(Sequence[StepPlan]):
         return -(-bucket_size // self._capacity)
 
     def _remainder(self) -> int:
-        """Return the number of draws in an epoch that do not fill a micro-batch of their bucket."""
         return sum(size % self._capacity for size in self._bucket_sizes.values())
 
     def _drawn_in(self, number: int) -> list[Draws]:
-        """Return the draws of each micro-batch of a step."""
         epoch, place = self._place(number)
+
+        # Steps are read in order, so one cached epoch saves shuffling it for each of its steps.
         if self._cached_epoch is None or self._cached_epoch[0] != epoch:
             self._cached_epoch = (epoch, self._epochs.shuffled(epoch))
         window = self.settings.gradient_accumulation
@@ -247,6 +238,9 @@ class TrainingPlan(Sequence[StepPlan]):
 
     def _step(self, number: int) -> StepPlan:
         epoch = self._place(number)[0]
+
+        # Indices run over micro-batches and ranks, so that the noise does not depend on how the batch is
+        # split.
         micro_batches: list[MicroBatch] = []
         index = 0
         for draws in self._drawn_in(number):
@@ -276,7 +270,6 @@ class TrainingPlan(Sequence[StepPlan]):
 
 
 def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
-    """Split the slots over the ranks, in order, into shares of sizes that differ by at most one."""
     small, larger = divmod(len(slots), num_ranks)
     shares: list[tuple[Slot, ...]] = []
     start = 0

@@ -1,8 +1,8 @@
-"""Drawing the pictures of a job with one loaded base model.
+"""Drawing the pictures of a job with one loaded base model, by the arithmetic of previews during training.
 
-The arithmetic is the same as for previews during training. Both give the same picture for the same LoRA,
-prompt and seed. On the CPU they are equal bit for bit, with three exceptions: the files of LoHa, LoKr, PiSSA
-and OLoRA hold a converted LoRA, `lora.save_dtype` rounds a file, and `compile` trains compiled blocks.
+The same LoRA, prompt and seed give the same picture as a preview. On the CPU they are equal bit for bit, with
+three exceptions: the files of LoHa, LoKr, PiSSA and OLoRA hold a converted LoRA, `lora.save_dtype` rounds a
+file, and `compile` trains compiled blocks.
 """
 
 from __future__ import annotations
@@ -57,11 +57,6 @@ if TYPE_CHECKING:
 def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
     """Draw each picture of the job into its file, by LoRA, strength and prompt.
 
-    Args:
-        job: The job; its folder exists.
-        report: Receives the progress.
-        scratch: Folder for temporary files.
-
     Raises:
         DrawingError: A LoRA does not fit the base model, or memory ran out.
         ModelError: The base model cannot be loaded.
@@ -89,8 +84,6 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
 
 
 class _Artist:
-    """The base model with a LoRA's adapters, and the texts of the prompts."""
-
     def __init__(self, job: DrawingJob, report: Report, scratch: Path) -> None:
         self._job = job
         self._family = load_family(job.base, job.component_folders)
@@ -132,7 +125,6 @@ class _Artist:
         )
 
     def draw(self, cell: Cell) -> Image:
-        """Return the picture of a cell."""
         if cell.lora != self._loaded:
             self._adapter.load(cell.lora.file)
             self._loaded = cell.lora
@@ -183,7 +175,7 @@ def prompt_texts(
 
 
 def _text_jobs(job: DrawingJob) -> Iterator[Job]:
-    """Yield the jobs that encode the prompts, their negative prompts and the empty caption."""
+    # A job without facts, because what it encodes is never written to the cache.
     yield Job(job.empty_text, {}, {"caption": ""}, "the empty caption", 1)
     entries = RecipeEntries(job.recipe)
     for prompt in job.prompts:
@@ -198,7 +190,6 @@ def _text_jobs(job: DrawingJob) -> Iterator[Job]:
 def _encoded_texts(
     job: DrawingJob, missing: list[Job], device: str, progress: Progress
 ) -> dict[str, Mapping[str, Tensor]]:
-    """Encode captions as the cache stage does."""
     encoding = Encoding(
         kind="text",
         model_folder=job.base,
@@ -220,7 +211,6 @@ def _encoded_texts(
 
 
 def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
-    """Return PNG text chunks that state how a picture was drawn."""
     chunks = PngInfo()
     prompt = job.prompts[cell.number]
     facts = {
@@ -233,6 +223,7 @@ def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
         **prompt.settings(),
     }
     for key, text in facts.items():
+        # International text, because prompts may be in any script and the plain chunks hold Latin-1 only.
         chunks.add_itxt(key, text)
     return chunks
 
@@ -240,6 +231,8 @@ def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
 def _memory_error(job: DrawingJob, usage: str) -> DrawingError:
     training, precision = job.recipe.training, job.recipe.accelerate.mixed_precision
     fix = "close other programs that use the device, such as a training"
+
+    # A run's LoRA is drawn with the quantization that it was trained with.
     if training.weight_format == "none" and job.run is None:
         fix += ", or set training.quantize: int8 or nf4"
     return DrawingError(

@@ -1,8 +1,4 @@
-"""Adapters in the shape of a LoRA file, with which a loaded base model draws at any strength.
-
-Training adds adapters in the shape that the recipe sets. Here their shape is the file's, so that files of
-other programs work too, and so do LoHa, LoKr, PiSSA and OLoRA, which are exported as a LoRA.
-"""
+"""Adapters in the shape of a LoRA file, with which a loaded base model draws at any strength."""
 
 from __future__ import annotations
 
@@ -46,12 +42,12 @@ def adapts_text_encoders(file: LoraFile) -> bool:
 class FileAdapter:
     """Adapters on the layers of a base model that a LoRA file names, with the weights of the file.
 
-    Attributes:
-        networks: Networks with an adapter, by prefix; see `adapter.lora.Networks`.
+    Their shape is the file's and not the recipe's, so that files of other programs work too, and LoHa, LoKr,
+    PiSSA and OLoRA, which are exported as a LoRA.
     """
 
     def __init__(self, family: WorkerFamily, networks: Networks, file: LoraFile) -> None:
-        """Add adapters to the networks' layers that the file names, and load its weights at strength 1.
+        """Add adapters to the layers that the file names, and load its weights at strength 1.
 
         Raises:
             DrawingError: The file has tensors that match no layer, or none that do.
@@ -94,15 +90,18 @@ class FileAdapter:
 
 
 def _add_adapter(network: nn.Module, prefix: str, modules: list[LoraModule]) -> None:
-    """Freeze the network and add a float32 adapter with the modules' ranks."""
     names = {module.name.removeprefix(prefix): module for module in modules}
     config = LoraConfig(
         r=modules[0].rank,
         # A list of paths would also select layers with a longer path that ends in one of them.
         target_modules="|".join(map(re.escape, names)),
+        # The first module's rank is the default, and peft matches a pattern at the end of a path unless it is
+        # anchored.
         rank_pattern={f"^{re.escape(name)}": module.rank for name, module in names.items()},
         use_dora=any(module.magnitude for module in modules),
     )
+
+    # Only the adapter's weights are then found by `trainable_weights`.
     network.requires_grad_(False)
     cast("Any", network).add_adapter(config, adapter_name=ADAPTER)
     for weight in trainable_weights(network):
@@ -110,11 +109,7 @@ def _add_adapter(network: nn.Module, prefix: str, modules: list[LoraModule]) -> 
 
 
 def _detect_layout(family: WorkerFamily, layers: list[LoraModule], file: LoraFile) -> Layout:
-    """Return the layout that names the most layers of the file.
-
-    Raises:
-        DrawingError: It holds none.
-    """
+    """Return the layout that names the most layers of the file."""
     num_layers = {
         layout: sum(layer.keys(layout)[0] in file.tensors for layer in layers) for layout in LAYOUTS
     }
@@ -131,7 +126,6 @@ def _detect_layout(family: WorkerFamily, layers: list[LoraModule], file: LoraFil
 
 
 def _modules_in(file: LoraFile, layers: list[LoraModule], layout: Layout) -> list[LoraModule]:
-    """Return the layers that the file names, with the rank and scale of the file."""
     modules: list[LoraModule] = []
     for layer in layers:
         down_key, up_key, _ = layer.keys(layout)
@@ -148,7 +142,6 @@ def _modules_in(file: LoraFile, layers: list[LoraModule], layout: Layout) -> lis
 def _require_all_tensors_used(
     family: WorkerFamily, file: LoraFile, modules: list[LoraModule], layout: Layout
 ) -> None:
-    """Raise `DrawingError` if tensors of the file match no module, or have another shape."""
     unmatched = unmatched_keys(file, modules, layout)
     if unmatched:
         number = counted(len(unmatched), "tensor does", "tensors do")
@@ -160,10 +153,7 @@ def _require_all_tensors_used(
 
 
 def _all_layers(family: WorkerFamily, networks: Networks) -> Iterator[LoraModule]:
-    """Yield each layer that can have an adapter, as a module of rank 1.
-
-    A key is empty in a layout that does not name its layer.
-    """
+    """Yield each layer that can have an adapter, as a module of rank 1; its key may be empty in a layout."""
     for prefix, network in networks.items():
         for name, layer in adaptable_layers(network).items():
             is_convolution = isinstance(layer, nn.Conv2d)
@@ -196,7 +186,6 @@ def _with_text_keys(family: WorkerFamily, module: LoraModule, prefix: str) -> Lo
 
 
 def _with_denoiser_keys(family: WorkerFamily, module: LoraModule, denoiser: nn.Module) -> LoraModule:
-    """Return the module with its keys; with the one of diffusers only if another layout lacks it."""
     try:
         layer, comfyui = family.kohya_layer(module.name), family.comfyui_key(module.name)
         outs = fused_outs(denoiser, layer)
@@ -212,5 +201,4 @@ def _with_denoiser_keys(family: WorkerFamily, module: LoraModule, denoiser: nn.M
 
 
 def _prefix(module: LoraModule, networks: Networks) -> str:
-    """Return the prefix of the network that contains the module."""
     return next((prefix for prefix in networks if prefix and module.name.startswith(prefix)), "")
