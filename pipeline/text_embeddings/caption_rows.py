@@ -1,7 +1,6 @@
 """Captions with the reference images that a text encoder sees next to them.
 
-Only some families have such an encoder, see `ReferenceSpec.in_text`. Without one, `caption_variants` returns
-all captions of a recipe.
+Only some families have such an encoder, see `ReferenceSpec.in_text`.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
     """Return one row per caption of a sample, sorted by `sample_id` and `variant`.
 
     If the text encoder sees references, the rows have `IMAGES`, `SEEN` and `FILES`. If the family's pipeline
-    encodes the empty caption with images too, it is the variant `EMPTY_CAPTION` of a sample, for dropout and
-    guidance. Samples with a reference that the base model refuses have no rows.
+    encodes the empty caption with images too, it is the variant `EMPTY_CAPTION` of a sample. Samples with a
+    reference that the base model refuses have no rows.
 
     Args:
         entries: Entries of the recipe.
@@ -83,10 +82,6 @@ def with_seen_images(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame
     """Add `SEEN` and `FILES`, which are null for rows without references and for refused ones.
 
     If the text encoder sees no references, the rows are returned as they are.
-
-    Args:
-        entries: Entries of the recipe.
-        rows: Rows with `dataset`, and with `IMAGES` if their samples have references.
     """
     if entries.text_images is None:
         return rows
@@ -138,11 +133,6 @@ def _seen(
 def _described(
     entries: RecipeEntries, roots: Iterable[Address], images: Sequence[Mapping[str, Any]]
 ) -> tuple[str, str]:
-    """Return `SEEN` and `FILES`.
-
-    Raises:
-        BucketError: The base model refuses a reference of this size.
-    """
     spec, text_images = entries.family.spec.references, entries.text_images
     assert spec is not None
     assert text_images is not None

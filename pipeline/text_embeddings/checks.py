@@ -32,13 +32,7 @@ _COLUMNS = (
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """Return the findings of all checks, from the tables, the store and the base model's files.
-
-    Raises:
-        TableError: validated_dataset or text_embeddings has no valid table.
-        ModelError: The recipe's base model cannot be found, or its family is not supported.
-        StoreError: An entry cannot be read.
-    """
+    """Return the findings of all checks, from the tables, the store and the base model's files."""
     entries = RecipeEntries(context.recipe, log=context.log)
     table = with_seen_images(entries, context.tables.read(STAGE, _COLUMNS))
     sizes = _sizes(entries, table)
@@ -77,6 +71,8 @@ def _sizes(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
     """Return `text_length`, `num_bytes` and `about_bytes` per row; null if the key is not its caption's."""
     names = ["key", *_text_columns(entries)]
     parts: list[pl.DataFrame] = []
+
+    # In slices, so that keys and stats of millions of rows are never in memory together.
     for rows in table.iter_slices(AT_ONCE):
         requests = _requests(entries, rows, rows)
         sizes = rows.select(names).join(
@@ -87,14 +83,12 @@ def _sizes(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _text_columns(entries: RecipeEntries) -> tuple[str, ...]:
-    """Return the columns that identify a text."""
     return ("caption",) if entries.text_images is None else ("caption", SEEN)
 
 
 def _requests(
     entries: RecipeEntries, rows: pl.DataFrame, previous: pl.DataFrame | None = None
 ) -> pl.DataFrame:
-    """Return the requests of the distinct texts of `rows`."""
     texts = rows.select(_text_columns(entries)).unique()
     images = texts.get_column(SEEN, default=None)
     return entries.text_requests(texts["caption"], previous, images=images)
@@ -103,7 +97,6 @@ def _requests(
 def _entry_rows(
     context: CheckContext, entries: RecipeEntries, table: pl.DataFrame, sizes: pl.DataFrame
 ) -> pl.DataFrame:
-    """Return one row per entry of the table, and per entry that belongs to no sample."""
     columns = ("sample_id", *_text_columns(entries), "key", "text_length", "num_bytes", *STAT_COLUMNS)
 
     # Rows with another key are reported by completeness; their entries belong to another caption.
@@ -119,9 +112,10 @@ def _entry_rows(
 
 
 def _wrong_lengths(entries: RecipeEntries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield the rows with a length that is impossible for the encoders."""
     tensor = entries.text_spec("").tensors[TEXT]
     max_length = tensor.shape[0]
+
+    # A family that stores captions without padding has a length per caption.
     if tensor.ragged:
         is_wrong, limit = ~pl.col("text_length").is_between(1, max_length), f"at most {max_length}"
     else:
@@ -135,7 +129,6 @@ def _wrong_lengths(entries: RecipeEntries, table: pl.DataFrame) -> Iterator[dict
 def _table_differences(
     entries: RecipeEntries, table: pl.DataFrame, sizes: pl.DataFrame, captions: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Yield samples that are missing, superfluous, or have the entry of another caption or setting."""
     names = ["sample_id", "variant"]
     texts = _text_columns(entries)
 
@@ -161,7 +154,6 @@ def _table_differences(
 
 
 def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
-    """Report captions that exceed the encoder's maximum length, with the part that is cut."""
     cut = table.filter(pl.col("num_cut") > 0).sort("num_cut", "sample_id", descending=[True, False])
     max_length = entries.family.max_length()
     numbers = {"samples": len(table), "cut": len(cut), "max_length": max_length}
@@ -190,7 +182,6 @@ def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
 
 
 def _cut_part(entries: RecipeEntries, row: dict[str, Any]) -> str:
-    """Return the end of the caption that the encoder does not see, according to its entry."""
     caption = row["caption"]
     metadata = entries.store.check(entries.text_spec(caption, images=row.get(SEEN))).metadata
     return "" if metadata is None or metadata["cut_from"] is None else caption[metadata["cut_from"] :]

@@ -30,15 +30,7 @@ MAX_BARS = 40
 
 
 def write_caption_report(recipe: Recipe, table: pl.DataFrame) -> Path:
-    """Draw the picture below `output_dir/reports` unless it exists for the same counts.
-
-    Args:
-        recipe: Recipe with the output folder.
-        table: Table text_embeddings.
-
-    Returns:
-        Folder of the report.
-    """
+    """Draw the picture below `output_dir/reports` unless it exists for the same counts; return its folder."""
     folder = recipe.output_dir / "reports" / FOLDER
     digest_file = folder / _DIGEST_FILE
 
@@ -60,10 +52,11 @@ def write_caption_report(recipe: Recipe, table: pl.DataFrame) -> Path:
 
 
 def _histogram(counts: pl.DataFrame) -> bytes:
-    """Draw the histogram; start and end tokens count, and bars are at least one token wide."""
     figure, axes = chart(560, 320)
     tokens, captions = counts["num_tokens"].to_numpy(), counts["captions"].to_numpy()
     shortest, longest = int(tokens.min()), int(tokens.max())
+
+    # Bars of integer width, so that each of them counts the same number of lengths.
     width = -(-(longest - shortest + 1) // MAX_BARS)
     edges = [edge - 0.5 for edge in range(shortest, longest + width + 1, width)]
     axes.hist(tokens, bins=edges, weights=captions, color="tab:blue")

@@ -63,6 +63,8 @@ def needed_texts(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     for each in training.sample_prompts:
         images = file_images(entries, each.references)
         more.append((each.prompt, *images))
+
+        # Some pipelines encode the negative prompt, which may be empty, with the images too.
         negative = each.negative_prompt or ""
         more.append((negative, *images) if entries.sees_images_in_negative else (negative, None, None))
     columns = ("caption", SEEN, FILES)
@@ -83,7 +85,8 @@ def cache_text(
 ) -> StageResult:
     """Bring the text embeddings of all captions, the empty one and the previews' prompts up to date.
 
-    Nothing is launched if nothing is missing.
+    Nothing is launched if nothing is missing. A sample with a reference that changed or cannot be read is
+    rejected.
 
     Args:
         recipe: The recipe. Its `text` settings and base model decide the keys.
@@ -93,16 +96,11 @@ def cache_text(
         log: Receives a summary of missing and damaged entries.
         seal_packs: Whether to copy new entries into packs.
 
-    Returns:
-        Table text_embeddings with one row per caption of a sample, the samples with a reference that changed
-        or cannot be read, which are rejected, and counters of entries.
-
     Raises:
         DatasetError: A reference of a preview prompt cannot be used.
         ModelError: The base model cannot be found, or its encoder returns values that are not finite.
         RecipeError: A preview prompt does not suit the base model.
         StoreError: The cache cannot be read or written.
-        LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
     entries = RecipeEntries(recipe, log=log)
@@ -140,11 +138,6 @@ def cache_text(
 
 
 def _rejected(captions: pl.DataFrame, failures: Mapping[str, Failure]) -> pl.DataFrame:
-    """Return the rejected samples: those with a reference that the text encoder could not see.
-
-    Raises:
-        DatasetError: A reference of a preview prompt cannot be used.
-    """
     # A failure of a preview's reference has no sample to reject, so the recipe must be corrected.
     of_samples = set(captions["key"]) if failures else set[str]()
     of_previews = [failure for key, failure in failures.items() if key not in of_samples]

@@ -66,13 +66,7 @@ _COLUMNS = tuple(
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """Return the findings of all checks, from the tables, the store and the base model's files.
-
-    Raises:
-        TableError: aspect_buckets or vae_latents has no valid table.
-        ModelError: The recipe's base model cannot be found, or its family is not supported.
-        StoreError: An entry cannot be read.
-    """
+    """Return the findings of all checks, from the tables, the store and the base model's files."""
     table = context.tables.read(STAGE, _COLUMNS)
     entries = RecipeEntries(context.recipe, log=context.log)
     expected_keys = entries.latent_keys(table)
@@ -125,14 +119,12 @@ def run(context: CheckContext) -> list[Finding]:
 
 
 def _rows(side_input_problems: Iterable[Problems], check: Problem) -> list[dict[str, Any]]:
-    """Return the problems with the entries of side inputs that a check reports."""
     return [row for problems in side_input_problems for row in problems.rows(check)]
 
 
 def _missing(
     side_input: SideInput, entries: RecipeEntries, table: pl.DataFrame, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Yield samples with side inputs that are missing, or differ from the files in aspect_buckets."""
     datasets = list(side_input.numbers(entries.recipe))
     if not datasets:
         return
@@ -147,11 +139,6 @@ def _missing(
 
 
 def _side_input_problems(side_input: SideInput, entries: RecipeEntries, table: pl.DataFrame) -> Problems:
-    """Check each entry of a side input that vae_latents recorded.
-
-    Raises:
-        StoreError: An entry cannot be read.
-    """
     used = table.filter(side_input.used(entries.recipe, table))
     # Rows with other keys are reported by completeness.
     if side_input.keys_column in used.columns:
@@ -185,8 +172,9 @@ def cropped_masks(recipe: Recipe, table: pl.DataFrame) -> Outcome:
 def _table_differences(
     entries: RecipeEntries, table: pl.DataFrame, expected_keys: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Yield samples that are missing, superfluous, or have the entry of something else."""
     names = [name for name in expected.columns if name not in SIDE_INPUT_HASHES]
+
+    # The usual case ends here, before any join.
     if table.select(names).equals(expected.select(names)) and table["key"].equals(expected_keys):
         return
 
@@ -212,8 +200,9 @@ def _table_differences(
 def _wrong_shapes(
     context: CheckContext, entries: RecipeEntries, table: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows with a latent of another shape than the geometry gives for the original size."""
     placement = placement_of(context.recipe.buckets)
+
+    # In slices, so that the geometry of millions of rows is never in memory together.
     for rows in table.iter_slices(AT_ONCE):
         yield from _wrong_shapes_of(placement, entries, rows)
 
@@ -236,6 +225,8 @@ def _wrong_shapes_of(
     both = rows.select("sample_id", *LATENT_SHAPE)[assigned.image].hstack(expected)
 
     same = pl.all_horizontal(pl.col(name) == pl.col(f"expected_{name}") for name in LATENT_SHAPE)
+
+    # An image has several assignments if it has several buckets; one with the row's shape suffices.
     both = both.with_columns(row=pl.Series(assigned.image), same=same)
     wrong = both.filter(~pl.col("same").any().over("row")).unique("row", keep="last", maintain_order=True)
     for sample_id, *values in wrong.drop("row", "same").iter_rows():
@@ -244,14 +235,12 @@ def _wrong_shapes_of(
 
 
 def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield buckets with latents of several shapes."""
     shapes = table.group_by("bucket", *LATENT_SHAPE).len().group_by("bucket").agg(shapes=pl.len())
     for bucket, num_shapes in shapes.filter(pl.col("shapes") > 1).sort("bucket").iter_rows():
         yield {"sample_id": f"bucket {bucket}", "problem": f"it has latents of {num_shapes} shapes"}
 
 
 def _rejected_fraction(context: CheckContext, kept: pl.Series) -> Outcome:
-    """Compare the fraction of images rejected by the stages up to this one with the recipe's limit."""
     all_rejected = context.tables.read_rejected()
     if kept.is_empty():
         return no_samples_left(all_rejected, REPAIR)

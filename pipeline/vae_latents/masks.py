@@ -59,9 +59,6 @@ def cache_masks(
         log: Receives the progress.
         watch: As for `fill`.
         seal_packs: Whether to copy new entries into packs.
-
-    Raises:
-        StoreError: The cache cannot be read or written.
     """
     recipe = entries.recipe
     if not MASKS.numbers(recipe):
@@ -111,8 +108,6 @@ def _entry_requests(entries: RecipeEntries, masks: pl.DataFrame, recorded: pl.Da
 
 
 def _encode_here(recipe: Recipe, log: Log) -> Launch:
-    """Return a `Launch` that encodes in threads of this process."""
-
     def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         # The jobs are not written before `meanwhile` has found the missing entries.
         if meanwhile is not None:

@@ -5,7 +5,6 @@
     reports/vae_latents/statistics.json        moments of some stored latents by key, see `statistics`
 
 The encoding processes draw the pictures after encoding. A run that encodes nothing shows the existing ones.
-The selection of images depends on their contents alone.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ Pixels = npt.NDArray[np.uint8]
 class DecodedLatent:
     """Similarity of a decoded latent and its image, as `psnr_db`.
 
-    Attributes:
-        key: Key of the latent's entry.
-        psnr_db: PSNR of the decoded latent.
-        plain_psnr_db: PSNR of an image of one colour, the mean of the original.
-        seconds: Time that decoding took.
+    `plain_psnr_db` is the similarity of the image and its mean colour.
     """
 
     key: str
@@ -80,12 +75,7 @@ class DecodedLatent:
 
 
 def choose(rows: pl.DataFrame, number: int) -> pl.DataFrame:
-    """Return at most `number` rows with distinct contents, not mirrored, independent of file names.
-
-    Args:
-        rows: Rows with the columns `content_hash`, `key` and `flipped`.
-        number: Maximum number of rows, at least 1.
-    """
+    """Return at most `number` rows with distinct contents, not mirrored, independent of file names."""
     import polars as pl  # encoding processes import this module but have no use for Polars
 
     # Hashes are spread evenly, so a threshold preselects the smallest ones without sorting a large table.
@@ -143,12 +133,7 @@ def read(folder: Path, keys: Sequence[str]) -> list[DecodedLatent]:
 
 
 def report(folder: Path, picture_rows: pl.DataFrame) -> dict[str, Any]:
-    """Return the numbers of the decoded latents, and delete the pictures of other latents.
-
-    Args:
-        folder: Folder of the pictures.
-        picture_rows: Selected rows with the columns `key` and `sample_id`.
-    """
+    """Return the numbers of the decoded latents, and delete the pictures of other latents."""
     keys = picture_rows["key"].to_list()
     _delete_others(folder, keys)
     decoded = read(folder, keys)
@@ -194,16 +179,8 @@ def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict
 
     They should be near 0 and 1, which is the purpose of a VAE's shift and scaling.
 
-    Args:
-        entries: Entries of the recipe.
-        rows: Table vae_latents, with valid entries.
-        folder: Folder of the file with the moments of single latents.
-
     Returns:
         `latent_mean`, `latent_std` and `channels` with one row each; nothing without latents.
-
-    Raises:
-        StoreError: An entry cannot be read.
     """
     chosen, file = choose(rows, NUM_IN_STATISTICS), folder / _STATISTICS_FILE
     if chosen.is_empty():
@@ -238,9 +215,10 @@ def _moments(values: npt.NDArray[np.float64]) -> Moments:
 
 
 def _read_moments(file: Path) -> dict[str, Moments]:
-    """Return the moments of single latents by key; nothing if the file is missing or damaged."""
     try:
         latents = json.loads(file.read_text(encoding="utf-8"))["latents"]
+
+        # A damaged file is replaced: the moments can be computed again.
         return {key: np.array(each, np.float64).reshape(-1, _NUM_MOMENTS) for key, each in latents.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -51,13 +51,8 @@ def requested_images(
 ) -> list[pl.DataFrame]:
     """Return the entry rows of each of `VAE_SIDE_INPUTS` with everything that their jobs need.
 
-    Args:
-        entries: Entries of the recipe.
-        side_inputs: Entry rows by side input.
-
-    Returns:
-        The entry rows with the columns of `RecipeEntries.latent_shapes`, `root` (the folder of the file) and
-        `side_input` (its plural).
+    These are the columns of `RecipeEntries.latent_shapes`, `root` (the folder of the file) and `side_input`
+    (its plural).
     """
     requested: list[pl.DataFrame] = []
     for side_input in VAE_SIDE_INPUTS:
@@ -94,6 +89,8 @@ def failures_by_row(
             if side_input in VAE_SIDE_INPUTS:
                 failure["reason"] = f"{side_input.name}_{failure['reason']}"
                 failure["detail"] = f"{side_input.plural}[{number}], {path}: {failure['detail']}"
+
+            # The first side input that cannot be used gives the reason of the rejection.
             by_row.setdefault(row, failure)
     return by_row
 
@@ -101,12 +98,7 @@ def failures_by_row(
 def side_input_counters(
     side_inputs: Mapping[SideInput, pl.DataFrame], samples: Iterable[str]
 ) -> dict[str, int]:
-    """Return the report's counters of samples with side inputs, and of the entries of `VAE_SIDE_INPUTS`.
-
-    Args:
-        side_inputs: Entry rows by side input.
-        samples: Samples in the new table.
-    """
+    """Return the report's counters of samples with side inputs, and of the entries of `VAE_SIDE_INPUTS`."""
     # Entries of rejected samples are in the cache, but they are not part of the result.
     kept = pl.DataFrame({"sample_id": pl.Series(samples, dtype=pl.String)}).unique()
     counters: dict[str, int] = {}

@@ -72,8 +72,7 @@ def cache_latents(
 ) -> StageResult:
     """Bring the latents of all rows of `buckets` up to date, with mirrored ones if the recipe enables them.
 
-    Images of equal content and geometry share an entry. A sample is rejected if one of its entries cannot be
-    encoded. Nothing is launched if nothing is missing.
+    Nothing is launched if nothing is missing.
 
     Args:
         recipe: The recipe. Its `latents` settings and base model decide the keys.
@@ -83,14 +82,10 @@ def cache_latents(
         log: Receives a summary of missing and damaged entries.
         seal_packs: Whether to copy new entries into packs.
 
-    Returns:
-        Table vae_latents, the rejected samples, and counters of entries.
-
     Raises:
         ModelError: The base model cannot be found.
         RecipeError: The base model does not see the recipe's references.
         StoreError: The cache cannot be read or written.
-        LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
     entries = RecipeEntries(recipe, log=log)
@@ -142,13 +137,11 @@ def cache_latents(
 
 
 def _picture_report(entries: RecipeEntries, table: pl.DataFrame, rows: pl.DataFrame) -> dict[str, object]:
-    """Draw the latents of `rows` and the statistics of all latents, and return their counters."""
     folder = entries.recipe.output_dir / "reports" / ASSET
     return {**pictures.report(folder, rows), **pictures.statistics(entries, table, folder)}
 
 
 def _table(requests: pl.DataFrame, result: FillResult) -> pl.DataFrame:
-    """Return the table vae_latents: the requests with the facts of their entries."""
     rows = requests.join(result.entries, on="key", maintain_order="left")
     rows = rows.select(*columns_in(ASSET, rows))
     return validated(ASSET, rows, "result of vae_latents").sort(row_names(ASSET))
@@ -161,7 +154,7 @@ def _with_side_input(
     entry_rows: pl.DataFrame,
     encoded: FillResult | None,
 ) -> pl.DataFrame:
-    """Return rows with the columns of a side input; without them if the recipe has no such files."""
+    # The table of aspect_buckets may be older than the recipe, which has no such files now.
     if encoded is None or not side_input.numbers(recipe):
         return requests.drop(SIDE_INPUT_COLUMNS[side_input.plural][ASSET], strict=False)
     return side_input.with_entries(requests, entry_rows, encoded.entries)
@@ -170,13 +163,7 @@ def _with_side_input(
 def _without_failed(
     requests: pl.DataFrame, side_inputs: Mapping[SideInput, pl.DataFrame], failures: Mapping[str, Failure]
 ) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
-    """Return the requests of samples with all their entries, and the rejected rows of all other samples.
-
-    Args:
-        requests: Rows of vae_latents with the column `row`.
-        side_inputs: Entry rows by side input.
-        failures: Failures by the key of the entry.
-    """
+    """Return the requests of samples with all their entries, and the rejected rows of all other samples."""
     of_latents = requests.filter(pl.col("key").is_in(list(failures))).select("row", "key")
     by_row = failures_by_row(side_inputs, failures)
 
@@ -191,7 +178,6 @@ def _without_failed(
 
 
 def _recorded(table: pl.DataFrame | None) -> pl.DataFrame | None:
-    """Return `key` and `STAT_COLUMNS` of all entries of the VAE that a table recorded."""
     if table is None:
         return None
     return pl.concat([table.select("key", *STAT_COLUMNS), recorded_images(table)])
@@ -227,6 +213,8 @@ def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl
 
     def spec(row: Row) -> EntrySpec:
         target_size = Size(*(row[name] for name in TARGET))
+
+        # The pipelines do not sample images that the denoiser sees, so their entries hold the mean.
         owner = entries if row.get("side_input") is None else of_mean
         return EntrySpec("latents", row["key"], owner.latent_tensors(target_size))
 
@@ -261,7 +249,6 @@ def _job(entries: RecipeEntries, row: Row, *, root: str, name: str, work: Row = 
 
 
 def _num_removed(previous: pl.DataFrame | None, recorded: pl.DataFrame | None) -> int:
-    """Count the keys of the previous table that the new one lacks."""
     if previous is None or recorded is None:
         return 0
 

@@ -46,11 +46,6 @@ class TextEncoder:
     """All text encoders of a model on one device."""
 
     def __init__(self, encoding: Encoding, device: str, progress: Progress) -> None:
-        """Load the text encoders of the encoding's model.
-
-        Raises:
-            LaunchError: They do not fit into memory.
-        """
         self.family = load_family(encoding.model_folder, encoding.component_folders)
         self._device = device
         self._captions_per_pass = captions_per_pass(self.family, device)
@@ -94,7 +89,6 @@ class TextEncoder:
     def _encode_waiting(
         self, waiting: Sequence[tuple[Job, Sequence[SeenImage]]]
     ) -> Iterator[tuple[Job, Outcome]]:
-        """Yield jobs with their embeddings, from one forward pass."""
         with out_of_memory_as(self._memory_error):
             # Only the single path takes images, and repeats an overflow in float32.
             if len(waiting) == 1:
@@ -117,7 +111,6 @@ class TextEncoder:
             yield job, Encoded(tensors, facts)
 
     def _encode(self, job: Job, images: Sequence[SeenImage]) -> EncodedCaption:
-        """Encode in the compute dtype, and again in float32 if that overflows."""
         encoded = self.family.text.encode_caption(self._encoders, job.work["caption"], images)
         if _all_finite(encoded.tensors) or self._is_exact:
             return encoded
@@ -136,7 +129,6 @@ class TextEncoder:
         return self.family.text.load(dtype, self._device, offload)
 
     def _seen_images(self, job: Job) -> list[SeenImage] | Failure:
-        """Return the reference images of a job, or why one of them cannot be used."""
         images: list[SeenImage] = []
         for number, work in enumerate(job.work.get("images", ())):
             try:
@@ -147,11 +139,6 @@ class TextEncoder:
         return images
 
     def _seen_image(self, work: Mapping[str, Any]) -> SeenImage:
-        """Return a reference image of a job.
-
-        Raises:
-            ImageError: The file is missing, has changed since it was validated, or cannot be decoded.
-        """
         root, original = work["root"], Size(*work["original_size"])
         if root not in self._sources:
             limit = self._settings["max_file_bytes"]
@@ -176,15 +163,12 @@ class TextEncoder:
         return LaunchError(what, where=f"text_embeddings on {self._device}", fix=fix)
 
     def _stored(self, job: Job, caption: EncodedCaption) -> dict[str, Tensor]:
-        """Return the tensors in their stored dtype.
-
-        Raises:
-            ModelError: A value is not finite.
-        """
         stored = {
             name: caption.tensors[name].to(getattr(torch, spec.dtype))
             for name, spec in job.spec.tensors.items()
         }
+
+        # The value may be finite in the encoder and infinite in the entry: float16 ends at 65,504.
         if not _all_finite(stored):
             largest = max(float(tensor.abs().max()) for tensor in caption.tensors.values())
             raise ModelError(

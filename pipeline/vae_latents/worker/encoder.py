@@ -47,25 +47,11 @@ _Pending: TypeAlias = deque[tuple[_Batch, PendingBatch | None]]
 
 
 class LatentEncoder:
-    """A VAE on one device, and threads that read and decode images ahead of it.
-
-    Attributes:
-        family: The base model.
-        batches: Forward passes of its VAE.
-        device: Device of the VAE.
-    """
+    """A VAE on one device, and threads that read and decode images ahead of it."""
 
     def __init__(
         self, encoding: Encoding, device: str, progress: Progress, *, threads: int | None = None
     ) -> None:
-        """Load the VAE of the encoding's model.
-
-        Args:
-            encoding: Encoding with the model and its settings.
-            device: Device of the VAE.
-            progress: Receives the current job and warnings.
-            threads: Number of decoding threads, by default `decode_threads()`.
-        """
         self.family = load_family(encoding.model_folder, encoding.component_folders)
         self._settings = encoding.settings
         self._progress = progress
@@ -111,16 +97,16 @@ class LatentEncoder:
         yield from self._finish(pending, keep=0)
 
     def _encode_probes(self, decoded: _Decoded) -> list[tuple[Job, Outcome]]:
-        """Encode the probes; if all fail, a grey image separates a broken model from broken images."""
         pending: _Pending = deque()
         outcomes = [each for pair in decoded for each in self._encode_one_shape([pair], pending)]
         outcomes += self._finish(pending, keep=0)
+
+        # A grey image separates a broken model from broken images, before a large dataset is encoded in vain.
         if _model_may_be_broken([outcome for _, outcome in outcomes]):
             self._require_working_model([job for job, _ in outcomes])
         return outcomes
 
     def _require_working_model(self, probes: Sequence[Job]) -> None:
-        """Raise ModelError unless a grey image gives a valid latent."""
         smallest = min(probes, key=lambda job: job.cost)
 
         # The smallest size suffices to test the weights, and takes the least time and memory.
@@ -162,7 +148,7 @@ class LatentEncoder:
             yield from self._finish(pending, keep=self.batches.overlap)
 
     def _missing_pixels(self, job: Job, store: Store) -> Pixels | None:
-        """Return `image`, or None if another process has written the entry meanwhile."""
+        # Another process may have written the entry meanwhile.
         if store.check(job.spec).valid:
             return None
         return self.image(job)
@@ -185,7 +171,6 @@ class LatentEncoder:
         return np.ascontiguousarray(pixels[:, ::-1]) if job.work["flipped"] else pixels
 
     def _file(self, root: str, path: str) -> File:
-        """Return a file of a dataset, which is opened once for all its images."""
         # Decoding threads share the sources, and opening an address takes a connection.
         with self._sources_lock:
             if root not in self._sources:
@@ -274,7 +259,7 @@ def posterior_noise(key: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _tensor(job: Job) -> TensorSpec:
-    """Return the shape and dtype of the job's tensors, which are all equal."""
+    # All tensors of an entry have one shape and dtype.
     return next(iter(job.spec.tensors.values()))
 
 
@@ -283,17 +268,16 @@ def _all_finite(values: Mapping[str, Tensor]) -> bool:
 
 
 def _model_may_be_broken(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether the VAE has encoded images and all of their latents are invalid."""
     values = [
         outcome
         for outcome in outcomes
+        # Images that could not be decoded say nothing about the VAE.
         if isinstance(outcome, Encoded) or (isinstance(outcome, Failure) and outcome.reason in VALUE_REASONS)
     ]
     return bool(values) and all(isinstance(outcome, Failure) for outcome in values)
 
 
 def _pixels_or_outcome(future: Future[Pixels | None]) -> Pixels | Outcome:
-    """Return the pixels, "present", or the failure of this one image."""
     error = future.exception()
     if isinstance(error, ImageError):
         return Failure(error.reason, error.detail, error.fix)

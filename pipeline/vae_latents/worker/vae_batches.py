@@ -75,7 +75,6 @@ class CudnnTuning:
     # time, and uses the fastest one from then on. That pays off only for shapes of many batches.
 
     def __init__(self) -> None:
-        """Start without any shape."""
         self._num_batches = Counter[tuple[int, ...]]()
         self._tuned_shapes = set[tuple[int, ...]]()
 
@@ -94,11 +93,8 @@ class VaeBatches:
     next batch in between has it computed while the results of the last one are processed.
 
     Attributes:
-        family: The base model.
-        vae: The VAE in its compute dtype.
         overlap: Number of batches worth queueing besides the one that is awaited.
         max_px: Number of pixels in one pass; halved when memory runs out.
-        tuning: Choice of cuDNN's kernels; None on the CPU.
     """
 
     def __init__(self, family: WorkerFamily, *, dtype: str, device: str, say: Callable[[str], None]) -> None:
@@ -144,11 +140,7 @@ class VaeBatches:
     def finish(
         self, batch: Sequence[tuple[str, Pixels]], pending: PendingBatch | None
     ) -> Iterator[EncodedImage]:
-        """Yield the images of a batch after its `start`.
-
-        Raises:
-            LaunchError: See `encode`.
-        """
+        """Yield the images of a batch after its `start`; see `encode` for errors."""
         if pending is not None:
             posterior = pending.wait()
             for index in range(len(batch)):
@@ -168,11 +160,7 @@ class VaeBatches:
         yield from self.encode(batch[half:])
 
     def encode_exact(self, name: str, pixels: Pixels) -> EncodedImage:
-        """Encode one image in float32.
-
-        Raises:
-            LaunchError: See `encode`.
-        """
+        """Encode one image in float32; see `encode` for errors."""
         vae = self._float32_vae()
         if _area(pixels) < self._too_large_px:
             pending = self._try(partial(self._pass, vae, [pixels]))
@@ -181,11 +169,10 @@ class VaeBatches:
         return self._encode_tiled(vae, name, pixels)
 
     def decode(self, latent: Tensor) -> Tensor | None:
-        """Decode a latent (1, C, h, w) to an image (3, H, W) in [-1, 1] on the CPU.
-
-        If half precision overflows, decode again in float32. None if memory runs out.
-        """
+        """Decode a latent (1, C, h, w) to (3, H, W) in [-1, 1] on the CPU; None if memory runs out."""
         image = self._try(partial(self.family.vae.decode, self.vae, latent))
+
+        # Half precision may overflow in the decoder as it may in the encoder.
         if image is not None and not torch.isfinite(image).all() and self.vae is not self._exact_vae:
             image = self._try(lambda: self.family.vae.decode(self._float32_vae(), latent))
         return None if image is None else image[0].cpu()
@@ -196,7 +183,6 @@ class VaeBatches:
         return self._exact_vae
 
     def _encode_tiled(self, vae: nn.Module, name: str, pixels: Pixels) -> EncodedImage:
-        """Encode an image that does not fit into memory."""
         area, longest = _area(pixels), max(pixels.shape[:2])
         self._too_large_px = min(self._too_large_px, area)
         tiles_px = [tile_px for tile_px in TILES_PX if tile_px < longest]
@@ -214,7 +200,6 @@ class VaeBatches:
         )
 
     def _try(self, work: Callable[[], _T]) -> _T | None:
-        """Return the result of `work`, or None if memory runs out."""
         try:
             return work()
         except (RuntimeError, MemoryError) as err:
