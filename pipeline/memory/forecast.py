@@ -24,9 +24,6 @@ def forecast_memory(
 ) -> MemoryForecast:
     """Return the peak memory of each stage of a recipe, and the changes that make it fit.
 
-    No weights are read. Of a base model on the Hub that is not on this machine, only configuration files are
-    downloaded.
-
     Args:
         recipe: Recipe to forecast.
         card_bytes: Memory of the GPU to compare with; None for the GPU of this machine, if there is one.
@@ -38,6 +35,7 @@ def forecast_memory(
         FamilyError: The family of the model's pipeline class is not supported.
         LaunchError: The process failed.
     """
+    # No weights are read, so a base model on the Hub is not downloaded, except its configuration files.
     folder, replaced = config_folder(recipe)
     return forecast_folder(recipe, folder, replaced, card_bytes=card_bytes, launch=launch)
 

@@ -72,8 +72,7 @@ class MemoryForecast:
     Attributes:
         stages: Peak memory of each stage, in the order of a job.
         card: Name of the GPU, or None if there is none to compare with.
-        card_bytes: Memory of the GPU.
-        usable_bytes: Part of it that tensors can use.
+        usable_bytes: Part of the GPU's memory that tensors can use.
         change: Cheapest changes that make training fit; None if it fits, or without a GPU.
         machine_bytes: Memory of this machine, or of the container that the forecast ran in.
     """

@@ -1,7 +1,6 @@
 """Images that the denoiser sees next to the noisy image, encoded by the VAE like the images of samples.
 
-An entry is a latent with the mean of the VAE's posterior, as the pipelines encode such an image. Where the
-latent of a sample is mirrored, its side inputs are mirrored too.
+An entry is a latent, mirrored if the latent of the sample is.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _IMAGE = pl.Struct({"path": pl.String, "hash": pl.String, "height": pl.Int32, "w
 class EncodedImages(SideInput, ABC):
     """The description of images that the denoiser sees; `hash_column` is a JSON array of objects.
 
-    Attributes:
-        stats_column: Column of vae_latents with the stats of the entries, as JSON.
+    `stats_column` is the column of vae_latents with the stats of the entries, as JSON.
     """
 
     stats_column: str

@@ -1,7 +1,6 @@
 """Masks: weights of the loss by place, from the grey values of a file or the opacity of the image.
 
-A mask has the size of its image, and is resized, cropped and mirrored like it. Its entry holds one weight for
-each latent value.
+A mask is resized, cropped and mirrored like its image. Its entry holds one weight for each latent value.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ class Masks(SideInput):
         return masks.with_columns(self._keys(entries, masks).alias("key"))
 
     def _keys(self, entries: RecipeEntries, masks: pl.DataFrame) -> pl.Series:
-        """Return the keys of entry rows, about a microsecond each."""
         if masks.is_empty():
             return pl.Series(dtype=pl.String)
 
@@ -107,9 +105,13 @@ class Masks(SideInput):
             "resized_size": ["@resized_height@", "@resized_width@"],
             "crop": [f"@{name}@" for name in ("crop_top", "crop_left", *TARGET)],
         }
+
+        # Hashing a template takes about a microsecond per row.
         template = KeyTemplate({"masks": {**inputs, **placeholders}})
         sources = pl.col("dataset").replace_strict(self.sources(entries.recipe), return_dtype=pl.String)
         in_json = {name: pl.col(name).cast(pl.String) for name in template.names}
+
+        # Strings need quotes in JSON; numbers and Booleans do not.
         in_json |= {name: pl.format('"{}"', name) for name in ("content_hash", "source")}
         return template.hashes(masks.with_columns(source=sources), in_json)
 

@@ -30,7 +30,6 @@ class References(EncodedImages):
 
         Raises:
             RecipeError: The base model does not see the recipe's references.
-            BucketError: As `reference_geometry`.
         """
         each = self._with_resolutions(entries, rows)
 
@@ -50,7 +49,6 @@ class References(EncodedImages):
         return each.with_columns(mean_entries(entries).latent_keys(each).alias("key"))
 
     def _with_resolutions(self, entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
-        """Return the rows of `exploded` with the recipe's `resolution`."""
         if self.numbers(entries.recipe):
             require_references(entries.recipe, entries.family)
         each = self.exploded(entries, rows)
@@ -99,23 +97,22 @@ IMAGES = REFERENCES.hash_column
 
 
 def reference_geometry(family: Family, original_size: Size, resolution: int | None = None) -> Geometry:
-    """Return the geometry of a reference.
-
-    Args:
-        family: Family of the base model, which sees references.
-        original_size: Size after EXIF orientation.
-        resolution: `resolution` of the recipe; None for the size that the family's pipeline uses.
+    """Return the geometry of a reference; `resolution` None stands for the size that the pipeline uses.
 
     Raises:
         BucketError: The family's pipeline refuses a reference of this size.
     """
     spec = family.spec.references
     assert spec is not None, f"{family.spec.name} sees no references"
+
+    # Computed in any case, because the pipeline refuses some sizes.
     of_pipeline = spec.geometry(family.model, original_size)
     if resolution is None:
         return of_pipeline
 
     multiple = family.size_multiple()
+
+    # An extreme aspect ratio may scale an edge below the model's multiple.
     scaled = Size(*(max(multiple, edge) for edge in size_within(original_size, resolution)))
     target = Size(*(edge // multiple * multiple for edge in scaled))
     return spec.fitted(original_size, scaled=scaled, target=target)
@@ -128,9 +125,9 @@ def size_within(size: Size, resolution: int) -> Size:
 
 
 def _resolutions(recipe: Recipe, rows: pl.DataFrame) -> pl.Series:
-    """Return the recipe's `resolution` of each reference; null for the size of the pipeline."""
     settings = {dataset.name: dataset.references for dataset in recipe.datasets}
     values = [
+        # The recipe may have fewer references than when the table was written.
         settings[dataset][number].resolution if number < len(settings[dataset]) else None
         for dataset, number in rows.select("dataset", "number").iter_rows()
     ]

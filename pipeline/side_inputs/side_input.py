@@ -59,7 +59,6 @@ class SideInput(ABC):
         hash_column: Column of the tables that is null for samples without such files.
         keys_column: Column of vae_latents with the keys of the entries.
         absent: Reasons of samples without exactly one file, without prefix.
-        kind: Kind of the entries.
         samples_counter: Key of the report with the number of samples that have such files.
         several: Whether an image may have several files, so that they are numbered.
         only_geometry: Whether an entry depends on nothing but the file and the geometry of its image.
@@ -143,13 +142,8 @@ class SideInput(ABC):
     def entry_rows(self, entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
         """Return one row per file of each row of vae_latents, sorted by row and number.
 
-        Args:
-            entries: Entries of the recipe.
-            rows: Rows of vae_latents, which may lack entries.
-
-        Returns:
-            `row` (index into `rows`), `number` (from 0), `sample_id`, `dataset`, `bucket`, `flipped`, `path`
-            (relative to the file's folder), `content_hash`, the columns of `GEOMETRY`, and `key`.
+        Columns are `row` (index into `rows`), `number` (from 0), `sample_id`, `dataset`, `bucket`, `flipped`,
+        `path` (relative to the file's folder), `content_hash`, the columns of `GEOMETRY`, and `key`.
         """
 
     @abstractmethod

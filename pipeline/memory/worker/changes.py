@@ -19,15 +19,14 @@ AUTO = "training.offload: auto"
 
 
 def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: int) -> Change:
-    """Return the first changes, in the order of their cost, that make training fit.
-
-    If nothing does, return the changes that need least memory.
-    """
+    """Return the first changes, by ascending cost, that make training fit, or else need least memory."""
     least = Change((), training.memory(training.variant).device, fits=False)
     for settings, variant in _changes(recipe, training.variant):
         device_bytes = training.memory(variant).device
         if device_bytes <= usable_bytes:
             if AUTO in settings:
+                # Auto keeps as many blocks on the GPU as fit, which takes more memory than the variant with
+                # none.
                 device_bytes = most_resident(training, variant, usable_bytes)[1]
             return Change(settings, device_bytes, fits=True)
         if device_bytes < least.device_bytes:
@@ -36,7 +35,7 @@ def cheapest_change(training: TrainingForecast, recipe: Recipe, usable_bytes: in
 
 
 def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """Yield changed settings with all changes before them, except that a packing replaces the one before."""
+    """Yield changed settings with all changes before them."""
     settings: tuple[str, ...] = ()
     if variant.mixed_precision == "no":
         settings += ("accelerate.mixed_precision: bf16",)
@@ -68,5 +67,6 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
 
     # Packing comes last: it changes the trained weights slightly, and unpacks weights before each product.
     if variant.quantize == "none" and recipe.training.lora.allows_packed_weights:
+        # The two packings are alternatives, so neither contains the other.
         for kind in ("int8", "nf4"):
             yield (*settings, f"training.quantize: {kind}"), replace(variant, quantize=kind)

@@ -31,11 +31,10 @@ CLIP_TOKENS = 77
 
 
 def latents_bytes(family: WorkerFamily, size: Size, dtype: str) -> tuple[int, int]:
-    """Return (bytes of the VAE, peak bytes on the GPU) while images of one size are encoded.
-
-    A batch is as large as the stage makes it; it shrinks if memory runs out.
-    """
+    """Return (bytes of the VAE, peak bytes on the GPU) while images of one size are encoded."""
     vae = skeleton(family, "vae", dtype)
+
+    # A batch is as large as the stage makes it before memory runs out.
     count = max(1, GPU_BATCH_PX // (size.height * size.width))
     memory = LiveMemory(without=tensors_of(vae))
     with memory, CudaRules(None, count=memory.count):
@@ -69,11 +68,7 @@ def text_memory(
 ) -> TextMemory:
     """Return the memory of all text encoders of a base model, which are on the GPU together.
 
-    Args:
-        family: Family of the base model.
-        dtypes: Dtype of each text encoder.
-        offload: Value of `text.offload`.
-        card_bytes: Memory of the GPU; None if it is not known, so that auto streams nothing.
+    `offload` is the value of `text.offload`; with `card_bytes` None, auto streams nothing.
     """
     sizes: dict[str, EncoderSize] = {}
     # The encoders' weights are on the GPU together, but only one of them computes at a time.
@@ -98,7 +93,6 @@ def text_memory(
 
 
 def _pass_bytes(network: nn.Module, num_tokens: int) -> int:
-    """Return the peak bytes of the hidden states of all layers for one caption."""
     memory = LiveMemory(without=tensors_of(network))
     with memory, CudaRules(None, count=memory.count), torch.inference_mode():
         ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")

@@ -75,7 +75,6 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
 
 
 def _offload(training: TrainingForecast, recipe: Recipe, usable_bytes: int | None) -> Literal["none"] | int:
-    """Return the recipe's `training.offload`, or what auto resolves to on this GPU."""
     if recipe.training.offload != "auto" or usable_bytes is None:
         return training.variant.offload
     return most_resident(training, training.variant, usable_bytes)[0]
@@ -105,7 +104,6 @@ def machine_bytes(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 def _card(job: MemoryJob) -> tuple[str | None, int | None]:
-    """Return (name, bytes) of the GPU to compare with."""
     if job.card_bytes is not None:
         return f"a GPU of {job.card_bytes / 2**30:g} GB", job.card_bytes
     if not torch.cuda.is_available():
