@@ -12,6 +12,7 @@ from pipeline.processes.pipes import reporter
 def main(job_file: Path) -> None:
     """Train; exit with status 143 after a stop request, once a checkpoint is saved."""
     with reporter() as report:
+        # Imports below `reporter` and not at the top, so that an import error reaches the run's log.
         from pipeline.cache.pack_copies import CopySettings
         from pipeline.cache.packs import PACKS
         from pipeline.processes.launch import cpu_threads
@@ -26,11 +27,11 @@ def main(job_file: Path) -> None:
         job = read_job(job_file, copies=copies)
         startup.Startup(job, report.phase).begin(startup.IMPORTS)
 
-        # Imported here, so that a failure to import torch reaches the reporter.
         import torch
 
         from pipeline.models.worker.loading import keep_quiet
 
+        # Before diffusers and transformers are imported, because their imports print hints.
         keep_quiet()
         from pipeline.processes.worker.devices import used_memory_text
         from pipeline.processes.worker.machine_watch import machines_watched

@@ -118,18 +118,15 @@ def cast_inputs_of_quantized_layers(denoiser: nn.Module, dtype: torch.dtype) -> 
 
 
 def _is_quantized(weight: nn.Parameter) -> bool:
-    """Return whether bitsandbytes (byte tensors) or torchao (a tensor subclass) holds the weight."""
+    # bitsandbytes stores byte tensors, torchao a tensor subclass.
     return weight.dtype in (torch.int8, torch.uint8) or hasattr(weight, "__tensor_flatten__")
 
 
 def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] = ()) -> Any:
     """Return diffusers' quantisation config for a value of `training.quantize`; None for "none".
 
-    Args:
-        kind: Value of `training.quantize`.
-        dtype: Dtype of matrix products with unpacked weights.
-        device: Device of the training.
-        unpacked: Names of layers that nf4 leaves as they are.
+    `dtype` is the dtype of matrix products with unpacked weights, and nf4 does not pack the layers
+    `unpacked`.
 
     Raises:
         TrainingError: The quantisation needs a missing package or GPU.
@@ -170,10 +167,7 @@ def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] 
 def eight_bit_products(compute: str, device: str, *, unpacked: Sequence[str]) -> Any:
     """Return diffusers' quantisation config for "int8" or "fp8" of `training.compute`.
 
-    Args:
-        compute: Value of `training.compute`.
-        device: Device of the training.
-        unpacked: Names of layers that stay as they are.
+    The layers `unpacked` are not packed.
 
     Raises:
         TrainingError: The GPU cannot multiply such numbers, or torchao is missing.

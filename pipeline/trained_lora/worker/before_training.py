@@ -67,13 +67,8 @@ def run_tests_before_training(
 ) -> None:
     """Run one step and undo it, then save, reload and export on the main process.
 
-    Args:
-        engine: Engine that has not trained yet.
-        job: The job.
-        family: Base model.
-        startup: Receives the phases.
-        memory_error: Returns the error for memory that runs out, from a description of the memory in use.
-        export: Writes the adapter's files into a folder and verifies them.
+    The engine has not trained yet. `memory_error` returns the error for memory that runs out, from a
+    description of the memory in use. `export` writes the adapter's files into a folder and verifies them.
 
     Raises:
         TrainingError: Memory is missing, the training adapter has no effect, or a file does not read back.
@@ -91,7 +86,7 @@ def run_tests_before_training(
 def require_agreement(job: TrainingJob, family: WorkerFamily) -> None:
     """Raise TrainingError if a machine trains another run, or with other packages or weights.
 
-    Weights are compared by the names and sizes of their files. Every rank calls it.
+    Every rank calls it.
     """
     machines = machines_of_this_process()
     if machines.number == 1:
@@ -123,7 +118,7 @@ def _machine_facts(job: TrainingJob, family: WorkerFamily) -> dict[str, str]:
 
 
 def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
-    """Return the step with the most latent values in one micro-batch of one rank; the first such step.
+    """Return the first step with the most latent values in one micro-batch of one rank.
 
     Values of all images that the denoiser sees count too. Only the first `_NUM_STEPS` steps are compared.
     """
@@ -146,13 +141,7 @@ def _largest_share(inputs: TrainingInputs) -> Callable[[StepPlan], int]:
 def run_trial_step(
     engine: Engine, step: StepPlan, make_input: Callable[[int, tuple[Slot, ...]], MicroInput]
 ) -> None:
-    """Run one optimizer step and undo it bit for bit; every rank calls it with the same step.
-
-    Args:
-        engine: Engine that has not trained yet.
-        step: Step of the plan.
-        make_input: `MicroBatchMaker.make`.
-    """
+    """Run one optimizer step and undo it bit for bit; every rank calls it with the same step."""
     before = engine.state(0)
     # `Engine.state` does not copy the optimizer's tensors, and the step below changes them in place.
     before = replace(before, optimizer=copy.deepcopy(before.optimizer))
@@ -171,13 +160,7 @@ def run_trial_step(
 
 
 def require_adapter_effect(engine: Engine, micro: MicroInput, training_adapter: Path | None) -> None:
-    """Raise TrainingError if the training adapter does not change the loss (FAILURES E05).
-
-    Args:
-        engine: Engine that has not trained yet.
-        micro: Any input.
-        training_adapter: File of the training adapter, or None.
-    """
+    """Raise TrainingError if the training adapter does not change the loss (FAILURES E05)."""
     if training_adapter is None:
         return
     micro = micro.to(engine.accelerator.device)
@@ -191,8 +174,6 @@ def require_adapter_effect(engine: Engine, micro: MicroInput, training_adapter: 
 
 def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[[Path], object]) -> None:
     """Save a checkpoint, reload it, and export the adapter (FAILURES R08).
-
-    `export` writes the adapter's files into a folder and verifies them.
 
     Raises:
         TrainingError: The checkpoint does not read back as it was saved, or `export` failed.
@@ -218,10 +199,7 @@ def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[
 
 @contextmanager
 def perturbed_weights(weights: Sequence[nn.Parameter]) -> Generator[None]:
-    """Add small random numbers to all weights within the context, and restore them bit for bit afterwards.
-
-    The global random state does not change.
-    """
+    """Add small random numbers to all weights within the context, and restore them bit for bit."""
     # A generator of its own, so that the pre-flight does not change the training's random numbers.
     random = torch.Generator().manual_seed(0)
     with restored_afterwards(weights):

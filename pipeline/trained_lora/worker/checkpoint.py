@@ -61,16 +61,14 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def save_checkpoint(
     folder: Path, run: str, state: TrainingState, *, export: Callable[[Path], object] | None = None
 ) -> Path:
-    """Write `state` below `folder`, and replace an existing checkpoint of that step.
+    """Write `state` below `folder`, replace an existing checkpoint of that step, and return its folder.
 
-    `export` writes the LoRA files of this step into an empty folder and verifies them.
-
-    Returns:
-        The checkpoint's folder.
+    `export` writes the LoRA files of this step into an empty folder and verifies them. An error leaves an
+    existing checkpoint unchanged.
 
     Raises:
-        OSError: Writing failed; `filename` is the checkpoint's folder. An existing checkpoint is unchanged.
-        TrainingError: `export` failed. An existing checkpoint is unchanged.
+        OSError: Writing failed; `filename` is the checkpoint's folder.
+        TrainingError: `export` failed.
     """
     final = checkpoint_path(folder, state.step)
     temp = _temp_path(final)
@@ -107,7 +105,6 @@ def save_checkpoint(
 
 
 def _write_record(path: Path, run: str, step: int, names: list[str]) -> None:
-    """Write a file with the hashes of the files `names` next to it."""
     hashes = {name: file_sha256(path.with_name(name)) for name in names}
     record = {"step": step, "run": run, "sha256": hashes}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -122,12 +119,8 @@ def remove_leftovers(folder: Path) -> None:
 def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
     """Delete the training state of old checkpoints, and return their steps.
 
-    Checkpoints without LoRA files are deleted completely.
-
-    Args:
-        folder: Folder with the checkpoints of a run.
-        keep: Number of checkpoints that keep their state, the newest up to step `newest`.
-        newest: Step of the newest checkpoint to consider; later ones stay.
+    The newest `keep` checkpoints up to step `newest` keep their state, and so do all later ones. Checkpoints
+    without LoRA files are deleted completely.
     """
     # A folder with LoRA files alone has no state left to prune, and must not count towards `keep`.
     steps = sorted(step for step, path in _checkpoints(folder) if not _holds_only_lora(path))
@@ -162,6 +155,7 @@ def load_checkpoint(path: Path, run: str) -> TrainingState:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise _invalid(path, f"{MARKER} or a file that it lists is not readable: {err}") from err
 
+    # The names must match, or a file to be loaded below would not be verified.
     if set(hashes) != {ADAPTER_FILE, OPTIMIZER_FILE} or path.name != checkpoint_path(path, step).name:
         raise _invalid(path, f"its {MARKER} lists other files or another step")
     if marker_run != run:
@@ -178,10 +172,7 @@ def load_checkpoint(path: Path, run: str) -> TrainingState:
 def newest_checkpoint(
     folder: Path, run: str, *, last_step: int, log: Callable[[str], None]
 ) -> TrainingState | None:
-    """Load the newest valid checkpoint of `run` at or before `last_step`; return None without one.
-
-    Invalid checkpoints are skipped and reported through `log` (FAILURES R07).
-    """
+    """Load the newest valid checkpoint of `run` at or before `last_step`; return None without one."""
     if not folder.is_dir():
         return None
     for step, path in sorted(_checkpoints(folder), reverse=True):
@@ -191,6 +182,7 @@ def newest_checkpoint(
         try:
             return load_checkpoint(path, run)
         except TrainingError as err:
+            # An older checkpoint costs some steps, but a damaged one must not end the run (FAILURES R07).
             log(f"skipped a checkpoint: {err.what} ({err.where})")
     return None
 

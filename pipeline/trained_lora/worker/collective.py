@@ -38,12 +38,11 @@ def run_on_main(engine: Engine, work: Callable[[], object]) -> None:
         work()
     finally:
         hook.remove()
-        # After an error of the work too, because the other processes wait for the next announcement.
+        # After an error of the work too, because all processes but this one wait for the next announcement.
         broadcast_object_list([None])
 
 
 def _announce(_denoiser: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
-    """Send the inputs of a forward pass to the other processes."""
     # A pickled tensor of a GPU would be restored on the sender's GPU.
     broadcast_object_list([send_to_device((inputs, named_inputs), "cpu")])
 

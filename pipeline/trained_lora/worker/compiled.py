@@ -20,8 +20,10 @@ _LIMIT = "recompile_limit"
 
 
 def allow_recompilation() -> None:
-    """Let blocks be compiled for all sizes of a dataset; a higher limit of the environment stays."""
+    """Let blocks be compiled for all sizes of a dataset."""
     config = torch.compiler.config
+
+    # A higher limit of the environment stays.
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
 
 

@@ -32,12 +32,10 @@ def make_accelerator(
     trackers: Sequence[str | GeneralTracker] = (),
     logging_dir: Path | None = None,
 ) -> Accelerator:
-    """Return the `Accelerator` of this process.
+    """Return the `Accelerator` of this process; its trackers write below `logging_dir`.
 
-    `mixed_precision` is the result of `Family.mixed_precision`.
-
-    With `find_unused_parameters`, DDP searches in every step for trained weights without a gradient, instead
-    of waiting for their gradients. The trackers write below `logging_dir`.
+    `mixed_precision` is the result of `Family.mixed_precision`. With `find_unused_parameters`, DDP searches
+    in every step for trained weights without a gradient, instead of waiting for their gradients.
 
     Raises:
         TrainingError: This machine does not support the precision, or the number of launched processes

@@ -38,18 +38,14 @@ if TYPE_CHECKING:
 def draw_previews(
     job: TrainingJob, family: WorkerFamily, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
-    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`.
+    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`, and return the files written.
 
     A preview depends only on the adapter, the prompt with its settings and the recipe's seed, so that steps
-    can be compared. If memory runs out, the VAE decodes the remaining pictures in tiles and in bfloat16.
-
-    `warn` receives a warning if drawing fails.
-
-    Returns:
-        The files written, in the order of the prompts; fewer than the prompts after a failure.
+    can be compared. A failure is reported through `warn` and ends the drawing.
     """
     files: list[Path] = []
     try:
+        # If memory runs out, the VAE decodes the remaining pictures in tiles and in bfloat16.
         if not _draw_all(job, family, engine, step, files, dtype="float32"):
             free_memory()
             _draw_all(job, family, engine, step, files, dtype="bfloat16")
@@ -63,11 +59,7 @@ def draw_previews(
 def _draw_all(
     job: TrainingJob, family: WorkerFamily, engine: Engine, step: int, files: list[Path], *, dtype: str
 ) -> bool:
-    """Draw the prompts that `files` lacks, and append their files.
-
-    If memory runs out, the attempt with float32 returns False. With bfloat16, it decodes in tiles and raises
-    the error.
-    """
+    """Draw the prompts that `files` lacks; return False if memory runs out with float32."""
     # Neither attempt uses float16, in which SDXL's VAE overflows.
     is_last = dtype != "float32"
     try:

@@ -4,10 +4,6 @@ torchao packs the weights and rounds the layer's input, so the product takes the
 
     forward     y = round(x / s_x) @ round(W / s_w).T * s_x * s_w + b     in int8 or fp8
     backward    dL/dx = dL/dy @ (round(W / s_w) * s_w)                    in the dtype of dL/dy
-
-The rounding of x has no derivative, so the gradient equals the gradient of the layer with rounded weights
-(straight-through estimator, https://arxiv.org/abs/1308.3432). The weights are unpacked for the backward pass
-one layer at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ class EightBitLinear(nn.Linear):
     """A frozen linear layer with a weight that torchao packed for 8-bit products."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        """Take over the weight and the bias of `layer`."""
         # Both weights are replaced at once, so that none is allocated.
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = layer.weight
@@ -50,8 +45,6 @@ class EightBitLinear(nn.Linear):
 
 
 class _Product(Function):
-    """The 8-bit product, with the gradient of the layer with rounded weights."""
-
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Saved as a tensor, so that streamed blocks replace it by its place in its block.
@@ -62,11 +55,16 @@ class _Product(Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
         (gradient,) = gradients
+
+        # The rounding of x has no derivative, so this is the gradient of the layer with rounded weights
+        # (straight-through estimator, https://arxiv.org/abs/1308.3432). Weights are unpacked one layer at a
+        # time.
         return gradient @ unpacked(weight, gradient.dtype), None, None
 
 
 def use_eight_bit_products(network: nn.Module) -> None:
     """Replace the linear layers with weights that torchao packed for 8-bit products."""
+    # Listed first, because replacing a layer changes `named_modules`.
     packed = [
         (name, module)
         for name, module in network.named_modules()
@@ -77,5 +75,5 @@ def use_eight_bit_products(network: nn.Module) -> None:
 
 
 def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight that torchao packed as numbers of `dtype`, shape (out_features, in_features)."""
+    """Return a weight that torchao packed, (out_features, in_features) of `dtype`."""
     return cast("Any", weight).dequantize(dtype)

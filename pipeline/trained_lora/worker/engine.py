@@ -1,7 +1,4 @@
-"""The model, its adapter and its optimizer under accelerate, and one optimizer step of them.
-
-B is the number of slots in one rank's share of a micro-batch.
-"""
+"""The model, its adapter and its optimizer under accelerate, and one optimizer step of them."""
 
 from __future__ import annotations
 
@@ -69,11 +66,9 @@ class StepOutcome:
     """Result of one optimizer step; identical on every rank.
 
     Attributes:
-        loss: Mean over the samples of the step.
         grad_norm: Gradient norm before clipping; infinite if fp16's loss scaling skipped the step.
-        learning_rate: Learning rate used in the step.
         stop: Whether any rank received a stop request.
-        losses: Loss of each sample, indexed by slot.
+        losses: Loss of each sample, indexed by slot; `loss` is their mean.
         timesteps: Timestep of each sample, indexed by slot.
     """
 
@@ -86,12 +81,7 @@ class StepOutcome:
 
 
 class QueuedStep:
-    """A step that the device may still be computing.
-
-    Attributes:
-        batch: The step.
-        lr_scheduler_state: State of the learning-rate schedule before the step's update.
-    """
+    """A step that the device may still be computing."""
 
     def __init__(
         self,
@@ -104,13 +94,9 @@ class QueuedStep:
     ) -> None:
         """Queue the copy of the numbers to the host; a GPU does not wait for it.
 
-        Args:
-            batch: The step.
-            values: (3, B) on the device: losses, timesteps, and the number of stop requests in the first
-                column.
-            grad_norm: Gradient norm before clipping, a scalar on the device.
-            learning_rate: Learning rate of the step.
-            lr_scheduler_state: State of the schedule before the step's update.
+        `values` are (3, B) on the device for a step of B samples: losses, timesteps, and the number of stop
+        requests in the first column. `grad_norm` is a scalar on the device, before clipping.
+        `lr_scheduler_state` is from before the step's update.
         """
         self.batch = batch
         self.lr_scheduler_state = lr_scheduler_state
@@ -135,10 +121,7 @@ class QueuedStep:
         return self._numbers.isfinite().all()
 
     def outcome(self, *, may_overflow: bool = False) -> StepOutcome:
-        """Wait for the numbers and return them.
-
-        Args:
-            may_overflow: Whether the gradient norm may be infinite, as with fp16's loss scaling.
+        """Wait for the numbers and return them; `may_overflow` permits an infinite gradient norm.
 
         Raises:
             TrainingError: The loss or the gradient is not finite; the error lists the samples.
@@ -176,9 +159,6 @@ class Engine:
     """Model, optimizer and learning-rate schedule of one process.
 
     Attributes:
-        accelerator: The process's `Accelerator`.
-        noise_scheduler: Noise scheduler for training.
-        objective: The loss, and measures of the output.
         resident: Blocks of the denoiser that stay on the GPU.
         denoiser: Denoiser with its adapter.
         text: Text encoders with their adapters; None unless they are trained.
@@ -193,13 +173,12 @@ class Engine:
     ) -> None:
         """Load the base model, add a fresh adapter and prepare both with accelerate.
 
-        `begin` receives each phase of `startup` when it begins.
-
         Raises:
             TrainingError: A setting does not fit the model or `start_from`, or a GPU or package is missing.
             LaunchError: No GPU is left for this process.
         """
-        allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
+        # Before accelerate, because `own_device` has a clear error for a process without a GPU.
+        allow_tf32(own_device())
         self._settings = job.recipe.training
         lora = self._settings.lora
 
@@ -255,6 +234,8 @@ class Engine:
         prepared = cast("Any", self.accelerator.prepare(self.joint_model, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
+
+        # With fp16, accelerate's gradient scaler skips such steps already.
         self._on_device = None if scaled else update_on_device(optimizer, self.weights, self._settings)
 
     def _add_adapter(self, denoiser: nn.Module, begin: startup.Report) -> nn.Module:
@@ -286,10 +267,8 @@ class Engine:
     ) -> QueuedStep:
         """Run forward and backward over the step's micro-batches, then the optimizer once.
 
-        Args:
-            batch: The step.
-            inputs: This rank's tensors; the next ones must be the micro-batches of `batch`.
-            stop: Whether this rank received a stop request.
+        The next of `inputs`, this rank's tensors, must be the micro-batches of `batch`. `stop` is this rank's
+        stop request.
 
         Raises:
             TrainingError: See `finish`.
@@ -360,11 +339,7 @@ class Engine:
         return losses.detach()
 
     def _update(self, step: QueuedStep) -> None:
-        """Step optimizer, average and schedule if the step's numbers are finite.
-
-        Raises:
-            TrainingError: They are not finite, unless the device checks them.
-        """
+        """Step optimizer, average and schedule if the step's numbers are finite."""
         if self._on_device is not None:
             # The device skips an update that is not finite, and the host finds out when it reads the numbers.
             self._on_device.step(step.is_finite())
@@ -385,7 +360,7 @@ class Engine:
             self._lr_scheduler.step()
 
     def _count_skipped_step(self, batch: StepPlan) -> None:
-        """Advance the schedule over a step that loss scaling skipped, so that it ends as planned."""
+        # A skipped step counts as a step of the plan, so the schedule advances and ends as planned.
         self._skipped_steps += 1
         if self._skipped_steps == MAX_SKIPPED_STEPS:
             raise skipped_steps_error(batch.step)
@@ -406,7 +381,7 @@ class Engine:
     def result_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the adapter holds the weights to export, such as their moving average.
 
-        Previews, validation and export belong inside. Afterwards the trained weights are restored exactly.
+        Afterwards the trained weights are restored exactly.
         """
         return self._average.applied()
 
@@ -442,7 +417,6 @@ class UnreadSteps:
     """Reads and logs the numbers of steps in their order, without letting a GPU wait for the host."""
 
     def __init__(self, engine: Engine, log: Callable[[StepPlan, StepOutcome, float], None]) -> None:
-        """Take the engine of the steps; `log` receives each step with its outcome and seconds."""
         self._engine = engine
         self._log = log
         self._steps: deque[tuple[QueuedStep, float]] = deque()
@@ -468,6 +442,8 @@ class UnreadSteps:
         stopping = False
         while self._steps:
             step, started_s = self._steps[0]
+
+            # A GPU may still compute the newest step. Reading it now would leave the GPU without queued work.
             if len(self._steps) == 1 and not (step.is_read or at_once or stopping):
                 break
             outcome = self._engine.finish(step)

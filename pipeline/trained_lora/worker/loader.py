@@ -1,8 +1,5 @@
 """Micro-batches: reading cache entries, sampling noise and stacking tensors, ahead of training in threads.
 
-The training process holds neither a VAE nor a text encoder, unless text encoders are trained; captions are
-then passed on as text.
-
 B is the number of slots in one rank's share of a micro-batch; C, h and w are the latent's dimensions.
 """
 
@@ -47,7 +44,6 @@ class MicroBatchMaker:
     """
 
     def __init__(self, job: TrainingJob, family: WorkerFamily, noise_scheduler: Any) -> None:
-        """Prepare to build micro-batches; nothing is read yet."""
         training = job.recipe.training
         self._store = job.store
         self._inputs = job.inputs
@@ -62,6 +58,8 @@ class MicroBatchMaker:
             if dataset.role == "prior" and training.loss.prior == "prediction"
         }
         self._masks = {dataset.name: dataset.mask for dataset in job.recipe.datasets}
+
+        # Trained text encoders encode captions in every step, so captions are passed on as text.
         self._reads_text = training.lora.text_encoders is None
         self._family = family
         self._noise_scheduler = noise_scheduler
@@ -74,8 +72,8 @@ class MicroBatchMaker:
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
         """Return the tensors of one rank's share of one micro-batch.
 
-        A slot's noise and timestep depend only on (seed, step, slot index), those of a slider's pair only on
-        (seed, pair, epoch, occurrence), and a sample of the VAE's posterior only on (seed, variant, epoch,
+        A slot's noise and timestep depend only on (seed, step, slot index), or for a slider's pair on (seed,
+        pair, epoch, occurrence). A sample of the VAE's posterior depends only on (seed, variant, epoch,
         occurrence).
 
         Raises:
@@ -111,12 +109,9 @@ class MicroBatchMaker:
     def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
         """Return tensors of the slots that do not depend on the run, as validation needs them.
 
-        The noise depends only on the variant and the noise level, the latent is the mean if the entry holds a
-        posterior, and no caption is dropped. All runs and recipes with these variants get the same tensors.
-
-        Args:
-            share: The slots.
-            levels: Noise level of each slot in [0, 1), see `NoiseProcess.timesteps`.
+        The noise depends only on the variant and the noise level in [0, 1), the latent is the mean if the
+        entry holds a posterior, and no caption is dropped. All runs and recipes with these variants get the
+        same tensors.
 
         Raises:
             StoreError: See `make`.
@@ -128,6 +123,7 @@ class MicroBatchMaker:
         shape = _latent_shape(latent)
 
         noise_by_slot = [
+            # Without the recipe's seed, so that runs with different seeds are measured with the same noise.
             stream("fixed noise", slot.variant_id, str(level)).standard_normal(shape, dtype=np.float32)
             for slot, level in zip(share, levels, strict=True)
         ]
@@ -147,7 +143,6 @@ class MicroBatchMaker:
         input_noise: Tensor,
         levels: Tensor,
     ) -> MicroInput:
-        """Return the slots' latents and noise with their timesteps, conditions, weights and captions."""
         assert len({item.lora_scale for item in inputs}) == 1, "a micro-batch has one scale of the LoRA"
         pairs = list(zip(share, inputs, strict=True))
         conditions = self._text(share, inputs) if self._reads_text else {}
@@ -179,11 +174,9 @@ class MicroBatchMaker:
         )
 
     def _latent(self, slot: Slot, item: TrainingInput, *, use_mean: bool = False) -> Tensor:
-        """Return the slot's latent (C, h, w).
-
-        An entry that holds a posterior gives a sample of it for this epoch, or its mean.
-        """
+        """Return the slot's latent (C, h, w)."""
         tensors = self._read(item.views[slot.view].entry, slot.variant_id)
+        # An entry holds either one latent, or the posterior's mean and standard deviation.
         if LATENT in tensors:
             return tensors[LATENT]
         mean, std = tensors[MEAN].float(), tensors[STD].float()
@@ -214,14 +207,13 @@ class MicroBatchMaker:
     def _place_weights(
         self, pairs: list[tuple[Slot, TrainingInput]], latent: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return `place_weights` and `prior_place_weights` of `MicroInput`.
-
-        Without a mask, a slot has ones and zeros.
-        """
+        """Return `place_weights` and `prior_place_weights` of `MicroInput`."""
         masks = [item.views[slot.view].mask for slot, item in pairs]
         if not any(masks):
             return None, None
         shape = (len(pairs), 1, *latent.shape[2:])
+
+        # The values of slots without a mask in a micro-batch where another slot has one.
         weights, prior_weights = torch.ones(shape), torch.zeros(shape)
         for number, ((slot, item), spec) in enumerate(zip(pairs, masks, strict=True)):
             settings = self._masks[item.dataset]
@@ -235,6 +227,7 @@ class MicroBatchMaker:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""
         texts = [
             self._read(
+                # If the text encoder sees the references, each image has an empty caption of its own.
                 item.empty_text or self._empty_text
                 if slot.drop_caption
                 else item.variants[slot.variant].entry,
@@ -270,11 +263,9 @@ def read_entry(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
 def read_stored(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
     """Read an entry's tensors and check their shapes against the table.
 
-    `owner` is the sample or prompt that needs the entry, for errors.
-
     Raises:
-        StoreError: The entry is missing or damaged, or a tensor has another shape; the error names `owner`
-            and the file.
+        StoreError: The entry is missing or damaged, or a tensor has another shape; the error names `owner`,
+            the sample or prompt that needs the entry, and the file.
     """
     try:
         stored = read_torch(store, spec)
@@ -299,13 +290,14 @@ def micro_inputs(
 ) -> Generator[tuple[StepPlan, MicroInput]]:
     """Yield each micro-batch of `rank` with its step, in the plan's order, beginning at step `start`.
 
-    Close the generator to end its threads. A thread's error is raised at its micro-batch.
-
-    With `pin`, the tensors are in pinned memory.
+    Close the generator to end its threads. A thread's error is raised at its micro-batch. With `pin`, the
+    tensors are in pinned memory.
     """
 
     def make(step: int, share: tuple[Slot, ...]) -> MicroInput:
         micro = maker.make(step, share)
+
+        # In the reader's thread: pinning copies every tensor, and training must not wait for that.
         return micro.pinned() if pin else micro
 
     def tasks() -> Iterator[tuple[StepPlan, Callable[[], MicroInput]]]:

@@ -84,10 +84,8 @@ class Report(Protocol):
 def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
     """Train to the last step of the plan and write the exported files and `result.json`.
 
-    Every rank calls it. A run with checkpoints resumes from the newest valid one.
-
-    Returns:
-        True if the plan is complete; False if the run stopped on request, with a checkpoint.
+    Every rank calls it. A run with checkpoints resumes from the newest valid one. Returns False if the run
+    stopped on request, with a checkpoint.
 
     Raises:
         TrainingError: The loss is not finite, a saved file does not read back, or a setting cannot be
@@ -115,11 +113,9 @@ class _TrainingRun:
 
     Attributes:
         main: Whether this rank writes the files.
-        metrics: Metrics of the run; None on other ranks and before training starts.
-        validation: Validation on the holdout; None without one.
+        metrics: None on ranks other than 0 and before training starts.
         warnings: Warnings for the result file.
         resumed_from: Steps that were done when this process started.
-        startup: Phases before the first step.
     """
 
     def __init__(self, job: TrainingJob, report: Report) -> None:
@@ -151,7 +147,6 @@ class _TrainingRun:
         self._unread = UnreadSteps(self.engine, self._log_step)
 
     def train(self, stop: StopRequest) -> bool:
-        """Resume, train and export; return whether the plan is complete."""
         # Before the checkpoint is shared: machines with different jobs would wait for each other forever.
         require_agreement(self.job, self.family)
         start = self._resume()
@@ -198,6 +193,7 @@ class _TrainingRun:
         return state.step
 
     def _newest_step(self) -> int | None:
+        # The lock of the run excludes any process that could still be writing one.
         remove_leftovers(self.paths.checkpoints)
         newest = newest_checkpoint(
             self.paths.checkpoints, self.job.run, last_step=len(self.plan), log=self._warn
@@ -207,7 +203,6 @@ class _TrainingRun:
     def _memory_error(
         self, when: str, resident: ResidentBlocks | None = None
     ) -> Callable[..., TrainingError]:
-        """Return a function that returns the error for memory that runs out; see `out_of_memory_error`."""
         recipe = with_precision(self.job.recipe, self.family)
         return partial(out_of_memory_error, recipe, when, resident=resident)
 
@@ -233,6 +228,8 @@ class _TrainingRun:
     def _inputs(self, start: int) -> Generator[tuple[StepPlan, MicroInput]]:
         maker = MicroBatchMaker(self.job, self.family, self.engine.noise_scheduler)
         accelerator = self.engine.accelerator
+
+        # Only copies from pinned memory run while the GPU computes.
         pin = accelerator.device.type == "cuda"
         return micro_inputs(self.plan, maker, rank=accelerator.process_index, start=start, pin=pin)
 
@@ -241,6 +238,8 @@ class _TrainingRun:
     ) -> int:
         """Train from step `start` to the end of the plan or a stop request; return the steps done."""
         self.startup.begin(self.startup.first_step)
+
+        # A stop request may have arrived while the model was loaded.
         steps_done, stopping = start, self._any_rank_stops(stop)
         for number, batch in self.plan.iterate(start):
             if stopping:
@@ -269,11 +268,12 @@ class _TrainingRun:
             # Numbers that are not finite must end the run before the step is saved, measured or drawn.
             return self._unread.read(at_once=self._is_saved_or_shown(batch.step + 1))
         except TrainingError as err:
+            # The numbers lag behind: the failed step is the oldest unread one, and may not be the one just
+            # started.
             oldest = self._unread.oldest
             raise self._keep_last_good(err, batch.step if oldest is None else oldest) from err
 
     def _any_rank_stops(self, stop: StopRequest) -> bool:
-        """Return whether any rank has a stop request."""
         # Ranks that do not stop together would wait for each other forever.
         flag = torch.tensor(float(stop.poll()), device=self.engine.accelerator.device)
         num_requests: Any = self.engine.accelerator.reduce(flag, reduction="sum")
@@ -287,7 +287,6 @@ class _TrainingRun:
         self.report.progress(batch.step + 1, len(self.plan), "training", unit="step", note=note)
 
     def _checkpoint(self, steps_done: int, *, stopping: bool) -> None:
-        """Save a checkpoint if one is due, the run stops, or the plan is complete."""
         # Only the main process has metrics. All ranks have the same weights, so it saves them alone.
         if self.metrics is not None and (stopping or self._checkpoint_due(steps_done)):
             self.report.phase(f"saving the checkpoint of step {steps_done}")
@@ -296,7 +295,6 @@ class _TrainingRun:
             self._save(self.engine.state(steps_done))
 
     def _save(self, state: TrainingState) -> None:
-        """Save a checkpoint with the LoRA of its step, and prune older ones."""
         # The state was read before, since `result_weights` may replace the weights by their average.
         export = partial(self._export_result, step=state.step)
         save_checkpoint(self.paths.checkpoints, self.job.run, state, export=export)
@@ -305,10 +303,11 @@ class _TrainingRun:
             prune_checkpoints(self.paths.checkpoints, keep=keep, newest=state.step)
 
     def _keep_last_good(self, err: TrainingError, steps_done: int) -> TrainingError:
-        """Save and export the weights from before a failed step, and return the error with their location."""
+        """Save and export the weights from before a failed step; return the error with their location."""
         if not self.main:
             return err
         try:
+            # Earlier updates may have made weights infinite already. Such a LoRA is not worth saving.
             if not self.engine.weights_finite():
                 return err
             self._save(self.engine.state(steps_done))
@@ -322,10 +321,11 @@ class _TrainingRun:
         return TrainingError(what, where=err.where, fix=err.fix)
 
     def _validate_and_draw(self, steps_done: int, missing: MissingResults = ALL_MISSING) -> None:
-        """Measure the validation loss and draw previews, each if it is due and missing."""
         settings = self.job.recipe.training
         if self.validation and missing.validation and self._due(settings.validate_every, steps_done):
             self._begin_after(steps_done, startup.VALIDATION, "measuring the validation loss")
+
+            # Measured with the weights that are exported, which may be an average.
             with self.engine.result_weights():
                 loss = self.validation.loss(self.engine)
             if self.metrics is not None:
@@ -368,7 +368,6 @@ class _TrainingRun:
             return self.exporter.export(self.engine.networks, folder, step=step)
 
     def _finish(self) -> None:
-        """Export the result and write `result.json`."""
         self.report.phase("exporting and verifying the LoRA")
         # The finished LoRA replaces what an earlier failure had saved.
         shutil.rmtree(self.paths.last_good, ignore_errors=True)

@@ -34,19 +34,13 @@ MAX_NAMED_SAMPLES = 20
 def sample_losses(
     prediction: Tensor, target: Tensor, settings: LossSettings, place_weights: Tensor | None = None
 ) -> Tensor:
-    """Return the error of each sample, not yet weighted by noise level.
+    """Return the error of each sample, float32 (B,), not yet weighted by noise level.
 
     The error is mean squared error, or PyTorch's `huber_loss` (Huber 1964) or `smooth_l1_loss`
-    (https://arxiv.org/abs/1504.08083), which is Huber's divided by delta.
+    (https://arxiv.org/abs/1504.08083), which is Huber's divided by delta, each as the mean over C, H and W.
 
-    Args:
-        prediction: (B, C, H, W), any float dtype.
-        target: (B, C, H, W), any float dtype.
-        settings: Settings with `kind` and `delta`.
-        place_weights: Float32 (B, 1, H, W), weights of the error by place; None for ones.
-
-    Returns:
-        Float32 (B,): the mean over C, H and W, computed in float32.
+    `prediction` and `target` are (B, C, H, W) of any float dtype. `place_weights`, float32 (B, 1, H, W), are
+    weights of the error by place; None for ones.
     """
     # In half precision the mean over tens of thousands of values would lose digits.
     prediction, target = prediction.float(), target.float()
@@ -62,53 +56,35 @@ def sample_losses(
 
 
 def mask_loss_weights(mask: Tensor, settings: MaskSettings) -> Tensor:
-    """Return the weights of the loss by place for a mask.
+    """Return the weights of the loss by place.
 
-    A weight is the mask's value, but at least `unmasked_weight`. With `normalise`, weights are divided by
-    their mean, so that the loss is the weighted mean of the errors, sum(w e) / sum(w).
-
-    Args:
-        mask: Float32 (1, H, W) from 0 to 1.
-        settings: Settings of the dataset's masks.
+    A weight is the value of the mask, float32 (1, H, W) from 0 to 1, but at least `unmasked_weight`.
     """
     weights = mask.clamp(min=settings.unmasked_weight)
+    # The loss is then sum(w e) / sum(w), the weighted mean of the errors.
     return weights / weights.mean() if settings.normalise else weights
 
 
 def mask_prior_weights(mask: Tensor, settings: MaskSettings) -> Tensor:
     """Return the weights by place of the distance from the base model's prediction.
 
-    They are `prior_weight` times one minus the weight of the place, or zeros for a white mask. With
-    `normalise`, the latter is divided by its mean.
-
-    Args:
-        mask: Float32 (1, H, W) from 0 to 1.
-        settings: Settings of the dataset's masks.
+    They are `prior_weight` times one minus the mask's value, which is at least `unmasked_weight`.
     """
     outside = 1.0 - mask.clamp(min=settings.unmasked_weight)
+    # A white mask has nothing outside, and a mean of zero.
     if settings.normalise and bool(outside.any()):
         outside = outside / outside.mean()
     return settings.prior_weight * outside
 
 
 def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> Tensor:
-    """Return each sample's weight for its noise level.
+    """Return each sample's weight for its noise level, float32 (B,); ones without a weighting.
 
-    A weighting is a function w of the SNR, applied to the error of the predicted clean latent. The error of
-    the predicted noise is SNR times as large, and the error of the velocity SNR + 1 times, so w is divided by
-    that factor:
+    A weighting is a function w of the SNR, which is at least 0:
 
         min_snr       w = min(SNR, gamma)                (https://arxiv.org/abs/2303.09556)
         soft_min_snr  w = SNR gamma / (SNR + gamma)      (https://arxiv.org/abs/2401.11605)
         debiased      w = sqrt(SNR), SNR at most 1000    (https://arxiv.org/abs/2310.08442)
-
-    Args:
-        snr: (B,), at least 0.
-        settings: Settings with `weighting` and `gamma`.
-        prediction: The denoiser's prediction type, "epsilon" or "v_prediction".
-
-    Returns:
-        Float32 (B,); ones without a weighting.
     """
     if settings.weighting == "none":
         return torch.ones_like(snr, dtype=torch.float32)
@@ -121,20 +97,17 @@ def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> 
     else:
         snr = snr.clamp(max=MAX_SNR)
         latent_weights = snr.sqrt()
+
+    # w weights the error of the predicted clean latent. The error of the predicted noise is SNR times as
+    # large, and the error of the velocity SNR + 1 times.
     return (latent_weights / (snr if prediction == "epsilon" else snr + 1.0)).float()
 
 
 def share_of_mean(losses: Tensor, weights: Tensor, *, num_samples: int, num_processes: int) -> Tensor:
-    """Return this share's part of the mean loss over a step's global batch.
+    """Return this share's part of the mean loss over a step's global batch, a scalar to call `backward` on.
 
-    Args:
-        losses: (B,), of one rank in one micro-batch.
-        weights: (B,), 0 for a placeholder.
-        num_samples: Number of slots of weight 1 in the step, over all ranks.
-        num_processes: Number of processes that the gradients are averaged over.
-
-    Returns:
-        A scalar to call `backward` on.
+    `losses` and `weights` are (B,), of one rank in one micro-batch; a placeholder has weight 0. `num_samples`
+    counts the slots of weight 1 over all ranks, and gradients are averaged over `num_processes`.
     """
     # Gradient accumulation sums over micro-batches and DDP averages over processes. The parts then add up to
     # sum(weights * losses) / num_samples: every sample counts the same, whatever the sizes of the shares.
@@ -156,7 +129,7 @@ def not_finite_error(quantity: str, step: int, value: float, samples: list[str])
 
 
 def skipped_steps_error(last_step: int) -> TrainingError:
-    """Return the error for `MAX_SKIPPED_STEPS` steps that fp16's loss scaling skipped one after the other."""
+    """Return the error for `MAX_SKIPPED_STEPS` consecutive steps that fp16's loss scaling skipped."""
     return TrainingError(
         f"fp16 loss scaling skipped the last {MAX_SKIPPED_STEPS} steps, up to step {last_step}: their "
         "gradients were not finite",

@@ -31,7 +31,6 @@ class JsonLines:
     """A file of JSON lines, open for appending; close it after use."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and terminate a partial line at its end."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         if self._file.tell() > 0:
@@ -80,10 +79,12 @@ class MetricsLog:
         counts = {"step": batch.step, "epoch": batch.epoch, "samples": batch.num_samples}
         self._metrics.append({**counts, **numbers})
 
+        # Indices instead of ids keep the file small: it has an entry for each sample of each step.
         samples = [self._trained.number_of(slot.variant_id) for slot in batch.slots()]
         by_sample = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
         self._samples.append({"step": batch.step, **by_sample})
 
+        # A clock of low resolution may measure 0 seconds.
         samples_per_second = batch.num_samples / max(seconds, 1e-9)
         self._accelerator.log({**numbers, "samples_per_second": samples_per_second}, step=batch.step + 1)
 

@@ -83,7 +83,6 @@ class MicroInput:
 
 
 def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with its tensors converted; they may be in a mapping or a tuple."""
     if isinstance(value, Tensor):
         return convert(value)
     if isinstance(value, dict):

@@ -1,7 +1,4 @@
-"""The noise of a training step, the distribution of noise levels, and the noise scheduler.
-
-B is the number of samples; C, h and w are the latent's dimensions.
-"""
+"""The noise of a training step, the distribution of noise levels, and the noise scheduler."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ Place: TypeAlias = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class SlotNoise:
-    """Noise of one slot, float32 (C, h, w).
+    """Noise of one slot, float32 in the latent's shape (C, h, w).
 
     Attributes:
         target: Noise that the denoiser's target is computed from.
@@ -50,7 +47,6 @@ class NoiseSampler:
     """
 
     def __init__(self, settings: TrainingSettings) -> None:
-        """Take the seed and the `noise` settings."""
         self._seed = settings.seed
         self._settings = settings.noise
 
@@ -62,6 +58,7 @@ class NoiseSampler:
             target = _add_scaled(target, self._settings.offset, channels)
         if self._settings.input_perturbation == 0.0:
             return SlotNoise(target, target)
+
         perturbation = self._normal("input perturbation", place, shape)
         return SlotNoise(target, _add_scaled(target, self._settings.input_perturbation, perturbation))
 
@@ -76,16 +73,9 @@ def _add_scaled(noise: Array, scale: float, other: Array) -> Array:
 def noise_levels(uniform: Tensor, settings: TimestepSettings, family_density: Density) -> Tensor:
     """Map uniform random numbers to noise levels of the recipe's density and range.
 
-    The densities are from section 3.1 of https://arxiv.org/abs/2403.03206. The map is increasing.
-    `NoiseProcess.timesteps` applies the shift of a flow-matching schedule to its result.
-
-    Args:
-        uniform: (B,) float64 in [0, 1).
-        settings: Settings with density and range.
-        family_density: The base model's density, which "auto" selects.
-
-    Returns:
-        (B,) float64 in [0, 1).
+    Both are (B,) float64 in [0, 1). The densities are from section 3.1 of https://arxiv.org/abs/2403.03206.
+    The map is increasing. `NoiseProcess.timesteps` applies the shift of a flow-matching schedule to its
+    result. The density "auto" selects `family_density`.
     """
     density = family_density if settings.density == "auto" else settings.density
     if density == "logit_normal":
@@ -103,15 +93,13 @@ def noise_levels(uniform: Tensor, settings: TimestepSettings, family_density: De
 
 
 def make_noise_scheduler(family: WorkerFamily, settings: TrainingSettings) -> Any:
-    """Return the family's noise scheduler for training, with the recipe's changes.
-
-    diffusers rescales betas to zero terminal SNR (algorithm 1 of https://arxiv.org/abs/2305.08891). A
-    `timesteps.shift` replaces the scheduler's shift, including a shift that depends on the image's size.
-    """
+    """Return the family's noise scheduler for training, with the recipe's changes."""
     scheduler = family.noise.load_scheduler()
     changes: dict[str, Any] = {}
     if settings.noise.zero_terminal_snr:
+        # Algorithm 1 of https://arxiv.org/abs/2305.08891.
         changes["rescale_betas_zero_snr"] = True
     if settings.timesteps.shift is not None:
+        # The recipe's shift also replaces a shift that depends on the image's size.
         changes |= {"shift": settings.timesteps.shift, "use_dynamic_shifting": False}
     return type(scheduler).from_config(scheduler.config, **changes) if changes else scheduler

@@ -32,17 +32,8 @@ if TYPE_CHECKING:
 class Objective:
     """What a model with adapters is trained to do, and how far it is from it.
 
-    Attributes:
-        family: Base model.
-        settings: The section `training`.
-        accelerator: The process's `Accelerator`.
-        noise_scheduler: Noise scheduler for training.
-        joint_model: The denoiser, together with the text encoders if they are trained.
-        text: Text encoders with their adapters; None unless they are trained.
-        networks: The denoiser, and the text encoders that have adapters.
-        training_adapter: Frozen LoRA that is active outside of `evaluation` only.
-        always_predicts_base: Whether every micro-batch runs the base model too, because the processes of a
-            sharded base model must run it equally often.
+    `Engine` describes the networks. With `always_predicts_base`, every micro-batch runs the base model too,
+    because the processes of a sharded base model must run it equally often.
     """
 
     family: WorkerFamily
@@ -58,9 +49,7 @@ class Objective:
     def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:
         """Return each sample's weighted loss (B,), float32, with its graph.
 
-        Args:
-            micro: Tensors on the model's device.
-            model: The prepared model, or `joint_model`.
+        `model` is the prepared model, or `joint_model`; `micro` is on its device.
         """
         family, noise_scheduler = self.family, self.noise_scheduler
         noisy = family.noise.add_noise(noise_scheduler, micro.latent, micro.input_noise, micro.timesteps)
@@ -88,24 +77,18 @@ class Objective:
         return model(noisy, micro.timesteps, micro.conditions, micro.captions)
 
     def _base_prediction(self, noisy: Tensor, micro: MicroInput) -> Tensor:
-        """Return the base model's prediction without adapters, for all samples and without a graph."""
         with self._adapters_disabled(), torch.no_grad(), self.accelerator.autocast():
             return self._predict(self.joint_model, noisy, micro)
 
     def errors(self, micro: MicroInput, noise_scheduler: Any) -> Tensor:
-        """Return each sample's mean squared error (B,), float32, without training.
-
-        The recipe's loss and weighting are not applied, so that runs with other settings can be compared.
-        Masks are, because a place that is not trained on says nothing about the result.
-
-        Args:
-            micro: Tensors on any device.
-            noise_scheduler: Noise scheduler.
-        """
+        """Return each sample's mean squared error (B,), float32, without training."""
         micro = micro.to(self.accelerator.device)
         with self.adapters_scaled(micro), self.evaluation():
             target = self.family.noise.target(noise_scheduler, micro.latent, micro.noise, micro.timesteps)
             prediction = self.predict_noisy(micro, noise_scheduler)
+
+            # Without the recipe's loss and weighting, so that runs with other settings can be compared. Masks
+            # apply, because a place that is not trained on says nothing about the result.
             return sample_losses(prediction, target, LossSettings(), micro.place_weights)
 
     def output_change(self, micro: MicroInput) -> float:
@@ -119,7 +102,7 @@ class Objective:
         return float((adapted - plain).norm() / plain.norm())
 
     def predict_noisy(self, micro: MicroInput, noise_scheduler: Any) -> Tensor:
-        """Return the prediction (B, C, H, W) for a micro-batch, once the scheduler has added its noise."""
+        """Return the prediction (B, C, h, w) for a micro-batch, once the scheduler has added its noise."""
         noisy = self.family.noise.add_noise(noise_scheduler, micro.latent, micro.input_noise, micro.timesteps)
         return self._predict(self.joint_model, noisy, micro)
 
@@ -129,7 +112,6 @@ class Objective:
 
     @contextmanager
     def _adapters_disabled(self) -> Generator[None]:
-        """Remove the effect of all adapters within the context."""
         # An adapter initialised from the base weights is reset to its initial weights instead. The frozen
         # adapter then cancels it with the same arithmetic as at the start of training, so that rounding does
         # not count as change.

@@ -72,11 +72,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer; arguments that the recipe omits keep their library's defaults.
 
-    Args:
-        weights: Parameters, or torch's parameter groups with `params` and an optional `lr`.
-        settings: Optimizer and its arguments.
-        device: Device of the weights.
-        scaled: Whether fp16's gradient scaler steps the optimizer.
+    `weights` are parameters, or torch's parameter groups with `params` and an optional `lr`. `scaled` means
+    that fp16's gradient scaler steps the optimizer.
 
     Raises:
         TrainingError: The package or class does not exist, or the class does not accept the arguments.
@@ -115,11 +112,7 @@ def fuses_steps(
 ) -> bool:
     """Return whether the optimizer should be AdamW's fused implementation, which needs fewer CUDA kernels.
 
-    Args:
-        optimizer_type: Class of the optimizer.
-        arguments: Arguments from the recipe. One that chooses an implementation has precedence.
-        device: Device of the weights, such as "cuda:0".
-        scaled: Whether a gradient scaler is used, as with fp16.
+    An argument of the recipe that chooses an implementation has precedence.
     """
     chosen = {"fused", "foreach", "differentiable"} & arguments.keys()
     # With fp16, accelerate could not detect the steps that the gradient scaler skips, because a fused
@@ -160,6 +153,7 @@ def averages_weights(settings: TrainingSettings) -> bool:
 
 def _require_arguments(optimizer_type: type[torch.optim.Optimizer], settings: TrainingSettings) -> None:
     parameters = inspect.signature(optimizer_type.__init__).parameters
+    # Arguments that the class passes on are checked by its constructor.
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     accepted = sorted(set(parameters) - {"self", "params", "lr"})
@@ -204,16 +198,16 @@ class UpdateOnDevice:
 
         host   step 0 | step 1 | read 0 | step 2     | read 1 | ...
         GPU           | step 0          | step 1              | step 2 ...
-
-    torch's gradient scaler gives a fused optimizer a flag on the device that makes it skip the update of its
-    weights and its state. With the scale 1 the gradients stay as they are.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
-        """Prepare to update `weights` by `optimizer`: torch's own, not accelerate's wrapper."""
+        """Update `weights` by `optimizer`: torch's own, not accelerate's wrapper."""
         self._optimizer = optimizer
         self._weights = weights
         device = weights[0].device
+
+        # The scaler gives a fused optimizer a flag on the device that makes it skip the update of its weights
+        # and its state. With the scale 1 the gradients stay as they are.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
         self._scaler.scale(torch.zeros((), device=device))  # the scaler creates its state in the first call
         self._are_finite = torch.ones((), dtype=torch.bool, device=device)

@@ -44,7 +44,6 @@ def with_precision(recipe: Recipe, family: Family) -> Recipe:
 
 
 def _fewer_blocks(recipe: Recipe, resident: ResidentBlocks | None) -> list[str]:
-    """Return the advice to keep half as many blocks as `training.offload: auto` did."""
     if recipe.training.offload != "auto" or resident is None or resident.num_blocks is None:
         return []
     kept = resident.num_blocks if resident.offload == "none" else resident.offload
@@ -54,7 +53,7 @@ def _fewer_blocks(recipe: Recipe, resident: ResidentBlocks | None) -> list[str]:
 
 
 def _advice(recipe: Recipe) -> list[str]:
-    """Return the changes that save memory, cheapest first, without those that the recipe already makes."""
+    """Return the changes that save memory and that the recipe does not make yet, cheapest first."""
     training = recipe.training
     advice: list[str] = []
     # First, because quantised weights save memory only together with it.

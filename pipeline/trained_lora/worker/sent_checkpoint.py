@@ -37,13 +37,8 @@ def shared_checkpoint(
 ) -> TrainingState | None:
     """Return the checkpoint that rank 0 has chosen, on every rank; None if it has chosen none.
 
-    Every rank calls it.
-
-    Args:
-        accelerator: The process's `Accelerator`.
-        checkpoints: Folder of the run's checkpoints on this machine; may be missing except on rank 0.
-        run: Run id.
-        step: Step of the checkpoint that rank 0 has chosen and verified; None on other ranks.
+    Every rank calls it. `step` is the checkpoint that rank 0 has chosen and verified, and None on other
+    ranks. The folder `checkpoints` of this machine may be missing except on rank 0.
 
     Raises:
         TrainingError: The checkpoint did not arrive as rank 0 has read it.
@@ -56,11 +51,13 @@ def shared_checkpoint(
         return None
 
     path = checkpoint_path(checkpoints, step)
+    # The marker has the hashes of the files, so equal markers stand for equal checkpoints.
     own = _load_if_equal(path, run, marker)
     has_state: list[bool] = gather_object([own is not None])
     if all(has_state):
         return own
     with ExitStack() as stack:
+        # One process per machine writes the files; the machine's other processes read them.
         if _is_first_of_machine() and not all(has_state[rank] for rank in _ranks_of_machine()):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latentline-"))
             received: Path | None = checkpoint_path(Path(folder), step)
@@ -84,7 +81,6 @@ def shared_checkpoint(
 
 
 def _load_if_equal(path: Path, run: str, marker: str) -> TrainingState | None:
-    """Return the checkpoint on this machine's disk if it is the one with the marker, or None."""
     try:
         if (path / MARKER).read_text(encoding="utf-8") != marker:
             return None
@@ -100,6 +96,8 @@ def _send(accelerator: Accelerator, source: Path, target: Path | None) -> None:
     with ExitStack() as stack:
         read = stack.enter_context(source.open("rb")) if is_sender else None
         write = stack.enter_context(target.open("wb")) if target is not None else None
+
+        # All ranks need the size, to receive as many pieces as are sent.
         size = torch.tensor([source.stat().st_size if is_sender else 0], device=device)
         distributed.broadcast(size, src=0)
 
@@ -116,7 +114,6 @@ def _send(accelerator: Accelerator, source: Path, target: Path | None) -> None:
 
 
 def _read_piece(file: BinaryIO, length: int) -> Tensor:
-    """Return the next `length` bytes of a file, or zeros after its end."""
     # All ranks expect the announced size. If the file has become shorter since, its hash reveals it.
     return torch.frombuffer(bytearray(file.read(length).ljust(length, b"\0")), dtype=torch.uint8)
 
@@ -137,7 +134,6 @@ def _is_first_of_machine() -> bool:
 
 
 def _ranks_of_machine() -> range:
-    """Return the ranks of all processes on this machine."""
     rank = distributed.get_rank()
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -27,13 +27,9 @@ if TYPE_CHECKING:
 
 
 def shard_base(denoiser: nn.Module, device: torch.device) -> None:
-    """Keep this process's share of the denoiser's weights on its device.
+    """Keep this process's share of the frozen denoiser's weights on its device; it has no adapter yet.
 
     Every process of the run calls it, with the same weights in host memory.
-
-    Args:
-        denoiser: Frozen base model without an adapter.
-        device: Device of this process.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for block in repeated_blocks(denoiser).values():

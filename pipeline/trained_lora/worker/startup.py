@@ -24,7 +24,7 @@ PREVIEWS = "drawing previews before training"
 
 
 def report_nothing(_phase: str) -> None:
-    """Ignore a phase: the report of an engine outside a run."""
+    """Ignore a phase; for an engine outside of a run."""
 
 
 class Startup:
@@ -37,10 +37,12 @@ class Startup:
     """
 
     def __init__(self, job: TrainingJob, report: Report) -> None:
-        """Find the phases of `job`; `report` receives their texts. This imports no torch."""
+        """Find the phases of `job`."""
         training = job.recipe.training
         denoiser = "UNet" if detect(job.base).spec.denoiser_name == "unet" else "transformer"
         self.base = f"loading the {denoiser}"
+
+        # Only counted: verifying checkpoints needs torch, and its import is the first phase.
         resumes = bool(checkpoint_list(RunLayout(job.folder)))
         self.trial = "compiling and trial step" if training.compile else "trial step"
         self.first_step = "compiling and first step" if training.compile and resumes else "first step"
@@ -62,6 +64,7 @@ class Startup:
         self._phases = [phase for phase, applied in applies.items() if applied]
 
     def begin(self, phase: str) -> None:
-        """Report the start of a phase, without a number if a damaged checkpoint made it unforeseen."""
+        """Report the start of a phase."""
+        # A damaged checkpoint leads to phases that `__init__` did not foresee; these have no number.
         number = f" ({self._phases.index(phase) + 1}/{len(self._phases)})" if phase in self._phases else ""
         self._report(f"{phase}{number}")

@@ -18,8 +18,7 @@ class StopRequest:
     """A request that makes the loop stop after the current step.
 
     Attributes:
-        requested: Whether the loop shall stop.
-        file: File whose existence is a request too; None without one.
+        file: File that is a request too if it exists; None without one.
     """
 
     requested: bool = False
@@ -33,14 +32,11 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(file: Path | None = None) -> Generator[StopRequest]:
-    """Turn SIGTERM and SIGINT into a `StopRequest` within the context, in the main thread only.
-
-    Args:
-        file: File whose existence is a request too.
-    """
+    """Turn SIGTERM, SIGINT and the existence of `file` into a `StopRequest`; call it in the main thread."""
     stop = StopRequest(file=file)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
+        # Only noted: a handler may run at any line, and a checkpoint needs a complete step.
         stop.requested = True
 
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -1,10 +1,9 @@
 """Training text encoders together with the denoiser.
 
     cached    caption -> cache entry -> denoiser                   no text encoder in the process
-    trained   caption -> text encoders with adapters -> denoiser   one graph, one optimizer, two learning
-    rates
+    trained   caption -> text encoders with adapters -> denoiser   one graph, one optimizer
 
-With fresh adapters the delta weights are zero, and both give the denoiser the same embeddings.
+With fresh adapters, both give the denoiser the same embeddings.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ class JointModel(nn.Module):
     """Text encoders and denoiser as one module, so that DDP exchanges the gradients of both."""
 
     def __init__(self, family: WorkerFamily, denoiser: nn.Module, text: TextEncoders) -> None:
-        """Share the given networks; nothing is copied."""
         super().__init__()
         self.denoiser = denoiser
         self.text_encoders = nn.ModuleDict(text.networks)
@@ -93,8 +91,7 @@ class JointModel(nn.Module):
 
 @contextmanager
 def _without_warnings() -> Generator[None]:
-    """Silence diffusers within the context."""
-    # It would report each truncated caption in every step.
+    # diffusers would report each truncated caption in every step.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

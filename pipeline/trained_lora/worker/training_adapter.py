@@ -44,10 +44,7 @@ class TrainingAdapter:
     def __init__(self, denoiser: nn.Module, weights: LoraWeights, dtype: torch.dtype) -> None:
         """Register a forward hook on each layer that the weights name; the adapter is not active yet.
 
-        Args:
-            denoiser: The denoiser, on its device and with the adapter that is trained.
-            weights: The frozen LoRA, by path of its layers.
-            dtype: Dtype in which the LoRA is computed.
+        `denoiser` is on its device and has the adapter that is trained. The LoRA is computed in `dtype`.
         """
         self.active = False
         self.num_modules = len(weights)
@@ -58,6 +55,7 @@ class TrainingAdapter:
     def _add_to(
         self, layer: nn.Module, weight: ModuleWeights, *, dtype: torch.dtype, device: torch.device
     ) -> None:
+        # peft may have wrapped the layer, and only the layer inside has a convolution's shape and stride.
         base: Any = cast("Any", layer).get_base_layer() if hasattr(layer, "get_base_layer") else layer
         down, up = weight.down, weight.scale * weight.up
         if isinstance(base, nn.Conv2d):
@@ -94,8 +92,6 @@ def product(inputs: Tensor, layer: Any, down: Tensor, up: Tensor) -> Tensor:
 def load_training_adapter(job: TrainingJob, family: WorkerFamily, denoiser: nn.Module) -> TrainingAdapter:
     """Return the recipe's training adapter on a denoiser; without one, an adapter of no layer.
 
-    diffusers reads the file, so every layout works that the family's pipeline can load.
-
     Raises:
         TrainingError: The file is not a LoRA of this denoiser.
     """
@@ -106,6 +102,7 @@ def load_training_adapter(job: TrainingJob, family: WorkerFamily, denoiser: nn.M
     path = job.training_adapter
     _require_plain_lora(path)
     try:
+        # diffusers reads the file, so every layout works that the family's pipeline can load.
         weights = loaded_weights(
             path, pipeline_class(family), {"": denoiser}, {}, denoiser_name=family.spec.denoiser_name
         )

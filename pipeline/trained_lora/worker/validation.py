@@ -1,7 +1,4 @@
-"""Validation loss: the error on the holdout with fixed noise at fixed levels, comparable between runs.
-
-A resumed run also measures what a killed process had not: see `missing_results`.
-"""
+"""Validation loss: the error on the holdout with fixed noise at fixed levels, comparable between runs."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class ValidationLoss:
     """Mean squared errors.
 
     Attributes:
-        mean: Mean over variants and levels.
         by_level: Mean over the variants at each of `NOISE_LEVELS`.
         by_variant: Mean over the levels, by variant_id.
     """
@@ -54,7 +50,6 @@ class Validation:
     """Measures an engine's loss on variants with their first caption, unmirrored."""
 
     def __init__(self, job: TrainingJob, family: WorkerFamily, samples: TrainingInputs) -> None:
-        """Plan the batches of `samples`, at least one; every rank must call `loss` at the same steps."""
         # The base model's own scheduler, so that the recipe's changes do not change the measure.
         self._noise_scheduler: Any = family.noise.load_scheduler()
         self._maker = MicroBatchMaker(job, family, self._noise_scheduler)
@@ -75,7 +70,7 @@ class Validation:
         ]
 
     def loss(self, engine: Engine) -> ValidationLoss:
-        """Return the current loss; the ranks share the batches and all return the same value.
+        """Return the current loss; every rank must call it at the same steps, and gets the same value.
 
         Raises:
             StoreError: A cache entry is missing or damaged.
@@ -112,12 +107,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class MissingResults:
-    """Results that are missing at one step.
-
-    Attributes:
-        validation: Whether the step's validation loss is missing.
-        previews: Whether a preview of the step is missing.
-    """
+    """Results that are missing at one step."""
 
     validation: bool
     previews: bool
@@ -130,8 +120,7 @@ ALL_MISSING = MissingResults(validation=True, previews=True)
 def missing_results(job: TrainingJob, step: int, *, is_main: bool) -> MissingResults:
     """Return the results that are missing on the main process after `step` steps, due or not.
 
-    A checkpoint is saved before the validation and the previews of its step, so a process that is killed
-    between them leaves a checkpoint without these results. Every rank calls it.
+    Every rank calls it.
     """
     # The holdout or the prompts may differ from an earlier start.
     if step == 0:
@@ -153,6 +142,8 @@ def _missing_on_disk(job: TrainingJob, step: int) -> MissingResults:
     # Written before the attempt, so that a process that dies in it does not try again.
     write_text(tried, str(step))
 
+    # A checkpoint is saved before the validation and the previews of its step, so a process that is killed
+    # between them leaves a checkpoint without these results.
     measured_steps = {line["step"] for line in read_metrics(layout.validation, step + 1)}
     files = [preview_file(layout.previews, step, number) for number in range(len(job.prompts))]
     return MissingResults(

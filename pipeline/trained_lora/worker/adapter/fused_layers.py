@@ -21,13 +21,8 @@ def with_separate_parts(file: LoraFile, modules: Sequence[LoraModule], layout: L
     """Return the file with block matrices in place of dense ones, which have the same effect.
 
     The weights of part i change by `up_i @ down`, where `up_i` are its rows of the dense matrix of shape
-    (out, rank). So each part gets `down` and `up_i`, and the layer has rank `parts * rank`. Its alpha, if the
-    file has one, is multiplied by `parts`, and the scale alpha / rank stays.
-
-    Args:
-        file: The file, with tensors of torch.
-        modules: Adapted modules. A layer with the same rank in the file as in its modules is dense.
-        layout: Layout of the file.
+    (out, rank). So each part gets `down` and `up_i`, and the layer has rank `parts * rank`. A layer is dense
+    if the file and the adapted `modules` have the same rank for it.
     """
     tensors: dict[str, Any] = dict(file.tensors)
     for (down_key, up_key, alpha_key), module in _fused_layers(modules, layout).items():
@@ -40,6 +35,7 @@ def with_separate_parts(file: LoraFile, modules: Sequence[LoraModule], layout: L
 
         tensors[down_key] = torch.cat([down] * len(outs))
         tensors[up_key] = torch.block_diag(*up.split(outs))
+        # The rank grows by the number of parts, and alpha with it: the scale alpha / rank stays.
         if alpha_key in tensors:
             tensors[alpha_key] = tensors[alpha_key] * len(outs)
     return replace(file, tensors=tensors)
@@ -70,7 +66,6 @@ def _fused_layers(
 
 
 def _is_block_diagonal(up: Tensor, outs: Sequence[int]) -> bool:
-    """Return whether an up matrix (out, rank) is zero outside of one block per part."""
     rank, remainder = divmod(up.shape[1], len(outs))
     if remainder:
         return False

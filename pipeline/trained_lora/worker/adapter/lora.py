@@ -57,11 +57,8 @@ def add_lora(
 ) -> AdapterConfig:
     """Freeze the network and add a fresh adapter to the modules that the settings select.
 
-    The new weights are float32 for any base dtype and depend only on `seed`; the delta weights are zero. The
-    network is changed in place. `targets` are the endings of module paths that `targets: family` selects.
-
-    Returns:
-        The configuration given to peft.
+    The new weights are float32 for any base dtype and depend only on `seed`; the delta weights are zero.
+    `targets` are the endings of module paths that `targets: family` selects. Returns peft's configuration.
 
     Raises:
         TrainingError: No module is selected, or a pattern matches none.
@@ -89,7 +86,7 @@ def add_lora(
 
 
 def _init_streamed_magnitudes(network: nn.Module) -> None:
-    """Initialise DoRA's magnitudes where peft could not read the base weights; others are unchanged."""
+    # peft reads the base weights when it creates a DoRA, and streamed weights are not readable then.
     for name, module in lora_modules(network):
         layer = cast("Any", module)
         with weights_loaded(network, name):
@@ -202,7 +199,7 @@ def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None
     """Load `collect(networks, adapter_state)`.
 
     Raises:
-        TrainingError: A weight is missing, unknown, or has another shape.
+        TrainingError: See `load_adapter_state`.
     """
     # The denoiser has an empty prefix, so its weights are the ones without the prefix of a text encoder.
     text_prefixes = tuple(prefix for prefix in networks if prefix)
@@ -217,10 +214,7 @@ def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None
 
 @contextmanager
 def scaled_adapters(networks: Networks, factor: float) -> Generator[None]:
-    """Multiply the effect of all adapters by `factor` within the context; 0 disables them.
-
-    The frozen adapter of PiSSA and OLoRA, which subtracts the initial weights, is scaled too.
-    """
+    """Multiply the effect of all adapters by `factor` within the context; 0 disables them."""
     layers = [layer for network in networks.values() for _, layer in lora_modules(network)]
     scales = [dict(layer.scaling) for layer in layers]
 
@@ -233,6 +227,7 @@ def scaled_adapters(networks: Networks, factor: float) -> Generator[None]:
     for network in disabled:
         network.disable_adapters()
     for layer, scale in zip(layers, scales, strict=True):
+        # The frozen adapter of PiSSA and OLoRA is scaled too, because it subtracts the initial weights.
         layer.scaling.update({name: factor * own for name, own in scale.items()})
     try:
         yield
@@ -297,7 +292,6 @@ def _delta(module: Adapted, adapter: str) -> Tensor:
 
 
 def _adapter_delta(module: Adapted, adapter: str) -> Tensor:
-    """Return what one adapter adds to the module's weight."""
     layer = cast("Any", module)  # peft's layers have `get_delta_weight`, their base class does not declare it
     if not isinstance(module, LoraLayer):
         return layer.get_delta_weight(adapter).float().cpu()

@@ -3,10 +3,8 @@
 PiSSA (https://arxiv.org/abs/2404.02948) takes the part of the largest singular values, OLoRA
 (https://arxiv.org/abs/2406.01775) the first columns of Q and rows of R of a QR decomposition.
 
-Both papers, and peft's implementation, then subtract that part from the base weights. A LoRA trained so
-applies to a changed base model only, and half-precision or quantised base weights get rounded. Here the base
-weights do not change: a second, frozen adapter subtracts the part instead. The two adapters together are the
-trained change. A LoRA of twice the rank holds both and applies to the original base model.
+Both papers subtract that part from the base weights. Here a second, frozen adapter subtracts it, and a LoRA
+of twice the rank holds both.
 """
 
 from __future__ import annotations
@@ -43,12 +41,13 @@ def init_from_base_weights(denoiser: nn.Module, settings: LoraSettings, *, seed:
 
     Both depend only on the base weights and `seed`. The global random state does not change.
 
-    `denoiser` has a fresh adapter of `settings`, where `init` is pissa or olora.
-
     Raises:
         TrainingError: A module has fewer rows or columns than its rank.
     """
     model = cast("Any", denoiser)
+
+    # The papers and peft subtract the part from the base weights. Such a LoRA applies to a changed base model
+    # only, and half-precision or quantised base weights would be rounded.
     frozen_config = deepcopy(model.peft_config[ADAPTER])
     frozen_config.lora_dropout = 0.0
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -105,17 +104,13 @@ def at_initial_weights(denoiser: nn.Module) -> Generator[None]:
 
 
 def _principal_part(weight: Tensor, rank: int, *, scale: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return (up, down) such that scale * up @ down is the part of the `rank` largest singular values.
-
-    Each factor gets the square root of the singular values.
-    """
+    """Return (up, down) such that scale * up @ down is the part of the `rank` largest singular values."""
     left, values, right = largest_singular(weight, rank, seed=seed)
     root = (values / scale).sqrt()
     return left * root, root[:, None] * right
 
 
 def _qr_part(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return (up, down): the first `rank` columns of Q and rows of R."""
     columns, rows = torch.linalg.qr(weight)
     return columns[:, :rank], rows[:rank]
 
@@ -124,12 +119,8 @@ def largest_singular(weight: Tensor, rank: int, *, seed: int) -> tuple[Tensor, T
     """Return the `rank` largest singular values, descending, with their singular vectors.
 
     A matrix much larger than the rank is decomposed by subspace iteration (algorithm 4.4 of
-    https://arxiv.org/abs/0909.4061), any other one exactly.
-
-    Args:
-        weight: Float32 (rows, columns).
-        rank: Number of values, at most the shorter side.
-        seed: Seed of the first directions.
+    https://arxiv.org/abs/0909.4061), any other one exactly. `weight` is float32 (rows, columns), and `seed`
+    chooses the first directions.
 
     Returns:
         Left vectors (rows, rank), values (rank,), right vectors (rank, columns).

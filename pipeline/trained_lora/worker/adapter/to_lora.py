@@ -78,26 +78,25 @@ def _lora_factors(module: Adapted, read: Callable[[Tensor], Tensor]) -> tuple[Te
 def _from_loha(w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return (up, down) of the element-wise product (w1_a @ w1_b) * (w2_a @ w2_b).
 
-    The w*_a are (out, rank) and the w*_b (rank, in). The result has rank * rank columns and rows: column (i,
-    j) of `up` is column i of w1_a times column j of w2_a, and row (i, j) of `down` is row i of w1_b times row
-    j of w2_b.
+    The w*_a are (out, rank) and the w*_b (rank, in).
     """
+    # The result has rank * rank columns and rows: column (i, j) of `up` is column i of w1_a times column j of
+    # w2_a, and row (i, j) of `down` is row i of w1_b times row j of w2_b.
     return (w1_a[:, :, None] * w2_a[:, None, :]).flatten(1), (w1_b[:, None] * w2_b[None]).flatten(0, 1)
 
 
 def _from_lokr(
     w1: Tensor | None, w2: Tensor | None, w2_a: Tensor | None, w2_b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (up, down) of the Kronecker product of `w1` and either `w2` or `w2_a @ w2_b`.
-
-    (A B) x (C D) = (A x C)(B x D), where x is the Kronecker product. A matrix without factors is split into
-    itself and an identity on its shorter side.
-    """
+    """Return (up, down) of the Kronecker product of `w1` and either `w2` or `w2_a @ w2_b`."""
     assert w1 is not None
     if w2 is not None:
         w2_a, w2_b = _split_off_identity(w2.flatten(1))
     assert w2_a is not None
     assert w2_b is not None
+
+    # (A B) x (C D) = (A x C)(B x D), where x is the Kronecker product. A matrix without factors is split into
+    # itself and an identity on its shorter side.
     w1_a, w1_b = _split_off_identity(w1)
     return torch.kron(w1_a, w2_a), torch.kron(w1_b, w2_b)
 

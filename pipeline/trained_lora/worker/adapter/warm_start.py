@@ -38,10 +38,9 @@ _MAGNITUDE_ENDINGS = (".lora_magnitude_vector", ".dora_scale")
 def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> None:
     """Load a LoRA file into the adapters, so that they have the same effect as the file.
 
-    Modules of the file without an adapter are ignored only if their up matrix is zero. A layer that combines
-    several modules may have a dense LoRA; then its rank must be the adapter's.
-
-    The file may be in any of the layouts of `lora_files`, and of any float dtype.
+    The file may be in any of the layouts of `lora_files`, and of any float dtype. Modules of the file without
+    an adapter are ignored only if their up matrix is zero. A layer that combines several modules may have a
+    dense LoRA; then its rank must be the adapter's.
 
     Raises:
         TrainingError: The file is not readable, or its modules, ranks or kind differ from the adapter's.
@@ -54,14 +53,11 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
 
 
 def load_lora_tensors(networks: Networks, modules: list[LoraModule], file: LoraFile, layout: Layout) -> None:
-    """Load the tensors of a file into adapters of the same modules, ranks and kind.
-
-    Every weight of the adapters is replaced. If the file's scale differs from the scale of `modules`, the up
-    matrices are rescaled.
-    """
+    """Replace every weight of the adapters by the tensors of a file with the same modules, ranks and kind."""
     state: dict[str, Tensor] = {}
     for module in modules:
         down, up = factors(file.tensors, module, layout)
+        # The recipe fixes the adapter's scale, so the up matrices absorb the difference to the file's scale.
         scale = file_scale(file, module, layout) * module.rank / module.alpha
         state[f"{module.name}.lora_A.weight"] = down.contiguous()
         state[f"{module.name}.lora_B.weight"] = up.contiguous() if scale == 1.0 else up * scale

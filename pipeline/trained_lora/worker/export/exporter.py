@@ -85,8 +85,6 @@ class _TrainedLora:
     """The LoRA to export.
 
     Attributes:
-        networks: Networks with the trained adapters.
-        modules: Description of each adapted module.
         state: Result of `lora_state` for all networks.
         norms: Row norms of the denoiser's weights; empty without DoRA.
     """
@@ -106,7 +104,6 @@ class _TrainedLora:
 
     @staticmethod
     def of(family: WorkerFamily, networks: Networks) -> _TrainedLora:
-        """Read the adapters of the networks, and convert them to a LoRA if they are of another kind."""
         denoiser = networks[""]
         return _TrainedLora(
             networks,
@@ -138,7 +135,7 @@ class Exporter:
     def export(self, networks: Networks, folder: Path, *, step: int | None = None) -> list[ExportedFile]:
         """Replace the contents of `folder` by the three files, and verify each of them.
 
-        The folder is created with its parents. The headers name `step`, the number of optimizer steps done.
+        The headers name `step`, the number of optimizer steps done.
 
         Raises:
             TrainingError: A file does not reproduce the adapter (FAILURES R06), or a layout cannot hold it.
@@ -173,7 +170,6 @@ class Exporter:
         return self._verify(folder, _TrainedLora.of(self._family, networks))
 
     def _save_diffusers(self, folder: Path, trained: _TrainedLora, metadata: dict[str, str]) -> None:
-        """Write diffusers' layout with the pipeline's `save_lora_weights`."""
         arguments: dict[str, Any] = {}
         for prefix, network in trained.networks.items():
             component = prefix.removesuffix(".") or self._family.spec.denoiser_name
@@ -204,14 +200,10 @@ class Exporter:
         save_file(load_file(path), path, metadata={**metadata, **adapter_metadata})
 
     def _in_dtype(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors with all matrices in the files' dtype."""
         return {key: each.to(self._dtype) if is_factor(key) else each for key, each in tensors.items()}
 
     def _verify(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
-        """Compare each file, as its readers read it, with the adapter in memory.
-
-        Its factors must be the adapter's, rounded to the files' dtype.
-        """
+        """Compare each file, as its readers read it, with the adapter in memory."""
         # The factors of adapters that are converted to a LoRA are products, with larger rounding errors.
         tolerance = RELOAD_TOLERANCE * (1 if _is_plain_lora(trained.networks[""]) else 10)
         exact_weights = trained_weights(trained.modules, trained.state, trained.norms)
@@ -256,11 +248,7 @@ class Exporter:
 
 
 def _rounding_error(rounded: LoraWeights, exact: LoraWeights, *, where: Path, dtype: torch.dtype) -> float:
-    """Return the largest relative error of a module's LoRA by rounding its factors.
-
-    Raises:
-        TrainingError: A number is too large for the dtype.
-    """
+    """Return the largest relative error of a module's LoRA by rounding its factors."""
     errors: list[float] = []
     for name, weights in rounded.items():
         if not (torch.isfinite(weights.down).all() and torch.isfinite(weights.up).all()):
@@ -277,11 +265,7 @@ def _rounding_error(rounded: LoraWeights, exact: LoraWeights, *, where: Path, dt
 def _conversion_error(
     trained: _TrainedLora, expected: LoraWeights, *, where: Path, tolerance: float
 ) -> float:
-    """Return the largest error of the delta weights of `expected`, compared with the adapter's.
-
-    Raises:
-        TrainingError: An error exceeds the tolerance.
-    """
+    """Return the largest error of the delta weights of `expected`, compared with the adapter's."""
     denoiser = trained.networks[""]
     deltas = collect(trained.networks, delta_weights)
     frozen_sizes = frozen_delta_sizes(denoiser)
@@ -315,7 +299,7 @@ def _is_plain_lora(network: nn.Module) -> bool:
 
 
 def _lora_config(modules: list[LoraModule]) -> LoraConfig:
-    """Return peft's configuration of a LoRA on these modules."""
+    # peft matches the end of a path, so the anchor keeps a path that ends in this one from matching.
     patterns = {f"^{re.escape(module.name)}": module for module in modules}
     return LoraConfig(
         r=modules[0].rank,

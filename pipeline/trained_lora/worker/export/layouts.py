@@ -23,13 +23,9 @@ from pipeline.trained_lora.export.lora_files import Layout, LoraModule, factors,
 class ModuleWeights:
     """One module's LoRA, as it was trained or as a program reads it from a file.
 
-    The delta weight is scale * up @ down. A convolution's factors are flattened to matrices.
-
-    Attributes:
-        down: (rank, in).
-        up: (out, rank).
-        scale: Factor of the product, alpha / rank.
-        row_factors: With DoRA, the factors (out,) that the rows of base plus delta weight are multiplied by.
+    The delta weight is scale * up @ down, with `down` (rank, in) and `up` (out, rank). A convolution's
+    factors are flattened to matrices. With DoRA, `row_factors` (out,) multiply the rows of base plus delta
+    weight.
     """
 
     down: Tensor
@@ -101,8 +97,7 @@ def file_weights(path: Path, modules: list[LoraModule], layout: Layout, norms: R
     """Return the weights in a file of kohya's or ComfyUI's layout, by the formulas of its readers.
 
     Raises:
-        TrainingError: The file cannot be read, lacks a key, has an unknown one, or has a tensor of another
-            shape.
+        TrainingError: The file cannot be read, or its keys or shapes differ from the modules'.
     """
     tensors = _read_tensors(path)
     expected_shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
@@ -139,7 +134,6 @@ def file_weights(path: Path, modules: list[LoraModule], layout: Layout, norms: R
 def _require_block_diagonal(
     path: Path, tensors: Mapping[str, Tensor], modules: list[LoraModule], layout: Layout
 ) -> None:
-    """Raise `TrainingError` if an up matrix of a fused layer has numbers outside of its modules' blocks."""
     # A reader multiplies the complete matrix, so that such numbers would change other modules.
     num_nonzero: dict[str, int] = {}
     for module in modules:

@@ -30,7 +30,7 @@ def describe_networks(family: WorkerFamily, networks: Networks) -> list[LoraModu
 
     Raises:
         FamilyError: A layout does not define a name for a module.
-        TrainingError: See `describe_denoiser`.
+        TrainingError: kohya's layout fuses modules, but their adapters cannot be fused.
     """
     # Unless a text encoder is trained, the base model's text encoders may be missing.
     text_encoders = family.trainable_text_encoders() if len(networks) > 1 else {}
@@ -48,12 +48,7 @@ def describe_networks(family: WorkerFamily, networks: Networks) -> list[LoraModu
 
 
 def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraModule]:
-    """Return the denoiser's adapted modules.
-
-    Raises:
-        FamilyError: A layout does not define a name for a module.
-        TrainingError: kohya's layout fuses modules whose adapters cannot be fused.
-    """
+    """Return the denoiser's adapted modules; raises as `describe_networks`."""
     described: list[LoraModule] = []
     for name, module in lora_modules(denoiser):
         layer = family.kohya_layer(name)
@@ -102,7 +97,6 @@ def fused_outs(denoiser: nn.Module, layer: Layer) -> tuple[int, ...]:
 
 
 def _out_features(denoiser: nn.Module, path: str) -> int:
-    """Return the number of rows of a module's weight."""
     # Not from the weight's shape, because bitsandbytes packs weights into columns of bytes.
     module = denoiser.get_submodule(path)
     base = cast("Any", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
@@ -110,10 +104,10 @@ def _out_features(denoiser: nn.Module, path: str) -> int:
 
 
 def _require_fusible(modules: list[LoraModule]) -> None:
-    """Raise `TrainingError` if kohya's layout cannot fuse the parts of one of its layers."""
     num_adapted = Counter(module.kohya for module in modules)
     sizes: dict[str, tuple[int, float]] = {}
     for module in modules:
+        # A layer of the file has one alpha, and its up matrix has blocks of one width.
         size = (module.rank, module.alpha)
         if sizes.setdefault(module.kohya, size) != size:
             raise TrainingError(
@@ -122,6 +116,8 @@ def _require_fusible(modules: list[LoraModule]) -> None:
                 where="training.lora.ranks",
                 fix="match all of its parts with the same entry of training.lora.ranks",
             )
+
+        # The magnitudes of a part without an adapter would be zero, and so would its weights.
         if module.magnitude and module.kohya_outs and num_adapted[module.kohya] < len(module.kohya_outs):
             raise TrainingError(
                 f"DoRA needs an adapter on every part of kohya's layer {module.kohya}, "

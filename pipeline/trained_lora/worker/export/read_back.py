@@ -79,10 +79,7 @@ def _module_weights(module: Adapted, norms: tuple[Tensor, Tensor] | None) -> Mod
 
 
 def _skeleton(network: nn.Module, constructor: str) -> Any:
-    """Return a network of the same configuration, with expanded views of a single zero as weights.
-
-    `constructor` names the class method of `network` that takes a configuration.
-    """
+    """Return a network of the same configuration, with expanded views of a single zero as weights."""
     with torch.device("meta"):
         skeleton = getattr(type(network), constructor)(cast("Any", network).config)
     for module in skeleton.modules():
@@ -104,12 +101,8 @@ def largest_error(
 ) -> float:
     """Return the largest error of a file's modules, see `module_error`.
 
-    Args:
-        path: The file, for messages.
-        weights: The weights that a reader of the file gets.
-        expected: The trained weights.
-        exact: Whether the reader uses the factors as they are, so that each number must be the trained one.
-        tolerance: Largest allowed error.
+    `weights` are what a reader of the file gets. With `exact`, it uses the factors as they are, so that each
+    number must be the trained one.
 
     Raises:
         TrainingError: An error exceeds the tolerance, a factor differs although `exact` is set, or the file
@@ -150,10 +143,7 @@ def require_tolerable(module: str, error: float, *, where: Path, tolerance: floa
 
 
 def module_error(actual: ModuleWeights, expected: ModuleWeights) -> float:
-    """Return the relative error of a module's effect.
-
-    It is zero if factors, scale and DoRA's row factors are equal.
-    """
+    """Return the relative error of a module's effect; zero if factors, scale and row factors are equal."""
     if (len(actual.up), actual.down.shape[1]) != (len(expected.up), expected.down.shape[1]):
         return math.inf
 
@@ -178,16 +168,15 @@ def _same_factors(actual: ModuleWeights, expected: ModuleWeights) -> bool:
 def _product_error(actual: ModuleWeights, expected: ModuleWeights) -> float:
     """Return the Frobenius norm of the difference of two products, relative to the terms of `expected`.
 
-    A product is the sum of `rank` matrices, each a column of `up` times a row of `down`. Rounding errors are
-    relative to these terms, which may cancel each other.
-
-    The difference is also a product, L R with L = [s up, -s' up'] and R = [down; down']. Its squared norm is
-    the sum over (L^T L) * (R R^T), two matrices as small as the ranks.
+    A product is the sum of `rank` matrices, each a column of `up` times a row of `down`.
     """
+    # The difference is also a product, L R with L = [s up, -s' up'] and R = [down; down']. Its squared norm
+    # is the sum over (L^T L) * (R R^T), two matrices as small as the ranks.
     left = torch.cat([actual.scale * actual.up.double(), -expected.scale * expected.up.double()], dim=1)
     right = torch.cat([actual.down.double(), expected.down.double()])
     squared_error = float(((left.T @ left) * (right @ right.T)).sum())
 
+    # Rounding errors are relative to the terms, which may cancel each other in the sum.
     terms = abs(expected.scale) * expected.up.double().norm(dim=0) * expected.down.double().norm(dim=1)
     # Rounding may make the square of a tiny error negative.
     return math.sqrt(abs(squared_error)) / (float(terms.norm()) or 1.0)

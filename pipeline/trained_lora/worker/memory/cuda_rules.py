@@ -79,6 +79,7 @@ class CudaRules(TorchFunctionMode):
     """Runs operators on meta tensors with CUDA's dtypes and allocations.
 
     Autocast applies if `autocast` is a half-precision dtype. `packed` holds the ids of packed weights.
+    `count` receives the tensors that are allocated inside of operators.
     """
 
     def __init__(
@@ -87,7 +88,6 @@ class CudaRules(TorchFunctionMode):
         packed: Mapping[int, Packing] | None = None,
         count: Callable[[Any], None] = lambda result: None,
     ) -> None:
-        """Prepare the rules. `count` receives the tensors that are allocated inside of operators."""
         super().__init__()
         self._autocast = autocast
         self._packed = packed or {}
@@ -96,7 +96,6 @@ class CudaRules(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator as CUDA would."""
         given: dict[str, Any] = dict(kwargs or {})
         name = func.__name__
         if self._autocast is not None and name in _LOWER:

@@ -43,7 +43,6 @@ class LiveMemory(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and count its results."""
         result = func(*args, **(kwargs or {}))
         self.count(result)
         return result
@@ -91,10 +90,8 @@ class LiveMemory(TorchFunctionMode):
     ) -> None:
         """Run the backward pass of a loss, and count its gradients; call it outside of the modes.
 
-        Args:
-            loss: Scalar with its graph.
-            network: Network, maybe with checkpointed blocks; `modes` apply while they are computed again.
-            modes: Opens the modes of the forward pass.
+        `modes` opens the modes of the forward pass, for checkpointed blocks of `network` that are computed
+        again.
         """
         for node in _nodes(loss):
             node.register_prehook(self.count)
@@ -111,6 +108,8 @@ def _within_modules(network: nn.Module, modes: Callable[[], AbstractContextManag
 
     def enter(module: nn.Module, args: Any) -> None:
         opened = ExitStack()
+
+        # Modules contain modules. The outermost one opens the modes, so that each operator is counted once.
         if not stack:
             opened.enter_context(modes())
         stack.append(opened)
@@ -128,7 +127,6 @@ def _within_modules(network: nn.Module, modes: Callable[[], AbstractContextManag
 
 
 def _nodes(loss: Tensor) -> set[Node]:
-    """Return every node of a tensor's autograd graph."""
     assert loss.grad_fn is not None
     nodes, pending = {loss.grad_fn}, [loss.grad_fn]
     while pending:

@@ -50,10 +50,7 @@ class ResidentBlocks:
 def resident_blocks(family: WorkerFamily, recipe: Recipe, free_bytes: int | None) -> ResidentBlocks:
     """Resolve `training.offload`; processes of one run with the same arguments get the same result.
 
-    Args:
-        family: Base model.
-        recipe: Recipe to train.
-        free_bytes: Free memory of the GPU, before the base model is loaded; None on a CPU.
+    `free_bytes` is the free memory of the GPU before the base model is loaded, and None on a CPU.
 
     Raises:
         TrainingError: The value is "auto", and the memory of the model cannot be forecast.

@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 
 
 def skeleton(family: Family, role: str, dtype: str) -> nn.Module:
-    """Return a component on the meta device, frozen and in evaluation mode.
+    """Return a component, such as "vae", on the meta device, frozen and in evaluation mode.
 
-    Args:
-        family: Family of the base model.
-        role: Component, such as "vae".
-        dtype: "float16", "bfloat16" or "float32".
+    `dtype` is "float16", "bfloat16" or "float32".
     """
     kind, config = component_class(family, role), family.model.config(role)
     with torch.device("meta"), _default_dtype(getattr(torch, dtype)):

@@ -58,11 +58,8 @@ class Variant:
 
     Attributes:
         quantize: Format of the packed base weights, a value of `training.quantize`.
-        checkpointing: Value of `training.gradient_checkpointing`.
-        batch_size: Value of `training.batch_size`.
         mixed_precision: "no", "fp16" or "bf16".
         offload: Resolved value of `training.offload`.
-        compute: Value of `training.compute`.
     """
 
     quantize: str
@@ -113,7 +110,7 @@ class TrainingForecast:
     """Memory of a recipe's training, for its own settings and for others."""
 
     def __init__(self, family: WorkerFamily, recipe: Recipe, size: Size) -> None:
-        """Prepare to forecast steps whose images have the given size."""
+        """Prepare to forecast steps with images of the given size."""
         self._family = family
         self._recipe = recipe
         self._size = size
@@ -249,7 +246,7 @@ class TrainingForecast:
         return conditions
 
     def _references(self, dataset: DatasetSettings) -> list[tuple[int, int, int]]:
-        """Return the shapes of the latents of a dataset's references, as if they were large images."""
+        # The sizes of the references are not known here; a large image needs the most memory.
         geometries = (
             reference_geometry(self._family, _LARGE_IMAGE, reference.resolution)
             for reference in dataset.references
@@ -273,7 +270,6 @@ def _packable(denoiser: nn.Module, variant: Variant) -> dict[int, Tensor]:
 
 
 def _streamed_bytes(denoiser: nn.Module, variant: Variant, packed: Container[int]) -> list[int]:
-    """Return the bytes of each block that is streamed."""
     if variant.offload == "none":
         return []
     blocks = [denoiser.get_submodule(name) for name in streamed_names(denoiser, variant.offload)]
