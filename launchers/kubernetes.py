@@ -1,11 +1,12 @@
 """Encoding as an Indexed Job of Kubernetes with one pod for each shard.
 
-Requests use the client of dagster-k8s. Its PipesK8sClient runs a single pod, so it is of no use here. A
-training runs where the executor runs its step; deploy/kubernetes-training.yaml trains in several pods.
+Requests use the client of dagster-k8s; its PipesK8sClient runs a single pod. A training runs where the
+executor runs its step.
 
-`.ci/clusters` tests it with dagster-k8s 0.29.27, kubernetes 36.0.3 and a substitute for the API server, which
-runs pods as local processes (tests/launchers/kubernetes_api.py). Not tested: a real cluster, volumes,
-scheduling, GPUs.
+`.ci/clusters` tests it with dagster-k8s 0.29.27, kubernetes 36.0.3 and a substitute for the API server
+(tests/launchers/kubernetes_api.py). If LATENTLINE_KUBERNETES is set, tests/launchers/control_plane.py starts
+the real API server and job controller; its tests passed with Kubernetes 1.36.2. In both, pods are local
+processes. Not tested: scheduler, kubelet, images, volumes, permissions, GPUs.
 """
 
 from __future__ import annotations
@@ -83,11 +84,7 @@ class KubernetesLauncher(RemoteLauncher):
         encoding: SharedEncoding,
         num_shards: int,
     ) -> Sequence[str]:
-        """See `RemoteLauncher.encode`. An interruption of the wait deletes the job and its pods.
-
-        Raises:
-            LaunchError: The cluster cannot be reached, or rejects the job.
-        """
+        """See `RemoteLauncher.encode`."""
         manifest = job_manifest(encoding, num_shards, image=self.image, pod=self.pod)
         job = _Job(_client(), self.namespace, manifest, StepLog(context))
         try:
@@ -95,7 +92,8 @@ class KubernetesLauncher(RemoteLauncher):
             job.wait()
             return job.last_output()
         finally:
-            # A failure must not hide the error or the result of the encoding.
+            # Also after Dagster's stop, SIGINT and SIGTERM. A failure is only a warning, because it must not
+            # hide the error or the result of the encoding.
             with uninterrupted():
                 job.delete_or_warn()
 
@@ -105,12 +103,8 @@ def job_manifest(
 ) -> dict[str, Any]:
     """Return the manifest of an Indexed Job, in which each pod reads its shard from JOB_COMPLETION_INDEX.
 
-    Args:
-        encoding: Encoding of all shards.
-        num_shards: Number of pods.
-        image: Image of the container.
-        pod: Keys of a PodSpec. Its first container is merged into the one that encodes, for resources and for
-            `envFrom` with secrets; further ones are added.
+    `pod` has keys of a PodSpec. Its first container is merged into the container that encodes, for resources
+    and for `envFrom` with secrets; further containers are added.
     """
     command = ["python", "-m", "pipeline.cli", "encode", str(encoding.address)]
     first, *others = [dict(each) for each in pod.get("containers", ())] or [{}]
@@ -136,15 +130,6 @@ def job_manifest(
 
 @dataclass
 class _Job:
-    """A job of a namespace, with its pods.
-
-    Attributes:
-        client: Dagster's client of the API server.
-        namespace: Namespace of the job.
-        manifest: Manifest of the job.
-        log: Log of the step that waits for the job.
-    """
-
     client: DagsterKubernetesClient
     namespace: str
     manifest: dict[str, Any]
@@ -153,15 +138,10 @@ class _Job:
 
     @property
     def name(self) -> str:
-        """Name of the job."""
         return self.manifest["metadata"]["name"]
 
     def create(self) -> None:
-        """Create the job, although answers of the server may be lost.
-
-        Raises:
-            LaunchError: The server does not answer, or rejects the job.
-        """
+        """Create the job, although answers of the server may be lost."""
         num_attempts = 0
 
         def send() -> None:
@@ -249,11 +229,7 @@ class _Job:
         return f"{counted(len(reasons), 'pod')} of {self.name} waiting: {reasons[0]}" if reasons else ""
 
     def _patiently(self, request: Callable[[], Result], patience_s: float | None = None) -> Result:
-        """Return the answer to a request, which is repeated while the API server is away.
-
-        Raises:
-            LaunchError: The server rejects the request, or does not answer for `patience_s`.
-        """
+        """Return the answer to a request, which is repeated while the API server is away."""
         patience_s = PATIENCE_S if patience_s is None else patience_s
         end_s = time.monotonic() + patience_s
         while True:
@@ -303,11 +279,7 @@ def reason_to_wait(pod: Any) -> str | None:
 
 
 def _client() -> DagsterKubernetesClient:
-    """Return a client with the service account of this pod, or the user's kubeconfig.
-
-    Raises:
-        LaunchError: There is neither a service account nor a kubeconfig.
-    """
+    """Return a client with the service account of this pod, or the user's kubeconfig."""
     try:
         config.load_incluster_config()
     except config.ConfigException:
@@ -330,6 +302,6 @@ def _text(err: Exception) -> str:
 
 
 def _name(text: str) -> str:
-    """Return a text as the name of an object, of lower-case letters, digits and hyphens."""
-    # A job's name is also the value of a label, which has at most 63 characters.
+    # Names of objects have lower-case letters, digits and hyphens. A job's name is also the value of a label,
+    # which has at most 63 characters.
     return re.sub(r"[^a-z0-9-]", "-", text.lower())[:63].rstrip("-")

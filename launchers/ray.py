@@ -1,8 +1,7 @@
-"""Encoding and training as jobs of a Ray cluster.
+"""Encoding and training as jobs of a Ray cluster, which run launchers/ray_job.
 
-A job runs `latentline encode` for each shard, or `latentline train` on each of several nodes, see
-launchers/ray_job. It is submitted with Ray's own client: `PipesRayJobClient` of dagster-ray stops a job only
-for Dagster's interruption, does not wait for its end, and has no place for an observer.
+Ray's own client submits them: `PipesRayJobClient` of dagster-ray stops a job only for Dagster's interruption,
+does not wait for its end, and has no place for an observer.
 
 `.ci/clusters` tests it with Ray 2.60.0 and a cluster of two nodes on one machine, see
 tests/launchers/ray_cluster.py. Not tested: GPUs, several machines.
@@ -116,14 +115,10 @@ class RayLauncher(RemoteLauncher):
 def job_environment(
     runtime_env: Mapping[str, Any], settings: AccelerateSettings, *, grace_s: float
 ) -> dict[str, Any]:
-    """Return a job's runtime environment: the user's, and the variables of launched processes.
-
-    Args:
-        runtime_env: Settings of the user, which take precedence.
-        settings: The recipe's `accelerate` settings.
-        grace_s: Seconds that a stopped training has for its checkpoint.
-    """
+    """Return the user's `runtime_env`, which takes precedence, with the variables of launched processes."""
     root = Path(__file__).resolve().parents[1]
+
+    # Variables of the step are not passed on: Ray's dashboard shows the environment of each job.
     variables = {
         **worker_variables(settings),
         # Ray inserts the node's own value. A path that does not exist there has no effect.
@@ -135,17 +130,8 @@ def job_environment(
 
 @dataclass
 class _Job:
-    """A job of a Ray cluster.
-
-    Attributes:
-        address: Address of the cluster's dashboard.
-        name: Unique submission id.
-        command: Entry point, as a shell command.
-        runtime_env: Runtime environment.
-        stop_s: Longest wait for the end of a job that was stopped, in seconds.
-    """
-
     address: str
+    # A unique submission id, which also shows whether the cluster has received an unanswered submission.
     name: str
     command: str
     runtime_env: Mapping[str, Any]
@@ -158,15 +144,7 @@ class _Job:
     def run(
         self, context: AssetExecutionContext, *, observe: Callable[[bool], object] | None = None
     ) -> Sequence[str]:
-        """Submit the job, wait for its end, and return the last lines of failed commands.
-
-        An interruption of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first stops the job, and waits
-        until its commands have ended.
-
-        Raises:
-            LaunchError: The cluster cannot be reached, or did not run the job.
-            LatentlineError: The error of the job.
-        """
+        """Submit the job, wait for its end, and return the last lines of failed commands."""
         log = StepLog(context)
         follower = threading.Thread(target=self._follow_log, name="ray-job-log", daemon=True)
         try:
@@ -174,6 +152,7 @@ class _Job:
             log.info(f"submitted the Ray job {self.name} to {self.address}")
             follower.start()
             self._wait(observe)
+        # Also Dagster's stop, SIGINT and SIGTERM: no job may outlive its step.
         except BaseException as err:
             if self._may_exist:
                 self._stop_or_warn(log, because=type(err).__name__)
@@ -183,6 +162,7 @@ class _Job:
             if follower.is_alive():
                 follower.join(LOG_END_S)
 
+        # The follower may have lost its connection before the end of the log.
         output = self._repeated(lambda: self._client.get_job_logs(self.name))
         self._forward(output[self._num_forwarded :])
         if observe is not None:
@@ -235,11 +215,7 @@ class _Job:
                 return
 
     def _repeated(self, request: Callable[[], Any]) -> Any:
-        """Return the answer to a request, which is repeated: the cluster's head may be busy or restart.
-
-        Raises:
-            LaunchError: There was no answer for `LOST_AFTER_S`.
-        """
+        """Return the answer to a request, which is repeated: the cluster's head may be busy or restart."""
         end_s = time.monotonic() + LOST_AFTER_S
         while True:
             try:
@@ -259,14 +235,10 @@ class _Job:
         return any(job.submission_id == self.name for job in self._client.list_jobs())
 
     def _stop_or_warn(self, log: StepLog, *, because: str) -> None:
-        """Stop the job, and log that it has been stopped or may still be running.
-
-        Args:
-            log: Log of the step.
-            because: Kind of the error that ended the wait for the job.
-        """
         with uninterrupted():
             problem = self._stop()
+
+        # After the stop, because a line of the log waits for Dagster's database.
         if problem is None:
             log.info(f"stopped the Ray job {self.name} ({because})")
         else:
@@ -276,11 +248,7 @@ class _Job:
             )
 
     def _stop(self) -> str | None:
-        """Stop the job, and wait until its commands have ended; a training writes a checkpoint.
-
-        Returns:
-            Why the job may still be running, or None.
-        """
+        """Stop the job, wait until its commands have ended, and return why it may still run, or None."""
         end_s = time.monotonic() + self.stop_s
         acceptance_end_s = time.monotonic() + ACCEPTANCE_S
         try:
@@ -299,7 +267,6 @@ class _Job:
         return None
 
     def _follow_log(self) -> None:
-        """Forward the log of the job while it runs, in a thread."""
         client_error: Any = import_module("aiohttp").ClientError
 
         async def follow() -> None:
@@ -324,7 +291,6 @@ class _Job:
         sys.stderr.flush()
 
     def _failure(self) -> LaunchError:
-        """Return the error of a job that ended without a result."""
         details = self._repeated(lambda: self._client.get_job_info(self.name))
         return LaunchError(
             f"the Ray job {self.name} ended with the status {details.status}: {_short(details.message)}",

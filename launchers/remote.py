@@ -1,7 +1,4 @@
-"""What launchers on other machines have in common: workers encode, and one training uses several machines.
-
-Tested through its subclasses.
-"""
+"""Base of launchers that encode and train on other machines; tested through its subclasses."""
 
 from __future__ import annotations
 
@@ -76,12 +73,6 @@ class RemoteLauncher(AccelerateLauncher):
     ) -> Sequence[str]:
         """Run `latentline encode` for each shard until all have ended, and return their last output.
 
-        Args:
-            context: Context of the step that waits for the workers.
-            settings: The recipe's `accelerate` settings.
-            encoding: Encoding of all workers; it contains the number of shards.
-            num_shards: Number of workers.
-
         Raises:
             LaunchError: The workers could not be started.
         """
@@ -93,17 +84,15 @@ class RemoteLauncher(AccelerateLauncher):
         job_file: Path,
         observer: Observer | None,
     ) -> None:
-        """Run a training until it has ended; by default, on the machine of the step.
-
-        Raises:
-            LatentlineError: See `Launch`.
-        """
+        """Run a training until it has ended, by default on the machine of the step; see `Launch`."""
         super().bind(context, settings, observer)(TRAINING_MODULE, job_file)
 
 
 def remote_environment(settings: AccelerateSettings) -> dict[str, str]:
     """Return `launch_environment` without the variables that refer to a process or file of this machine."""
     variables = launch_environment(settings, Path())
+
+    # A process on another machine would not find its parent, and end at once.
     return {
         name: value for name, value in variables.items() if name not in (PARENT_VARIABLE, ERROR_FILE_VARIABLE)
     }

@@ -1,7 +1,4 @@
-"""Encoding and training as jobs of Slurm.
-
-An encoding is a job array with one task per shard, a training one job with one task per machine. The command
-`sbatch --wait` ends with the job. Project, environment and scratch folder are at the same path on all nodes.
+"""Encoding as a job array of Slurm, and training as a job of several nodes.
 
 `.ci/clusters` tests it with Debian's Slurm 22.05.8 and two nodes on one machine, see
 tests/launchers/slurm_cluster.py. Not tested: GPUs, several machines, accounting with sacct.
@@ -85,11 +82,12 @@ class SlurmLauncher(RemoteLauncher):
         encoding: SharedEncoding,
         num_shards: int,
     ) -> Sequence[str]:
-        """See `RemoteLauncher.encode`; Slurm gives each task the index of its shard."""
+        """See `RemoteLauncher.encode`."""
         folder = self._job_folder(encoding.encoding_id)
         job = _Job(
             name=f"latentline-{encoding.encoding_id}",
             options=[*self.options, f"--array=0-{num_shards - 1}", f"--output={folder}/%a.txt"],
+            # Without --shard: the command reads its index from Slurm's variable.
             script=shlex.join([sys.executable, "-m", "pipeline.cli", "encode", str(encoding.address)]),
             outputs=[ForwardedOutput(folder / f"{index}.txt") for index in range(num_shards)],
             submission=ForwardedOutput(folder / "sbatch.txt"),
@@ -108,11 +106,7 @@ class SlurmLauncher(RemoteLauncher):
         job_file: Path,
         observer: Observer | None,
     ) -> None:
-        """See `RemoteLauncher.train`; `srun` starts one task on each node.
-
-        Raises:
-            LatentlineError: The job was rejected, failed or was cancelled; names job, node and cause.
-        """
+        """See `RemoteLauncher.train`; `srun` starts one task on each node."""
         cpus = self.cpu_options(settings)
         # The folder of a failed attempt stays, so that each attempt needs another one.
         folder = self._job_folder(f"{job_file.parent.name}-{uuid.uuid4().hex[:8]}")
@@ -122,6 +116,7 @@ class SlurmLauncher(RemoteLauncher):
         nodes = [f"--nodes={self.machines}", "--ntasks-per-node=1"]
         job = _Job(
             name=f"latentline-{folder.name}",
+            # Of equal options, Slurm uses the last one.
             options=[*cpus, *self.options, *nodes, f"--output={output.file}"],
             script=_TRAINING_STEP + shlex.join(command),
             outputs=[output],
@@ -148,7 +143,6 @@ class SlurmLauncher(RemoteLauncher):
         return [f"--cpus-per-task={num_processes * (settings.cpu_threads + LOADER_CPUS)}"]
 
     def _job_folder(self, name: str) -> Path:
-        """Return a new folder for the output of a job."""
         folder = Path(self.scratch, "slurm", name)
         folder.mkdir(parents=True)
         return folder
@@ -156,16 +150,7 @@ class SlurmLauncher(RemoteLauncher):
 
 @dataclass
 class _Job:
-    """A job of Slurm.
-
-    Attributes:
-        name: Unique name, by which the job is cancelled.
-        options: Options of `sbatch`; of equal ones, the last one counts.
-        script: Shell command of each task, or of the job if it starts tasks itself.
-        outputs: Output of the tasks.
-        submission: Output of `sbatch`.
-    """
-
+    # Unique: a job is cancelled by its name, because its id is unknown until Slurm has accepted it.
     name: str
     options: Sequence[str]
     script: str
@@ -180,13 +165,7 @@ class _Job:
         grace_s: float,
         observe: Callable[[bool], object] | None = None,
     ) -> int:
-        """Submit the job, wait for its end, and return the highest exit status of its tasks.
-
-        An interruption of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first cancels the job.
-
-        Raises:
-            LaunchError: There is no Slurm, it rejects the job, or `sbatch` was killed.
-        """
+        """Submit the job, wait for its end, and return the highest exit status of its tasks."""
         sbatch = ["sbatch", "--wait", *self.options, f"--job-name={self.name}"]
         sbatch += ["--wrap", self.script]
         log = StepLog(context)
@@ -201,6 +180,8 @@ class _Job:
                 if observe is not None:
                     observe(False)
                 time.sleep(POLL_S)
+
+            # The job of a killed sbatch continues. Raised here, so that it is cancelled below.
             if process.returncode < 0:
                 raise LaunchError(
                     f"sbatch, which waits for the Slurm job {self.name}, ended "
@@ -208,10 +189,13 @@ class _Job:
                     where=f"machine {platform.node()}",
                     fix="start the job again; finished work is kept",
                 )
+        # Also Dagster's stop, SIGINT and SIGTERM: no job may outlive its step.
         except BaseException as err:
             with uninterrupted():
                 problem = self._cancel(process, grace_s)
                 self._forward(final=True)
+
+            # After the cancellation, because a line of the log waits for Dagster's database.
             if problem is None:
                 log.info(f"cancelled the Slurm job {self.name} ({type(err).__name__})")
             else:
@@ -245,15 +229,7 @@ class _Job:
                 raise LaunchError(what, where="launcher: slurm", fix=WITHOUT_SLURM) from err
 
     def _cancel(self, process: subprocess.Popen[bytes], grace_s: float) -> str | None:
-        """Cancel the job, and wait until it has ended.
-
-        Args:
-            process: `sbatch --wait`. It may end while Slurm still waits for the job's processes.
-            grace_s: Time of a stopped training for its checkpoint.
-
-        Returns:
-            Why the job may still be running, or None.
-        """
+        """Cancel the job, wait until it has ended, and return why it may still be running, or None."""
         # Slurm sends SIGTERM, upon which a training writes a checkpoint, and SIGKILL after its `KillWait`.
         end_s = time.monotonic() + max(grace_s, KILL_WAIT_S)
         is_cancelled, refusal = False, None
@@ -276,25 +252,22 @@ class _Job:
         return problem
 
     def _is_known(self, process: subprocess.Popen[bytes]) -> bool:
-        """Return whether Slurm has accepted the job, or `sbatch` has ended."""
+        # An sbatch that has ended submits no job any more.
         return process.poll() is not None or job_id_in(self.submission.lines()) is not None
 
     def _why_running(self, process: subprocess.Popen[bytes], refusal: str | None) -> str | None:
-        """Return why the job, which was to be cancelled, may still be running, or None.
-
-        Args:
-            process: `sbatch --wait`.
-            refusal: Why `scancel` had no effect, or None.
-        """
+        """Return why a job may still be running, or None; `refusal` is why `scancel` had no effect."""
+        # `sbatch --wait` may end while Slurm still waits for the job's processes.
         failure, listed = answer("squeue", "--noheader", f"--name={self.name}")
         if listed:
             return refusal or "squeue still lists it"
+
+        # An sbatch that was killed proves nothing about its job.
         status = process.poll()
         has_ended = status is not None and status >= 0
         return None if has_ended else refusal or failure
 
     def last_output(self) -> list[str]:
-        """Return the last lines of `sbatch` and of each task."""
         lines = self.submission.lines()
         for output in self.outputs:
             lines += [f"{output.file.stem}: {line}" for line in output.lines() if line.strip()][-3:]
@@ -309,16 +282,15 @@ class _QueueLog:
     """Logs why a job is pending, until the first of its tasks has started."""
 
     def __init__(self, job: _Job, log: StepLog) -> None:
-        """Log about a job that was submitted just now."""
         self._job, self._log = job, log
         self._next_request_s = time.monotonic() + QUEUE_S
         self._shown = ""
         self._has_started = False
 
     def update(self) -> None:
-        """Log a new reason, or that the job has started if it was pending before; ask Slurm now and then."""
         if self._has_started:
             return
+
         # Slurm creates the file of a task's output when the task starts.
         self._has_started = any(output.file.exists() for output in self._job.outputs)
         if self._has_started:

@@ -59,10 +59,9 @@ class JobEnd:
     """How a job ended.
 
     Attributes:
-        job_id: Id of the job.
         state: State such as "FAILED" or "CANCELLED"; empty if Slurm no longer knows the job.
         status: Exit status, or minus the number of the signal that ended the job.
-        nodes: Nodes of the job, in Slurm's compact form.
+        nodes: Nodes of the job in Slurm's compact form, such as "n[1-2]".
         time_limit: Time limit, such as "04:00:00".
         silent_nodes: Nodes that have not confirmed the end of the job.
     """
@@ -84,12 +83,7 @@ def job_id_in(submission: Iterable[str]) -> str | None:
 
 
 def read_job_end(job_id: str, status: int) -> JobEnd:
-    """Return how a job ended, from `scontrol` or else `sacct`; only `status` if neither knows it.
-
-    Args:
-        job_id: Id of the job.
-        status: Exit status of `sbatch --wait`.
-    """
+    """Return how a job ended, from `scontrol` or else `sacct`; only its exit status if neither knows it."""
     # scontrol knows a job for some minutes after its end (`MinJobAge`), sacct for as long as the cluster
     # keeps records, if it keeps any.
     end = _end_known_to_scontrol(job_id)
@@ -103,7 +97,7 @@ def read_job_end(job_id: str, status: int) -> JobEnd:
 
 
 def _end_known_to_scontrol(job_id: str) -> JobEnd | None:
-    """Return the end of a job as soon as its nodes have confirmed it, which reveals its last state."""
+    # The last state is known only when the nodes have confirmed the end.
     end_s = time.monotonic() + COMPLETING_S
     while True:
         _, shown = answer("scontrol", "show", "job", "--oneliner", job_id)
@@ -142,19 +136,14 @@ def end_in_sacct(job_id: str, text: str) -> JobEnd | None:
 def job_error(end: JobEnd, name: str, output: Sequence[str]) -> LatentlineError:
     """Return the error of a training that failed or was cancelled.
 
-    Args:
-        end: How its job ended.
-        name: Name of the job.
-        output: Lines that its tasks, `srun` and Slurm printed.
-
-    Returns:
-        The error that `latentline train` printed, with the job and node, otherwise a LaunchError.
+    It is the error that `latentline train` printed, with the job and the node, otherwise a LaunchError.
     """
     cause, fix = _CAUSES.get(end.state, (f"ended {describe_status(end.status)}", ""))
     if end.state == "TIMEOUT" and end.time_limit:
         cause += f" of {end.time_limit}"
     place = f"Slurm job {end.job_id} ({name}), {_nodes(end, output)}"
 
+    # Processes that Slurm stopped print errors too, which are not the cause.
     error = error_in_output(output)
     if error is not None and end.state not in _CAUSES:
         return type(error)(error.what, where=f"{place}\n{error.where}", fix=f"{error.fix}; {RESUME}")
@@ -179,7 +168,7 @@ def first_failed_node(output: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _nodes(end: JobEnd, output: Sequence[str]) -> str:
-    """Return the node that failed, or all nodes of the job if it is not known."""
+    # A lost node also fails the tasks of other nodes, which srun then reports.
     if end.silent_nodes:
         return f"node {end.silent_nodes}: no answer, it may be lost"
     failed = first_failed_node(output)
@@ -197,7 +186,7 @@ def _status(exit_code: str) -> int:
 
 
 def answer(*command: str) -> tuple[str | None, str]:
-    """Return why one of Slurm's commands failed or None, and its output, empty after a failure."""
+    """Run one of Slurm's commands; return why it failed or None, and its output, empty after a failure."""
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,4 @@
-"""Entry point of the job: `python -m launchers.ray_job <RayWork as JSON>`.
-
-Tested with the driver.
-"""
+"""Entry point of the job: `python -m launchers.ray_job <RayWork as JSON>`; tested with the driver."""
 
 from __future__ import annotations
 

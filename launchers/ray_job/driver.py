@@ -1,12 +1,9 @@
 """The driver of the job: one Ray task for each command.
 
-    driver       this module, on one node, often the head
     task 0       latentline encode <encoding> --shard 0/2, or latentline train <job file> --rank 0 ...
     task 1       the same for shard 1/2 or rank 1; the machines of a training are on different nodes
 
 The output of all commands goes through an actor to the log of the job, and its last line is the result.
-SIGTERM to the driver, with which Ray stops a job, stops all commands. Commands end with the process of their
-task, and Ray ends the tasks with the driver.
 
 `.ci/clusters` tests it with Ray 2.60.0 and a cluster of two nodes on one machine, see
 tests/launchers/ray_cluster.py. Not tested: GPUs, several machines.
@@ -57,7 +54,7 @@ class Ended:
     Attributes:
         status: Exit status, or minus the number of the signal that ended the command.
         error: Error in the form of `error_to_json`; None after success.
-        last_output: Last lines that it printed; empty after success.
+        last_output: Last lines; empty after success.
     """
 
     status: int
@@ -88,7 +85,7 @@ def main(work_json: str) -> int:
     # The output of tasks reaches the log through `Output`, complete and in order.
     ray.init(log_to_driver=False)
 
-    # After `init`, which sets handlers of its own.
+    # After `init`, which sets handlers of its own. Ray stops a job with SIGTERM to this process.
     with stop_signals() as stopped:
         try:
             result = Driver(ray, work, stopped).run()
@@ -103,24 +100,14 @@ def main(work_json: str) -> int:
 
 @dataclass
 class Driver:
-    """Runs the commands of a job.
-
-    Attributes:
-        ray: The package ray, connected to the cluster.
-        work: The commands.
-        stopped: Signals that have been received; the first one stops the commands.
-    """
+    """Runs the commands of a job; the first signal in `stopped` stops them."""
 
     ray: Any
     work: RayWork
     stopped: Sequence[signal.Signals]
 
     def run(self) -> JobResult:
-        """Run all commands, and return their result.
-
-        Raises:
-            LaunchError: The cluster does not have the resources.
-        """
+        """Run all commands, and return their result; a cluster that is too small is a LaunchError."""
         # Without CPUs, so that it starts on a busy cluster as well.
         output = self.ray.remote(num_cpus=0)(Output).remote()
         tasks = self._encoding(output) if self.work.kind == "encode" else self._training(output)
@@ -133,7 +120,7 @@ class Driver:
         return JobResult(errors[0] if errors else None, lines[-OUTPUT_TAIL_LINES:])
 
     def _encoding(self, output: Any) -> dict[Any, str]:
-        """Start a task for each shard, and return their names by task. It runs as soon as a node is free."""
+        # A task runs as soon as a node is free. An empty task first shows that a node is large enough.
         options = _task_options(self.work) | {"scheduling_strategy": "SPREAD"}
         if not self._has_room(self.ray.remote(**options)(nothing).remote()):
             return {}
@@ -141,7 +128,7 @@ class Driver:
         return self._start([options] * self.work.number, output)
 
     def _training(self, output: Any) -> dict[Any, str]:
-        """Start a task on each of several nodes, and return their names by task."""
+        # STRICT_SPREAD gives each machine a node of its own.
         group = self.ray.util.placement_group(
             [dict(self.work.resources)] * self.work.number, strategy="STRICT_SPREAD"
         )
@@ -154,6 +141,8 @@ class Driver:
             | {"max_retries": 0}
             for index in range(self.work.number)
         ]
+
+        # Machine 0 listens, so the meeting point is an address of its node.
         master = self.ray.get(self.ray.remote(**options[0])(free_address).remote())
         return self._start(options, output, master)
 
@@ -165,25 +154,20 @@ class Driver:
         return tasks
 
     def _has_room(self, ready: Any) -> bool:
-        """Wait for a reference that needs the resources; return False if the job is stopped before.
-
-        Raises:
-            LaunchError: After `wait_s`, the nodes would not have the resources even if they were free.
-        """
+        """Wait for a reference that needs the resources; return False if the job is stopped before."""
         end_s = time.monotonic() + self.work.wait_s
         print(f"waiting for {self.work.shown_resources()}", flush=True)  # noqa: T201 - the log of the job
         while not self.ray.wait([ready], timeout=POLL_S)[0]:
             if self.stopped:
                 return False
+
+            # A cluster that is large enough but busy has no time limit.
             if time.monotonic() > end_s and not self.work.fits(self.ray.nodes()):
                 raise no_room(self.work, self.ray.nodes())
         return True
 
     def _wait(self, tasks: Mapping[Any, str], output: Any) -> dict[str, Ended]:
-        """Print the output until all tasks have ended, and return their ends by name, the earliest first.
-
-        A stop of the job, and the failure of one machine of a training, stops the other tasks.
-        """
+        """Print the output until all tasks have ended, and return their ends by name, the earliest first."""
         ends: dict[str, Ended] = {}
         pending = list(tasks)
         failed_s: float | None = None
@@ -194,6 +178,7 @@ class Driver:
             for line in self.ray.get(output.take.remote()):
                 print(line, flush=True)  # noqa: T201 - the log of the job
 
+            # The shards of an encoding are independent, while a training ends with its first machine.
             if failed_s is None and self.work.kind == "train" and any(end.status for end in ends.values()):
                 failed_s = time.monotonic()
             is_overdue = failed_s is not None and time.monotonic() > failed_s + END_TOGETHER_S
@@ -219,10 +204,7 @@ class Driver:
 
 
 def run_command(work: RayWork, index: int, master: str, output: Any) -> Ended:
-    """Run a command in a task, until it ends or the task is cancelled.
-
-    Ray cancels a task with SIGINT in its process, upon which the command is stopped.
-    """
+    """Run a command in a task, until it ends or the task is cancelled."""
     ray: Any = import_module("ray")
     name = work.name(index)
 
@@ -231,6 +213,8 @@ def run_command(work: RayWork, index: int, master: str, output: Any) -> Ended:
         output.put.remote(f"{name}: {line}")
 
     show(f"started on {socket.gethostname()}")
+
+    # Ray cancels a task with SIGINT to its process, which stops the command.
     ended = run_with_error(work.command(index, master), work.grace_s, show)
     # This one is awaited: calls of one task are processed in order, so all lines have arrived then.
     ray.get(output.put.remote(f"{name}: ended {describe_status(ended.status)}"))
@@ -241,6 +225,8 @@ def run_with_error(command: Sequence[str], grace_s: float, show: Callable[[str],
     """Run a command until it ends or this process receives a stop signal, with an error if it fails."""
     with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
         error_file, output_file = Path(folder) / "error.json", Path(folder) / "output.txt"
+
+        # The command must not outlive this process, which Ray ends together with the driver.
         variables = {ERROR_FILE_VARIABLE: str(error_file), PARENT_VARIABLE: str(os.getpid())}
         status, _ = run_in_foreground(
             command, {**os.environ, **variables}, output_file=output_file, grace_s=grace_s, show=show
@@ -284,5 +270,4 @@ def no_room(work: RayWork, nodes: Iterable[Mapping[str, Any]]) -> LaunchError:
 
 
 def _task_options(work: RayWork) -> dict[str, Any]:
-    """Return the options of a Ray task that reserve the resources."""
     return {"num_cpus": work.resources.get("CPU", 0), "num_gpus": work.resources.get("GPU", 0)}

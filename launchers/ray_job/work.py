@@ -1,8 +1,4 @@
-"""Messages between the Ray launcher and the driver of its job: the commands, and their result.
-
-`.ci/clusters` tests it with Ray 2.60.0 and a cluster of two nodes on one machine, see
-tests/launchers/ray_cluster.py. Not tested: GPUs, several machines.
-"""
+"""Messages between the Ray launcher and the driver of its job, as JSON; tested with the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ class RayWork:
     """The commands of one job.
 
     Attributes:
-        kind: Command of `latentline`.
         argument: Path or address of the encoding, or path of the training's job file.
         number: Number of shards or machines.
         resources: CPUs and GPUs that Ray reserves for each command, such as {"CPU": 1, "GPU": 1}.
@@ -64,11 +59,7 @@ class RayWork:
         return cls(**json.loads(text))
 
     def fits(self, nodes: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether the cluster could run the commands if it did nothing else.
-
-        Args:
-            nodes: Nodes as in the result of `ray.nodes()`.
-        """
+        """Return whether `nodes` of `ray.nodes()` could run the commands if they did nothing else."""
         large_enough = [
             node
             for node in nodes
