@@ -11,9 +11,7 @@ from contextlib import contextmanager
 def in_background(work: Callable[[threading.Event], object], *, name: str) -> Generator[None]:
     """Run `work` in a thread during the body, and wait for its end, however the body ends.
 
-    Args:
-        work: Function that returns soon after the event that it receives is set. It handles its own errors.
-        name: Name of the thread.
+    `work` must return soon after the event that it receives is set, and handle its own errors.
     """
     ended = threading.Event()
     thread = threading.Thread(target=work, args=(ended,), name=name, daemon=True)

@@ -18,7 +18,7 @@ class LatentlineError(Exception):
     """
 
     def __init__(self, what: str, *, where: str, fix: str) -> None:
-        """Store the three parts without secrets and control characters; `str` of the error is `text()`."""
+        # The parts contain names and addresses from outside, and appear on terminals, in logs and in the UI.
         self.what, self.where, self.fix = (
             printable_lines(without_secrets(part)) for part in (what, where, fix)
         )
@@ -33,7 +33,7 @@ class LatentlineError(Exception):
         return f"{self.what}\n  fix:   {_indented(self.fix)}\n  where: {_indented(self.where)}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild the error from its three parts, so that it can be sent between processes."""
+        # The default would call the class with the text alone, and no error could be sent between processes.
         return (_rebuild, (type(self), self.what, self.where, self.fix))
 
 
@@ -94,12 +94,9 @@ class DrawingError(LatentlineError):
 
 
 def counted(number: int, thing: str, things: str | None = None) -> str:
-    """Return `number` with the matching form of a noun: "1 image", "1,234 images".
+    """Return `number` with the matching form of a noun, "1 image" or "1,234 images".
 
-    Args:
-        number: Number of things, at least 0.
-        thing: Singular; may include a verb, such as "image has".
-        things: Plural; `thing` with an s by default.
+    The singular may include a verb, such as "image has". The default plural is the singular with an s.
     """
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
@@ -110,6 +107,7 @@ def verb(number: int, one: str, several: str) -> str:
 
 
 def _indented(text: str) -> str:
+    # As wide as "  where: " and "  fix:   ", so that further lines are aligned with the first one.
     return text.strip().replace("\n", "\n         ")
 
 

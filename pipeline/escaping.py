@@ -1,8 +1,7 @@
 """Text from outside, such as file names, captions and addresses, made safe for each place that shows it.
 
-Three things must not happen where a text is shown: a terminal obeys a control character, a page runs markup
-or loads a picture that a name contains, and a reader sees the letters of a name in another order. Passwords
-and query strings of addresses are hidden as well, because reports and logs are shared.
+A terminal must not obey control characters, a page must not run markup or load pictures from a name, and
+letters must not appear in another order.
 """
 
 from __future__ import annotations
@@ -46,6 +45,8 @@ def printable_lines(text: str) -> str:
 def json_text(value: Any) -> str:
     """Return a JSON-serializable value as indented JSON that is safe to print."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+
+    # JSON escapes the ASCII control characters only. Characters that reverse the direction of text remain.
     return "".join(
         letter if letter == "\n" or not _is_invisible(letter) else json.dumps(letter)[1:-1] for letter in text
     )
@@ -75,6 +76,7 @@ def html_text(text: str) -> str:
 
 def markdown_text(text: str) -> str:
     """Return `text` on one line such that Markdown shows it verbatim; for file names and captions."""
+    # HTML first: Markdown passes tags and entities through.
     plain = html.escape(printable(text), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", plain)
 
@@ -88,6 +90,8 @@ def inactive_markdown(text: str) -> str:
 def markdown_code(text: str) -> str:
     """Return `text` on one line as inline code, which Markdown shows verbatim."""
     shown = printable(text)
+
+    # A run of backticks in the text ends the code, unless the fence is longer.
     longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
     fence = "`" * (longest + 1)
     return f"{fence} {shown} {fence}" if longest else f"`{shown}`"
@@ -104,6 +108,8 @@ def without_secrets(text: str) -> str:
     """Return `text` with `***` for the passwords and query strings of the addresses in it."""
     if "://" not in text:
         return text
+
+    # Signed links have their secrets in the query.
     return _QUERY.sub(r"\1?***", _USERINFO.sub(_hide_userinfo, text))
 
 

@@ -1,8 +1,7 @@
 """Files that release 0.2.0 wrote in another form, converted to the form of this version.
 
-Cache entries and finished runs of 0.2.0 stay usable. Their keys and ids are unchanged, see `RECIPE_FACTS` in
-`trained_lora/fingerprint.py`. No other code reads an older form. In particular, an unfinished run of another
-version does not resume.
+No other code reads an older form. The keys of cache entries and the ids of finished runs are unchanged
+(`RECIPE_FACTS` in `trained_lora/fingerprint.py`). An unfinished run of another version does not resume.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ SINCE_0_3: Mapping[str, Any] = {"negative": None, "references": ()}
 
 
 def migrated_order(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a run's `order.json` with the settings of its preview prompts.
-
-    `latentline sample` draws with the recipe and the prompts of a finished run.
-    """
+    """Return the content of a run's `order.json` with all settings of its preview prompts."""
+    # `latentline sample` draws with the recipe and the prompts of a finished run.
     return {**order, "prompts": [{**SINCE_0_3, **prompt} for prompt in order["prompts"]]}

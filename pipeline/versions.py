@@ -1,8 +1,6 @@
-"""Versions of the code that determines results.
+"""Versions of the code that determines results: raise one by hand when the same input would give others."""
 
-Raise one by hand when the same input would give other results. Definitions read them while
-loading, so this module imports nothing.
-"""
+# Definitions read the versions while they load, so this module imports nothing.
 
 PREPROCESSING_VERSION = 1
 """Version of image preprocessing, part of every latent's key. A golden-pixel test shows when to raise it."""

@@ -1,8 +1,7 @@
 """Checks of aspect_buckets: conservation, valid sizes, possible batches, crop loss.
 
-To add a check, such as a gate on the number of buckets: write a function here that returns an `Outcome`,
-and add it to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the
-same name in `pipeline/recipe/check_specs.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+A new check is a function here, an item of `outcomes` in `run`, its columns in `_COLUMNS`, and a declaration
+under the same name in `pipeline/recipe/check_specs.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,10 @@ _COLUMNS = (
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """Return one finding per check of aspect_buckets, from its table and the base model's configuration.
-
-    Raises:
-        TableError: The table of validated_dataset or aspect_buckets does not exist.
-        ModelError: The base model does not exist, or its family is not supported.
-    """
+    """Return one finding per check of aspect_buckets, from its table and the base model's configuration."""
     from pipeline.cache.recipe_entries import RecipeEntries
 
+    # The holdout never separates near duplicates, so the samples in it follow from their groups.
     has_holdout = any(dataset.validation_fraction for dataset in context.recipe.datasets)
     table = context.tables.read(STAGE, (*_COLUMNS, "duplicate_group") if has_holdout else _COLUMNS)
     rejected = context.tables.read_rejected(STAGE)["sample_id"]
@@ -60,7 +55,6 @@ def run(context: CheckContext) -> list[Finding]:
 
 
 def _shape_uniformity(recipe: Recipe, table: pl.DataFrame, multiple: int) -> Outcome:
-    """Check that each bucket has the one size in its name, a valid multiple, and that crops are inside."""
     # A bucket's name is its size. Training stacks the latents of a bucket, so a second size would fail there.
     sizes = table.group_by("bucket", "target_height", "target_width").len().sort("bucket")
     ambiguous = sizes.filter(pl.col("bucket").is_duplicated())["bucket"].unique().sort()
@@ -99,10 +93,10 @@ def _shape_uniformity(recipe: Recipe, table: pl.DataFrame, multiple: int) -> Out
 
 
 def _file_size_outliers(table: pl.DataFrame) -> Outcome:
-    """Warn about buckets with far fewer samples than the rest; a large bucket is not a problem."""
     counts = table.group_by("bucket").len("samples").sort("samples", "bucket")
     result = outliers(counts["samples"].to_numpy())
-    # Without outliers, `low` is below every count.
+
+    # A bucket with far more samples is not a problem. Without outliers, `low` is below every count.
     few = counts.filter(pl.Series(result.mask, dtype=pl.Boolean) & (counts["samples"] < result.low))
 
     numbers = {"buckets": len(counts), "median": result.median if np.isfinite(result.median) else 0.0}
@@ -116,7 +110,6 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
 
 
 def _draws(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
-    """Return the number of draws per epoch of each bucket with any (columns bucket, draws)."""
     # Held-out samples are drawn 0 times: a bucket of them alone is not trained and needs no batch.
     draws = table.select("bucket", draws=times_drawn(table, recipe.datasets))
     counts = draws.group_by("bucket").agg(pl.col("draws").sum())
@@ -173,7 +166,6 @@ def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
 
 
 def _underfilled(recipe: Recipe, table: pl.DataFrame) -> Outcome:
-    """Warn about buckets with partial batches only, or with batches of repetitions of a few images."""
     few, numbers = _batches(recipe, table)
     if few.is_empty():
         return Outcome(True, f"every bucket fills {_full_batch(recipe)}", numbers=numbers)
@@ -184,7 +176,6 @@ def _underfilled(recipe: Recipe, table: pl.DataFrame) -> Outcome:
 
 
 def _crop_loss(recipe: Recipe, table: pl.DataFrame) -> Outcome:
-    """Warn about images that lose more than `buckets.max_crop_loss` to the crop, worst first."""
     limit = recipe.buckets.max_crop_loss
     above = table.filter(pl.col("crop_loss") > limit).sort("crop_loss", "sample_id", descending=[True, False])
     worst = table["crop_loss"].to_numpy().max() if len(table) else 0.0
@@ -212,7 +203,6 @@ def _crop_loss(recipe: Recipe, table: pl.DataFrame) -> Outcome:
 
 
 def _slider_pairs(recipe: Recipe, table: pl.DataFrame) -> Outcome:
-    """Warn about images of a slider without an image of the opposite."""
     scales = slider_scales(recipe)
     if not scales:
         return Outcome(True, "no dataset has a slider")

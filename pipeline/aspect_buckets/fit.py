@@ -33,12 +33,9 @@ MAX_COST_RATIO = 1.03
 
 @dataclass(frozen=True)
 class SizeConstraints:
-    """Constraints on the sizes of a list.
+    """Constraints on the sizes of a list, as in the section `buckets`.
 
     Attributes:
-        resolution: Pixel budget, as the edge of a square.
-        step: Edges are multiples of this number of pixels.
-        max_aspect_ratio: Largest ratio of long to short edge.
         mirrored: True if each size must come with its transposed.
     """
 
@@ -59,19 +56,10 @@ class FittedList:
 def fitted_lists(
     dataset: Dataset, constraints: SizeConstraints, numbers: Iterable[int]
 ) -> dict[int, FittedList]:
-    """Return the best list with at most that many sizes for each of `numbers`.
+    """Return the best list with at most that many sizes for each of `numbers`; some may have none.
 
-    The best list is the one with the least cost. If it enlarges more images than the ladder of step 64, the
-    search is repeated with a higher weight on enlarged images. A list that enlarges no more images than the
-    ladder is then preferred if it costs at most `MAX_COST_RATIO` times the least cost.
-
-    Args:
-        dataset: Images that the sizes are fitted to.
-        constraints: Constraints on the sizes.
-        numbers: Maximum numbers of sizes, each at least 1.
-
-    Returns:
-        Lists by maximum number; numbers without a list are missing.
+    A list that enlarges no more images than the ladder of step 64 is preferred to the list of least cost if
+    it costs at most `MAX_COST_RATIO` times as much.
 
     Raises:
         BucketError: The dataset is empty, the resolution is not a multiple of the step, or batches are too
@@ -87,6 +75,8 @@ def fitted_lists(
     pending = sorted(set(numbers))
     fits: list[FittedList] = []
     best: dict[int, FittedList] = {}
+
+    # Each search weighs enlarged images more than the search before it, and the lists of all are compared.
     for weights in SEARCHES:
         lists = best_lists(dataset, sizes, pending[-1], mirrored=constraints.mirrored, weights=weights)
         fits += [FittedList(each, measure_fit(placement_in(each), dataset)) for each in lists.values()]
@@ -100,8 +90,7 @@ def fitted_lists(
 
 
 def _best_of(fits: list[FittedList], numbers: list[int], max_upscaled: float) -> dict[int, FittedList]:
-    """Return the best of `fits` for each maximum number of sizes."""
-
+    # The lists of all searches are compared by the default weights.
     def rank(fit: FittedList) -> tuple[float, int]:
         return fit.quality.cost, len(fit.sizes)
 

@@ -18,11 +18,7 @@ Floats = npt.NDArray[np.float64]
 class Weights:
     """Weights of enlarged images and partial batches relative to crop loss, which has weight 1.
 
-        cost = mean crop loss + upscaled * fraction enlarged + partial * fraction in partial batches
-
-    Attributes:
-        upscaled: Weight of enlarged images, at least 0.
-        partial: Weight of samples in partial batches, at least 0.
+    cost = mean crop loss + upscaled * fraction enlarged + partial * fraction in partial batches
     """
 
     upscaled: float
@@ -60,7 +56,6 @@ class Dataset:
     batch_size: int
 
     def __len__(self) -> int:
-        """Return the number of images N."""
         return len(self.height)
 
 
@@ -114,16 +109,8 @@ def candidates(
 ) -> list[Size]:
     """Return sizes with edges in multiples of `step` and an area in `AREA_RANGE`, each with its transposed.
 
-    Aspect ratios without such a size, because of a large step, get the size of the ladder.
-
-    Args:
-        resolution: Edge of the square with the pixel budget; a multiple of `step`.
-        step: Step in pixels.
-        max_aspect_ratio: Largest ratio of long to short edge, at least 1.
-        spacing: Minimum distance between two sizes in log aspect ratio.
-
-    Returns:
-        Sizes by aspect ratio, from the tallest, without equal aspect ratios.
+    They are in the order of their aspect ratios, from the tallest, at least `spacing` apart in log aspect
+    ratio.
 
     Raises:
         BucketError: `resolution` is not a multiple of `step`.

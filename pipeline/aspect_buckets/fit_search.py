@@ -80,19 +80,14 @@ def best_lists(
     mirrored: bool,
     weights: Weights = WEIGHTS,
 ) -> dict[int, tuple[Size, ...]]:
-    """Return the list of least cost for each number of sizes up to `most`.
-
-    Crop loss is approximated by 1 - exp(-|log ratio of aspect ratios|), which ignores the rounding of edges.
+    """Return the list of least cost for each number of sizes up to `most`; some may have none.
 
     Args:
         dataset: At least one image.
-        sizes: Candidates by aspect ratio, each with its transposed.
-        most: Maximum number of sizes, at least 1.
+        sizes: Candidates by aspect ratio from the tallest, each with its transposed.
+        most: Maximum number of sizes.
         mirrored: True if each size must come with its transposed.
         weights: Weights of the cost.
-
-    Returns:
-        Lists by number of sizes, from the tallest size to the widest; numbers without a list are missing.
     """
     gaps = _gaps(dataset, sizes, weights.upscaled)
     steps_of = _mirrored_steps if mirrored else _free_steps
@@ -131,7 +126,8 @@ def _gaps(dataset: Dataset, sizes: Sequence[Size], upscaled: float) -> _Gaps:
     left, right = np.zeros((number, number)), np.zeros((number, number))
     first, last = np.zeros(number), np.zeros(number)
     for index, (target_height, target_width) in enumerate(targets):
-        # Cost of each image in this bucket. Cumulative sums give the cost of any slice as a difference.
+        # Cost of each image in this bucket. The crop loss ignores the rounding of edges, so it depends on the
+        # aspect ratios only. Cumulative sums give the cost of any slice as a difference.
         is_enlarged = np.maximum(target_height / height, target_width / width) > 1
         image_cost = 1 - np.exp(-np.abs(logs - target_logs[index])) + upscaled * is_enlarged
         cumulative = np.concatenate([[0.0], np.cumsum(image_cost)])
@@ -153,7 +149,6 @@ def _gaps(dataset: Dataset, sizes: Sequence[Size], upscaled: float) -> _Gaps:
 
 
 def _free_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
-    """Return the walk over single candidates, with one remainder."""
     number = len(gaps.first_cost)
     remainder = np.arange(batch)
 
@@ -172,10 +167,7 @@ def _free_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
 
 
 def _mirrored_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
-    """Return the walk over pairs of a tall candidate and its transposed; a square is a pair by itself.
-
-    The two remainders are coded as tall + batch * wide.
-    """
+    """Return the walk over pairs of a tall candidate and its transposed; a square is a pair by itself."""
     number = len(gaps.first_cost)
     half = (number + 1) // 2
     tall, wide = np.arange(half), number - 1 - np.arange(half)
@@ -190,7 +182,7 @@ def _mirrored_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
     to_inner_tall, to_inner_wide = gaps.to_right[tall_gaps], gaps.to_left[wide_gaps].T
     gap_cost = gaps.cost[tall_gaps] + gaps.cost[wide_gaps].T
 
-    # The outer pair is complete when the inner pair is placed.
+    # The outer pair is complete when the inner pair is placed. A code is tall + batch * wide remainder.
     codes = np.arange(batch * batch)
     tall_remainder, wide_remainder = codes % batch, codes // batch
     partial = (tall_remainder[:, None, None] + to_outer_tall[None]) % batch
@@ -232,10 +224,8 @@ def _only_rightwards(cost: Floats) -> Floats:
 
 
 def _search(steps: _Steps, most: int) -> tuple[Floats, Ints]:
-    """Return the least cost of reaching each state and the state before it, both (most + 1, R, M).
-
-    The first index is the number of sizes so far. A previous state is coded as position * R + remainders.
-    """
+    """Return the least cost of reaching each state and the state before it, by number of sizes so far."""
+    # Both are (most + 1, R, M). A previous state is coded as position * R + remainders.
     num_codes, num_positions = steps.end_cost.shape
     positions = np.arange(num_positions)
     total = np.full((most + 1, num_codes, num_positions), np.inf)
@@ -270,7 +260,6 @@ def _search(steps: _Steps, most: int) -> tuple[Floats, Ints]:
 
 
 def _path(steps: _Steps, previous: Ints, number: int, code: int, position: int) -> list[int]:
-    """Return the positions of the list of `number` sizes that ends in the given state, last one first."""
     num_codes = steps.end_cost.shape[0]
     positions = [position]
     while number > steps.num_sizes[position]:
@@ -282,7 +271,6 @@ def _path(steps: _Steps, previous: Ints, number: int, code: int, position: int) 
 
 
 def _sizes_at(positions: Sequence[int], sizes: Sequence[Size], *, mirrored: bool) -> tuple[Size, ...]:
-    """Return the sizes at the positions, and their transposed if mirrored, in the order of `sizes`."""
     chosen = {sizes[position] for position in positions}
     if mirrored:
         chosen |= {size.transposed for size in chosen}

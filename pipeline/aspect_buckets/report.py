@@ -53,11 +53,6 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Pat
     """Write the bucket table and the pictures, unless they are up to date, and return their folder.
 
     An image that cannot be read any more is shown as an empty frame.
-
-    Args:
-        recipe: Recipe of the table; its batch size and repeats decide how full the batches are.
-        table: Table of aspect_buckets.
-        log: Receives progress messages.
     """
     folder = recipe.output_dir / "reports" / FOLDER
     digest_file = folder / _DIGEST_FILE
@@ -127,12 +122,13 @@ def _sheet_images(rows: pl.DataFrame, sources: Mapping[str, Source]) -> list[She
 
 
 def _crops_sheet(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame, log: Log) -> bytes:
-    """Return a sheet with one row per bucket: images evenly spaced from its largest to its smallest loss."""
     sheet_rows: list[SheetRow] = []
     sources = sources_of(recipe)
     by_loss = table.sort("crop_loss", "sample_id", descending=[True, False])
     for bucket, num_samples in buckets.select("bucket", "samples").head(NUM_BUCKETS_SHOWN).iter_rows():
         samples = by_loss.filter(pl.col("bucket") == bucket)
+
+        # Evenly spaced, so that the row shows the bucket's largest loss, its smallest, and losses between.
         number = min(IMAGES_PER_ROW, len(samples))
         indices = [round(index * (len(samples) - 1) / max(1, number - 1)) for index in range(number)]
         images = _sheet_images(samples[indices], sources)
@@ -154,7 +150,6 @@ def _worst_crops_sheet(recipe: Recipe, table: pl.DataFrame, log: Log) -> bytes:
 
 
 def _sizes_chart(table: pl.DataFrame) -> bytes:
-    """Return a chart of original widths and heights on logarithmic axes, with a line per bucket."""
     figure, axes = chart()
 
     points = table.sample(min(MAX_POINTS, len(table)), seed=0)

@@ -33,8 +33,7 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
     """Return the bucket, resized size and crop of each sample of validated_dataset.
 
     A sample has one row, or with `per_image: each` one row per resolution that it fills. The result depends
-    only on the sample's size, id and focus point and on the recipe's bucket settings. Images that `upscale`
-    does not allow to be enlarged are rejected if `small_images: reject` is set.
+    only on the sample's size, id and focus point and on the recipe's bucket settings.
 
     Raises:
         BucketError: The bucket settings allow no bucket.
@@ -103,7 +102,6 @@ def _rejected_row(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _buckets_text(counts: dict[str, int]) -> str:
-    """Return the number of buckets, and of the samples in the largest ones, on one line."""
     largest = [f"{name} {count:,}" for name, count in list(counts.items())[:MAX_LOGGED_BUCKETS]]
     if len(counts) > MAX_LOGGED_BUCKETS:
         largest.append(f"{len(counts) - MAX_LOGGED_BUCKETS:,} more in the report")
@@ -111,7 +109,7 @@ def _buckets_text(counts: dict[str, int]) -> str:
 
 
 def _report(table: pl.DataFrame, counts: dict[str, int], num_rejected: int) -> Report:
-    """Return the stage's report; crop loss is a fraction of the resized area, `upscaled` of the rows."""
+    # Crop loss is a fraction of the resized area, `upscaled` a fraction of the rows.
     num_samples = table["sample_id"].n_unique()
     return {
         "samples": num_samples,

@@ -1,8 +1,4 @@
-"""Results of checks: outcomes, gates that a recipe allows, and reports for terminals and machines.
-
-A stage's `checks.run(context)` reads the tables and files of one asset, computes an `Outcome` per check and
-returns `findings(context, asset, outcomes)`.
-"""
+"""Results of checks: outcomes, gates that a recipe allows, and reports for terminals and machines."""
 
 from __future__ import annotations
 
@@ -36,11 +32,8 @@ class CheckContext:
     """Inputs of a check. A check reads its files itself, so that it can run alone.
 
     Attributes:
-        recipe: Recipe of the checked asset.
-        tables: Tables of the recipe's output folder.
         reports: Reports by asset that take precedence over the report files.
         sources: False if the dataset files must not be read; checks that need them then pass.
-        log: Receives the progress of long checks.
     """
 
     recipe: Recipe
@@ -59,7 +52,6 @@ class Outcome:
     """Result of one check, before `checks.allow` is applied.
 
     Attributes:
-        passed: True if the check found no problem.
         summary: One sentence with the numbers that were measured.
         fix: Suggested fixes, most useful first; empty if passed.
         rows: Offending samples, buckets or files, one flat mapping each, worst first.
@@ -80,11 +72,7 @@ class Finding:
     """Result of one check, with `checks.allow` applied.
 
     Attributes:
-        name: Name of the check, as in `check_specs.SPECS`.
-        passed: True if the check found no problem.
         severity: Effect of a failure: "error" closes the gate, "warn" does not.
-        summary: One sentence with the numbers that were measured.
-        fix: Suggested fixes; empty if passed.
         rows: The first `MAX_ROWS` offending rows.
         numbers: JSON-serialisable figures for machines, including `num_rows`.
     """
@@ -140,11 +128,7 @@ def _finding(spec: CheckSpec, outcome: Outcome, *, allowed: bool) -> Finding:
 
 
 def closed_gates_error(closed: Mapping[str, Sequence[Finding]]) -> GateClosedError:
-    """Return one error for all closed gates.
-
-    Args:
-        closed: The findings of closed gates by asset; at least one finding.
-    """
+    """Return one error for all closed gates, given their findings by asset."""
     assert any(closed.values()), "no gate is closed"
     all_findings = [finding for asset_findings in closed.values() for finding in asset_findings]
 
@@ -155,6 +139,7 @@ def closed_gates_error(closed: Mapping[str, Sequence[Finding]]) -> GateClosedErr
         for finding in asset_findings:
             where |= dict.fromkeys(_row_lines(finding))
 
+    # Several gates often have the same fix, such as to start the job again.
     gates_by_fix: dict[str, list[str]] = {}
     for finding in all_findings:
         gates_by_fix.setdefault(finding.fix, []).append(finding.name)
@@ -167,7 +152,7 @@ def closed_gates_error(closed: Mapping[str, Sequence[Finding]]) -> GateClosedErr
 
 
 def _row_lines(finding: Finding) -> list[str]:
-    """Return one line for each of the first rows, without their fixes, which the finding repeats."""
+    # Without the fixes of rows, which the finding's own fix repeats.
     lines = [
         ", ".join(str(value) for name, value in row.items() if name != "fix" and value not in (None, ""))
         for row in finding.rows[:MAX_NAMED_ROWS]
@@ -182,11 +167,6 @@ def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) ->
     `checks` holds the fields of each finding in order, plus `gate` (the check is a gate) and `closed`.
     `gates_passed`, `gates_closed` and `warnings` count them. A failed gate that the recipe allows counts as a
     warning.
-
-    Args:
-        output_dir: The recipe's output folder.
-        asset: Name of the checked asset.
-        findings: The findings of all its checks.
     """
     gates = {spec.name for spec in SPECS[asset] if spec.gate}
     content = {

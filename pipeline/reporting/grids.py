@@ -39,7 +39,7 @@ def picture_grid(
     Args:
         rows: Label and pictures of each row, from top to bottom. A missing picture is None.
         headings: Texts above the columns, which are wrapped to the width of a cell.
-        title: Line above the grid; empty for none.
+        title: Text above the grid; empty for none.
         cell_px: Edge of the square that each picture is fitted into.
     """
     from PIL import Image, ImageDraw

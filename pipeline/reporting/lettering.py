@@ -1,7 +1,4 @@
-"""Text on pictures: the font, and lines that fit a width.
-
-A letter that the font lacks, such as a Chinese one, is drawn as a box.
-"""
+"""Text on pictures: the font, and lines that fit a width."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ def font(size_px: int) -> FreeTypeFont:
     import matplotlib
     from PIL import ImageFont
 
-    # Matplotlib's font, because Pillow's own one has ASCII letters only.
-    # The basic layout draws one letter after another and accepts any text; it needs no further library.
+    # Matplotlib's font, because Pillow's own one has ASCII letters only. A letter that it lacks, such as a
+    # Chinese one, is drawn as a box. The basic layout accepts any text and needs no further library.
     file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
     return ImageFont.truetype(file, size_px, layout_engine=ImageFont.Layout.BASIC)
 
@@ -75,7 +72,7 @@ def wrapped(text: str, size_px: int, *, width_px: int, max_lines: int) -> list[s
 
 
 def _num_fitting(text: str, size_px: int, width_px: float) -> int:
-    """Return the number of first letters of `text` that fit, at least 1."""
+    # At least 1, so that lines make progress in any width.
     low, high = 1, max(1, min(len(text), 1 + 10 * int(width_px) // size_px))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,4 @@
-"""Pictures for reports: sheets of thumbnails, and charts.
-
-Each is returned as the bytes of a file. Charts are small, because Dagster stores them in its event log.
-"""
+"""Pictures for reports: sheets of thumbnails, and charts, each as the bytes of a file."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Dagster stores pictures in its event log.
 MAX_PICTURE_BYTES = 66_000
 """Maximum size of one picture, so that the three of an asset stay below 200 kB."""
 
@@ -67,8 +65,8 @@ class SheetImage:
         box: Region to show, (left, upper, right, lower) in pixels; the rest is darkened. None for all.
         name: File name, written below the thumbnail.
         caption: Caption, written below the name.
-        change: Function that changes the decoded image before it is reduced. An `ImageError` of it gives the
-            grey frame.
+        change: Function that changes the decoded image before it is reduced. Its `ImageError` gives the grey
+            frame.
     """
 
     path: File | None
@@ -99,13 +97,7 @@ def contact_sheet(
 ) -> bytes:
     """Return a JPEG with a line of thumbnails for each row, and names and captions below them.
 
-    Every image is decoded, on all cores, JPEGs at reduced size. Dozens of images take seconds.
-
-    Args:
-        rows: At least one row, from top to bottom.
-        title: Line above the rows; empty for none.
-        log: Receives the progress of slow work, such as large or remote images.
-        max_bytes: Maximum size of the JPEG.
+    Every image is decoded, on all cores. Dozens of images take seconds; `log` receives the progress.
     """
     from PIL import Image, ImageDraw
 
@@ -166,10 +158,10 @@ def thumbnail(item: SheetImage) -> Image.Image:
 def readable_thumbnail(item: SheetImage, *, edge_px: int) -> Image.Image | None:
     """Return the image in RGB, slightly smaller than `edge_px` and darkened outside its box.
 
-    Returns:
-        The thumbnail; None if the image cannot or must not be read.
+    None if the image cannot or must not be read.
     """
     if item.path is not None:
+        # A JPEG is decoded at a reduced size, but with twice the edge, which leaves the resize enough pixels.
         limits, draft_px = DecodeLimits(), 2 * edge_px
         with (
             suppress(ImageError, OSError),
@@ -195,7 +187,6 @@ def _drawn(item: SheetImage, image: Image.Image, *, edge_px: int) -> Image.Image
 
 
 def _fitted_size(size_hw: tuple[int, int], edge_px: int) -> tuple[tuple[int, int], float]:
-    """Return (width, height) of a thumbnail, and its scale."""
     height, width = size_hw
     scale = (edge_px - _MARGIN_PX) / max(height, width)
     return (max(1, round(width * scale)), max(1, round(height * scale))), scale

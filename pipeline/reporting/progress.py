@@ -1,6 +1,6 @@
 """Progress of long work: a bar on a terminal, or lines in the log at most every 30 s.
 
-Each line can be understood alone, because readers of a log or of Dagster's UI meet it among other lines:
+Examples of lines:
 
     loading the transformer (3/7): 0:05 elapsed, 2.1 GiB of memory
     training: step 120 of 1,000, 2.3 steps/s, 0:52 elapsed, about 6:23 left, 7.9 GiB of GPU memory
@@ -71,13 +71,7 @@ class ProgressLines:
         bar: terminal.ProgressBar | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without an activity.
-
-        Args:
-            log: Receives the lines if there is no bar.
-            bar: Bar on a terminal.
-            clock: Returns the time in seconds.
-        """
+        """Start without an activity; `log` receives the lines if there is no bar."""
         self.memory: Callable[[], str] = memory_text
         self._log = log
         self._bar = bar
@@ -179,7 +173,7 @@ def progress(
     measure: str = "",
     clock: Callable[[], float] = time.monotonic,
 ) -> Generator[None]:
-    """Report the progress of the work in the body until it ends.
+    """Report the progress of the work in the body until it ends; see `ProgressLines.count`.
 
     Args:
         done: Returns the number of items done; called from another thread.
@@ -209,12 +203,7 @@ def progress(
 
 @contextmanager
 def phase(text: str, *, log: Log) -> Generator[None]:
-    """Report the elapsed time of the work in the body, which cannot be counted, until it ends.
-
-    Args:
-        text: Description of the work, such as "listing the cache".
-        log: Receives the lines, from another thread, if there is no terminal.
-    """
+    """Report the elapsed time of work that cannot be counted, such as "listing the cache", until it ends."""
     bar = terminal.open_progress_bar()
     lines = ProgressLines(log, bar=bar)
     lines.phase(text)
@@ -232,7 +221,7 @@ def memory_text() -> str:
 
 
 def _line(activity: _Activity, elapsed_s: float, memory: str) -> str:
-    """Return a line with done, total, speed, elapsed and remaining time, and memory, as far as they apply."""
+    # Each line can be understood alone: readers of a log or of Dagster's UI meet it among other lines.
     elapsed = f"{duration_text(elapsed_s)} elapsed"
     if activity.done is None:
         return f"{activity.text}: {elapsed}, {memory}"
@@ -242,6 +231,7 @@ def _line(activity: _Activity, elapsed_s: float, memory: str) -> str:
     measure = f" {activity.measure}" if activity.measure else ""
     parts = [f"{activity.text}: {unit}{activity.done:,}{total}{measure}"]
 
+    # A resumed training starts to count at its checkpoint.
     per_second = (activity.done - activity.first_done) / elapsed_s if elapsed_s > 0 else 0.0
     if per_second > 0:
         parts.append(_speed(per_second, activity.unit, activity.measure))
@@ -253,7 +243,7 @@ def _line(activity: _Activity, elapsed_s: float, memory: str) -> str:
 
 
 def _speed(per_second: float, unit: str, measure: str = "") -> str:
-    """Return "200/s", "2.3 steps/s" or "0.4 MB/s", and for slow work "14 s per step"."""
+    # "200/s", "2.3 steps/s" or "0.4 MB/s", and for slow work "14 s per step".
     number = f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
     if measure:
         return f"{number} {measure}/s"

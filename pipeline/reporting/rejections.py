@@ -53,7 +53,6 @@ def _unique_ids(ids: Iterable[str]) -> pl.Series:
 
 
 def _difference(ids: pl.Series, others: pl.Series) -> pl.Series:
-    """Return the ids of the first series that the second one lacks."""
     # `implode`, because Polars deprecates `is_in` with a plain series.
     return ids.filter(~ids.is_in(others.implode()))
 
@@ -61,13 +60,12 @@ def _difference(ids: pl.Series, others: pl.Series) -> pl.Series:
 def most_frequent_fixes(rejected: pl.DataFrame, *, otherwise: str = "") -> str:
     """Return one line for each of the most frequent reasons: count, reason, first sample and fix.
 
-    Samples of one reason may have different fixes; the most frequent fix is shown, and ties go to the first
-    in alphabetical order.
-
     Args:
         rejected: At least one row, with the columns of `tables.REJECTED`.
         otherwise: A last line with an alternative to all of these fixes.
     """
+    # Samples of one reason may have different fixes: the most frequent one is shown, and ties go to the first
+    # in alphabetical order.
     fix_counts = rejected.group_by("reason", "fix").agg(number=pl.len())
     usual_fix = fix_counts.sort("number", "fix", descending=[True, False]).unique(
         "reason", maintain_order=True
@@ -90,12 +88,11 @@ def most_frequent_fixes(rejected: pl.DataFrame, *, otherwise: str = "") -> str:
 def no_samples_left(rejected: pl.DataFrame, otherwise: str) -> Outcome:
     """Return the failed outcome of a gate when no samples are left (FAILURES I08, B08).
 
-    The outcome is final: no recipe can allow it.
-
     Args:
         rejected: Rows of all stages so far, including samples that filters, limits and settings excluded.
         otherwise: The fix if nothing was rejected.
     """
+    # Final, because a recipe that allowed this gate would train on nothing.
     numbers = {"rejected": len(rejected), "left": 0}
     if rejected.is_empty():
         what = "no samples are left, although none were rejected"
@@ -131,6 +128,7 @@ def count_by_reason(reasons: Iterable[str]) -> dict[str, int]:
 
 def printable(text: str) -> str:
     """Return the text as valid Unicode; the bytes of a file name that is not UTF-8 become escapes."""
+    # A table accepts valid Unicode only, and such bytes are lone surrogates in the name.
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

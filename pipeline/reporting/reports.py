@@ -21,13 +21,7 @@ Report: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of one stage.
-
-    Attributes:
-        table: One row per sample that was not rejected, in the schema of the stage's table.
-        rejected: One row per sample rejected by this stage, in the schema of the rejected table.
-        report: Counters and facts of this materialization.
-    """
+    """Result of one stage: its table, its rows of the rejected table, and its report."""
 
     table: pl.DataFrame
     rejected: pl.DataFrame
@@ -43,7 +37,6 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        """Start measuring."""
         self._start_s = time.perf_counter()
         self.startup_s = 0.0
         self.aside_s = 0.0

@@ -25,9 +25,6 @@ class CheckResult:
     """Result of one check in the run.
 
     Attributes:
-        asset: Asset of the check.
-        name: Name of the check.
-        passed: True if the check found nothing.
         gate: True if a failure blocks the assets downstream, unless the recipe allows it.
         closes: True if the check blocked them in this run.
         text: First line of its message.
@@ -46,8 +43,6 @@ class RunResult:
     """Result of one run for one recipe.
 
     Attributes:
-        recipe: Name of the recipe.
-        output_dir: Output folder of the recipe.
         reports: Report of each asset that the run materialized, by asset name.
         checks: Results of all checks, in the order in which they ran.
     """
@@ -81,6 +76,7 @@ def _image_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
     reasons = ", ".join(f"{name} {count:,}" for name, count in counts.most_common(MAX_REASONS))
     rejected = sum(int(report.get("rejected", 0)) for report in stages)
 
+    # A run may execute some of the stages only, so the counts are about the stages that it executed.
     text = f"{int(stages[0].get('in', 0)):,} found, {rejected:,} rejected"
     text += f" ({reasons})" if reasons else ""
     lines = [("images", f"{text}, {int(stages[-1].get('kept', 0)):,} kept")]

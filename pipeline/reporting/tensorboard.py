@@ -13,6 +13,7 @@ PORT_VARIABLE = "LATENTLINE_TENSORBOARD_PORT"
 
 def port() -> int:
     """Return the port of TensorBoard."""
+    # `or`, because the variable may be set to nothing.
     return int(os.environ.get(PORT_VARIABLE) or 6006)
 
 

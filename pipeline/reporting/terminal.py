@@ -1,8 +1,4 @@
-"""The terminal on which a person watches a job, and the progress bar drawn on it.
-
-Dagster redirects standard error to a file while a step runs, and launched processes write to a log file.
-The terminal is therefore found when definitions load, and an environment variable passes on its device name.
-"""
+"""The terminal on which a person watches a job, and the progress bar drawn on it."""
 
 from __future__ import annotations
 
@@ -30,6 +26,8 @@ def find_terminal() -> None:
 
     `TERM=dumb`, or no `TERM`, turns bars off.
     """
+    # Dagster redirects standard error to a file while a step runs, and launched processes write to a log
+    # file. So the terminal is found when definitions load, and the variable passes on its device name.
     os.environ.pop(TERMINAL_VARIABLE, None)
     if os.environ.get("TERM", "dumb") == "dumb":
         return
@@ -60,7 +58,7 @@ class ProgressBar:
     """A tqdm bar on one line of a terminal, cleared when it is closed."""
 
     def __init__(self, file: TextIO) -> None:
-        """Create a bar on `file`, which it closes; the first `show` draws it."""
+        """Create a bar on `file`, which `close` closes; the first `show` draws it."""
         self._file = file
         self._drawn_s = float("-inf")
         self._text = ""
@@ -118,7 +116,6 @@ class ProgressBar:
         )
 
     def _terminal_size(self) -> tuple[int, int] | None:
-        """Return (columns, lines), or None if the terminal does not report both."""
         try:
             columns, lines = os.get_terminal_size(self._file.fileno())
         except OSError:
