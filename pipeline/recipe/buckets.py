@@ -14,6 +14,7 @@ from pipeline.recipe.settings import Settings, Violation, one_of, reject
 MAX_EDGE_PX = 16_384
 """Longest edge of a bucket."""
 
+# A base model may require a larger multiple, which `require_size_multiple` checks.
 LATENT_FACTOR = 8
 """Smallest downscaling factor of the supported VAEs; every bucket edge must be a multiple of it."""
 
@@ -172,7 +173,6 @@ class BucketSettings(Settings):
                 yield violation
 
     def _unused_sizes(self) -> Iterator[Violation]:
-        """Yield a violation for each duplicate size, and for each smaller than one of its aspect ratio."""
         # Images go to the nearest aspect ratio and then to the larger size, so a smaller one is never used.
         largest: dict[Fraction, tuple[int, int]] = {}
         for height, width in self.size_pairs:
@@ -195,6 +195,8 @@ def step_violation(key: str, resolution: int, step: int) -> Violation | None:
     """Return the violation, with working alternatives, if `resolution` is not a multiple of `step`."""
     if resolution % step == 0:
         return None
+
+    # Both neighbours are offered, and the largest steps that divide the resolution as it is.
     below, above = resolution // step * step, (resolution // step + 1) * step
     fix = f"use {above}" if below == 0 else f"use {below} or {above}"
     smaller_steps = [n for n in range(LATENT_FACTOR, step, LATENT_FACTOR) if resolution % n == 0]

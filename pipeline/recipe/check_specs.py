@@ -1,12 +1,11 @@
 """The checks of each asset: name, gate or warning, description and advice.
 
-A check is implemented under the same name, and in the same order, in `pipeline/<asset>/checks.py`. All other
-lists of names follow from these two. Thresholds that a recipe can set are keys of its `checks` section, which
-`pipeline/recipe/schema.py` declares. Loaded with the definitions, so it imports nothing heavy.
+A check is implemented under the same name, and in the same order, in `pipeline/<asset>/checks.py`.
 """
 
 from __future__ import annotations
 
+# Definitions load this module, so it imports nothing heavy.
 from dataclasses import dataclass
 
 
@@ -15,7 +14,7 @@ class CheckSpec:
     """One check of one asset.
 
     Attributes:
-        name: Name, unique within the asset; `checks.allow` uses it.
+        name: Name, unique within the asset.
         gate: True if a failure stops everything downstream; otherwise the check is a warning.
         description: Condition that a gate verifies, or problem that a warning reports, in one sentence.
         advice: The first thing to do when it fails.

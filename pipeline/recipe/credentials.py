@@ -1,7 +1,4 @@
-"""Credentials that someone wrote into a YAML file, where they do not belong.
-
-The search is a help against accidents: it knows names such as `password` and the formats of common tokens.
-"""
+"""Credentials that someone wrote into a YAML file by accident: common names and formats of tokens."""
 
 from __future__ import annotations
 
@@ -58,8 +55,10 @@ def _found(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Return whether `name` names a secret and `value` is a literal, not a reference such as $(NAME)."""
+    # A reference such as $(NAME) is how a secret should be given.
     literal = isinstance(value, str | int | float) and not isinstance(value, bool)
+
+    # Kubernetes writes names in camelCase, such as secretKey.
     with_underscores = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     return literal and not str(value).startswith("$") and _SECRET_NAME.search(with_underscores) is not None
 

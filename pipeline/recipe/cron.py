@@ -42,7 +42,6 @@ def check_cron(value: str) -> str:
 
 
 def _numbers(text: str, name: str, low: int, high: int) -> set[int]:
-    """Return the numbers that a field matches."""
     numbers: set[int] = set()
     for part in text.split(","):
         span, slash, step_text = part.partition("/")

@@ -33,13 +33,7 @@ SideInputSettings = MaskSettings | ReferenceSettings
 
 
 class SideInputSection(NamedTuple):
-    """One side input that a dataset declares.
-
-    Attributes:
-        kind: Its key in `SIDE_INPUT_KEYS`.
-        key: Its key in the dataset's section, such as "references[0]".
-        settings: Its section.
-    """
+    """One side input that a dataset declares; `key` is its key in the dataset, such as "references[0]"."""
 
     kind: str
     key: str
@@ -247,7 +241,7 @@ class DatasetSettings(Settings):
         return (*self.exclude, *(pattern for pattern in patterns if pattern is not None))
 
     def _pattern_of(self, settings: SideInputSettings) -> str | None:
-        """Return the pattern of a side input's files in the dataset's folder; None if they are not in it."""
+        # Only files in the dataset's own folder could be taken for images.
         if settings.path is None:
             return None
         if settings.path == self.path:
@@ -258,7 +252,7 @@ class DatasetSettings(Settings):
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         for kind, key, settings in self.side_inputs:
-            # Without a suffix, nothing tells these files from the images.
+            # Without a suffix, nothing distinguishes these files from the images.
             if settings.path == self.path and not settings.suffix:
                 what = (
                     f"{key}.path must not be the dataset's folder without {key}.suffix, got {settings.path}"

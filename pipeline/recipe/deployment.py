@@ -1,7 +1,6 @@
 """The deployment file: where recipes run, in one YAML file that `LATENTLINE_DEPLOYMENT` names.
 
-A recipe decides what is trained and is the same everywhere. The deployment decides the executor, launcher,
-pools and scratch folder of one installation. Nothing in it changes cache entries, or the weights of a run.
+Nothing in it changes cache entries, or the weights of a run.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class ExecutorSettings(Settings):
 
 
 def _name_as_section(value: object) -> Any:
-    """Return the name of an executor as the section that it is short for."""
     if isinstance(value, str):
         if value not in EXECUTORS:
             reject(
@@ -142,7 +140,7 @@ _SET_BY_SLURM_LAUNCHER = {
 
 
 def _set_by_slurm_launcher(option: str) -> str | None:
-    """Return the name of the launcher's own option that a user's option would contradict, or None."""
+    # A short option may be followed by its value without a space, such as -N2.
     long = option.partition("=")[0]
     for name, (short, _) in _SET_BY_SLURM_LAUNCHER.items():
         if long == name or (short is not None and option.startswith(short)):
@@ -319,22 +317,14 @@ DEPLOYMENT = FileKind(
 def load_deployment() -> Deployment:
     """Return the deployment that `LATENTLINE_DEPLOYMENT` names, or the default one without the variable.
 
-    The path is relative to the working directory, `~` is expanded.
-
-    Raises:
-        DeploymentError: The file is not a valid deployment; the message lists all mistakes with line, key
-            and fix.
+    The path is relative to the working directory. All mistakes are in one `DeploymentError`.
     """
     chosen = os.environ.get(DEPLOYMENT_VARIABLE, "")
     return read_deployment(Path(chosen)) if chosen else _loaded({}, None)
 
 
 def read_deployment(file: Path) -> Deployment:
-    """Return the deployment in `file`.
-
-    Raises:
-        DeploymentError: See `load_deployment`.
-    """
+    """Return the deployment in `file`; see `load_deployment`."""
     file = file.expanduser().absolute()
     if not file.exists():
         fix = f"set {DEPLOYMENT_VARIABLE} to a deployment file, or unset it for the defaults"
@@ -366,11 +356,7 @@ def deployment_values(deployment: Deployment) -> dict[str, Any]:
 
 
 def scratch_folder(root: Path) -> Path:
-    """Return the folder of all working copies: `scratch` of the deployment file, or the default below `root`.
-
-    Raises:
-        DeploymentError: The deployment file is invalid.
-    """
+    """Return the folder of all working copies: `scratch` of the deployment, or the default below `root`."""
     deployment = load_deployment()
     return root / DEFAULT_SCRATCH if deployment.source is None else deployment.scratch
 
@@ -379,17 +365,19 @@ def deployment_error(deployment: Deployment, key: str, what: str, fix: str) -> D
     """Return an error about a top-level key of a loaded deployment."""
     place, line = DEPLOYMENT_VARIABLE, None
     if deployment.source is not None:
+        # A loaded deployment has no lines, so the file is read again.
         place = path_in_recipe(deployment.source)
         line = read_yaml_file(deployment.source, DEPLOYMENT)[0].line((key,))
     return file_error([PlacedMistake(place, Mistake((key,), what, fix), line)], DeploymentError, DEPLOYMENT)
 
 
 def _contains(path: KeyPath, other: KeyPath) -> bool:
-    """Return True if `other` is `path` or below it; the path of a complete file contains nothing."""
+    # The empty path is the complete file, and messages about it show no values.
     return bool(path) and other[: len(path)] == path
 
 
 def _loaded(data: dict[str, Any], source: Path | None) -> Deployment:
+    # The default is relative to the project root, like a path in the file.
     values = {"scratch": str(DeploymentFile.model_fields["scratch"].default), **data}
     values["scratch"] = str(in_project(values["scratch"]))
     values["source"] = None if source is None else str(source)

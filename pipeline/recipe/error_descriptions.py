@@ -28,9 +28,8 @@ class FileKind:
 
     Attributes:
         name: Name in messages, such as `recipe`.
-        model: Pydantic model of the file.
         first_key: Key that most files start with.
-        example: Files to start from.
+        example: Files to start from, for the message about an empty file.
         schema: Path of the JSON schema in the project, which has the descriptions of all keys.
         unknown_key_fix: Function that returns a special fix for an unknown key, or None.
     """
@@ -45,15 +44,11 @@ class FileKind:
 
 @dataclass(frozen=True)
 class InvalidValue:
-    """A value that pydantic refuses.
+    """A value that pydantic refuses, with the names and details of `pydantic_core.ErrorDetails`.
 
     Attributes:
-        kind: Kind of the file.
-        data: Content of the file.
+        data: Content of the file, which decides the types of its sections.
         path: The key at fault.
-        type: Pydantic's name of the error.
-        value: The value at fault.
-        context: Pydantic's details, by name.
     """
 
     kind: FileKind
@@ -150,9 +145,9 @@ def _type_fix(error: InvalidValue, expected: str) -> str:
 
 
 def _example(info: FieldInfo | None) -> bool | int | float | str | None:
-    """Return the default or the first documented example of a key, if it is a scalar."""
     if info is None:
         return None
+
     candidates = [info.default, *(info.examples or [])]
     return next((each for each in candidates if isinstance(each, bool | int | float | str)), None)
 
@@ -167,7 +162,7 @@ def _out_of_range(error: InvalidValue) -> WhatAndFix:
 
 
 def _declared_limits(error: InvalidValue) -> dict[str, Any]:
-    """Return the limits (gt, ge, lt, le) that the schema declares for a key; empty for items of lists."""
+    # Pydantic's error has one of the limits only, and a message should show the range.
     info = error.field
     if info is None or not isinstance(error.path[-1], str):
         return {}
@@ -183,7 +178,7 @@ def _range(limits: dict[str, Any]) -> str:
 
 
 def _limit(limit: float) -> str:
-    """Return the limit of a range as text: 1 for 1.0, 1000000000 for an integer."""
+    # 1.0 becomes 1, but an integer of ten digits must not become 1e+09.
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
@@ -202,7 +197,7 @@ def _missing_kind(error: InvalidValue) -> WhatAndFix:
 
 
 def _kinds(error: InvalidValue) -> list[str]:
-    """Return the kinds of the section at the key, or of the section that contains a key `kind`."""
+    # The key is either the section or the key `kind` in it.
     path = error.path[:-1] if error.path[-1] == KIND else error.path
     field = field_below(error.kind.model, path, error.data)
     sections = [] if field is None else list(sections_in(field.annotation))
@@ -218,7 +213,7 @@ def _choice(error: InvalidValue, choices: list[str]) -> WhatAndFix:
 
 
 def _choices(annotation: Any) -> Iterator[str]:
-    """Yield the values of the literal types in `annotation`, which may be a list of literals or optional."""
+    # The annotation may be a list of literals, or an optional one.
     for argument in get_args(annotation):
         if get_origin(annotation) is Literal:
             yield str(argument)
@@ -281,7 +276,7 @@ _DESCRIPTIONS: dict[str, Callable[[InvalidValue], WhatAndFix]] = {
 
 
 def _shown(value: Any) -> str:
-    """Return `value` as YAML shows it, text in quotes, shortened if it is long."""
+    # A key without a value is null in YAML.
     if value is None:
         return "an empty value"
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else _plain(value)

@@ -24,13 +24,7 @@ Error = TypeVar("Error", bound=LatentlineError)
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake in a YAML file.
-
-    Attributes:
-        path: The key at fault.
-        what: Description of the mistake, with the value.
-        fix: What to write instead.
-    """
+    """One mistake in a YAML file, at the key `path`."""
 
     path: KeyPath
     what: str
@@ -43,7 +37,6 @@ class PlacedMistake:
 
     Attributes:
         file: The file, as shown in messages.
-        mistake: The mistake.
         line: Line, counted from 1; None for a mistake of the complete file, or without a file.
     """
 
@@ -97,13 +90,7 @@ def recipe_error(placed: list[PlacedMistake]) -> RecipeError:
 
 
 def file_error(placed: list[PlacedMistake], error: type[Error], kind: FileKind) -> Error:
-    """Return one error that lists every mistake with its place and fix.
-
-    Args:
-        placed: At least one mistake.
-        error: Type of the error.
-        kind: Kind of the files.
-    """
+    """Return one error that lists every mistake (at least one) with its place and fix."""
     errors = [error(one.mistake.what, where=one.where, fix=one.mistake.fix) for one in placed]
     if len(errors) == 1:
         return errors[0]
@@ -142,7 +129,7 @@ def _placed_error(error: ErrorDetails, data: Any, kind: FileKind) -> InvalidValu
 
 
 def _without(data: Any, paths: Iterable[KeyPath]) -> Any:
-    """Return a copy of `data` without the mapping keys at `paths`; list items stay, to keep their indices."""
+    # List items stay, because other mistakes name items by their indices.
     copy = json.loads(json.dumps(data))
     for path in paths:
         holder = copy
@@ -154,7 +141,7 @@ def _without(data: Any, paths: Iterable[KeyPath]) -> Any:
 
 
 def _mistakes(error: InvalidValue, invalid: set[KeyPath]) -> Iterator[Mistake]:
-    """Yield the mistakes of an error, without violations that compare an invalid key."""
+    # A violation that compares an invalid key may disappear with the correction of that key.
     if error.type == VIOLATION:
         violations: list[Violation] = error.context["violations"]
         for violation in violations:

@@ -27,19 +27,14 @@ REPLACED_FOLDERS = ("lora", "tables", "reports")
 def check_isolation(recipe: Recipe) -> list[PathConflict]:
     """Return every conflict among the recipe's datasets, `start_from`, cache_dir and output_dir.
 
-    Two datasets may contain one another, and `start_from` may be in a dataset. The folders need not exist,
-    and nothing is written.
+    Two datasets may contain one another, and `start_from` may be in a dataset. The folders need not exist.
     """
     conflicts = isolation.check_isolation(_inputs(recipe), _outputs(recipe))
     return [*conflicts, *_start_conflicts(recipe)]
 
 
 def require_isolation(recipe: Recipe) -> None:
-    """Raise PathIsolationError if two paths of the recipe overlap, or a run would replace its own input.
-
-    Raises:
-        PathIsolationError: Names both paths of each conflict, as written and as resolved.
-    """
+    """Raise PathIsolationError if two paths of the recipe overlap, or a run would replace its own input."""
     isolation.raise_conflicts(check_isolation(recipe), where=str(recipe.source))
 
 
@@ -47,9 +42,6 @@ def require_separate_folder(recipe: Recipe, key: str, folder: Path) -> None:
     """Raise PathIsolationError if `folder` overlaps the recipe's datasets, its cache or a folder of its runs.
 
     Other folders in output_dir are accepted. `key` is the option that sets the folder.
-
-    Raises:
-        PathIsolationError: Names both paths of each conflict, as written and as resolved.
     """
     reports = [f"reports/{asset}" for asset in SPECS]
     used = [
@@ -98,7 +90,6 @@ def _outputs(recipe: Recipe) -> list[NamedPath]:
 
 
 def _start_conflicts(recipe: Recipe) -> list[PathConflict]:
-    """Return the conflict of `start_from` with a folder that runs write to, if there is one."""
     start = recipe.training.lora.start_from
     if start is None:
         return []
@@ -119,7 +110,7 @@ def _start_conflicts(recipe: Recipe) -> list[PathConflict]:
 
 
 def _lasting_file(recipe: Recipe, start: Path) -> str:
-    """Return the published run's file with the name of `start`, or a pattern for files of finished runs."""
+    # A file in lora/ is a copy of the published run's file, which stays.
     runs, name = recipe.output_dir / "runs", Path(os.path.realpath(start)).name
     try:
         provenance = json.loads((recipe.output_dir / "lora" / "provenance.json").read_text(encoding="utf-8"))

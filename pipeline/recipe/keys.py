@@ -34,12 +34,9 @@ def all_keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def field_below(model: type[BaseModel], path: KeyPath, data: Any = None) -> FieldInfo | None:
-    """Return the field of the key at `path`, or None for an unknown key.
+    """Return the field of the key at `path` below the file's `model`, or None for an unknown key.
 
-    Args:
-        model: Model of the complete file.
-        path: Key path.
-        data: Content of the file, which selects the model of a union.
+    `data` is the content of the file, which selects the models of unions.
     """
     section: type[BaseModel] | None = model
     info = None

@@ -33,11 +33,7 @@ def recipes_dir() -> Path:
 
 
 def load_recipe(file: Path) -> Recipe:
-    """Return the recipe in `file`.
-
-    Raises:
-        RecipeError: The file is not a valid recipe; the message lists all mistakes with line, key and fix.
-    """
+    """Return the recipe in `file`; all mistakes are in one RecipeError, with line, key and fix."""
     recipe, mistakes = _read(Path(file).expanduser().absolute())
     if recipe is None:
         raise recipe_error(mistakes)
@@ -46,13 +42,7 @@ def load_recipe(file: Path) -> Recipe:
 
 @dataclass(frozen=True)
 class BrokenRecipe:
-    """A recipe that cannot be used.
-
-    Attributes:
-        name: Stem of its file, which may contain any character.
-        file: Absolute path of its file.
-        error: All of its mistakes.
-    """
+    """A recipe that cannot be used; its name, the stem of the file, may contain any character."""
 
     name: str
     file: Path
@@ -74,12 +64,9 @@ class RecipeFolder(NamedTuple):
 
 
 def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
-    """Return the recipes of all *.yaml files directly in `folder`, and separately those with mistakes.
+    """Return the recipes of all *.yaml files directly in `folder`, by default `recipes_dir()`.
 
-    Recipes that share an output folder are all broken. Hidden files are ignored.
-
-    Args:
-        folder: The folder of recipes; `recipes_dir()` by default.
+    Recipes with mistakes are returned separately. Recipes that share an output folder are all broken.
 
     Raises:
         RecipeError: The folder does not exist.
@@ -110,13 +97,7 @@ def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
 
 
 def require_own_output(recipe: Recipe) -> None:
-    """Raise RecipeError if another recipe in the same folder has the same output folder.
-
-    Recipes that are invalid are ignored.
-
-    Raises:
-        RecipeError: Names the conflicting recipe.
-    """
+    """Raise RecipeError if another valid recipe in the same folder has the same output folder."""
     files = (file for file in sorted(recipe.source.parent.glob("*.yaml")) if file != recipe.source)
     others = (_read(file)[0] for file in files if not file.name.startswith("."))
     mistakes = _shared_outputs([*(other for other in others if other is not None), recipe])
@@ -131,10 +112,8 @@ def recipe_from_mapping(name: str, values: Mapping[str, Any], *, source: Path | 
         name: The recipe's name.
         values: Content of the YAML file, `{"datasets": [{"name": ...}], ...}`; paths may be `Path` objects.
         source: The recipe's `source`; `<name>.yaml` in the folder of recipes by default.
-
-    Raises:
-        RecipeError: Lists every mistake with its key.
     """
+    # As plain data, like a file's: paths become text.
     document = Document(data=json.loads(json.dumps(values, default=os.fspath)))
     source = recipes_dir() / f"{name}.yaml" if source is None else source
     mistakes = [*_name_mistakes(name), *find_mistakes(document.data)]
@@ -145,6 +124,7 @@ def recipe_from_mapping(name: str, values: Mapping[str, Any], *, source: Path | 
 
 def placed(recipe: Recipe, mistake: Mistake) -> PlacedMistake:
     """Return a mistake in a loaded recipe with its file, and its line if the file still exists."""
+    # A loaded recipe has no lines, so its file is read again.
     line = None
     if recipe.source.is_file():
         line = parse(recipe.source.read_text(encoding="utf-8")).line(mistake.path)
@@ -152,7 +132,6 @@ def placed(recipe: Recipe, mistake: Mistake) -> PlacedMistake:
 
 
 def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
-    """Return the recipe in `file`, or None and all mistakes."""
     shown = path_in_recipe(file)
     if file.suffix == ".yml":
         what = f"the suffix of a recipe must be .yaml, got {file.name}"
@@ -180,9 +159,10 @@ def _name_mistakes(name: str) -> list[Mistake]:
 
 
 def _shared_outputs(recipes: list[Recipe]) -> dict[Path, list[PlacedMistake]]:
-    """Return a mistake, by file, for each recipe that would overwrite the tables and LoRA of another one."""
+    # Such recipes would overwrite each other's tables and LoRA.
     by_folder: dict[str, list[Recipe]] = {}
     for recipe in recipes:
+        # The real path, because a link may lead to another recipe's folder.
         output = recipe.output_address
         same = address_hash(output) if isinstance(output, Url) else os.path.realpath(recipe.output_dir)
         by_folder.setdefault(same, []).append(recipe)
@@ -203,14 +183,6 @@ def working_copy(name: str, output: Address, root: Path) -> Path:
     """Return the local folder that jobs write to: `output` itself, or its working copy if it is an address.
 
     Two recipes, and two addresses, never share a working copy. A scratch folder may be deleted between jobs.
-
-    Args:
-        name: Name of the recipe.
-        output: The recipe's output_dir, a path or an address.
-        root: Project root.
-
-    Raises:
-        DeploymentError: The deployment file is invalid.
     """
     if not isinstance(output, Url):
         return output
@@ -218,8 +190,7 @@ def working_copy(name: str, output: Address, root: Path) -> Path:
 
 
 def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
-    """Return the recipe of validated `data`, with paths joined to the project root."""
-    # A copy, because paths in it are replaced.
+    # A copy, because paths in it are joined to the project root.
     values = json.loads(json.dumps(data))
     values.setdefault("cache_dir", str(Recipe.model_fields["cache_dir"].default))
     lora = values.get("training", {}).get("lora", {})
@@ -240,4 +211,6 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     for prompt in values.get("training", {}).get("sample_prompts", []):
         if isinstance(prompt, dict) and prompt.get("references"):
             prompt["references"] = [str(absolute(path, project_root())) for path in prompt["references"]]
+
+    # From JSON, because strict mode accepts a list for a tuple only there.
     return Recipe.model_validate_json(json.dumps({**values, "name": name, "source": str(source)}))

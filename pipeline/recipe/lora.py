@@ -253,11 +253,8 @@ class LoraSettings(Settings):
         )
 
     def of_network(self, module: str) -> LoraSettings:
-        """Return the settings of the network that contains the module.
-
-        Args:
-            module: Dotted path; for a text encoder it starts with the encoder's component name.
-        """
+        """Return the settings of the network that contains the module with this dotted path."""
+        # The path of a text encoder's module starts with the encoder's component name.
         text = self.of_text_encoders
         return text if text is not None and module.startswith(TEXT_ENCODER) else self
 
@@ -266,12 +263,7 @@ class LoraSettings(Settings):
         return self._rank_settings_of(module) is not None or (conv and self.conv_rank is not None)
 
     def size_of(self, module: str, *, conv: bool) -> tuple[int, float]:
-        """Return (rank, alpha) of a module.
-
-        Args:
-            module: Dotted path.
-            conv: True for a convolution with a kernel of more than one pixel.
-        """
+        """Return (rank, alpha) of a module; `conv` is True if its kernel has more than one pixel."""
         settings = self._rank_settings_of(module)
         if settings is not None:
             alpha = self._proportional_alpha(settings.rank) if settings.alpha is None else settings.alpha
@@ -296,9 +288,7 @@ class LoraSettings(Settings):
     def file_rank_of(self, module: str, weight: tuple[int, ...]) -> int:
         """Return the rank of the module's matrices in the exported files.
 
-        Args:
-            module: Dotted path.
-            weight: Shape of its weight: (rows, columns), or (rows, columns, height, width) of a convolution.
+        `weight` is the shape of its weight: (rows, columns), or (rows, columns, height, width).
         """
         rank = self.size_of(module, conv=max(weight[2:], default=1) > 1)[0]
         if self.kind == "lokr":
@@ -307,6 +297,7 @@ class LoraSettings(Settings):
             is_full = _second_matrix_is_full(weight, rank, self.kronecker_factor)
             return min(left) * (min(right) if is_full else rank)
         if self.kind == "loha":
+            # The rank of a Hadamard product is at most the product of the ranks.
             return rank * rank
         # The fixed adapter that subtracts the initial weights doubles the rank.
         return rank * (2 if self.starts_from_base_weights else 1)
@@ -327,18 +318,15 @@ def lokr_shapes(weight: tuple[int, ...], factor: int) -> tuple[tuple[int, int], 
     """Return the shapes of two matrices with a Kronecker product of the weight's shape, as in peft.
 
     The rows and the columns are each split into two numbers. The first is `factor` if it divides the number,
-    or else the largest divisor up to `factor` that is not larger than the second.
-
-    Args:
-        weight: Shape of the weight, (rows, columns, *kernel); the second matrix contains the kernel.
-        factor: Preferred number of rows and columns of the first matrix.
+    or else the largest divisor up to `factor` that is not larger than the second. The second matrix contains
+    the kernel of a convolution.
     """
     (left, right), (top, bottom) = (_split(length, factor) for length in weight[:2])
     return (left, top), (right, bottom * math.prod(weight[2:]))
 
 
 def _second_matrix_is_full(weight: tuple[int, ...], rank: int, factor: int) -> bool:
-    """Return whether the second matrix is trained directly instead of as a product; ignores the kernel."""
+    # As in peft, without the kernel of a convolution.
     return rank >= max(lokr_shapes(weight[:2], factor)[1]) / 2
 
 

@@ -1,8 +1,7 @@
 """The optimizers a recipe can name and their arguments; imports no torch.
 
-Any other optimizer is given by its import path, such as `torch.optim.NAdam`. The recipe keys are in
-`pipeline/recipe/training.py`. `pipeline/trained_lora/worker/optimizers.py` creates the optimizer, and
-`pipeline/trained_lora/fingerprint.py` makes its settings part of a run's identity.
+Any other optimizer is given by its import path, such as `torch.optim.NAdam`.
+`pipeline/trained_lora/worker/optimizers.py` creates the optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class OptimizerClass:
     """Import path and arguments of an optimizer.
 
     Attributes:
-        path: Module and class.
         arguments: Arguments that `optimizer_arguments` may contain, with the library's defaults. The learning
             rate is not one of them.
         package: Package to install if the module is missing; None if Latentline depends on it.
@@ -145,10 +143,8 @@ def argument_violations(optimizer: str, arguments: Mapping[str, Any]) -> list[Vi
 
 
 def _value_violations(key: str, value: Any, default: Any) -> Iterator[Violation]:
-    """Yield a violation unless the value has the kind of the optimizer's default.
-
-    A list must have the default's length, and null only where the default has it.
-    """
+    # A value must have the kind of the library's default: a list has its length, and null is valid only where
+    # the default is null.
     if isinstance(default, tuple):
         required = f"a list of {len(default)} numbers"
         required += ", and the first may be null" if default[0] is None else ""

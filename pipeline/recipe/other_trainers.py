@@ -1,7 +1,6 @@
 """Names that other trainers use for the settings of a recipe, for messages and docs/coming_from.md.
 
-other_trainers.toml lists them: sd-scripts' arguments and dataset files, SimpleTuner's config.json and data
-backends, ai-toolkit's job files, OneTrainer's presets and diffusion-pipe's TOML files.
+other_trainers.toml lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ class Term:
     """A setting of another trainer.
 
     Attributes:
-        trainer: Name of the trainer.
         theirs: Name of the setting there.
         ours: Full name of the recipe key, as in `schema.all_keys`; None if Latentline lacks one.
         note: Differences between the two, or why there is no key; may be empty if there is one.

@@ -41,11 +41,8 @@ def changed_values(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
 def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return the recipe with other values, validated like a file; the same object if nothing changes.
 
-    Steps replace epochs. All other keys, including `training.lora.alpha`, keep the recipe's values.
-
-    Args:
-        recipe: A loaded recipe.
-        values: Values by the names in `OVERRIDABLE`.
+    Steps replace epochs. All other keys, including `training.lora.alpha`, keep the recipe's values. `values`
+    has the names in `OVERRIDABLE`.
 
     Raises:
         RecipeError: A value is out of range, or conflicts with the rest of the recipe.
@@ -56,8 +53,11 @@ def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
     # `exclude_unset` keeps the difference between a default and a key that the recipe sets.
     data = recipe.model_dump(mode="json", exclude_unset=True)
+
+    # Files lack these keys, and `find_mistakes` validates the content of a file.
     identity = {name: data.pop(name) for name in ("name", "source", "output_address") if name in data}
     if "steps" in changes:
+        # The two keys exclude each other.
         data.get("training", {}).pop("epochs", None)
     for name, value in changes.items():
         *sections, key = OVERRIDABLE[name]

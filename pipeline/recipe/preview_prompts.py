@@ -88,7 +88,6 @@ class PreviewPrompt(Settings):
 
 
 def _text_as_section(value: object) -> Any:
-    """Return a plain text as the section that it stands for."""
     if isinstance(value, str):
         return {"prompt": value}
     if not isinstance(value, dict | PreviewPrompt):

@@ -18,11 +18,8 @@ def in_project(text: str) -> Path:
 
 
 def path_in_recipe(path: Path) -> str:
-    """Return `path` as a recipe writes it: relative if it is inside the project root, absolute otherwise.
-
-    Args:
-        path: A path, relative to the working directory; symbolic links are not resolved.
-    """
+    """Return `path` as a recipe writes it: relative if it is inside the project root, absolute otherwise."""
+    # Symbolic links stay, so that messages show the path that the user knows.
     absolute_path, root = path.expanduser().absolute(), project_root()
     if absolute_path.is_relative_to(root):
         return absolute_path.relative_to(root).as_posix()

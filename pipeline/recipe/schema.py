@@ -1,6 +1,5 @@
 """The recipe as strict, frozen pydantic models, one per section of the YAML file.
 
-Values are never converted into another type: `"False"` is not a boolean and `1.0` is not an integer.
 Editors (through configs/recipe.schema.json) and docs/recipes.md show the field descriptions.
 """
 

@@ -1,8 +1,4 @@
-"""Base class of every recipe section, and how sections report violations of their rules.
-
-A section lists what its keys require and yields further violations. A validator of one value calls `reject`.
-`errors.find_mistakes` turns violations into mistakes with file and line.
-"""
+"""Base class of every recipe section, and how sections report violations of their rules."""
 
 from __future__ import annotations
 
@@ -43,6 +39,7 @@ class Violation:
 class Settings(BaseModel):
     """Base of every section: strict types, no unknown keys, immutable after loading."""
 
+    # Strict: `"False"` is not a boolean, and `1.0` is not an integer.
     model_config = ConfigDict(
         strict=True,
         extra="forbid",
@@ -70,17 +67,14 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:
+        # A validator can raise one error only, so this error carries all violations.
         if violations := [*self._unmet_requirements(), *self.violations()]:
             raise _error(violations)
         return self
 
 
 def reject(what: str, fix: str) -> NoReturn:
-    """Report a violation of the value being validated.
-
-    Raises:
-        PydanticCustomError: Always.
-    """
+    """Report a violation of the value being validated; for validators."""
     raise _error([Violation("", what, fix)])
 
 

@@ -253,7 +253,6 @@ class TrainingSettings(Settings):
         yield from self._schedule_violations()
 
     def _adapter_violations(self) -> Iterator[Violation]:
-        """Yield the conflicts of the optimizer and of quantization with the adapter."""
         text = self.lora.text_encoders
         own_rates = (
             ("text_encoders.learning_rate", text is not None and text.learning_rate is not None),
@@ -284,7 +283,6 @@ class TrainingSettings(Settings):
                     yield Violation(key, what, fix, involves=(key, "lora"))
 
     def _compute_violations(self) -> Iterator[Violation]:
-        """Yield a format of the weights that 8-bit products do not use."""
         same = {"int8": ("int8", "int8_torchao"), "fp8": ("fp8_torchao",)}
         if self.compute != "none" and self.quantize not in ("none", *same[self.compute]):
             what = f"compute: {self.compute} cannot be combined with quantize: {self.quantize}, because the "
@@ -293,7 +291,6 @@ class TrainingSettings(Settings):
             yield Violation("compute", what, fix, involves=("compute", "quantize"))
 
     def _offload_violations(self) -> Iterator[Violation]:
-        """Yield the settings that streamed blocks do not work with."""
         if self.offload == "none":
             return
         if self.quantize == "nf4" and not self.gradient_checkpointing:
@@ -309,7 +306,6 @@ class TrainingSettings(Settings):
             yield Violation("offload", what, fix, involves=("offload", "lora"))
 
     def _schedule_violations(self) -> Iterator[Violation]:
-        """Yield the contradictions in the learning rate schedule."""
         kind, optimizer = self.lr_scheduler, OPTIMIZERS.get(self.optimizer)
         if optimizer is not None and optimizer.own_schedule and kind != "constant":
             what = f"{self.optimizer} averages its steps and needs lr_scheduler: constant, got {kind}"

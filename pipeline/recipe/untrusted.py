@@ -34,17 +34,14 @@ def is_untrusted() -> bool:
 
 
 def untrusted_mistakes(data: Mapping[str, Any], root: Path) -> list[Mistake]:
-    """Return a mistake for each import path, address and folder outside of the project.
-
-    Args:
-        data: Content of a valid recipe file.
-        root: Folder of the project.
-    """
+    """Return a mistake for each import path, address and folder outside of the project in a valid recipe."""
     mistakes = [
         _refused(path, f"{_name(path)} must be a folder inside the project, got {problem}", _INSIDE)
         for path, value in _places(data)
         if (problem := _outside(value, root)) is not None
     ]
+
+    # Importing a module runs its code.
     optimizer = _section(data, "training").get("optimizer")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         what = f"training.optimizer must be {one_of(OPTIMIZERS)}, got the import path {optimizer}"
@@ -62,7 +59,7 @@ def link_mistake(file: Path, folder: Path) -> Mistake | None:
 
 
 def _places(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the key and text of each folder, address and file that a recipe names."""
+    # "." stands for an absent key: the project root is always accepted.
     for index, dataset in enumerate(data["datasets"]):
         for key in ("path", "images"):
             yield ("datasets", index, key), dataset.get(key) or "."
@@ -83,14 +80,14 @@ def _places(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _references(prompt: str | Mapping[str, Any]) -> Sequence[str]:
-    """Return the reference images of a preview prompt, which may be a plain text."""
     return () if isinstance(prompt, str) else prompt.get("references") or ()
 
 
 def _outside(text: str, root: Path) -> str | None:
-    """Return the address or real path that `text` names if it is not a path below `root`."""
     if is_url(text):
         return "an address"
+
+    # The real path, because a repository can hold a link that leads out of it.
     real = Path(os.path.realpath(root / Path(text).expanduser()))
     return None if real.is_relative_to(os.path.realpath(root)) else text
 

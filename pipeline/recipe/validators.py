@@ -1,8 +1,4 @@
-"""Validators of single recipe values: paths, addresses, suffixes, encodings and names of gates.
-
-Each validator returns the value, or reports a violation. The types of keys that hold a path or an address are
-at the end.
-"""
+"""Validators of single recipe values, and the types of keys that hold a path or an address."""
 
 from __future__ import annotations
 
@@ -84,6 +80,8 @@ def _check_protocols(url: Url) -> None:
 
     known = available_protocols()
     *inner, last = url.links
+
+    # The last link of a chain may be a local path, as in zip://photos::data/photos.zip.
     links = [*inner, last] if "://" in last else inner
     for protocol in [link.partition("://")[0] for link in links]:
         if protocol not in known:
@@ -161,6 +159,7 @@ def check_fallback(value: str | None) -> str | None:
 
 def check_encoding(value: str) -> str:
     """Return `value` if it names a text encoding of Python."""
+    # `codecs.lookup` would also find codecs that are not text encodings, such as base64.
     try:
         "a".encode(value)
     except (LookupError, ValueError):

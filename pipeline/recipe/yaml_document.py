@@ -1,7 +1,4 @@
-"""A YAML document as plain data, with the line of every key and all of its YAML flaws.
-
-Anchors (&name), aliases (*name) and merges (<<) are flaws.
-"""
+"""A YAML document as plain data, with the line of every key and all of its YAML flaws."""
 
 from __future__ import annotations
 
@@ -104,8 +101,6 @@ def dotted(path: KeyPath) -> str:
 
 
 class _LimitExceededError(Exception):
-    """Stop reading a document that has too many values, or too many levels."""
-
     def __init__(self, flaw: Flaw) -> None:
         super().__init__(flaw.what)
         self.flaw = flaw
@@ -122,7 +117,6 @@ def _yaml() -> YAML:
 # The constructor is slow to create and keeps no state of a document.
 @cache
 def _scalar_constructor() -> SafeConstructor:
-    """Return the constructor of scalar values."""
     return SafeConstructor(loader=_yaml())
 
 
@@ -134,11 +128,6 @@ class _Reader:
         self._num_values = 0
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        """Return a node as a dict, list or scalar, and record its line as the line of `path`.
-
-        Raises:
-            _LimitExceededError: The document has too many values, or the node has too many ancestors.
-        """
         self._count(node)
         if len(path) > MAX_DEPTH:
             raise _LimitExceededError(_too_deep(node.start_mark.line + 1))
@@ -160,11 +149,6 @@ class _Reader:
         raise AssertionError(f"ruamel.yaml composed an unknown node {type(node)}")
 
     def _count(self, node: Node) -> None:
-        """Count a value.
-
-        Raises:
-            _LimitExceededError: The document has too many values.
-        """
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             what = f"the document must have at most {MAX_VALUES:,} values"
@@ -223,13 +207,12 @@ class _Reader:
 
 
 def _encodable(text: str) -> str:
-    """Return `text`; raise ValueError for half a surrogate pair, which no file name can contain."""
+    # Half a surrogate pair raises ValueError: no file name can contain it.
     text.encode("utf-8")
     return text
 
 
 def _excerpt(text: str) -> str:
-    """Return the first 40 characters of `text`, escaped if a terminal cannot show them."""
     return text[:40] if text[:40].isprintable() else repr(text[:40])
 
 
@@ -259,7 +242,6 @@ _ADVICE = (
 
 
 def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
-    """Return the flaw of a document that cannot be parsed."""
     line, problem, fix = 1, str(error), _FIRST_LINE_ONLY
     if isinstance(error, MarkedYAMLError):
         line, fix = _line_and_fix(error)
@@ -272,7 +254,6 @@ def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
 
 
 def _line_and_fix(error: MarkedYAMLError) -> tuple[int, str]:
-    """Return the line to correct, counted from 1, and what to write there."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 1
     start_line = error.context_mark.line + 1 if error.context_mark is not None else line

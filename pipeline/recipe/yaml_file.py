@@ -33,11 +33,6 @@ def read_yaml_file(file: Path, kind: FileKind) -> tuple[Document, list[PlacedMis
 
 
 def _read_bytes(file: Path, kind: FileKind) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        OSError: The file cannot be read, is not a regular file, or is too large.
-    """
     # A repository can hold a link to a device, and reading it would never end.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(descriptor, "rb") as opened:
@@ -50,7 +45,6 @@ def _read_bytes(file: Path, kind: FileKind) -> bytes:
 
 
 def _document_mistakes(document: Document, shown: str, kind: FileKind) -> list[PlacedMistake]:
-    """Return the YAML flaws of a document and the mistakes in its values, by line."""
     mistakes: list[Mistake] = []
     if isinstance(document.data, dict):
         mistakes = find_mistakes(document.data, kind)
