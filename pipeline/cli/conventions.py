@@ -26,25 +26,20 @@ _MAX_NAMES = 10
 
 
 class RecipeArgument(click.ParamType[Recipe]):
-    """Recipe, given by its name in the recipes folder, such as `flowers`, or by the path of its file.
-
-    With `reads_outputs`, the tables, reports and records of an output folder at an address are fetched first.
-    """
+    """Recipe, given by its name in the recipes folder, such as `flowers`, or by the path of its file."""
 
     name = "recipe"
 
     def __init__(self, *, reads_outputs: bool = False) -> None:
-        """Create the type of an argument."""
+        """Create the type; with `reads_outputs`, outputs at an address are fetched before the command."""
         self._reads_outputs = reads_outputs
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Recipe:
-        """Load the recipe and store its name in the context's `obj`.
-
-        Raises:
-            RecipeError: The file does not exist or is invalid; the error lists all mistakes.
-        """
+        """Load the recipe and store its name in the context's `obj`, for `main`."""
         if isinstance(value, Recipe):
             return value
+
+        # A text without a folder and without a suffix is a name.
         text = str(value)
         is_path = text.endswith((".yaml", ".yml")) or len(Path(text).parts) > 1
         file = (Path(text).expanduser() if is_path else recipes_dir() / f"{text}.yaml").absolute()
@@ -82,17 +77,13 @@ def reported_recipes() -> RecipeFolder:
 
 
 def report_broken_recipes() -> None:
-    """Report each broken recipe of the recipes folder on standard error; there may be no such folder."""
+    """Report each broken recipe of the recipes folder on standard error."""
+    # Commands that need no recipe also work without the folder.
     if recipes_dir().is_dir():
         _report(load_recipe_folder().broken)
 
 
 def _fetch_outputs(recipe: Recipe) -> None:
-    """Fetch the outputs that commands read, if they are at an address.
-
-    Raises:
-        StoreError: The service does not answer.
-    """
     if not isinstance(recipe.output_address, Url):
         return
     from pipeline.outputs.folder import outputs_of
@@ -104,11 +95,7 @@ def _fetch_outputs(recipe: Recipe) -> None:
 
 
 def _load(file: Path) -> Recipe:
-    """Load the recipe in `file`; in the recipes folder, first report all broken recipes next to it.
-
-    Raises:
-        RecipeError: The recipe has mistakes, or shares its output folder with another one.
-    """
+    # In the recipes folder, all recipes are loaded, because two of them may share an output folder.
     if file.parent != recipes_dir():
         return load_recipe(file)
 
@@ -132,7 +119,6 @@ def _report(broken: Iterable[BrokenRecipe]) -> None:
 
 
 def _no_such_recipe(text: str, file: Path) -> RecipeError:
-    """Return an error that suggests the closest name, or else lists all recipes of the folder."""
     folder = file.parent
     names = _names_in(folder)
     closest = difflib.get_close_matches(file.stem, names, n=1)
@@ -161,7 +147,8 @@ def as_recipe_path(text: str) -> str:
 
 
 def log_to_stderr(line: str) -> None:
-    """Print a line of progress or a warning on standard error, which leaves the result on standard output."""
+    """Print a line of progress or a warning on standard error."""
+    # Standard output has the result alone, so that it can be piped.
     echo(line, err=True)
 
 
@@ -172,6 +159,7 @@ def bytes_text(number: int) -> str:
     value = float(number)
     for unit in ("kB", "MB", "GB"):
         value /= 1000
+        # Three significant digits of a larger value would be 1e+03.
         if value < 999.5:
             return f"{value:.3g} {unit}"
     return f"{value / 1000:,.3g} TB"

@@ -91,7 +91,6 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _report(plan: Plan, family: Family) -> list[str]:
-    """Return lines on what was written, where each part comes from, and how a recipe uses it."""
     lines = [f"wrote {plan.folder}, {bytes_text(_folder_bytes(plan.folder))}: {family.spec.name}"]
     for role, part in plan.parts.items():
         converted = f" (partly converted from {', '.join(part.others)})" if part.others else ""

@@ -23,8 +23,6 @@ _FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "D
 
 
 class _ShardType(click.ParamType[Shard]):
-    """Shard as `i/N`."""
-
     name = "i/N"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Shard:
@@ -68,12 +66,7 @@ def command(encoding: str, shard: Shard | None) -> None:
 
 
 def shard_of_environment(encoding: SharedEncoding) -> Shard:
-    """Return the shard that the scheduler's variable names, or the complete encoding without one.
-
-    Raises:
-        LaunchError: The variable is not a number below the number of shards.
-        StoreError: The encoding cannot be read.
-    """
+    """Return the shard that the scheduler's variable names, or the complete encoding without one."""
     name = next((name for name in INDEX_VARIABLES if os.environ.get(name)), None)
     if name is None:
         return Shard(0, 1)

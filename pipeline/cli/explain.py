@@ -65,7 +65,6 @@ def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
 
 
 def _summary(explained: Iterable[StageFacts]) -> str:
-    """Return in one line whether the sample is used, and what to do if it is not."""
     facts = {each.stage: each.facts for each in explained}
     if "rejected" in facts:
         rejection = facts["rejected"]
@@ -87,7 +86,6 @@ def _summary(explained: Iterable[StageFacts]) -> str:
 
 
 def _short_facts(explained: StageFacts) -> dict[str, Any]:
-    """Return the facts that a person needs: no hashes and keys, and no empty values."""
     facts = explained.facts
     default = SHORT_ENTRY_FACTS if " entry" in explained.stage else tuple(facts)
     names = SHORT_FACTS.get(explained.stage, default)
@@ -99,7 +97,7 @@ def _label(name: str) -> str:
 
 
 def _by_stage(explained: Iterable[StageFacts]) -> dict[str, Mapping[str, Any]]:
-    """Return the facts by stage; further rows of a stage get the keys "<stage> (2)" and so on."""
+    # A sample may have several rows in a stage, such as one per resolution: "<stage> (2)" and so on.
     stages: dict[str, Mapping[str, Any]] = {}
     num_rows = Counter[str]()
     for each in explained:
@@ -110,7 +108,7 @@ def _by_stage(explained: Iterable[StageFacts]) -> dict[str, Mapping[str, Any]]:
 
 
 def _text(value: object) -> object:
-    """Quote text, so that leading and trailing spaces are visible, and round fractions."""
+    # In quotes, leading and trailing spaces are visible.
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return f"{value:.6g}" if isinstance(value, float) else value

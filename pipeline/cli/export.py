@@ -40,6 +40,7 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
     run = run or exportable_run(recipe.output_dir)
     layout = RunLayout(run_folder(recipe.output_dir, run))
 
+    # At an address, another machine may be training the run, and files here may be older than files there.
     outputs = outputs_of(recipe)
     if step is not None or latest:
         require_idle_at_address(outputs, run)

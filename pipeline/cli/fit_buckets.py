@@ -108,7 +108,7 @@ def _require_one_resolution(recipe: Recipe) -> None:
 
 
 def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
-    """Return the image sizes, once each and as often as an epoch draws them, and where they come from."""
+    """Return the image sizes, once each and as often as an epoch draws them, and the name of their source."""
     from pipeline.raw_images.stage import scan
     from pipeline.storage.tables import Tables
 
@@ -118,9 +118,8 @@ def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
     if table is None or table.is_empty():
         source = "a new scan"
         table = scan(recipe, tables, log=lambda line: echo(line, err=True), remember=False).table
-        table = table.with_columns(
-            duplicate_group="content_hash"
-        )  # near duplicates are unknown before validation
+        # Near duplicates are unknown before validation.
+        table = table.with_columns(duplicate_group="content_hash")
     times = times_drawn(table, recipe.datasets).to_numpy()
     height, width = (table[name].to_numpy().astype(np.int64) for name in ("height", "width"))
     batch_size = recipe.training.batch_size * recipe.accelerate.num_processes
@@ -129,11 +128,12 @@ def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
 
 
 def _model_step(recipe: Recipe) -> int:
-    """Return the base model's size multiple, at least 8, or `DEFAULT_STEP` if the model is not local."""
     family = local_family(recipe)
     if family is None:  # nothing is downloaded
         echo(f"{recipe.model.base} is not a local model; using step {DEFAULT_STEP}, which suits every family")
         return DEFAULT_STEP
+
+    # At least 8, like every edge in a recipe.
     multiple = family.size_multiple()
     return multiple * -(-8 // multiple)
 
@@ -147,7 +147,7 @@ def _line(name: str, num_sizes: int, quality: FitQuality, num_changed: int) -> s
 
 
 def _num_changed(current: Placement, fit: FittedList, images: Dataset) -> int:
-    """Return how many images the fitted list places differently, so that their latents are encoded again."""
+    # Only random crops need names. They do not decide the bucket, so any names will do.
     names = [""] * len(images) if current.crop == "random" else None
     before = current.assign_many(images.height, images.width, names)
     after = placement_in(fit.sizes).assign_many(images.height, images.width).columns
@@ -159,16 +159,14 @@ def _num_changed(current: Placement, fit: FittedList, images: Dataset) -> int:
 
 
 def _write(recipe: Recipe, fit: FittedList) -> None:
-    """Write the sizes to the recipe's file, preserving its comments and order.
-
-    Raises:
-        RecipeError: The resulting recipe would be invalid; the file is unchanged.
-    """
+    """Write the sizes to the recipe's file, which stays as it is if the recipe would become invalid."""
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
     file = Path(recipe.source)
     before = file.read_text(encoding="utf-8")
+
+    # ruamel.yaml's round trip preserves comments and the order of keys.
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 100

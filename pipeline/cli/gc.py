@@ -34,7 +34,6 @@ class _Age(click.ParamType[float]):
     name = "age"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number of seconds."""
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([dh])", str(value))
@@ -126,6 +125,7 @@ def command(
     if keep_s == 0 and do_delete:
         _require_readable(folder)
 
+    # At least the age up to which a list of used entries may belong to a running job.
     age_s = max(KEEP_S if keep_s is None else keep_s, RUNNING_S)
     for cache_dir in caches:
         needed = _keys_of_recipes(all_recipes, cache_dir) if keep_s == 0 else None
@@ -144,17 +144,17 @@ def command(
 
 
 def _keys_of_recipes(recipes: Iterable[Recipe], cache_dir: Address) -> list[pl.Series]:
-    """Return the keys that recipes need in a cache, in groups."""
     groups: list[pl.Series] = []
     for recipe in recipes:
         if recipe.cache_dir == cache_dir:
+            # The tables name the entries, and another machine may have written newer ones.
             outputs_of(recipe, log_to_stderr).fetch("tables/")
             groups += needed_keys(recipe, log=log_to_stderr)
     return groups
 
 
 def _require_readable(folder: RecipeFolder) -> None:
-    """Raise RecipeError if a recipe has mistakes, so the entries that it needs are unknown."""
+    # The entries that a recipe with mistakes needs are unknown.
     if folder.broken:
         names = ", ".join(broken.name for broken in folder.broken)
         raise RecipeError(
@@ -165,11 +165,6 @@ def _require_readable(folder: RecipeFolder) -> None:
 
 
 def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool) -> None:
-    """Show the runs of the given recipes, or of all, and delete the old ones if `do_delete`.
-
-    Raises:
-        RecipeError: A recipe of the folder cannot be read, so the runs that it starts from are unknown.
-    """
     folder = reported_recipes()
     if folder.broken and do_delete:
         names = ", ".join(broken.name for broken in folder.broken)
@@ -224,7 +219,7 @@ def _show_runs(surveyed: RunSurvey) -> None:
 
 
 def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
-    """Raise StoreError if the folder holds only foreign files, and so cannot be a cache."""
+    # An option may name any folder, and a folder with only foreign files cannot be a cache.
     if surveyed.foreign and not surveyed.used.num_lists and not surveyed.entries and not surveyed.packs.all:
         raise StoreError(
             f"not a cache: the folder holds only {counted(len(surveyed.foreign), 'file')} of other programs",

@@ -1,8 +1,6 @@
 """Entry point of the command `latentline`.
 
-Each subcommand has a module with a `click.Command` named `command`, which is imported on first use.
-Exit statuses: 0 success; 1 a `LatentlineError` or file access error, printed as what, where and fix; 2 wrong
-usage.
+Exit statuses: 0 success; 1 a `LatentlineError` or file access error; 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -39,29 +37,22 @@ COMMANDS = {
     "encode": "pipeline.cli.encode",
     "train": "pipeline.cli.train",
 }
-"""Subcommand to module, in the order of `latentline --help`."""
+"""Subcommand to module, which has a `click.Command` named `command`; in the order of `latentline --help`."""
 
 
 class _Commands(click.Group):
     """Group that imports a subcommand on first use, so that no command waits for another's libraries."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the subcommand, or None if no subcommand has this name."""
         module = COMMANDS.get(cmd_name)
         return import_module(module).command if module else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand that `args` begin with.
-
-        Raises:
-            click.UsageError: There is no such subcommand; suggests the closest one.
-        """
         if args[0] in COMMANDS or args[0].startswith("-"):
             return super().resolve_command(ctx, args)
         closest = difflib.get_close_matches(args[0], COMMANDS, n=1)
@@ -87,10 +78,8 @@ def latentline() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit.
-
-    `RecipeArgument` stores the recipe's name in `context`, which replaces `<recipe>` in error messages.
-    """
+    """Run the command line and exit."""
+    # `RecipeArgument` stores the recipe's name here, and it replaces `<recipe>` in error messages.
     context = dict[str, str]()
     find_terminal()
     try:

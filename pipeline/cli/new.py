@@ -94,7 +94,7 @@ def _already_exists(file: Path) -> RecipeError:
 
 
 def _about_options(err: LatentlineError, file: Path, *, images: Path, base: str) -> LatentlineError:
-    """Return the error with the options that the user passed in place of the file, which does not exist."""
+    # The error names the file that would have been written. The user knows only the options.
     in_base, in_file = f"{file}, model.base", str(file)
     if err.where.startswith(in_base):
         where = f"--base {base}{err.where.removeprefix(in_base)}"
@@ -107,13 +107,7 @@ def _about_options(err: LatentlineError, file: Path, *, images: Path, base: str)
 
 
 def _require_valid(name: str, text: str, file: Path) -> None:
-    """Check the recipe as `latentline validate` would, before it is written to `file`.
-
-    Raises:
-        RecipeError: A value is invalid.
-        ModelError: The base model cannot be used.
-        PathIsolationError: The images overlap with the cache or the output folder.
-    """
+    """Check the recipe as `latentline validate` would, before it is written to `file`."""
     from pipeline.cli.validate import check_settings
     from pipeline.recipe import load_recipe
 

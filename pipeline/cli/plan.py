@@ -85,7 +85,7 @@ def _card_bytes(vram: float | None) -> int | None:
 
 
 def _memory(recipe: Recipe, vram: float | None) -> MemoryForecast | None:
-    """Return the memory forecast; if the model does not allow one, report the reason and return None."""
+    # A forecast of entries is useful without a forecast of memory, so this error does not end the command.
     try:
         return forecast_memory(recipe, card_bytes=_card_bytes(vram))
     except ModelError as err:
@@ -166,7 +166,6 @@ def show_memory(memory: MemoryForecast) -> None:
 
 
 def _show_host(memory: MemoryForecast) -> None:
-    """Print a warning if one process of a stage needs more than the memory of this machine."""
     stage = max(memory.stages, key=lambda stage: stage.host_bytes)
     if stage.host_bytes <= memory.machine_bytes:
         return

@@ -50,7 +50,6 @@ def command(file: str, wanted: Path | None, as_json: bool) -> None:
 
 @contextmanager
 def _downloaded(file: str) -> Generator[Path]:
-    """Provide the path of a LoRA; from an output folder at an address, it is downloaded for the body."""
     if not is_url(file):
         _require_existing(Path(file))
         yield Path(file)
@@ -79,9 +78,10 @@ def _show(file: Path, wanted: Path | None, *, as_json: bool) -> None:
 
 
 def _require_existing(file: Path) -> None:
-    """Raise TrainingError if the path does not exist; suggests the output folder of a recipe of that name."""
     if file.exists():
         return
+
+    # Other commands take the name of a recipe, so it may have been passed here too.
     recipes = load_recipe_folder().recipes if recipes_dir().is_dir() else []
     recipe = next((each for each in recipes if each.name == str(file)), None)
     if recipe is None:

@@ -46,11 +46,7 @@ def command(recipe: Recipe, cache_only: bool) -> None:
 
 
 def dagster_home() -> Path:
-    """Return the folder of the Dagster instance: `DAGSTER_HOME`, or `.dagster` in the project root.
-
-    Raises:
-        FileAccessError: The folder does not exist.
-    """
+    """Return the existing folder of the Dagster instance: `DAGSTER_HOME`, or `.dagster` in the project."""
     chosen = os.environ.get(HOME_VARIABLE, "")
     folder = Path(chosen).expanduser().absolute() if chosen else project_root() / ".dagster"
     if not folder.is_dir():

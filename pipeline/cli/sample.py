@@ -100,15 +100,12 @@ def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, .
 
 
 def parse_steps(values: Iterable[str]) -> Steps:
-    """Return the steps of repeated or comma-separated options, without repetitions.
-
-    Raises:
-        DrawingError: A value is not a positive integer.
-    """
+    """Return the steps of repeated or comma-separated options, without repetitions."""
     texts = _split(values)
     if "all" in texts:
         return "all"
     for text in texts:
+        # `isdecimal` alone accepts the digits of other scripts.
         if not (text.isascii() and text.isdecimal() and int(text) > 0):
             raise DrawingError(
                 f"a step must be a positive integer or all, got {text!r}",
@@ -119,11 +116,7 @@ def parse_steps(values: Iterable[str]) -> Steps:
 
 
 def parse_strengths(values: Iterable[str]) -> tuple[float, ...]:
-    """Return the strengths of repeated or comma-separated options, without repetitions; 1 without any.
-
-    Raises:
-        DrawingError: A value is not a finite number.
-    """
+    """Return the strengths of repeated or comma-separated options, without repetitions; 1 without any."""
     strengths: list[float] = []
     for text in _split(values) or ["1"]:
         try:
@@ -141,11 +134,7 @@ def parse_strengths(values: Iterable[str]) -> tuple[float, ...]:
 
 
 def parse_prompts(values: Iterable[str]) -> tuple[str, ...]:
-    """Return the prompts without repetitions.
-
-    Raises:
-        DrawingError: A prompt is empty.
-    """
+    """Return the prompts without repetitions."""
     prompts = tuple(dict.fromkeys(values))
     if not all(prompt.strip() for prompt in prompts):
         raise DrawingError(
@@ -169,9 +158,9 @@ def _draw(job: DrawingJob) -> Path:
 
 
 def _upload(recipe: Recipe, job: DrawingJob) -> None:
-    """Upload the pictures in the recipe's output folder, if it is at an address."""
     from pipeline.outputs.folder import outputs_of
 
+    # With --output, the pictures are in a folder of the user's choice and stay there.
     if job.folder.is_relative_to(recipe.output_dir):
         outputs_of(recipe, _echo).upload(f"{job.folder.relative_to(recipe.output_dir).as_posix()}/")
 

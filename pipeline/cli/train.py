@@ -62,7 +62,8 @@ def command(
     The exit status is 0 after the last step, 1 after an error, and 130 or 143 if the training was stopped by
     Ctrl-C or SIGTERM. To resume, start the command again on all machines.
     """
-    watch_parent()  # its end stops the training's processes in turn, after a checkpoint
+    # The end of the launcher stops the processes of the training in turn, after a checkpoint.
+    watch_parent()
     chosen = find_machines(MachineOptions(machines, rank, master, wait_s=wait_s), os.environ)
     _train(absolute(job, Path.cwd()), chosen, grace_s)
 

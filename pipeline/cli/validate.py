@@ -61,7 +61,6 @@ def _check(recipe: Recipe) -> None:
 
 
 def _deployment_text(deployment: Deployment) -> str:
-    """Return the settings as the text of an equivalent deployment file."""
     origin = deployment.source or f"{DEPLOYMENT_VARIABLE} is not set; these are the defaults"
     text = StringIO()
     yaml = YAML()
@@ -70,15 +69,7 @@ def _deployment_text(deployment: Deployment) -> str:
 
 
 def check_settings(recipe: Recipe) -> None:
-    """Run the checks that a schema cannot express: on paths, other recipes, a local model and `start_from`.
-
-    Raises:
-        PathIsolationError: Two of the recipe's paths overlap, or a run would replace its own input.
-        RecipeError: Another recipe has the same output_dir, or a bucket edge, a preview prompt or the
-            references do not suit the model.
-        ModelError: The local base model cannot be used.
-        TrainingError: The LoRA in `start_from` cannot be used.
-    """
+    """Run the checks that a schema cannot express: paths, other recipes, a local model and `start_from`."""
     require_isolation(recipe)
     require_own_output(recipe)
     require_size_multiple([recipe])

@@ -31,7 +31,6 @@ class DatasetDraft:
 
     Attributes:
         name: Its name before `dataset_names`, with any characters.
-        images: Its images and caption files.
         keys: Recipe keys below `datasets[]`, with dots, such as `captions.trigger`; without name and path.
     """
 
@@ -96,7 +95,6 @@ class RecipeDraft:
 
     Attributes:
         form: Description of what was read, such as "a folder of images".
-        datasets: Datasets of the recipe.
         keys: Other recipe keys, with dots, such as `latents.flip`.
         taken: Lines about settings that are taken over.
         not_taken: Lines about settings and images that are not, each with the reason.
@@ -123,11 +121,7 @@ class RecipeDraft:
 
 
 def draft_from_folder(folder: Path) -> RecipeDraft:
-    """Return the folder as one dataset, or one dataset per sub-folder if it has the layout of sd-scripts.
-
-    Raises:
-        DatasetError: The folder contains no images.
-    """
+    """Return the folder as one dataset, or one dataset per sub-folder if it has the layout of sd-scripts."""
     parts, remarks = find_repeats_folders(folder)
     if parts:
         draft = RecipeDraft("sd-scripts folders", not_taken=remarks)
@@ -157,12 +151,7 @@ def draft_from_folder(folder: Path) -> RecipeDraft:
 def dataset_names(wanted: Iterable[str], otherwise: str) -> list[str]:
     """Return a valid name for each wanted one: ASCII, unique in any case, in the same order.
 
-    Letters are transliterated, `Blüten` to `Blueten`. A letter without an ASCII form becomes its code point,
-    so that names in any script stay distinct.
-
-    Args:
-        wanted: Names with any characters.
-        otherwise: Name of a dataset without a letter or digit in its name.
+    `otherwise` replaces a name without a letter or digit. Letters are transliterated, `Blüten` to `Blueten`.
     """
     names: list[str] = []
     used: set[str] = set()
@@ -183,6 +172,7 @@ def _ascii_name(text: str) -> str:
         if letter.isascii():
             letters.append(letter)
         elif letter.isalnum():
+            # The code point, so that names in any script stay distinct.
             letters.append(f"u{ord(letter):04x}")
         elif not unicodedata.combining(letter):
             letters.append("_")

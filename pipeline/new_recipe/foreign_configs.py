@@ -24,7 +24,6 @@ class FolderRules(NamedTuple):
     """How a trainer reads a folder of images.
 
     Attributes:
-        subfolders: Whether it also reads sub-folders.
         exclude: Patterns of images that it does not train on.
         lines: Which lines of a caption file it uses: all as one caption, the first, or each as a caption.
         keep_tags: Number of tags at the start of a caption that it does not shuffle, by default.
@@ -53,7 +52,6 @@ class ForeignDataset(NamedTuple):
 
     Attributes:
         settings: Its settings by dotted name.
-        folder_rules: How the trainer reads its folder.
         skip: Reason to skip it; empty if it is used.
         remarks: Texts about settings that are not taken over.
     """
@@ -70,7 +68,6 @@ class ForeignConfig:
 
     Attributes:
         trainer: Name of the trainer, as in recipe/other_trainers.toml.
-        entries: Its datasets.
         others: Settings outside the datasets that have another name in a recipe, by dotted name.
         has_training: Whether the file also configures the model and the training.
     """
@@ -82,11 +79,7 @@ class ForeignConfig:
 
 
 def read_config(file: Path) -> ForeignConfig:
-    """Return the content of a JSON, YAML or TOML file of a trainer that is recognised by the content.
-
-    Raises:
-        DatasetError: The file cannot be read, or has an unknown form.
-    """
+    """Return the content of a JSON, YAML or TOML file of a trainer that is recognised by the content."""
     data = _parsed(file)
     for recognise in (_sd_scripts, _onetrainer, _ai_toolkit, _simpletuner, _diffusion_pipe):
         try:
@@ -109,11 +102,6 @@ def candidate_paths(name: str, file: Path) -> list[Path]:
 
 
 def _parsed(file: Path) -> Any:
-    """Return the content of a JSON, YAML or TOML file as plain data.
-
-    Raises:
-        DatasetError: The file cannot be read or parsed.
-    """
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix.lower() == ".json":
@@ -138,7 +126,7 @@ def _parsed(file: Path) -> Any:
 
 
 def _sd_scripts(data: Any, _file: Path) -> ForeignConfig | None:
-    """Settings of a subset override settings of its dataset, which override the general ones."""
+    # Settings of a subset override settings of its dataset, which override the general ones.
     datasets = data["datasets"]
     entries = [
         _sd_scripts_entry(
@@ -166,7 +154,7 @@ def _sd_scripts_entry(settings: dict[str, Any]) -> ForeignDataset:
 
 
 def _onetrainer(data: Any, file: Path) -> ForeignConfig | None:
-    """A list of concepts, or a configuration that contains them or names their file."""
+    # Either a list of concepts, or a configuration that contains them or names their file.
     others: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     has_training = isinstance(data, dict)
@@ -219,7 +207,7 @@ def _onetrainer_entry(concept: Mapping[str, Any], file: Path) -> ForeignDataset:
 
 
 def _ai_toolkit(data: Any, _file: Path) -> ForeignConfig | None:
-    """Datasets of all processes; a process's trigger word applies to its datasets."""
+    # A process's trigger word applies to its datasets.
     entries: list[ForeignDataset] = []
     others: dict[str, Any] = {}
     for process in data["config"]["process"]:
@@ -243,7 +231,7 @@ def _ai_toolkit_entry(dataset: Mapping[str, Any]) -> ForeignDataset:
 
 
 def _simpletuner(data: Any, file: Path) -> ForeignConfig | None:
-    """A list of data backends, or a config.json that names their file."""
+    # Either a list of data backends, or a config.json that names their file.
     others: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     has_training = isinstance(data, dict)
@@ -296,7 +284,7 @@ def _simpletuner_entry(backend: Mapping[str, Any], shared: Mapping[str, Any]) ->
 
 
 def _simpletuner_captions(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, with the settings of captions as they take effect together."""
+    # Some settings of captions take effect only together with others.
     prompt = settings.get("instance_prompt")
     if settings.pop("only_instance_prompt", False):
         settings["caption_strategy"] = "instanceprompt"
@@ -325,6 +313,7 @@ def _diffusion_pipe_entry(settings: dict[str, Any]) -> ForeignDataset:
     remarks: tuple[str, ...] = ()
     low, high = settings.get("min_ar"), settings.get("max_ar")
     if low and high:
+        # A recipe has one ratio of long to short edge, so the wider of the two limits applies.
         settings["max_ar"] = max(high, 1 / low)
         if not math.isclose(low * high, 1):
             remarks = (f"min_ar {low}, max_ar {high}: a recipe has one limit for both orientations",)
@@ -338,7 +327,6 @@ def _diffusion_pipe_entry(settings: dict[str, Any]) -> ForeignDataset:
 
 
 def _linked(name: Any, file: Path) -> Any:
-    """Return the content of a file that a configuration names."""
     linked = next((path for path in candidate_paths(str(name), file) if path.is_file()), None)
     if linked is None:
         fix = "pass that file instead"
@@ -354,7 +342,6 @@ def _lines(name: str, file: Path) -> list[str]:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting with its dotted name."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")

@@ -34,10 +34,9 @@ _NOT_SET = (None, "", False, 0, [], {})
 
 @dataclass
 class _Converted:
-    """One dataset's settings.
+    """One dataset's settings as recipe keys, such as `datasets.repeats`.
 
     Attributes:
-        keys: Recipe keys, such as `datasets.repeats`, with their values.
         sources: The trainer's setting and value that became each key, as text.
         lost: Texts about other settings, with the reason.
     """
@@ -53,8 +52,6 @@ class _Part:
 
     Attributes:
         labels: Names of the datasets in the trainer's file: several if they differ only in resolution.
-        dataset: The dataset's draft.
-        taken: Texts about its settings that are taken over.
         common: Recipe keys of all datasets, each with the trainer's setting as text and the value.
     """
 
@@ -64,7 +61,6 @@ class _Part:
     common: dict[str, tuple[str, Any]]
 
     def differs_only_in_resolution(self, other: _Part) -> bool:
-        """Return whether both show the same images in the same way, at different resolutions."""
         mine, theirs = ({**part.common, _RESOLUTION: None} for part in (self, other))
         return (
             self.dataset.images == other.dataset.images
@@ -82,11 +78,10 @@ class _Lost:
         self._labels: dict[str, list[str]] = {}
 
     def add(self, label: str, text: str) -> None:
-        """Add a text that starts with its separator from the label."""
+        # The text starts with its separator from the label.
         self._labels.setdefault(text, []).append(label)
 
     def lines(self, num_datasets: int) -> list[str]:
-        """Return one line per text; one that holds for all datasets, if there are several, names none."""
         return [
             f"{'all datasets' if 1 < num_datasets == len(labels) else ', '.join(labels)}{text}"
             for text, labels in self._labels.items()
@@ -96,13 +91,8 @@ class _Lost:
 def draft_from_config(file: Path, *, max_references: int | None = None) -> RecipeDraft:
     """Return the datasets of another trainer's configuration file, and a report of what is taken over.
 
-    Args:
-        file: The configuration file.
-        max_references: Number of references that the base model accepts; control images of datasets with
-            more folders of them are not taken over. None if it is unknown.
-
-    Raises:
-        DatasetError: The file cannot be read, has an unknown form, or none of its datasets can be used.
+    `max_references` is the number of references that the base model accepts, or None if it is unknown.
+    Control images of datasets with more folders of them are not taken over.
     """
     config = read_config(file)
     draft = RecipeDraft(f"{config.trainer} configuration {file}")
@@ -142,7 +132,7 @@ def draft_from_config(file: Path, *, max_references: int | None = None) -> Recip
 def _part(
     trainer: str, entry: ForeignDataset, references: list[Path], *, label: str, file: Path, lost: _Lost
 ) -> _Part | None:
-    """Return one dataset with these folders of references, or None with the reason in `lost`."""
+    # The reason for a dataset without a result is in `lost`.
     converted = _convert(trainer, entry, references)
     keys = converted.keys
     path = keys.pop("datasets.path", None)
@@ -196,7 +186,6 @@ def _part(
 
 
 def _caption_remarks(dataset: DatasetDraft, trainer: str, suffix: str) -> list[str]:
-    """Return texts about captions that are missing, or that the trainer does not read."""
     missing = dataset.missing_captions_text()
     remarks = [missing] if missing else []
     others = [each for each in dataset.images.suffixes if each != suffix]
@@ -209,7 +198,7 @@ def _caption_remarks(dataset: DatasetDraft, trainer: str, suffix: str) -> list[s
 
 
 def _reference_folders(settings: Mapping[str, Any], file: Path) -> list[Path]:
-    """Return the folders of control images in order; empty if there are none, or if one does not exist."""
+    # All or none, because the order of references has a meaning for the model.
     values = [settings.get(key) for key in _CONTROL]
     texts = [each for value in values for each in (value if isinstance(value, list) else [value]) if each]
     folders = [_existing_folder(text, file) if isinstance(text, str) else None for text in texts]
@@ -218,7 +207,7 @@ def _reference_folders(settings: Mapping[str, Any], file: Path) -> list[Path]:
 
 
 def _inner_folders(settings: Mapping[str, Any], folder: Path, file: Path) -> list[str]:
-    """Return patterns of folders of masks and control images inside the folder of images."""
+    # Without these patterns, masks and control images inside the folder would become training images.
     patterns: list[str] = []
     for key in _OTHER_IMAGES:
         values = settings.get(key)
@@ -234,7 +223,7 @@ def _inner_folders(settings: Mapping[str, Any], folder: Path, file: Path) -> lis
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:
-    """Merge datasets of the same images at several resolutions, as several trainers define them."""
+    # Several trainers define the same images once per resolution; a recipe has `resolutions` for that.
     merged: list[_Part] = []
     for part in parts:
         first = next((each for each in merged if each.differs_only_in_resolution(part)), None)
@@ -249,7 +238,6 @@ def _merged(parts: list[_Part]) -> list[_Part]:
 
 
 def _convert(trainer: str, entry: ForeignDataset, references: list[Path]) -> _Converted:
-    """Convert one dataset's settings by the rules of foreign_datasets.toml."""
     converted = _Converted()
     if references:
         converted.keys["datasets.references"] = [{"path": path_in_recipe(each)} for each in references]
@@ -282,7 +270,7 @@ def _convert(trainer: str, entry: ForeignDataset, references: list[Path]) -> _Co
 
 
 def _settle_shuffling(converted: _Converted, keep_tags: int) -> None:
-    """Remove the details of shuffling where it is off, and set the trainer's default where it is on."""
+    # The details of shuffling do not enable it, and the default of tags that stay is the trainer's.
     section = "datasets.captions.shuffle."
     if f"{section}variants" in converted.keys:
         converted.keys.setdefault(f"{section}keep", keep_tags)
@@ -292,7 +280,7 @@ def _settle_shuffling(converted: _Converted, keep_tags: int) -> None:
 
 
 def _add_common_values(draft: RecipeDraft, parts: list[_Part]) -> None:
-    """Take over settings that a recipe has once for all datasets, if the datasets agree on them."""
+    # A recipe has these settings once for all datasets, so the datasets must agree on them.
     for key in dict.fromkeys(key for part in parts for key in part.common):
         given = [part.common[key] for part in parts if key in part.common]
         value = given[0][1]
@@ -306,7 +294,6 @@ def _add_common_values(draft: RecipeDraft, parts: list[_Part]) -> None:
 
 
 def _existing_folder(text: str, file: Path) -> Path | None:
-    """Return the folder of a path that may be relative to the trainer's folder, or None."""
     return next((path for path in candidate_paths(text, file) if path.is_dir()), None)
 
 
@@ -324,7 +311,6 @@ def _rule(trainer: str, theirs: str) -> list[str] | dict[str, Any] | str:
 
 
 def _reason(trainer: str, theirs: str) -> str:
-    """Return the note about a setting without a rule, from the table of equivalent settings."""
     name = theirs.rpartition(".")[2]
     term = next((each for each in terms_by_trainer()[trainer] if each.theirs == name), None)
     if term is None:

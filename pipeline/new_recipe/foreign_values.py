@@ -14,8 +14,6 @@ _DEFAULT_VARIANTS = 4
 
 
 def _choice(choices: Mapping[str, str]) -> Callable[[Any], str]:
-    """Return a conversion of one of several words."""
-
     def convert(value: Any) -> str:
         if value not in choices:
             raise ValueError("the captions are detected in the folder instead")
@@ -51,18 +49,18 @@ def _ratio(value: Any) -> float:
 
 
 def _orders(value: Any) -> int | None:
-    """Return the number of cached tag orders, within the limits of a recipe."""
+    # Within the limits of `captions.shuffle.variants`.
     return min(max(int(value), 2), MAX_VARIANTS) if int(value) else None
 
 
 def _resolutions(value: Any) -> list[int]:
-    """Return each resolution as the edge of a square; a pair inside a list is height and width."""
+    # A pair inside a list is height and width, and the list itself has resolutions.
     values: list[Any] = value if isinstance(value, list) else [value]
     return [_square(each) for each in values]
 
 
 def _square(value: Any) -> int:
-    """Return the edge of the square with as many pixels, from an edge, a pair, or text such as 512,768."""
+    # An edge, a pair, or text such as 512,768. A recipe's resolution is the edge of the square of that area.
     edges = (
         re.split("[,x]", value) if isinstance(value, str) else value if isinstance(value, list) else [value]
     )

@@ -38,16 +38,13 @@ class ImageFolder:
     """Images below one folder, and their caption files.
 
     Attributes:
-        folder: Folder that is searched recursively.
-        num_images: Number of files with an image suffix, without excluded ones.
         suffixes: Suffixes of the caption files, the most frequent first. Each adds captions for images that
-            have none of the suffixes before it. Empty if no image has a caption file.
+            have none of the suffixes before it.
         num_captions: Number of images with a caption file of one of these suffixes.
         prompt: First line of one caption; empty if there is none.
         repeats: Repeats in the name of an sd-scripts folder; None for another folder.
         text: Caption in the name of such a folder; otherwise empty.
-        exclude: Patterns that exclude images; others are omitted.
-        num_excluded: Number of images that they exclude.
+        exclude: Patterns that exclude images; patterns without an effect are omitted.
         num_with_lines: Number of images with several lines in their caption file; 0 if it was not counted.
     """
 
@@ -80,7 +77,7 @@ def scan_folder(
         folder: An existing folder.
         suffixes: Suffixes of caption files that come first, whatever their number.
         exclude: Patterns of images to exclude, see `excluded_by`.
-        count_lines: Read the caption files to count those with several lines.
+        count_lines: Read the caption files to count files with several lines.
     """
     num_images, excluded, captions = 0, Counter[str](), _CaptionFiles()
     preferred, tests = tuple(suffixes), [(pattern, excluded_by([pattern])) for pattern in exclude]
@@ -97,6 +94,8 @@ def scan_folder(
                 images += [] if pattern else [name]
 
         num_images += len(images)
+
+        # Images with the same stem, such as a.jpg and a.png, share a caption file, and each counts.
         stems = Counter(name.rpartition(".")[0] for name in images)
         for suffix, name in _caption_files(visible, stems, (*TEXT_SUFFIXES, *preferred)):
             stem = name.removesuffix(suffix)
@@ -119,10 +118,8 @@ def scan_folder(
 def find_repeats_folders(folder: Path) -> tuple[list[ImageFolder], list[str]]:
     """Return one part per sub-folder if a name such as `10_sks dog` sets repeats, at any of three levels.
 
-    Plain sub-folders with images become parts without repeats.
-
-    Returns:
-        The parts, none for a folder in another layout; and remarks about images that are in no part.
+    Plain sub-folders with images become parts without repeats. There are no parts if the layout is another
+    one. The second value has remarks about images that are in no part.
     """
     parts: list[ImageFolder] = []
     remarks: list[str] = []
@@ -133,7 +130,6 @@ def find_repeats_folders(folder: Path) -> tuple[list[ImageFolder], list[str]]:
 
 
 def _add_parts(folder: Path, depth: int, parts: list[ImageFolder], remarks: list[str]) -> None:
-    """Append the parts of one folder and of its sub-folders that contain such folders."""
     sub_folders = _sub_folders(folder)
     is_next_to_repeats = any(_match_repeats(each.name) for each in sub_folders)
     for each in sub_folders:
@@ -159,7 +155,7 @@ def _add_parts(folder: Path, depth: int, parts: list[ImageFolder], remarks: list
 def _add_repeats_part(
     folder: Path, match: re.Match[str], parts: list[ImageFolder], remarks: list[str]
 ) -> None:
-    """Append a folder with repeats in its name; sd-scripts does not read the sub-folders of such a folder."""
+    # sd-scripts does not read the sub-folders of such a folder.
     repeats = int(match[1])
     scanned = scan_folder(folder, exclude=[SUBFOLDERS], count_lines=True)
     if scanned.num_images == 0:
@@ -199,7 +195,7 @@ def _has_repeats_folder(folder: Path, depth: int) -> bool:
 
 
 def _match_repeats(name: str) -> re.Match[str] | None:
-    """Match the name of a folder with repeats; a year such as in `2024_summer` is not a number of repeats."""
+    # A year such as in `2024_summer` is not a number of repeats.
     match = _REPEATS_FOLDER.fullmatch(name)
     return None if match is None or int(match[1]) in _YEARS else match
 
@@ -233,7 +229,8 @@ def _covering(
 def _caption_files(
     names: Iterable[str], image_stems: Iterable[str], endings: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (suffix, name) of each text file that has the stem of an image; the suffix may have two parts."""
+    """Yield (suffix, name) of each text file that has the stem of an image."""
+    # A suffix may have two parts, as in .caption.txt, so every dot may be its beginning.
     stems = set(image_stems)
     for name in names:
         if not name.lower().endswith(endings):
@@ -245,7 +242,7 @@ def _caption_files(
 
 
 def _first_line(file: Path) -> str:
-    """Return the file's first line if it can be read and is short enough for a prompt, else no text."""
+    # The line becomes a prompt of previews, so an unreadable or very long one is not used.
     try:
         with file.open(encoding="utf-8-sig", errors="strict") as opened:
             line = opened.readline(_MAX_PROMPT + 1).strip()
@@ -255,7 +252,6 @@ def _first_line(file: Path) -> str:
 
 
 def _has_several_lines(file: Path) -> bool:
-    """Return True for a text file with more than one line that is not empty."""
     if file.suffix.lower() == ".json":
         return False
     try:

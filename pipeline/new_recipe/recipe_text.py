@@ -22,8 +22,9 @@ from pipeline.new_recipe.foreign_configs import FORMS
 from pipeline.new_recipe.foreign_datasets import draft_from_config
 from pipeline.recipe import in_project, path_in_recipe
 
+# They are accumulated one by one, which takes the least memory.
 BATCH = 4
-"""Samples per optimizer step. They are accumulated one by one, which takes the least memory."""
+"""Samples per optimizer step."""
 
 USUAL_RESOLUTION = 1024
 """Resolution for models with an unknown resolution."""
@@ -61,11 +62,7 @@ class ModelResolution(NamedTuple):
 
 
 def draft_recipe(images: Path, *, max_references: int | None = None) -> RecipeDraft:
-    """Return a draft of the recipe for a folder of images, or another trainer's configuration file.
-
-    Raises:
-        DatasetError: The folder or file does not exist or cannot be used, or there are no images.
-    """
+    """Return a draft of the recipe for a folder of images, or another trainer's configuration file."""
     if images.is_dir():
         return draft_from_folder(images)
     if images.is_file() and images.suffix.lower() in CONFIG_SUFFIXES:
@@ -116,6 +113,7 @@ def _resolution_of_folder(folder: Path) -> ModelResolution:
 
 
 def _with_step(resolution: int, comment: str, multiple: int = 8) -> ModelResolution:
+    # A resolution must be a multiple of the step.
     step = 64 if resolution % 64 == 0 and resolution >= 256 else multiple
     return ModelResolution(resolution, step, comment)
 
@@ -215,7 +213,6 @@ def _captions_comment(dataset: DatasetDraft, captions: Mapping[str, Any]) -> str
 
 
 def _buckets_text(draft: RecipeDraft, size: ModelResolution) -> str:
-    """Return the section `buckets`, with the resolutions of the draft as multiples of the step."""
     given = draft.keys.get("buckets.resolution")
     buckets: dict[str, Any] = {"resolution": size.resolution, "step": size.step}
     comment = size.comment
@@ -234,7 +231,7 @@ def _sections_text(draft: RecipeDraft) -> str:
 
 
 def _section(draft: RecipeDraft, name: str) -> dict[str, Any]:
-    """Return the keys of one section of the recipe, without the resolution."""
+    # The resolution is written by `_buckets_text`.
     keys = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith(f"{name}.")}
     return {key: value for key, value in keys.items() if key != "resolution"}
 
@@ -250,7 +247,8 @@ def _yaml(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the text as YAML, unquoted if that is safe."""
     is_plain = re.fullmatch(r"[A-Za-z./][A-Za-z0-9_./-]*", text)
+
+    # Some parsers read these words as null or as booleans.
     is_keyword = text.lower() in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
     return text if is_plain and not is_keyword else json.dumps(text, ensure_ascii=False)
