@@ -6,9 +6,6 @@
 
 The header's `__metadata__` holds one key, "latentline", with canonical JSON: `format`, `kind`, `key`, the
 writer's metadata, and `checksum`, the SHA-256 of the canonical JSON without `checksum`, followed by the data.
-
-A text embedding may be as long as its caption. The header then states its length, which must not exceed the
-encoders' maximum; the table records the file's size at the time the entry was verified.
 """
 
 from __future__ import annotations
@@ -61,12 +58,10 @@ _CHECKSUM_CHARACTERS = hashlib.sha256().digest_size * 2
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Dtype and shape of one tensor.
+    """Dtype ("float16", "bfloat16" or "float32") and shape of one tensor.
 
-    Attributes:
-        dtype: "float16", "bfloat16" or "float32".
-        shape: Shape of the tensor, or its maximum shape if `ragged`.
-        ragged: Whether the first dimension may be shorter, down to 1.
+    If `ragged`, the first dimension may be shorter, down to 1: a text embedding may be as long as its
+    caption.
     """
 
     dtype: str
@@ -79,7 +74,7 @@ class TensorSpec:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     def admits(self, stated: TensorSpec) -> bool:
-        """Return whether a tensor of the stated dtype and shape satisfies this specification."""
+        """Return whether a tensor of the given dtype and shape satisfies this specification."""
         if not self.ragged:
             return stated == self
         same_kind = (stated.dtype, stated.shape[1:]) == (self.dtype, self.shape[1:])
@@ -91,7 +86,7 @@ class EntrySpec:
     """Specification of an entry, from which its path and size follow before it is read.
 
     Attributes:
-        kind: "latents", "text" or "masks"; the name of the folder.
+        kind: Kind of the entry, and the name of its folder.
         key: At least 8 lower-case hex digits.
         tensors: Specification of each tensor by name.
     """
@@ -107,7 +102,7 @@ class EntrySpec:
 
     @property
     def ragged(self) -> bool:
-        """Whether the length of a tensor is stated only by the entry's header."""
+        """Whether only the entry's header has the length of a tensor."""
         return any(tensor.ragged for tensor in self.tensors.values())
 
     @property
@@ -120,13 +115,13 @@ class EntrySpec:
         return num_bytes == self.file_bytes or (self.ragged and num_bytes < self.file_bytes)
 
     def admits(self, stated: Mapping[str, TensorSpec]) -> bool:
-        """Return whether an entry with the stated tensors satisfies this specification."""
+        """Return whether an entry with the given tensors satisfies this specification."""
         return stated.keys() == self.tensors.keys() and all(
             tensor.admits(stated[name]) for name, tensor in self.tensors.items()
         )
 
     def holding(self, stated: Mapping[str, TensorSpec]) -> EntrySpec:
-        """Return the specification of the same entry with exactly the stated tensors."""
+        """Return the specification of the same entry with exactly the given tensors."""
         return EntrySpec(self.kind, self.key, stated)
 
 
@@ -147,10 +142,7 @@ def damaged_error(where: str, err: WrongEntryError) -> StoreError:
 def serialise(spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
     """Return the bytes of an entry's file; equal arguments give equal bytes on every machine.
 
-    Args:
-        spec: Specification of the entry.
-        tensors: Arrays by name; bfloat16 as its bits, in uint16.
-        metadata: JSON-serialisable values for the header.
+    Arrays of bfloat16 are passed as their bits, in uint16. The metadata are JSON-serialisable.
 
     Raises:
         ValueError: The tensors do not match `spec`, a value is not finite, or the header is too long.
@@ -207,12 +199,7 @@ def _canonical(facts: Mapping[str, Any]) -> str:
 
 
 def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the arrays and the metadata of an entry's file.
-
-    Args:
-        spec: Specification that the entry must satisfy.
-        raw: Bytes of the file.
-        verify: Also compute the checksum and require finite values.
+    """Return the arrays and the metadata of an entry's file; `verify` also checks checksum and finite values.
 
     Raises:
         WrongEntryError: The entry does not match `spec`, or fails verification.
@@ -245,17 +232,15 @@ def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array
         name: np.frombuffer(tensors[name]["data"], _NUMPY_TYPES[tensor.dtype]).reshape(tensor.shape)
         for name, tensor in stated.items()
     }
+
+    # The checksum also matches if the writer's values were not finite.
     if verify and not all(_all_finite(array) for array in arrays.values()):
         raise WrongEntryError("it contains NaN or infinite values")
     return arrays, metadata
 
 
 def read_header(start: bytes) -> dict[str, Any]:
-    """Parse the JSON header in the first `DATA_START` bytes of a file.
-
-    Raises:
-        WrongEntryError: The bytes are not the start of an entry.
-    """
+    """Parse the JSON header in the first `DATA_START` bytes of a file; raises WrongEntryError without one."""
     if int.from_bytes(start[:8], "little") != DATA_START - 8 or len(start) < DATA_START:
         raise WrongEntryError("it does not start with the header of a cache entry")
     try:
@@ -287,11 +272,7 @@ def stated_metadata(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated_tensors(header: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return the dtypes and shapes in a header.
-
-    Raises:
-        WrongEntryError: The header is damaged.
-    """
+    """Return the dtypes and shapes in a header; raises WrongEntryError if it is damaged."""
     try:
         return {
             name: TensorSpec(_STATED_TYPES[tensor["dtype"]], tuple(tensor["shape"]))

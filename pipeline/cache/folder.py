@@ -45,7 +45,7 @@ class CacheFile:
     Attributes:
         name: Path relative to the cache, with slashes.
         num_bytes: Size of the file.
-        modified_s: Modification time in seconds since 1970; None if the service does not state it.
+        modified_s: Modification time in seconds since 1970; None if the service does not report it.
     """
 
     name: str
@@ -78,7 +78,6 @@ class CacheFolder(ABC):
     reads_packs_first: ClassVar[bool]
 
     def __init__(self, address: Address) -> None:
-        """Use the cache at `address`."""
         self.address = address
 
     def where(self, name: str) -> str:
@@ -87,11 +86,7 @@ class CacheFolder(ABC):
 
     @abstractmethod
     def stat(self, name: str) -> FileStat:
-        """Return the stat of a file.
-
-        Raises:
-            NotAFileError: The name belongs to something else.
-        """
+        """Return the stat of a file; raises `NotAFileError` if the name belongs to something else."""
 
     @abstractmethod
     def entry_stats(self, kind: Kind, keys: Collection[str]) -> npt.NDArray[np.int64]:
@@ -116,15 +111,8 @@ class CacheFolder(ABC):
     def create(self, name: str, data: bytes, is_valid: Callable[[bytes], bool]) -> bool:
         """Write a file unless a valid one exists: the first valid file wins.
 
-        A folder at its path is renamed, and any other file is replaced.
-
-        Args:
-            name: Name of the file.
-            data: Content.
-            is_valid: Returns whether the content of an existing file is valid.
-
-        Returns:
-            True if this call's file is in place, False if a valid one existed.
+        A folder at its path is renamed, and any other file that `is_valid` rejects is replaced. Returns True
+        if this call's file is in place.
         """
 
     @abstractmethod

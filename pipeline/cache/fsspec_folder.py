@@ -62,11 +62,8 @@ More entries are listed in their 256 folders, one at a time."""
 class FsspecFolder(CacheFolder):
     """Files of a cache at an fsspec address.
 
-    A file's stat is its size and, in place of an inode, a number for its version. Without a version it is the
-    size and the modification time. An entry with neither is read by each run.
-
-    Attributes:
-        remote: The remote folder.
+    A file's stat has a number for its version in place of an inode. Without a version it is the size and the
+    modification time. An entry with neither is read by each run.
     """
 
     threads = 16
@@ -97,12 +94,11 @@ class FsspecFolder(CacheFolder):
         return _file_stat(info)
 
     def entry_stats(self, kind: Kind, keys: Collection[str]) -> npt.NDArray[np.int64]:
-        """See `CacheFolder.entry_stats`.
-
-        Few entries are stat one by one, and so are entries that are a small part of a large cache. Otherwise
-        all entries with the same first digits of the key are listed together.
-        """
+        """See `CacheFolder.entry_stats`."""
         names = [entry_name(kind, key) for key in keys]
+
+        # Few entries are stat one by one, and so are entries that are a small part of a large cache.
+        # Otherwise all entries with the same first digits of the key are listed together.
         listings = self._listings(kind, names)
         found: dict[str, FileStat] = {}
         if listings:
@@ -136,7 +132,8 @@ class FsspecFolder(CacheFolder):
         return [(f"{kind}/{prefix[:_FOLDER_DIGITS]}", prefix) for prefix in prefixes]
 
     def _estimate(self, name: str) -> int:
-        """Estimate the number of entries of a kind from the number with keys like one entry's."""
+        """Estimate the number of entries of a kind."""
+        # Keys are hashes, so the entries with the same first digits as one key are a fair sample.
         folder, _, file = name.rpartition("/")
         num_digits = num_listed = 0
         # A prefix of four digits selects 150 of 10 million entries, and hardly any of a small cache.
@@ -148,7 +145,6 @@ class FsspecFolder(CacheFolder):
         return num_listed * 16**num_digits
 
     def _listed(self, folder: str, prefix: str, wanted: Container[str]) -> dict[str, FileStat]:
-        """Return the stats of the wanted entries among those that `RemoteFolder.list_files` returns."""
         listed = self.remote.list_files(folder, prefix=prefix)
         return {name: _file_stat(info) for name, info in listed.items() if name in wanted}
 
@@ -214,7 +210,9 @@ class FsspecFolder(CacheFolder):
         return {name: _file_stat(info) for name, info in named if "/" not in name}
 
     def files(self) -> Iterator[CacheFile]:
-        """See `CacheFolder.files`; only one listing is in memory if the service can list parts of a cache."""
+        """See `CacheFolder.files`."""
+        # A cache may have millions of entries, so only one listing is in memory if the service can list
+        # parts.
         if self.remote.lists_prefixes:
             yield from self._files_by_folder("")
         else:
@@ -230,7 +228,7 @@ class FsspecFolder(CacheFolder):
                 yield from _sorted_files(self.remote.list_files(name))
 
     def _has_many_entries(self, kind: str) -> bool:
-        """Estimate from one of 256 folders whether a kind has too many entries for one listing."""
+        # Keys are hashes, so one of the 256 folders represents all of them.
         sample = self.remote.list_files(kind, prefix="00/")
         return 256 * len(sample) > _LISTED_AT_ONCE
 
@@ -254,7 +252,6 @@ def _cache_file(name: str, info: Mapping[str, Any]) -> CacheFile:
 
 
 def _file_stat(info: Mapping[str, Any]) -> FileStat:
-    """Convert fsspec's info."""
     num_bytes, time_ns, _, version = stat_from_info(info)
 
     # The time differs between listings, so it is omitted where there is a version.

@@ -1,7 +1,6 @@
 """Keys of cache entries: hashes of everything that decides an entry's bytes, and of nothing else.
 
-Values that are not fields of `LatentInputs`, `MaskInputs` or `TextInputs` (names, paths, batch size, device,
-number of workers, order) cannot make an entry stale. A change to any field gives the entry another key.
+Names, paths, batch size, device, number of workers and order are not part of a key.
 """
 
 from __future__ import annotations
@@ -128,9 +127,8 @@ class KeyTemplate:
     def hashes(self, values: pl.DataFrame, in_json: Mapping[str, pl.Expr] | None = None) -> pl.Series:
         """Return one hash per row of `values`, about a microsecond each.
 
-        Args:
-            values: One column per placeholder; other columns are ignored.
-            in_json: Expressions that turn a column into canonical JSON, for columns that are not JSON yet.
+        `values` has one column per placeholder. `in_json` has expressions that turn a column into canonical
+        JSON, for columns that are not JSON yet.
         """
         import polars as pl  # encoding processes import this module but have no use for Polars
 

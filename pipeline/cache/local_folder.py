@@ -26,6 +26,7 @@ from pipeline.cache.folder import (
 )
 from pipeline.storage.atomic import sync_folder, temp_path_for, write_bytes
 
+# Error numbers with which file systems that have no hard links, or a limit on them, refuse a link.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -38,7 +39,6 @@ class LocalFolder(CacheFolder):
     reads_packs_first = False
 
     def __init__(self, root: Path) -> None:
-        """Use the cache at `root`, which may not exist yet."""
         super().__init__(root)
         self._root = root
 
@@ -123,7 +123,8 @@ class LocalFolder(CacheFolder):
             return False
 
     def _clear(self, path: Path, is_valid: Callable[[bytes], bool]) -> None:
-        """Remove a wrong file from the path of an entry, or rename a folder."""
+        # A rename takes the file from all other processes at once, so only one of them examines and deletes
+        # it.
         aside = temp_path_for(path)
         try:
             path.rename(aside)
@@ -166,7 +167,7 @@ class LocalFolder(CacheFolder):
         return found
 
     def files(self) -> Iterator[CacheFile]:
-        """See `CacheFolder.files`; a file that is deleted meanwhile is omitted."""
+        """See `CacheFolder.files`."""
         for folder, subfolders, names in os.walk(self._root):
             subfolders.sort()
             for name in sorted(names):
@@ -193,11 +194,6 @@ def _file_stat(stat: os.stat_result) -> FileStat:
 
 
 def _regular_stat(stat: os.stat_result) -> FileStat:
-    """Convert the stat of a regular file.
-
-    Raises:
-        NotAFileError: It is the stat of something else.
-    """
     if not stat_module.S_ISREG(stat.st_mode):
         kind = "a folder" if stat_module.S_ISDIR(stat.st_mode) else "a special file"
         raise NotAFileError(f"its path must be a regular file, got {kind}")

@@ -38,12 +38,7 @@ Download = Callable[[str, Path], object]
 
 @dataclass(frozen=True)
 class CopySettings:
-    """Where packs are copied to.
-
-    Attributes:
-        folder: Folder of the copies, which is created with the first copy.
-        max_bytes: Maximum size of all copies; 0 disables copying.
-    """
+    """Folder of the copies, created with the first one, and their maximum size in all; 0 disables copying."""
 
     folder: Path
     max_bytes: int
@@ -65,13 +60,7 @@ class PackCopies:
         self._thread: threading.Thread | None = None
 
     def read(self, name: str, start: int, end: int) -> bytes | None:
-        """Return bytes of a copied pack; None if there is no readable copy, or if copying is disabled.
-
-        Args:
-            name: Path of the pack relative to the cache.
-            start: First byte.
-            end: End of the bytes, exclusive.
-        """
+        """Return bytes of a copied pack; None if there is no readable copy, or if copying is disabled."""
         if not self._max_bytes:
             return None
         path = self._path(name)

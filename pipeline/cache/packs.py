@@ -82,13 +82,9 @@ def pack_folder(kind: Kind) -> str:
 
 
 def build_pack(kind: Kind, entries: Mapping[str, bytes]) -> tuple[str, bytes]:
-    """Return the name of a pack relative to the cache, and its bytes.
+    """Return the name of a pack relative to the cache, and its bytes; equal entries give equal results.
 
-    The same entries give the same name and bytes, in whatever order they are passed.
-
-    Args:
-        kind: Kind of the entries.
-        entries: Valid bytes of each entry's file by key, of 64 hex digits.
+    `entries` has the valid bytes of each entry's file by key, of 64 hex digits, in any order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "1", "kind": kind}}
     data: list[bytes] = []
@@ -143,12 +139,7 @@ class Members:
 
 
 def read_members(folder: CacheFolder, name: str, pack_bytes: int) -> Members:
-    """Read the header of a pack.
-
-    Args:
-        folder: Files of the cache.
-        name: Name of the pack, relative to the cache.
-        pack_bytes: Size of the pack.
+    """Read the header of the pack `name`, a path relative to the cache.
 
     Raises:
         WrongPackError: The header is damaged.
@@ -163,7 +154,7 @@ def read_members(folder: CacheFolder, name: str, pack_bytes: int) -> Members:
 
 
 def _data_start(start: bytes, pack_bytes: int) -> int:
-    """Return the end of the header, which the first bytes of a pack state."""
+    # The size in a damaged header may be anything, and must not decide how much is read.
     data_start = 8 + int.from_bytes(start[:8], "little")
     if len(start) < 8 or data_start > min(pack_bytes, _MAX_HEADER_BYTES):
         raise WrongPackError(
@@ -173,7 +164,6 @@ def _data_start(start: bytes, pack_bytes: int) -> int:
 
 
 def _parse_members(text: bytes, data_start: int, pack_bytes: int) -> Members:
-    """Parse a header."""
     # Only the places of entries: their shapes are verified when an entry is read.
     starts: dict[str, int] = {}
     ends: dict[str, int] = {}
@@ -220,11 +210,7 @@ class Pack:
 
 
 def list_packs(folder: CacheFolder, kind: Kind) -> Iterator[Pack]:
-    """Yield the packs of a kind in the order of their names; one that is deleted meanwhile is omitted.
-
-    Raises:
-        OSError: The packs cannot be listed, or a pack cannot be read.
-    """
+    """Yield the packs of a kind in the order of their names; one that is deleted meanwhile is omitted."""
     for name, stat in _pack_stats(folder, kind).items():
         try:
             yield Pack(name, stat, read_members(folder, name, stat[0]).keys)
@@ -235,11 +221,7 @@ def list_packs(folder: CacheFolder, kind: Kind) -> Iterator[Pack]:
 
 
 def wrong_members(folder: CacheFolder, kind: Kind, pack: Pack) -> dict[str, str]:
-    """Read a pack completely, and return the defects of its wrong entries by key.
-
-    Raises:
-        OSError: The pack cannot be read.
-    """
+    """Read a pack completely, and return the defects of its wrong entries by key."""
     content = folder.read(pack.name)
     try:
         data_start = _data_start(content[:8], len(content))
@@ -338,7 +320,6 @@ class PackIndex:
     def __init__(
         self, folder: CacheFolder, kind: Kind, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Use the packs of a cache; nothing is read yet."""
         self._folder = folder
         self._kind: Kind = kind
         self._clock = clock
@@ -369,13 +350,12 @@ class PackIndex:
         return dict(self._loaded.problems)
 
     def places(self, key: str) -> list[PackedEntry]:
-        """Return the places of an entry as of the last `refresh`, in the order of the packs' names.
-
-        Packs that were written at the same time may share entries.
-        """
+        """Return the places of an entry as of the last `refresh`, in the order of the packs' names."""
         loaded = self._loaded
         digest = np.frombuffer(digests_of([key]), f"S{_DIGEST_BYTES}")[0]
         start, end = (int(np.searchsorted(loaded.rows.digests, digest, side)) for side in ("left", "right"))
+
+        # Packs that were written at the same time may share entries.
         return [_place(loaded, at) for at in range(start, end)]
 
     def first(self, key: str, use: Callable[[PackedEntry], Result]) -> Result | None:
@@ -406,9 +386,7 @@ class PackIndex:
         """Return the stats of N entries as of the last `refresh`: int64 (N, 4), the fields of `FileStat`.
 
         An entry has its own size, and the other fields of its pack. An entry in no pack has `NO_STAT`.
-
-        Args:
-            digests: Result of `digests_of` for the keys of the entries.
+        `digests` is the result of `digests_of` for the keys.
         """
         loaded = self._loaded
         rows = loaded.rows
@@ -425,7 +403,6 @@ class PackIndex:
         return result
 
     def _load(self) -> None:
-        """Read the headers of packs that are new or changed, and forget deleted packs."""
         old, stats = self._loaded, _pack_stats(self._folder, self._kind)
         old_stats = dict(zip(old.names, old.stats, strict=True))
         if stats == old_stats:
@@ -452,7 +429,6 @@ class PackIndex:
         self._loaded = _Loaded(names, tuple(stats[name] for name in names), _Rows.sorted(parts), problems)
 
     def _header(self, name: str, pack_bytes: int) -> Members | str | None:
-        """Return the entries of a pack, or the defect of its header; None if it does not exist."""
         try:
             return read_members(self._folder, name, pack_bytes)
         except FileNotFoundError:

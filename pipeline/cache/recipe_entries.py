@@ -68,14 +68,10 @@ _SHAPE_TYPES = {
 class RecipeEntries:
     """Resolves the cache entries that a recipe needs; the base model is looked up when it is first used.
 
-    Attributes:
-        recipe: The recipe.
-        store: Store at the recipe's cache_dir.
-        log: Receives the progress of downloading the base model and of hashing its weights.
+    `log` receives the progress of downloading the base model and of hashing its weights.
     """
 
     def __init__(self, recipe: Recipe, *, log: Log = discard) -> None:
-        """Open the recipe's store without reading from it."""
         self.recipe = recipe
         self.log = log
         self.store = Store(recipe.cache_dir)
@@ -89,11 +85,7 @@ class RecipeEntries:
 
     @cached_property
     def model_folder(self) -> Path:
-        """Folder of the base model.
-
-        Raises:
-            ModelError: The model cannot be found, or one of its files is missing.
-        """
+        """Folder of the base model; raises ModelError if the model or one of its files is missing."""
         return resolve_base(self.recipe, log=self.log)
 
     @cached_property
@@ -103,11 +95,7 @@ class RecipeEntries:
 
     @cached_property
     def family(self) -> Family:
-        """Family of the base model.
-
-        Raises:
-            ModelError: As `model_folder`.
-        """
+        """Family of the base model; raises ModelError as `model_folder`."""
         return detect(self.model_folder, self.component_folders)
 
     def fingerprint(self, use: Use) -> str:
@@ -163,12 +151,8 @@ class RecipeEntries:
     def latent_requests(self, buckets: pl.DataFrame) -> pl.DataFrame:
         """Return one row per latent that the recipe needs; several rows may share an entry.
 
-        Args:
-            buckets: Table aspect_buckets.
-
-        Returns:
-            The columns of `buckets`, `flipped`, `key`, the latent's shape and dtype, and `num_bytes`, the
-            size of the entry's file.
+        The columns are the columns of `buckets` (the table aspect_buckets), `flipped`, `key`, the latent's
+        shape and dtype, and `num_bytes`, the size of the entry's file.
         """
         rows = self.with_mirrored(buckets)
         rows = rows.with_columns(self.latent_keys(rows).alias("key"))
@@ -193,11 +177,7 @@ class RecipeEntries:
         return pl.DataFrame(shapes, schema=_SHAPE_TYPES)
 
     def latent_keys(self, rows: pl.DataFrame) -> pl.Series:
-        """Return the keys of `latent_spec` for all rows, about a microsecond each.
-
-        Args:
-            rows: The columns of vae_latents that decide a key.
-        """
+        """Return the keys of `latent_spec` for all rows of vae_latents, about a microsecond each."""
         if rows.is_empty():
             return pl.Series(dtype=pl.String)
 
@@ -232,9 +212,7 @@ class RecipeEntries:
     def text_inputs(self, caption: str, images: str | None = None) -> TextInputs:
         """Return everything that decides the text embeddings of a canonical caption.
 
-        Args:
-            caption: The caption.
-            images: Images that the encoder sees next to it, see `SEEN`.
+        `images` are the images that the encoder sees next to it, see `SEEN`.
         """
         return TextInputs(
             references=None if images is None else self._reference_inputs(images),
@@ -257,13 +235,10 @@ class RecipeEntries:
         }
 
     def text_spec(self, caption: str, length: int | None = None, images: str | None = None) -> EntrySpec:
-        """Return the entry of a canonical caption, which may be empty.
+        """Return the entry of a canonical caption, which may be empty; for `images` see `SEEN`.
 
-        Args:
-            caption: The caption.
-            length: Length of its `text_embedding` if the family stores captions at their own length. None
-                gives a ragged specification: the header has the length.
-            images: As for `text_inputs`.
+        If the family stores captions at their own length, `length` is the length of the `text_embedding`.
+        None gives a ragged specification: the header has the length.
         """
         return EntrySpec("text", text_key(self.text_inputs(caption, images)), self.text_tensors(length))
 
@@ -327,10 +302,7 @@ class RecipeEntries:
     def text_keys(self, captions: Iterable[str], images: pl.Series | None = None) -> pl.Series:
         """Return the keys that `text_spec` gives for many captions, in about 2 microseconds each.
 
-        Args:
-            captions: Canonical captions.
-            images: For each caption, the images that the encoder sees next to it (see `SEEN`), or null. None
-                if no caption has such images.
+        `images` has the images that the encoder sees next to each caption (see `SEEN`), or null.
         """
         in_json = {"caption": pl.col("caption").map_batches(_as_json, pl.String)}
         template = KeyTemplate({"text": {**self.text_inputs("").values(), "caption": "@caption@"}})
@@ -368,13 +340,7 @@ class RecipeEntries:
 def with_recorded(
     rows: pl.DataFrame, previous: pl.DataFrame | None, columns: Mapping[str, Any] = STATS
 ) -> pl.DataFrame:
-    """Add columns that an earlier table recorded for the same key; null for other keys.
-
-    Args:
-        rows: Rows with the column `key`.
-        previous: Earlier table with the columns `key` and `columns`.
-        columns: Names and types of the columns to add.
-    """
+    """Add columns that an earlier table recorded for the same key; null for other keys."""
     # The columns exist in any case, because later steps compare them with the current stats.
     if previous is None:
         return rows.with_columns(pl.lit(None, kind).alias(name) for name, kind in columns.items())
@@ -387,11 +353,8 @@ def with_recorded(
 def is_unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
     """Return for each row whether its entry's file is unchanged since its stat was recorded.
 
-    Args:
-        store: Store of the entries.
-        kind: Kind of all entries.
-        rows: Columns `key`, `num_bytes` (exact size of the file, null if unknown) and `STAT_COLUMNS` (null if
-            nothing was recorded).
+    `rows` has the columns `key`, `num_bytes` (exact size of the file, null if unknown) and `STAT_COLUMNS`
+    (null if nothing was recorded).
     """
     # `eq_missing`, so that a missing entry differs from a recorded one and nothing is null.
     current = pl.DataFrame(store.stats(kind, rows["key"]), schema=STATS, orient="row")
@@ -407,7 +370,6 @@ def stat_columns(stat: EntryStat) -> dict[str, int]:
 
 
 def _num_images() -> pl.Expr:
-    """Return the number of images in `SEEN`."""
     return pl.col(SEEN).str.json_decode(pl.List(pl.List(pl.String))).list.len().cast(pl.Int64).fill_null(0)
 
 

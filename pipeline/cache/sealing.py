@@ -1,4 +1,4 @@
-"""Seal entries in packs: copy valid single entries into packs, and leave their files in place."""
+"""Sealing of entries in packs: valid single entries are copied into packs, and their files stay."""
 
 from __future__ import annotations
 
@@ -54,11 +54,6 @@ def seal(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> Sealed:
 
     Each entry is verified completely. Missing and damaged entries are omitted.
 
-    Args:
-        store: Store of the entries.
-        specs: Entries.
-        log: Receives the progress.
-
     Raises:
         StoreError: An entry or pack cannot be read or written. All packs that were written before are
             complete.
@@ -103,7 +98,7 @@ def seal_new(store: Store, specs: Iterable[EntrySpec], *, log: Log) -> None:
 def _valid_entries(
     store: Store, specs: Sequence[EntrySpec], result: Sealed
 ) -> Iterator[tuple[EntrySpec, bytes]]:
-    """Yield the bytes of the valid entries; the problems of other entries are added to the result."""
+    """Yield the valid entries; the problems of other entries are added to `result`."""
 
     def read(spec: EntrySpec) -> bytes | str:
         try:
@@ -123,7 +118,6 @@ def _valid_entries(
 
 
 def _divided(entries: Iterable[tuple[EntrySpec, bytes]]) -> Iterator[dict[str, bytes]]:
-    """Yield the entries of each pack."""
     part: dict[str, bytes] = {}
     num_bytes = 0
     for spec, raw in entries:

@@ -57,7 +57,7 @@ __all__ = [
 class EntryStat:
     """Stat of an entry's file; while it is unchanged, the content is taken to be unchanged too.
 
-    The stat of an entry in a pack is the stat of the pack's file, with the size of the entry.
+    An entry in a pack has its own size, and the other values of the pack's file.
     """
 
     num_bytes: int
@@ -96,8 +96,6 @@ class Store:
     """Entries of one cache, shared by any number of recipes, projects and processes.
 
     Attributes:
-        address: Address of the cache.
-        folder: Files of the cache.
         packs: Lookup of packed entries by kind.
         threads: Number of entries to check or write at the same time.
         readers: Number of threads that keep up with training.
@@ -106,10 +104,6 @@ class Store:
 
     def __init__(self, address: Address, *, copies: CopySettings | None = None) -> None:
         """Use the cache at `address`; nothing is read or created yet.
-
-        Args:
-            address: A recipe's `cache_dir`.
-            copies: Where to copy packs of a remote cache; None to read them remotely.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
@@ -197,11 +191,7 @@ class Store:
         return stats
 
     def packed(self, kind: Kind, keys: Iterable[str]) -> set[str]:
-        """Return the subset of `keys` that packs hold.
-
-        Raises:
-            StoreError: The packs cannot be read.
-        """
+        """Return the subset of `keys` that packs hold; raises StoreError if the packs cannot be read."""
         index = self.packs[kind]
         with self._packs_readable(kind):
             index.refresh()
@@ -237,6 +227,7 @@ class Store:
     def _header(self, kind: Kind, key: str) -> dict[str, Any]:
         name = entry_name(kind, key)
         try:
+            # A header is much smaller than its entry, and on a service each byte is transferred.
             return read_header(self.folder.read_range(name, 0, DATA_START))
         except FileNotFoundError:
             header = self.packs[kind].first(
@@ -249,8 +240,7 @@ class Store:
     def read(self, spec: EntrySpec) -> dict[str, Array]:
         """Read an entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
 
-        Every call checks size, header, key, shapes and dtypes. The checksum is computed by `check`, and for
-        entries in packs.
+        Every call checks size, header, key, shapes and dtypes.
 
         Raises:
             StoreError: The entry is missing or does not match `spec`.
@@ -261,6 +251,7 @@ class Store:
 
         name = entry_name(spec.kind, spec.key)
         try:
+            # A job has verified the checksum with `check`, and training reads each entry many times.
             return parse(spec, self.folder.read(name), verify=False)[0]
         except WrongEntryError as err:
             raise damaged_error(self.where(spec), err) from err
@@ -275,7 +266,6 @@ class Store:
             raise self._access_error(name, err, "read") from err
 
     def _read_packed(self, spec: EntrySpec) -> dict[str, Array] | None:
-        """Return the verified arrays of an entry in a pack; None if it is in no pack."""
         index = self.packs[spec.kind]
         with self._packs_readable(spec.kind):
             try:
@@ -330,15 +320,8 @@ class Store:
     def write(self, spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bool:
         """Write an entry's file unless a valid one exists: the first valid file wins.
 
-        A wrong file is replaced. A folder at the entry's path is renamed.
-
-        Args:
-            spec: Specification of the entry.
-            tensors: Finite arrays of the specified shapes and dtypes; bfloat16 as uint16 bits.
-            metadata: JSON-serialisable values that depend on nothing but the key.
-
-        Returns:
-            True if this call's entry is in place, False if a valid one existed.
+        A wrong file is replaced. A folder at the entry's path is renamed. The metadata must depend on nothing
+        but the key; for arrays see `serialise`. Returns True if this call's entry is in place.
 
         Raises:
             StoreError: The disk is full, or the path cannot be written.
@@ -417,7 +400,6 @@ class Store:
 
 
 def _verified(spec: EntrySpec, raw: bytes, stat: EntryStat, place_in_pack: str = "") -> EntryState:
-    """Return the state of a valid entry; raises as `parse`."""
     arrays, metadata = parse(spec, raw, verify=True)
     shapes = {name: array.shape for name, array in arrays.items()}
     return EntryState("valid", stat=stat, metadata=metadata, shapes=shapes, place_in_pack=place_in_pack)

@@ -112,13 +112,10 @@ class KeyLists:
         log: Log,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Divide the keys into lists; nothing is written yet.
+        """Divide hex keys into lists; nothing is written yet.
 
-        Args:
-            cache_dir: Address of the cache; created if it does not exist.
-            groups: Hex keys. Each group has its own lists, so that jobs with an equal group share them.
-            log: Receives warnings, and a line if a deletion delays the job.
-            sleep: Function that waits for a number of seconds.
+        Each group has its own lists, so that jobs with an equal group share them. `log` receives warnings,
+        and a line if a deletion delays the job.
         """
         self._folder = cache_folder(cache_dir)
         self._log = log
@@ -129,7 +126,7 @@ class KeyLists:
     def mark(self) -> None:
         """Record the keys as used now. After that, no gc deletes their entries.
 
-        A cache that may only be read gets no lists, and the job goes on with a warning.
+        A cache that may only be read gets no lists, and the job continues with a warning.
 
         Raises:
             StoreError: The cache cannot be written for another reason.
@@ -194,7 +191,7 @@ class KeyLists:
         return bool(old)
 
     def _wait_for_deletions(self) -> None:
-        """Wait until the announced deletions have ended. Later ones read the lists that exist now."""
+        # Deletions that are announced later read the lists that exist now, so the job does not wait for them.
         announced, waited_s = self._announced(), 0.0
         if announced:
             self._log("waiting for latentline gc, which is deleting entries of the cache")
@@ -204,7 +201,6 @@ class KeyLists:
             announced &= self._announced()
 
     def _announced(self) -> set[str]:
-        """Return the announced deletions that may still be running."""
         if not any(file.name.startswith(_ANNOUNCEMENT) for file in self._folder.files_in(FOLDER)):
             return set()
         now_s, files = _listed(self._folder)
@@ -229,10 +225,7 @@ class UsedKeys:
     def __init__(self, cache_dir: Address, keep_s: float, also: Iterable[str] = ()) -> None:
         """Read the clock of the cache, and nothing else.
 
-        Args:
-            cache_dir: Address of the cache.
-            keep_s: Age in seconds up to which a list counts.
-            also: Hex keys that count as used without a list.
+        `keep_s` is the age in seconds up to which a list counts. The hex keys in `also` count without a list.
 
         Raises:
             StoreError: The cache cannot be read.
@@ -247,7 +240,7 @@ class UsedKeys:
 
     @property
     def num_lists(self) -> int:
-        """Number of lists that `read` found to be marked recently, so that their keys count as used."""
+        """Number of lists that were marked recently, as of the last `read`."""
         return len(self._read_lists)
 
     def read(self) -> Keys:
@@ -365,7 +358,6 @@ def _divided(keys: Keys) -> Iterator[bytes]:
 
 
 def _time_s(folder: CacheFolder) -> float:
-    """Return the time of the file system or service; of this machine if the cache has no lists or times."""
     # A folder without lists may not be a cache, and is not changed.
     if not folder.files_in(FOLDER):
         return time.time()
@@ -393,7 +385,6 @@ def is_used_file(name: str) -> bool:
 
 @contextmanager
 def _locked(root: Path) -> Generator[None]:
-    """Hold the lock of a local cache during the body."""
     path = root / FOLDER / _LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
