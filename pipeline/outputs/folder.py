@@ -1,8 +1,8 @@
 """An output folder at an address, and the local folder in which a machine works on its files.
 
 A step or command fetches the files that it names before its work, and uploads the files that it wrote after
-it. Nothing else passes between the two sides: no state is kept, and no file is deleted at the address unless
-the caller names it. Files are transferred completely or not at all.
+it. No other state is kept, and no file is deleted at the address unless the caller names it. Files are
+transferred completely or not at all.
 """
 
 from __future__ import annotations
@@ -71,11 +71,8 @@ class OutputFolder:
     ) -> None:
         """Open nothing.
 
-        Args:
-            address: Address of the files.
-            folder: Local folder; `address` itself if that is a local path.
-            log: Receives a line if a request is repeated.
-            before_use: Called once before anything is read or written at the address.
+        A local output folder has its path as `address` and as `folder`. `log` receives a line if a request is
+        repeated. `before_use` is called once before anything is read or written at the address.
         """
         self.address = address
         self.folder = folder
@@ -126,11 +123,7 @@ class OutputFolder:
         return {name: info for name, info in sorted(listed.items()) if _is_transferred(name)}
 
     def names(self, top: str = "") -> list[str]:
-        """Return the sorted names of the files below a folder at the address; none for a local folder.
-
-        Raises:
-            StoreError: The service does not answer.
-        """
+        """Return the names of `infos`."""
         return list(self.infos(top))
 
     def read(self, name: str) -> bytes:
@@ -145,7 +138,7 @@ class OutputFolder:
             return b""
 
     def fetch(self, *names: str) -> list[str]:
-        """Make local files equal to the files at the address, and return the names of those that exist there.
+        """Make local files equal to the files at the address, and return the names that exist there.
 
         A file that does not exist at the address is deleted locally.
 
@@ -175,9 +168,7 @@ class OutputFolder:
     def upload(self, *names: str, guard: Guard = allow) -> None:
         """Replace files at the address by the local ones; a name without a local file is ignored.
 
-        Args:
-            names: Names of files and folders.
-            guard: Called before each change of the address. An exception ends the upload.
+        `guard` is called before each change of the address. An exception ends the upload.
 
         Raises:
             StoreError: The service does not answer, or a file cannot be written.
@@ -189,17 +180,13 @@ class OutputFolder:
         # Deleted before their neighbours are replaced, so that they never are next to another version.
         self.remove(*(name for name in files if _rank(name)), guard=guard)
         for _, group in groupby(files, _rank):
+            # Each group is complete at the address before the next one begins.
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:
                 for upload in [pool.submit(self._upload_file, name, guard) for name in group]:
                     upload.result()
 
     def replace_folder(self, top: str, *, guard: Guard = allow) -> None:
-        """Make a folder at the address equal to the local one, which is complete.
-
-        Raises:
-            StoreError: The service does not answer, or a file cannot be written.
-            OSError: A local file cannot be read.
-        """
+        """Make a folder at the address equal to the local one, which is complete; raises as `upload`."""
         if not self.is_remote:
             return
         local, remote = self.local_names(top), self.infos(top)
@@ -210,15 +197,15 @@ class OutputFolder:
     def remove(self, *names: str, guard: Guard = allow) -> None:
         """Delete files at the address, in reverse order of their upload; missing ones are ignored.
 
-        Args:
-            names: Names of files.
-            guard: Called before each deletion. An exception ends the work.
+        `guard` is called before each deletion. An exception ends the work.
 
         Raises:
             StoreError: The service does not answer, or a file cannot be deleted.
         """
         if not self.is_remote:
             return
+
+        # First the files that show that their neighbours are complete.
         for name in sorted(names, key=lambda name: (-_rank(name), name)):
             guard()
             with suppress(FileNotFoundError):
@@ -292,18 +279,12 @@ class OutputFolder:
             self.remote.upload(path, name)
 
     def _request(self, request: Callable[[], Answer], name: str, done: str) -> Answer:
-        """Return the result of a request.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-            StoreError: The request failed for good.
-            OSError: The local disk is full or cannot be written.
-        """
         try:
             return request()
         except FileNotFoundError:
             raise
         except OSError as err:
+            # A download also writes to the local disk, and a full disk needs another fix than a service.
             is_local = is_disk_full(err) or err.errno == errno.EROFS
             if done == "read" and is_local and err.errno is not None:
                 raise OSError(err.errno, os.strerror(err.errno), str(self.folder / name)) from err

@@ -38,12 +38,7 @@ DELETING = "deleting this run"
 
 @dataclass(frozen=True)
 class Clock:
-    """The clock of a process that waits for a lease.
-
-    Attributes:
-        now: Returns the time in seconds, from any start.
-        wait: Returns after the given number of seconds.
-    """
+    """Time in seconds from any start, and a wait of some seconds, for a process that waits for a lease."""
 
     now: Callable[[], float] = time.monotonic
     wait: Callable[[float], object] = time.sleep
@@ -52,8 +47,7 @@ class Clock:
 class Lease:
     """The file of a lease.
 
-    Attributes:
-        lost: Whether another process has taken the lease over.
+    `lost` is set as soon as another process has taken the lease over.
     """
 
     def __init__(
@@ -113,12 +107,8 @@ class Lease:
     def acquire_at_once(self, *, dead_version: str = "") -> bool:
         """Return whether this process holds the lease now, without waiting for another holder.
 
-        Args:
-            dead_version: Version of the file that was not replaced for so long that its holder is dead.
-
-        Raises:
-            NoConditionalWritesError: The service has no conditional writes.
-            OSError: The service does not answer.
+        `dead_version` is a version of the file that was not replaced for so long that its holder is dead.
+        Raises as `acquire`.
         """
         if self._create():
             return True
@@ -132,17 +122,17 @@ class Lease:
         """Return the version of the file, and its content, which may be newer than the version.
 
         The content is None if the file does not exist, and an empty mapping if it is not a lease.
-
-        Raises:
-            OSError: The service does not answer.
         """
         version = ""
         try:
+            # The version first: if the file is replaced in between, a take-over of the old version fails.
             version = self._folder.version(self._name)
+
             return version, dict(json.loads(self._folder.read(self._name)))
         except FileNotFoundError:
             return "", None
         except (ValueError, TypeError):
+            # A file that is not a lease has no owner, and becomes stale like a lease.
             return version, {}
 
     def keep(self, stop: threading.Event) -> None:
@@ -153,11 +143,7 @@ class Lease:
                 self.beat()
 
     def beat(self) -> None:
-        """Replace the file, to show that its holder lives.
-
-        Raises:
-            OSError: The service does not answer.
-        """
+        """Replace the file, to show that its holder lives; raises OSError if the service does not answer."""
         if not self.is_held():
             return
         self._beat += 1
@@ -167,11 +153,7 @@ class Lease:
             self.is_held()  # unless the answer to this put was lost, and it was repeated
 
     def is_held(self) -> bool:
-        """Read the file, and return whether this process still holds the lease; if not, it is lost.
-
-        Raises:
-            OSError: The service does not answer.
-        """
+        """Read the file, and return whether this process still holds the lease; if not, it is lost."""
         if self.lost:
             return False
         version, current = self.read()

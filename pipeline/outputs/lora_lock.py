@@ -30,22 +30,22 @@ _LEASE = "runs/publish.lease"
 def hold_lora(outputs: OutputFolder, log: Log, *, guard: Guard = allow) -> Generator[None]:
     """Wait until no other process replaces `lora/`, and upload what the body writes there.
 
-    Args:
-        outputs: The output folder, which may be a local one.
-        log: Receives a line if another machine replaces `lora/`.
-        guard: Called before each change of the address. An exception ends the upload.
+    `guard` is called before each change of the address. An exception ends the upload.
 
     Raises:
         StoreError: The service does not answer.
         TrainingError: Another machine took the lease over.
     """
     outputs.folder.mkdir(parents=True, exist_ok=True)
+
+    # The system releases this lock if its holder is killed; a soft lock would outlive it.
     with FileLock(outputs.folder / _LOCK, fallback_to_soft=False):
         if not outputs.is_remote:
             yield
             return
         with hold_lease(outputs, _LEASE, log, doing=REPLACING) as lease:
-
+            # A machine that was suspended may have lost the lease without noticing, so it is read before each
+            # change.
             def require_lease() -> None:
                 guard()
                 if not still_held(lease, outputs, _LEASE):
@@ -63,10 +63,11 @@ def hold_lora(outputs: OutputFolder, log: Log, *, guard: Guard = allow) -> Gener
 
 
 def _is_published(outputs: OutputFolder) -> bool:
-    """Return whether the address holds the files of the local `lora/`; its provenance lists their hashes."""
     names = set(outputs.names(_LORA))
     if _PROVENANCE not in names or names != set(outputs.local_names(_LORA)):
         return False
+
+    # The provenance lists the hashes of the other files.
     return outputs.read(_PROVENANCE) == (outputs.folder / _PROVENANCE).read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Which files of an output folder at an address stages and commands fetch, and which stages upload."""
+"""Files of an output folder at an address that each stage and command fetches, or a stage uploads."""
 
 from __future__ import annotations
 
@@ -57,13 +57,7 @@ def report_file(asset: str) -> str:
 def stage_files(outputs: OutputFolder, asset: str, *, checks_only: bool, log: Log) -> Generator[None]:
     """Fetch what a stage and its checks read before the body, and upload their results after it.
 
-    A local output folder needs neither.
-
-    Args:
-        outputs: Output folder of the recipe.
-        asset: Name of the asset.
-        checks_only: Whether the checks run without the stage.
-        log: Receives a warning if a gate closes and the upload fails.
+    A local output folder needs neither. With `checks_only`, the checks run without the stage.
 
     Raises:
         StoreError: The service does not answer.
@@ -100,11 +94,7 @@ def stage_files(outputs: OutputFolder, asset: str, *, checks_only: bool, log: Lo
 def fetch_stage(outputs: OutputFolder, asset: str, *, checks_only: bool) -> None:
     """Fetch what a stage and its checks read besides its inputs, such as its own table of the last run.
 
-    Args:
-        outputs: Output folder of the recipe.
-        asset: Name of the asset.
-        checks_only: Whether the checks run without the stage. The checks of trained_lora read the published
-            LoRA and the logs of its run, which the stage itself fetches or writes.
+    With `checks_only`, the checks run without the stage.
 
     Raises:
         StoreError: The service does not answer.
@@ -117,6 +107,7 @@ def fetch_stage(outputs: OutputFolder, asset: str, *, checks_only: bool) -> None
         # A stage keeps pictures that are up to date, and replaces the folder.
         outputs.fetch(*_pages(asset))
     elif asset == "trained_lora":
+        # The stage itself fetches or writes the LoRA and the logs of its run, which its checks read.
         outputs.fetch("lora/", EXPORTED_STEP)
         if run := _published_run(outputs):
             outputs.fetch_listed(run_records(outputs, run))
@@ -141,7 +132,6 @@ def upload_stage(outputs: OutputFolder, asset: str) -> None:
 
 
 def _pages(asset: str) -> tuple[str, ...]:
-    """Return the folders with the pictures and pages of an asset."""
     own = f"reports/{asset}/"
     return (own, _DATASET_PAGE) if asset in _WITH_DATASET_PAGE else (own,)
 
@@ -169,8 +159,7 @@ def run_records(outputs: OutputFolder, run: str = "") -> dict[str, dict[str, Any
 
 
 def _merge_rejections(outputs: OutputFolder) -> None:
-    """Rebuild the merged table from the rows of all stages at the address."""
-    # Imports Polars, which the definitions, the other reader of this module, must not load.
+    # The definitions also use this module, and load without Polars.
     from pipeline.storage.tables import Tables
 
     # Stages on two machines may do so at the same time. Each one repeats it if rows were uploaded since it

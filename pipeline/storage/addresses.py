@@ -93,22 +93,19 @@ def absolute(text: str, root: Path) -> Address:
 
 
 def container(url: Url) -> Address:
-    """Return the last link of a chain, in which the files of all other links are.
+    """Return the last link of a chain: `s3://bucket/data.zip` for `zip://photos::s3://bucket/data.zip`.
 
-    For `zip://photos::s3://bucket/data.zip`, that is `s3://bucket/data.zip`.
+    It contains the files of all other links.
     """
     last_link = url.links[-1]
     return Url(last_link) if "://" in last_link else Path(last_link)
 
 
 def url_parts(url: Url) -> tuple[str, ...]:
-    """Return the names in a single link, starting with the server or bucket: ("bucket", "photos").
-
-    User and password are removed.
-    """
+    """Return the names in a single link, starting with the server or bucket: ("bucket", "photos")."""
     names = [name for name in url.partition("://")[2].split("/") if name not in {"", "."}]
     if names:
-        # The case of a server or bucket does not matter.
+        # User and password do not decide which files an address names, and neither does the case of a server.
         names[0] = names[0].rpartition("@")[2].lower()
     return tuple(names)
 

@@ -23,7 +23,7 @@ _TEMP_NAME = re.compile(rf"\.[0-9]+-[0-9a-f]{{16}}{re.escape(TEMP_SUFFIX)}")
 
 
 def temp_path_for(path: Path) -> Path:
-    """Return a new path in the folder of `path`, unique among processes and threads; see `temp_name`."""
+    """Return a new path in the folder of `path`, unique among processes and threads."""
     # In the same folder, because a rename is atomic only within one file system.
     return path.with_name(temp_name())
 

@@ -48,15 +48,12 @@ _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "modifi
 def open_url(url: Url) -> tuple[Any, str]:
     """Return a new `fsspec.AbstractFileSystem` for an address, and the address's path within it.
 
-    Web servers are read without following redirects to other servers.
-
     Raises:
         ImportError: A package is missing; see `missing_package`.
         Exception: Any error of the file system, for an address that cannot be opened.
     """
     from fsspec.core import url_to_fs
 
-    # fsspec takes the options of each link of a chain under the name of the link's protocol.
     protocols = {link.partition("://")[0] for link in url.links}
     options = {name: {"get_client": bounded_client} for name in HTTP_PROTOCOLS if name in protocols}
     # A cached instance may hold an outdated listing.
@@ -99,13 +96,10 @@ def protocols_of(files: Any) -> set[str]:
 
 
 def stat_from_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Return (size in bytes, modification time, change time, version) of a remote file.
+    """Return (size in bytes, modification time, change time, version) from the info of `AbstractFileSystem`.
 
     Times are in nanoseconds. An unknown size is -1, an unknown time 0. The version is 0 if the file system
     reports none.
-
-    Args:
-        info: Dictionary returned by `AbstractFileSystem.info` and `ls`.
     """
     size = -1 if info.get("size") is None else int(info["size"])
     times_ns = (_nanoseconds(info.get(name)) for name in _TIME_KEYS)
@@ -119,8 +113,7 @@ def stat_from_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def text_number(text: str) -> int:
-    """Return a 63-bit hash of a text."""
-    # Tables store it in an int64.
+    """Return a 63-bit hash of a text, which fits an int64 of the tables."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") >> 1
 
 

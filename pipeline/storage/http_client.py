@@ -37,12 +37,11 @@ async def bounded_client(**options: Any) -> ClientSession:
     """Return an aiohttp session with bounded answers, which stays on one server.
 
     A redirect to another server raises RedirectRefusedError, and an answer without end OversizedAnswerError.
-
-    Args:
-        **options: Arguments of `aiohttp.ClientSession`. A `timeout` among them replaces the default.
+    The options are arguments of `aiohttp.ClientSession`.
     """
     import aiohttp
 
+    # Without `sock_read`, a server that sends nothing would hold a request for the total time.
     options.setdefault("timeout", aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=30, sock_read=SILENCE_S))
     options.setdefault("response_class", _bounded_response())
     trace = aiohttp.TraceConfig()
@@ -71,9 +70,10 @@ async def _refuse_other_server(
 
 
 def _same_server(url: URL, target: URL) -> bool:
-    """Return True for the same scheme, host and port, and for a change from http to https on one host."""
     if not target.host or target.host != url.host:
         return False
+
+    # A server that moves its visitors to https is still the same server.
     upgraded = (url.scheme, url.port, target.scheme, target.port) == ("http", 80, "https", 443)
     return upgraded or (url.scheme, url.port) == (target.scheme, target.port)
 
@@ -104,11 +104,7 @@ class _BoundedContent:
         return getattr(self._content, name)
 
     async def read(self, num_bytes: int = -1) -> bytes:
-        """Return at most `num_bytes` bytes, or everything.
-
-        Raises:
-            OversizedAnswerError: Everything is more than the limit.
-        """
+        """Return at most `num_bytes` bytes, or everything."""
         if num_bytes >= 0:
             return await self._content.read(num_bytes)
 

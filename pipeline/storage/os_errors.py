@@ -82,12 +82,8 @@ def entry_disk_full_error(num_bytes: int, where: str) -> StoreError:
 
 
 def require_disk_space(cache_dir: Path, needed_bytes: int) -> None:
-    """Raise StoreError unless the disk has `SPARE_BYTES` more free space than the missing entries need.
-
-    Args:
-        cache_dir: Folder that need not exist yet.
-        needed_bytes: Size of the missing entries.
-    """
+    """Raise StoreError unless the disk has `SPARE_BYTES` more free space than the missing entries need."""
+    # The cache is created by its first write, so the folder need not exist yet.
     existing = next(folder for folder in (cache_dir, *cache_dir.parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes + SPARE_BYTES:
@@ -101,11 +97,7 @@ def require_disk_space(cache_dir: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def attach_path(path: Path) -> Generator[None]:
-    """Add `path` to an error of the operating system raised in the body by a library that omits it.
-
-    Raises:
-        OSError: The error, with `path` as its `filename`. Any other error passes through.
-    """
+    """Add `path` to an error of the operating system raised in the body by a library that omits it."""
     try:
         yield
     except Exception as err:

@@ -37,10 +37,7 @@ def open_regular(
 ) -> io.BufferedReader:
     """Open a regular file for reading in binary, without waiting for the writer of a FIFO.
 
-    Args:
-        path: Path of the file.
-        max_bytes: Maximum size of the file; None for any size.
-        follow_link: Whether `path` itself may be a symbolic link. Its folders may be links in any case.
+    Without `follow_link`, `path` itself must not be a symbolic link. Its folders may be links in any case.
 
     Raises:
         RefusedFileError: It is no regular file (`special_file`), or it is too large (`file_too_large`).
@@ -79,7 +76,6 @@ class InsideCheck:
     """Open files only if they are really below one folder; the folder itself may be a link."""
 
     def __init__(self, root: str | Path) -> None:
-        """Resolve the folder."""
         self._real_root = os.path.realpath(root).rstrip("/") + "/"
         self._is_inside: dict[str, bool] = {}
 

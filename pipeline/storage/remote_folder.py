@@ -66,9 +66,9 @@ class NoConditionalWritesError(OSError):
 class RemoteFolder:
     """Files below a remote address that can be read, listed, replaced and removed.
 
-    Names are relative to the address, with slashes. Every failed request raises an `OSError`, including those
-    for which the service's library has its own exception. While the service is unavailable, a request is sent
-    again for up to `RETRY_S` seconds.
+    Names are relative to the address, with slashes. Every failed request raises an `OSError`, also if the
+    service's library has its own exception. While the service is unavailable, a request is sent again for up
+    to `RETRY_S` seconds.
 
     Attributes:
         url: Address of the folder.
@@ -82,10 +82,8 @@ class RemoteFolder:
     ) -> None:
         """Open the file system without reading anything.
 
-        Args:
-            url: Address of the folder.
-            key: Recipe key that sets the address, for messages.
-            log: Receives a line when a request is sent again for the first time.
+        `key` is the recipe key that sets the address, for messages. `log` receives a line when a request is
+        sent again for the first time.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
@@ -106,6 +104,7 @@ class RemoteFolder:
         self._writes_atomically = bool(protocols_of(self.files) & OBJECT_STORES)
         self._answers_versions = bool(protocols_of(self.files) & _ANSWERING_PROTOCOLS)
         self._is_memory = "memory" in protocols_of(self.files)
+
         pipe_file: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
         self._can_create_exclusively = "mode" in inspect.signature(pipe_file).parameters
         cat_file: Any = getattr(self.files, "_cat_file", self.files.cat_file)
@@ -126,7 +125,6 @@ class RemoteFolder:
 
         Raises:
             FileNotFoundError: It does not exist.
-            OSError: The request failed.
         """
         return self._request(lambda: dict(self.files.info(self._full(name))))
 
@@ -135,7 +133,6 @@ class RemoteFolder:
 
         Raises:
             FileNotFoundError: The file does not exist.
-            OSError: The file cannot be read.
         """
         limits = self._at_once if num_bytes is None else {"start": start, "end": start + num_bytes}
         return self._request(lambda: bytes(self.files.cat_file(self._full(name), **limits)))
@@ -143,10 +140,7 @@ class RemoteFolder:
     def put(self, name: str, data: bytes, *, expected: str = "") -> str:
         """Replace a file; a reader sees either the old bytes or the new ones.
 
-        Args:
-            name: Name of the file.
-            data: New content.
-            expected: Version of the file that is replaced; any version by default.
+        With `expected`, only this version of the file is replaced.
 
         Returns:
             The new version, which `version` and listings return too; empty if the answer does not contain it.
@@ -190,7 +184,6 @@ class RemoteFolder:
 
         Raises:
             FileNotFoundError: The file does not exist.
-            OSError: The request failed.
         """
         info = self.info(name)
         return str(info["created"]) if self._is_memory else _answered_version(info)
@@ -198,11 +191,8 @@ class RemoteFolder:
     def upload(self, path: Path, name: str, *, create: bool = False) -> str:
         """Replace a file by a local one like `put`, without reading a large one into memory.
 
-        Args:
-            path: Local file.
-            name: Name of the file.
-            create: Whether an existing file is not replaced, if the service has conditional writes. Ceph
-                ignores that for a large file.
+        With `create`, an existing file is not replaced if the service has conditional writes. Ceph ignores
+        that for a large file.
 
         Returns:
             The new version as `put`; empty for a large file.
@@ -222,6 +212,8 @@ class RemoteFolder:
                 self._replace(name, lambda full: self.files.put_file(str(path), full, **options))
                 return ""
             data = path.read_bytes()
+
+            # s3fs's `put_file` sets the type of large files, so small files get one too.
             if content_type := mimetypes.guess_type(path.name)[0]:
                 options["ContentType"] = content_type
             answer = self._replace(name, lambda full: self.files.pipe_file(full, data, **options))
@@ -236,7 +228,6 @@ class RemoteFolder:
 
         Raises:
             FileNotFoundError: The file does not exist.
-            OSError: The file cannot be read, or the path cannot be written.
         """
         self._request(lambda: self.files.get_file(self._full(name), str(path)))
 
@@ -247,7 +238,6 @@ class RemoteFolder:
 
         Raises:
             NoConditionalWritesError: The service does not support it.
-            OSError: The service is unavailable.
         """
         if not (self._writes_atomically and self._can_create_exclusively):
             raise NoConditionalWritesError(f"{self.url.protocol} cannot create a file only if it is missing")
@@ -267,13 +257,8 @@ class RemoteFolder:
     def list_files(self, folder: str = "", *, prefix: str = "") -> dict[str, dict[str, Any]]:
         """Return the information about every file at any depth below a folder, by name.
 
-        Args:
-            folder: Name of the folder.
-            prefix: Beginning of the paths below the folder. Only with `lists_prefixes` is it faster than
-                listing the folder.
-
-        Raises:
-            OSError: The folder cannot be listed. A missing folder has no files and raises nothing.
+        A missing folder has no files. `prefix` is the beginning of the paths below the folder. Only with
+        `lists_prefixes` is it faster than listing the folder.
         """
 
         def find() -> dict[str, dict[str, Any]]:
@@ -296,12 +281,9 @@ class RemoteFolder:
         }
 
     def list_level(self, folder: str = "") -> list[tuple[str, dict[str, Any]]]:
-        """Return names and information of the files and folders directly in a folder.
+        """Return names and information of the files and folders directly in a folder; none if it is missing.
 
         They are in the order of the names of all files: a folder sorts as if its name ended in a slash.
-
-        Raises:
-            OSError: The folder cannot be listed. A missing folder has no files and raises nothing.
         """
 
         def list_folder() -> list[dict[str, Any]]:
@@ -319,12 +301,7 @@ class RemoteFolder:
         return sorted(named, key=lambda each: each[0] + "/" * (each[1]["type"] == "directory"))
 
     def remove(self, name: str) -> None:
-        """Delete a file.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-            OSError: The file cannot be deleted.
-        """
+        """Delete a file; raises FileNotFoundError if it does not exist."""
         self._request(lambda: self.files.rm_file(self._full(name)))
 
     def is_folder(self, name: str) -> bool:
@@ -332,20 +309,14 @@ class RemoteFolder:
         return self._request(lambda: bool(self.files.isdir(self._full(name))))
 
     def move_folder(self, name: str, to: str) -> None:
-        """Rename a folder.
-
-        This is not atomic in an object store, where each file is copied and then deleted.
-
-        Raises:
-            OSError: A file cannot be copied or deleted.
-        """
+        """Rename a folder; not atomic in an object store, where each file is copied and then deleted."""
         self._request(lambda: self.files.mv(self._full(name), self._full(to), recursive=True))
 
     def _full(self, name: str) -> str:
         return join_path(self.base, name)
 
     def _relative(self, path: str) -> str:
-        """Return the name of a path that the file system has listed."""
+        # Some file systems list paths with a leading slash, and others without.
         top = f"{self.base.strip('/')}/".lstrip("/")
         return path.strip("/").removeprefix(top)
 
@@ -369,8 +340,6 @@ class RemoteFolder:
                 self.files.rm_file(temp)
 
     def _request(self, send: Callable[[], Answer]) -> Answer:
-        """Return the answer to a request, which `send` may send several times."""
-
         def send_alone() -> Answer:
             with self._lock:  # not while waiting for the next attempt
                 return send()
@@ -391,16 +360,7 @@ def _answered_version(answer: object) -> str:
 
 
 def _walk_files(files: Any, folder: str) -> dict[str, dict[str, Any]]:
-    """Return the information about every file below a folder, by path.
-
-    Args:
-        files: An `fsspec.AbstractFileSystem`.
-        folder: Path of the folder.
-
-    Raises:
-        FileNotFoundError: The folder does not exist.
-        OSError: A folder cannot be listed.
-    """
+    """Return the information about every file below a folder of an `fsspec.AbstractFileSystem`, by path."""
     # `find` of most file systems omits folders that cannot be listed, and its option `on_error` works on the
     # first level only.
     found: dict[str, dict[str, Any]] = {}

@@ -72,10 +72,7 @@ class RemoteSource(Source):
     ) -> None:
         """Open the file system.
 
-        Args:
-            url: Address of the folder.
-            max_file_bytes: Size above which a file is refused.
-            repeat_requests: Whether requests wait for a service that is away for a short time.
+        With `repeat_requests`, requests wait for a service that is away for a short time.
 
         Raises:
             DatasetError: A package is missing, or the address cannot be opened.
@@ -126,26 +123,24 @@ class RemoteSource(Source):
             raise _as_os_error(err) from err
 
     def open_text(self, path: str, num_bytes: int = 0) -> Opened:
-        """See `Source.open_text`. The walk lists no links of a remote source."""
+        """See `Source.open_text`."""
         return self.open(path, num_bytes)
 
     def stat_open(self, file: Opened, listed: Stat) -> Stat:
-        """See `Source.stat_open`. Only the size is current; the rest is the listed stat."""
+        """See `Source.stat_open`."""
+        # Only the size is current, because a service reports times and versions with listings.
         position = file.tell()
         size = file.seek(0, os.SEEK_END)
         file.seek(position)
         return (size, *listed[1:])
 
     def read_start(self, path: str, num_bytes: int) -> bytes:
-        """Return the first `num_bytes` bytes of a file.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
+        """Return the first `num_bytes` bytes of a file."""
         return self._read(path, start=0, end=num_bytes)[:num_bytes]
 
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
-        """See `Source.stats`. Each folder that contains one of the files is listed once."""
+        """See `Source.stats`."""
+        # One listing for each folder takes fewer requests than one stat for each file.
         folders = sorted({posixpath.dirname(path) for path in paths})
         stat_of: dict[str, Stat | None] = {}
         with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
@@ -164,8 +159,8 @@ class RemoteSource(Source):
         """Return the items of a folder, "" for the source itself, without using a cached listing.
 
         Raises:
-            DatasetError: The folder does not exist, is a file, or cannot be listed. Its cause is the error
-                raised by fsspec.
+            DatasetError: The folder does not exist, is a file, or cannot be listed. Its cause is fsspec's
+                error.
         """
 
         def list_items() -> list[ListedPath]:
@@ -260,7 +255,8 @@ class RemoteSource(Source):
             raise
 
     def _stat(self, info: Mapping[str, Any]) -> Stat:
-        """Return the stat of a file, with a hash of the address in place of a missing version."""
+        # Without versions, a file at another address must not look unchanged, so the address stands in for
+        # the version.
         num_bytes, time_ns, changed_ns, version = stat_from_info(info)
         return num_bytes, time_ns, changed_ns, version or self._default_version
 
@@ -284,7 +280,6 @@ def source_at(
 
 
 def _unreadable_error(address: Address | str, err: Exception) -> DatasetError:
-    """Return the error for a dataset address or one of its folders that cannot be opened or listed."""
     text = " ".join(str(err).split()) or type(err).__name__
     if isinstance(err, ImportError) and isinstance(address, Url):
         what = f"the dataset address needs a package that is not installed: {text}"

@@ -42,14 +42,8 @@ Answer = TypeVar("Answer")
 def retry(send: Callable[[], Answer], *, log: Callable[[str], object] | None = None) -> Answer:
     """Return the answer to a request, which is sent again while the service is unavailable.
 
-    The waits grow from 0.25 to 5 s. An error that another attempt cannot cure is raised immediately.
-
-    Args:
-        send: Sends the request, and may do so several times.
-        log: Receives one line when the first attempt has failed.
-
-    Raises:
-        Exception: The last error of `send`, after `RETRY_S`.
+    An error that another attempt cannot cure is raised immediately, and any other error after `RETRY_S`.
+    `log` receives one line when the first attempt has failed.
     """
     end = time.monotonic() + RETRY_S
     wait_s = _FIRST_WAIT_S
@@ -90,12 +84,11 @@ def is_unsupported(err: BaseException) -> bool:
 
 
 def _causes(err: BaseException) -> Iterator[BaseException]:
-    """Yield the error and what it was raised from."""
+    # Without contexts, which may be errors that were handled before this one.
     return _chain(err, lambda current: current.__cause__)
 
 
 def _contexts(err: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its causes, and the errors that were being handled."""
     # botocore names no causes.
     return _chain(err, lambda current: current.__cause__ or current.__context__)
 
@@ -103,7 +96,6 @@ def _contexts(err: BaseException) -> Iterator[BaseException]:
 def _chain(
     err: BaseException, previous: Callable[[BaseException], BaseException | None]
 ) -> Iterator[BaseException]:
-    """Yield the error and its predecessors once each."""
     # A chain may be circular: fsspec raises errors of its thread again in threads that handle other errors.
     seen = set[int]()
     current: BaseException | None = err

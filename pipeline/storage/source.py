@@ -1,7 +1,7 @@
-"""Sources: the folders that datasets are read from. `remote_source` has those at an address.
+"""Sources: the folders that datasets are read from; `remote_source` has the sources at an address.
 
-Files are named by paths relative to the source's address, with slashes. A file's stat is four numbers, at
-least one of which changes whenever the file does.
+Files are named by paths relative to the source's address, with slashes. A file's stat is four numbers. At
+least one of them changes whenever the file does.
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ class SourceFile(NamedTuple):
         return self.source.open(self.path, num_bytes)
 
     def read_bytes(self) -> bytes:
-        """Return the file's bytes.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
+        """Return the file's bytes; see `Source.read`."""
         return self.source.read(self.path)
 
     def __str__(self) -> str:
@@ -71,7 +67,6 @@ class Source(ABC):
     compared_columns: tuple[int, ...] = (0, 1)
 
     def __init__(self, address: Address, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """Store the address without opening it."""
         self.address = address
         self.max_file_bytes = max_file_bytes
 
@@ -83,9 +78,8 @@ class Source(ABC):
     def open(self, path: str, num_bytes: int = 0) -> Opened:
         """Open an image for reading without blocking, even if it has been replaced by a FIFO.
 
-        Args:
-            path: Path of the file. It may be a link to a file outside the source.
-            num_bytes: Size of the file, if known. A remote file up to `MAX_BUFFERED_BYTES` is read at once.
+        The path may be a link to a file outside the source. `num_bytes` is the size of the file, if known. A
+        remote file up to `MAX_BUFFERED_BYTES` is read at once.
 
         Raises:
             RefusedFileError: It is not a regular file, or it is larger than `max_file_bytes`.
@@ -103,21 +97,11 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """Return the bytes of an image.
-
-        Raises:
-            RefusedFileError: See `open`.
-            OSError: The file cannot be read.
-        """
+        """Return the bytes of an image; raises as `open`."""
 
     @abstractmethod
     def stat_open(self, file: Opened, listed: Stat) -> Stat:
-        """Return the stat of an opened file.
-
-        Args:
-            file: File returned by `open`.
-            listed: Stat of the file when it was listed.
-        """
+        """Return the stat of a file that `open` returned; `listed` is its stat when it was listed."""
 
     @abstractmethod
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -171,7 +155,8 @@ class LocalSource(Source):
         return (stat.st_size, to_int64(stat.st_mtime_ns), to_int64(stat.st_ctime_ns), to_int64(stat.st_ino))
 
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
-        """See `Source.stats`. Links are followed."""
+        """See `Source.stats`."""
+        # Links are followed, as in `open`.
         root = str(self.address)
         return stat_array([_stat_or_none(f"{root}/{path}") for path in paths])
 

@@ -39,14 +39,7 @@ class NamedPath(NamedTuple):
 
 @dataclass(frozen=True)
 class ResolvedPath:
-    """A path of the recipe with its identities.
-
-    Attributes:
-        label: Name in messages: `cache_dir`, `dataset photos`.
-        key: Recipe key that sets it.
-        path: Path as written, relative to the project root.
-        identified: Real path and identities.
-    """
+    """A `NamedPath` with its real path and identities."""
 
     label: str
     key: str
@@ -107,17 +100,11 @@ class PathConflict:
 
 
 def check_isolation(inputs: Sequence[NamedPath], outputs: Sequence[NamedPath]) -> list[PathConflict]:
-    """Return every conflict between an input and an output, and among outputs.
+    """Return every conflict between an input and an output, and among outputs; two inputs may overlap.
 
-    Two inputs may contain one another. No folder needs to exist, and nothing is written. Inputs are searched
-    for links that lead into an output, and the first `OUTPUT_DEPTH` levels of outputs for links into inputs.
-
-    Args:
-        inputs: Read-only folders.
-        outputs: Folders that runs write to.
-
-    Returns:
-        Conflicts by path first, then links, at most `MAX_LINKS_REPORTED` per input.
+    No folder needs to exist, and nothing is written. Inputs are searched for links that lead into an output,
+    and the first `OUTPUT_DEPTH` levels of outputs for links into inputs. Conflicts by path come first, then
+    links, at most `MAX_LINKS_REPORTED` per input.
     """
     sources = [_resolve(*path) for path in inputs]
     targets = [_resolve(*path) for path in outputs]
@@ -140,12 +127,8 @@ def compare_paths(first: NamedPath, second: NamedPath) -> PathConflict | None:
 def raise_conflicts(conflicts: Sequence[PathConflict], *, where: str) -> None:
     """Raise one PathIsolationError for all conflicts, if there are any.
 
-    Args:
-        conflicts: Results of `check_isolation` and `compare_paths`.
-        where: File that names the paths, such as the recipe.
-
-    Raises:
-        PathIsolationError: Names both paths of each conflict, as written and as resolved.
+    `where` is the file that names the paths, such as the recipe. The error names both paths of each conflict,
+    as written and as resolved.
     """
     if not conflicts:
         return
@@ -172,13 +155,15 @@ def _compare(first: ResolvedPath, second: ResolvedPath) -> PathConflict | None:
 
 
 def _link_conflicts(dataset: ResolvedPath, outputs: list[ResolvedPath]) -> Iterator[PathConflict]:
-    """Yield links from `dataset` into separate outputs, and from those into `dataset`."""
+    """Yield links from `dataset` into separate outputs, and from these outputs into `dataset`."""
     if not outputs:
         return
     by_key = {output.key: output for output in outputs}
     identified = {key: output.identified for key, output in by_key.items()}
     for link in links_into(dataset.identified, identified):
         yield PathConflict(dataset, by_key[link.folder], "link", link)
+
+    # Latentline itself creates the deeper levels of an output, and a cache has millions of files there.
     for output in outputs:
         for link in shallow_links_into(
             output.identified, {dataset.key: dataset.identified}, depth=OUTPUT_DEPTH

@@ -95,6 +95,7 @@ def identify(path: Path | str) -> Identified:
     for folder in deepest.parents:
         parents.update([*_inode(_status(folder)), *_location(folder, mounts)])
     for identity in own:
+        # The names of a location include the folders above a bind mount, which are not in the real path.
         if identity[0] == "location":
             parents.update(identity[:n] for n in range(2, len(identity)))
     return Identified(real, own, frozenset(parents))
@@ -107,11 +108,9 @@ def fold(name: str) -> str:
 
 
 def folds_case(folder: Path) -> bool:
-    """Return True if the file system of an existing folder ignores the case of names.
-
-    Tests a name in the folder with its case swapped. Without such a name it tests the name of the folder
-    itself, and if its parent is on another file system, the type of the file system decides.
-    """
+    """Return True if the file system of an existing folder ignores the case of names."""
+    # Nothing may be written, so a name that exists is tested with its case swapped: a name in the folder, or
+    # else the name of the folder itself if its parent is on the same file system.
     names: set[str] = set()
     with suppress(OSError), os.scandir(folder) as entries:
         names.update(entry.name for entry in islice(entries, _MAX_NAMES_TESTED))
@@ -139,11 +138,10 @@ def mount_table() -> dict[str, Mount]:
 
 @lru_cache(maxsize=4)
 def parse_mounts(text: str) -> dict[str, Mount]:
-    """Return the mounts of a mountinfo file by mount point; the last mount of a point hides earlier ones.
-
-    The format is described in proc(5): lines of id, parent, device, root, point, options - type, source.
-    """
+    """Return the mounts of a mountinfo file by mount point; the last mount of a point hides earlier ones."""
     mounts: dict[str, Mount] = {}
+
+    # Fields as in proc(5): id, parent, device, root, point, options - type, source.
     for line in text.split("\n"):
         left, _, right = line.partition(" - ")
         fields, kinds = left.split(" "), right.split(" ")
@@ -160,7 +158,7 @@ def _identify_url(url: Url) -> Identified:
 
 
 def _unescaped(field: str) -> str:
-    r"""Decode the octal escapes of space, tab, newline and backslash, such as \040."""
+    # Space, tab, newline and backslash are octal escapes in the mount table, such as \040.
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
@@ -177,7 +175,6 @@ def _location(path: Path, mounts: dict[str, Mount]) -> list[Identity]:
 
 
 def _inode(status: os.stat_result | None) -> list[Identity]:
-    """Return the inode identity, if there is one."""
     # All folders of some file systems share inode 0.
     return [("inode", status.st_dev, status.st_ino)] if status and status.st_ino else []
 
@@ -190,8 +187,8 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _same_file(first: Path, second: Path) -> bool:
-    """Return True if two names are the same file; links are not followed."""
     try:
+        # Links are not followed: two links to one file are two names in any file system.
         return os.path.samestat(first.lstat(), second.lstat())
     except OSError:
         return False

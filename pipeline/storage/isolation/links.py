@@ -15,7 +15,7 @@ from pipeline.storage.isolation.identity import Identified, identify, mount_tabl
 
 @dataclass(frozen=True)
 class LinkInto:
-    """A link or mount point at `path` whose real path is `target`, in the folder named `folder`."""
+    """A link or mount point at `path` with the real path `target`, which is in the folder named `folder`."""
 
     path: str
     target: str
@@ -53,10 +53,7 @@ def links_into(searched: Identified, folders: Mapping[str, Identified]) -> Itera
 def shallow_links_into(
     searched: Identified, folders: Mapping[str, Identified], *, depth: int
 ) -> Iterator[LinkInto]:
-    """Yield the links and mount points at most `depth` levels below `searched` that lead into `folders`.
-
-    Links are not followed further.
-    """
+    """Yield the links and mount points at most `depth` levels below `searched` that lead into `folders`."""
     mounts = mount_table()
     for entry in _entries(searched.real):
         target = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
@@ -67,6 +64,7 @@ def shallow_links_into(
                 if identified.same(folder) or identified.inside(folder):
                     yield LinkInto(entry.path, target, name)
         elif depth > 1 and entry.is_dir(follow_symlinks=False):
+            # Only the path of a searched folder matters.
             subfolder = Identified(entry.path, frozenset(), frozenset())
             yield from shallow_links_into(subfolder, folders, depth=depth - 1)
 
@@ -118,6 +116,5 @@ def _overlap(one: Identified, other: Identified) -> bool:
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder; none if it cannot be listed."""
     with suppress(OSError), os.scandir(folder) as entries:
         yield from entries
