@@ -20,15 +20,10 @@ _FILES_AT_ONCE = 32
 def delete_files(
     cache: CacheFolder, sizes: Mapping[str, int], *, until_s: float = math.inf
 ) -> dict[str, int]:
-    """Delete files from several threads.
+    """Delete files from several threads; `sizes` has the size of each file in bytes, by name.
 
-    Args:
-        cache: Files of the cache.
-        sizes: Size of each file in bytes, by name.
-        until_s: Time in seconds since 1970 after which no more files are deleted.
-
-    Returns:
-        The files that were deleted, with their sizes.
+    No more files are deleted after the time `until_s`, in seconds since 1970. Returns the deleted files and
+    their sizes.
 
     Raises:
         StoreError: A file cannot be deleted. Others may have been deleted before.

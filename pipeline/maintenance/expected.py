@@ -84,7 +84,7 @@ def unusable_entries(
 def changed_inputs(
     entries: RecipeEntries, spec: EntrySpec, earlier_key: str, inputs: Mapping[str, Any]
 ) -> str:
-    """Return which inputs of the key differ from those in the metadata of the earlier entry."""
+    """Return which inputs of the key differ from the inputs in the metadata of the earlier entry."""
     # The key is a hash. Only the entry's metadata tells which input has changed.
     metadata = entries.store.read_metadata(spec.kind, earlier_key)
     if metadata is None or not isinstance(metadata.get("inputs"), dict):
@@ -94,6 +94,7 @@ def changed_inputs(
         _INPUT_NAMES.get(name, name)
         for name, value in inputs.items()
         if name != "caption"
+        # The metadata are JSON, which has no tuples.
         and earlier_inputs.get(name) != (list(value) if isinstance(value, tuple) else value)
     ]
     return f"{', '.join(changed)} changed" if changed else MODEL_UNKNOWN
@@ -113,16 +114,13 @@ def expect_side_input(
 ) -> Expected:
     """Return the work on the entries of a side input, as for latents.
 
-    An entry that is also a latent of a sample is not counted again.
-
-    Args:
-        entries: Entries of the recipe.
-        side_input: The kind of files.
-        requests: Rows of vae_latents as the job would request them.
-        known: Table vae_latents of the last run.
+    `requests` are the rows of vae_latents as the job would request them, and `known` is the table of the last
+    run.
     """
     recorded = side_input.recorded(known)
     earlier = {tuple(row[name] for name in _FILE): row for row in recorded.iter_rows(named=True)}
+
+    # An entry that is also a latent of a sample is not counted again.
     rows = side_input.entry_rows(entries, requests).join(
         requests, on="key", how="anti", maintain_order="left"
     )

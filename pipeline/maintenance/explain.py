@@ -27,12 +27,10 @@ MAX_CANDIDATES = 10
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What one stage recorded of a sample.
+    """What one stage recorded of a sample, in the order in which it is shown.
 
-    Attributes:
-        stage: Asset, "rejected", or a cache entry: "latents entry...", "mask entry...",
-            "reference <number> entry..." or "text entry...".
-        facts: Name to value, in the order in which they are shown.
+    `stage` is an asset, "rejected", or a cache entry: "latents entry...", "mask entry...", "reference
+    <number> entry..." or "text entry...".
     """
 
     stage: str
@@ -49,6 +47,8 @@ def find_sample(tables: Tables, name: str) -> str:
     if name in ids:
         return name
 
+    # A complete file name precedes a part of a name: "rose.jpg" means that file even if "big_rose.jpg"
+    # exists.
     matches = sorted(sample_id for sample_id in ids if sample_id.endswith(f"/{name}"))
     matches = matches or sorted(sample_id for sample_id in ids if name in sample_id)
     if len(matches) == 1:
@@ -68,8 +68,6 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str, *, log: Log = discar
 
     Stages without a table or without a row of the sample are omitted, as are values that an earlier stage
     already reported. Entries are read completely.
-
-    `log` receives the progress of downloading the base model and of hashing its weights.
     """
     explained: list[StageFacts] = []
     earlier_rows: list[dict[str, Any]] = []
@@ -90,10 +88,10 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str, *, log: Log = discar
 
 
 def _new_facts(row: Mapping[str, Any], earlier_rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of the row that no earlier stage reported."""
     return {
         name: value
         for name, value in row.items()
+        # An Ellipsis differs from every value, also from None.
         if not any(earlier.get(name, ...) == value for earlier in earlier_rows)
     }
 

@@ -67,14 +67,7 @@ _CHECKS = {
 
 
 class ClosedGate(NamedTuple):
-    """A gate that would close.
-
-    Attributes:
-        asset: Asset that the gate belongs to.
-        name: Name of the gate.
-        summary: The problem, with the measured numbers.
-        fix: Suggested fixes.
-    """
+    """A gate of an asset that would close, with the measured numbers and suggested fixes."""
 
     asset: str
     name: str
@@ -122,6 +115,8 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         paths = ", ".join(err.where.splitlines())
         gate = ClosedGate("raw_images", PATH_ISOLATION.name, f"{err.what} ({paths})", err.fix)
         return Forecast(0, {}, [], [gate], Expected("latents"), Expected("text"))
+
+    # Before the scan, which takes minutes for a large dataset.
     require_preview_prompts(recipe)
     require_references(recipe)
     require_start_file(recipe)
@@ -183,17 +178,14 @@ class _ForecastTables(Tables):
 
 
 def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
-    """Return the work on latents.
-
-    `requests` has one row per sample, bucket and mirroring, with the entry's key. `known` is the table
-    vae_latents of the last run.
-    """
     # If the bucket changed, the sample's earlier row in any bucket explains why its latent is encoded.
     known_rows = [] if known is None else known.to_dicts()
     in_any_bucket = {(row["sample_id"], row["flipped"]): row for row in known_rows}
     in_same_bucket = {(row["sample_id"], row["bucket"], row["flipped"]): row for row in known_rows}
 
     expected, num_pixels = Expected("latents"), 0
+
+    # One row per sample, bucket and mirroring; rows with equal pixels share an entry.
     unique_requests = requests.unique("key", keep="first", maintain_order=True)
     for row, spec, status in unusable_entries(
         entries, expected, unique_requests, known, spec_of=entries.latent_spec
@@ -210,11 +202,6 @@ def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.Da
 
 
 def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
-    """Return the work on text embeddings.
-
-    `valid` is the table validated_dataset as the job would write it, and `known` the table text_embeddings of
-    the last run.
-    """
     rows = text_rows(entries, valid)
     images = [SEEN, IMAGES] if SEEN in rows.columns else []
     names = ["caption", *images[:1]]
@@ -271,5 +258,4 @@ def _text_reason(entries: RecipeEntries, row: Row, spec: EntrySpec, earlier: Row
 
 
 def _reference_hashes(row: Row) -> list[str]:
-    """Return the content hashes of a caption's references; empty if the text encoder sees none."""
     return [image["hash"] for image in json.loads(row.get(IMAGES) or "[]")]

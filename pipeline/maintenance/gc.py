@@ -125,11 +125,9 @@ def survey(
 ) -> Survey:
     """Classify every file of a cache, without changing any.
 
-    Args:
-        cache_dir: Address of the cache.
-        keep_s: Age in seconds up to which lists and entries are kept.
-        recipe_keys: Hex keys that recipes need, in groups as for `KeyLists`. They are kept, and all other
-            entries that are as old count as unused, even if lists are not that old yet.
+    `keep_s` is the age in seconds up to which lists and entries are kept. `recipe_keys` are the hex keys that
+    recipes need, in groups as for `KeyLists`. They are kept, and all other entries that are as old count as
+    unused, even if lists are not that old yet.
 
     Raises:
         StoreError: The cache cannot be listed, or a list of used keys cannot be read.
@@ -172,13 +170,9 @@ def survey(
 
 
 def needed_keys(recipe: Recipe, *, log: Log) -> list[pl.Series]:
-    """Return the keys that the next cache job would request for an unchanged dataset, like its lists.
+    """Return the keys that the next cache job would request for an unchanged dataset, in groups as its lists.
 
     A recipe without tables has no entries yet.
-
-    Args:
-        recipe: Recipe.
-        log: Receives the progress of hashing a model.
 
     Raises:
         ModelError: The base model cannot be found.
@@ -201,8 +195,7 @@ def needed_keys(recipe: Recipe, *, log: Log) -> list[pl.Series]:
 def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple[int, int]:
     """Delete the survey's orphans, packs, leftovers and old encodings, except entries that a job uses since.
 
-    Single entries that packs hold are deleted too, and lists that do not count any more. `log` receives
-    warnings about damaged packs.
+    Single entries that packs hold are deleted too, and lists that do not count any more.
 
     Returns:
         Number of deleted files, and their total size in bytes.
@@ -243,6 +236,8 @@ def delete(cache_dir: Address, surveyed: Survey, *, log: Log = discard) -> tuple
         with used.deleting() as until_s:
             deleted |= delete_files(cache, used.expired, until_s=until_s)
     deleted |= delete_files(cache, leftovers)
+
+    # In reverse order, so that a folder comes after the folders that it contains.
     cache.tidy(sorted({str(PurePosixPath(name).parent) for name in deleted}, reverse=True))
     return len(deleted), sum(deleted.values())
 
@@ -299,7 +294,6 @@ def _is_leftover(path: PurePosixPath) -> bool:
 
 
 def _is_registration(path: PurePosixPath) -> bool:
-    """Return whether the path is a registration of version 0.2."""
     return len(path.parts) == 2 and path.parts[0] == _EARLIER_FOLDER and path.suffix in {".json", ".keys"}
 
 

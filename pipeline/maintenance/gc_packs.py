@@ -56,11 +56,7 @@ class Packs:
     """
 
     def __init__(self, cache: CacheFolder) -> None:
-        """List the packs and read their headers.
-
-        Raises:
-            OSError: The cache cannot be listed, or a pack cannot be read.
-        """
+        """List the packs and read their headers; raises OSError as `list_packs`."""
         self.all: list[Pack] = []
         self.young: list[Pack] = []
         self.old: list[Pack] = []
@@ -93,20 +89,13 @@ class Packs:
         return name in self._files
 
     def classify(self, used: Keys, is_old: Callable[[str], bool]) -> None:
-        """Find the packs without a used entry.
-
-        Args:
-            used: Keys of the used entries.
-            is_old: Returns whether a file is old enough to be deleted.
-        """
+        """Find the packs without a used entry; `is_old` returns whether a file may be deleted by its age."""
         for pack in self.all:
             if not pack.is_used(used):
                 (self.old if is_old(pack.file.name) else self.young).append(pack)
 
 
 class _Lookup:
-    """Packs of one kind by key."""
-
     def __init__(self, packs: list[Pack]) -> None:
         self._packs = packs
         keys = np.concatenate([key_array([]), *(pack.keys for pack in packs)])
@@ -128,12 +117,8 @@ class _Lookup:
 def delete_single(cache: CacheFolder, packs: Packs, *, log: Log) -> dict[str, int]:
     """Delete single entries after verifying their copies in packs; return the deleted files and their sizes.
 
-    A single entry with a damaged copy stays. Of several copies, the one that readers use is verified.
-
-    Args:
-        cache: Files of the cache.
-        packs: Packs with the single entries to delete.
-        log: Receives a line for each pack with damaged entries.
+    A single entry with a damaged copy stays. Of several copies, the one that readers use is verified. `log`
+    receives a line for each pack with damaged entries.
 
     Raises:
         OSError: A file cannot be read or deleted.
@@ -164,11 +149,6 @@ def _key_of(name: str) -> str:
 
 def delete_old(cache: CacheFolder, packs: Packs, used: UsedKeys) -> dict[str, int]:
     """Delete packs without a used entry; return the deleted files and their sizes.
-
-    Args:
-        cache: Files of the cache.
-        packs: Packs to delete.
-        used: Keys of the used entries, which are read again.
 
     Raises:
         StoreError: See `UsedKeys.deleting` and `delete_files`.

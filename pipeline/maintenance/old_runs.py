@@ -70,14 +70,9 @@ class RunSurvey:
 def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe]) -> RunSurvey:
     """Classify the runs of an output folder, without changing any.
 
-    A run is kept if it is one of the newest, if its LoRA is in `lora/`, if a process trains it, or if
-    `start_from` of a recipe or of a run in training names one of its files. Links and folders with other
-    names are ignored.
-
-    Args:
-        output_dir: Output folder of a recipe.
-        num_newest: Number of runs that are kept for being the newest.
-        recipes: All recipes; their `start_from` may name a run.
+    A run is kept if it is one of the `num_newest` newest, if its LoRA is in `lora/`, if a process trains it,
+    or if `start_from` of a recipe or of a run in training names one of its files. Links and folders with
+    other names are ignored.
 
     Raises:
         OSError: A folder cannot be read.
@@ -109,6 +104,9 @@ def delete_run(folder: Path) -> None:
         TrainingError: The run was published or is trained since the survey, or cannot be deleted.
     """
     layout = RunLayout(folder)
+
+    # The reasons to keep the run are examined again under its locks, because a job may have started since the
+    # survey.
     with hold_idle_run(layout), hold_training(layout, wait_s=0.0):
         if reason := published_reason(folder):
             raise needed_error(folder.name, reason, where=str(folder))
@@ -116,11 +114,7 @@ def delete_run(folder: Path) -> None:
 
 
 def delete_run_folder(folder: Path) -> None:
-    """Delete the folder of a run whose locks this process holds.
-
-    Raises:
-        TrainingError: The folder cannot be deleted.
-    """
+    """Delete the folder of a run, after locking it; raises TrainingError if the folder cannot be deleted."""
     # An interrupted deletion leaves a folder under a name that no program takes for a run.
     doomed = temp_path_for(folder)
     try:
@@ -134,11 +128,7 @@ def delete_run_folder(folder: Path) -> None:
 
 
 def delete_leftover(folder: Path) -> None:
-    """Delete a folder that an interrupted deletion left.
-
-    Raises:
-        TrainingError: The folder cannot be deleted.
-    """
+    """Delete a folder that an interrupted deletion left; raises TrainingError if it cannot be deleted."""
     try:
         shutil.rmtree(folder)
     except OSError as err:
@@ -146,7 +136,6 @@ def delete_leftover(folder: Path) -> None:
 
 
 def _reason_to_keep(run: Run, starts: Iterable[tuple[Path, str]]) -> str:
-    """Return why something needs the run; empty if nothing does."""
     if reason := published_reason(run.folder):
         return reason
     if is_being_trained(RunLayout(run.folder)):
@@ -163,6 +152,8 @@ def published_reason(folder: Path) -> str:
     if not lora.is_dir() or not any(lora.iterdir()):
         return ""
     published = read_record(lora / PROVENANCE_FILE).get("run")
+
+    # A LoRA of unknown origin may be any run's, so all runs are kept.
     if published is None:
         return f"lora/{PROVENANCE_FILE} does not name its run"
     return "in lora/" if published == folder.name else ""
@@ -180,6 +171,8 @@ def start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Pa
             training = read_record(run.folder / JOB_FILE).get("recipe", {}).get("training", {})
             if start := training.get("lora", {}).get("start_from"):
                 named.append((Path(start), f"run {run.folder.name}"))
+
+    # Resolved on both sides, because `start_from` may lead through a link to the run.
     return [(file.resolve(), user) for file, user in named]
 
 

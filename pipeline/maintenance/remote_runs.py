@@ -85,12 +85,8 @@ class RemoteRuns:
         """Classify the runs, without changing any.
 
         A run is kept for the reasons of `survey_runs`, if its lease is held, and if it is the newest one and
-        a job can resume it.
-
-        Args:
-            num_newest: Number of runs that are kept for being the newest.
-            recipes: All recipes that may start from a LoRA of a run.
-            will_delete: Whether to find the leases of dead machines, which needs a write at the address.
+        a job can resume it. `will_delete` also finds the leases of dead machines, which needs a write at the
+        address.
 
         Raises:
             StoreError: The service does not answer.
@@ -127,10 +123,7 @@ class RemoteRuns:
         return survey
 
     def delete(self, folder: Path) -> None:
-        """Delete a run at the address and in the local folder, or the rest of an interrupted deletion.
-
-        Args:
-            folder: Local folder of the run.
+        """Delete a run at the address and in its local folder, or the rest of an interrupted deletion.
 
         Raises:
             StoreError: The service does not answer.
@@ -143,6 +136,8 @@ class RemoteRuns:
             if not still_held(lease, outputs, top):
                 raise needed_error(run, "another machine took it over", where=outputs.where(top))
 
+        # Its locks exclude other processes of this machine. A run that another machine trained has no local
+        # folder yet.
         folder.mkdir(parents=True, exist_ok=True)
         layout = RunLayout(folder)
         with hold_idle_run(layout), hold_training(layout, wait_s=0.0):
@@ -157,6 +152,8 @@ class RemoteRuns:
                 self._fetch_published()
                 if reason := self._published(folder):
                     raise needed_error(run, reason, where=outputs.where(top))
+
+                # A machine that trained the run since the survey has released its lease and left other files.
                 versions = _files_by_run(outputs).get(run, _Files()).versions
                 if versions != self._surveyed.get(run, _Files()).versions:
                     raise needed_error(run, "its files have changed", where=outputs.where(top))
@@ -207,11 +204,7 @@ class RemoteRuns:
         return training | dict.fromkeys(here, "being trained")
 
     def _service_time_ns(self) -> int:
-        """Return the time of the service's clock, with which the times of files are compared.
-
-        Raises:
-            StoreError: The service does not answer.
-        """
+        # The times of files are the service's, so the clock of this machine may not be compared with them.
         remote = self._outputs.remote
         try:
             remote.put(_CLOCK_FILE, b"")
@@ -230,19 +223,20 @@ class RemoteRuns:
         return start_reason(run.folder, starts)
 
     def _fetch_published(self) -> None:
-        """Fetch the files that name the run in `lora/`."""
+        # A LoRA without provenance hides which run it belongs to, so every run is kept.
         names = self._outputs.names(LORA_FOLDER)
         self._hides_run = bool(names) and _PROVENANCE not in names
         self._outputs.fetch(EXPORTED_STEP, _PROVENANCE)
 
     def _published(self, folder: Path) -> str:
-        """Return why the run's LoRA may be in `lora/`, as `published_reason`."""
         return f"{_PROVENANCE} does not exist" if self._hides_run else published_reason(folder)
 
 
 def _reason_of_age(run: Run, number: int, num_newest: int) -> str:
     if number < num_newest:
         return "newest"
+
+    # The next job of the recipe resumes it, on whatever machine that runs.
     return "newest, and can be resumed" if number == 0 and run.state.startswith("unfinished") else ""
 
 

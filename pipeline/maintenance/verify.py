@@ -1,7 +1,4 @@
-"""Verification of a recipe's cache: read every entry completely, and encode bad ones again.
-
-Bit rot does not change a file's stat, so only reading the file can find it.
-"""
+"""Verification of a recipe's cache: read every entry completely, and encode bad ones again."""
 
 from __future__ import annotations
 
@@ -34,13 +31,7 @@ class NeededEntry:
 
 @dataclass(frozen=True)
 class BadEntry:
-    """Missing or damaged entry.
-
-    Attributes:
-        needed: The entry.
-        path: Path or address of the entry, as messages show it.
-        problem: One sentence.
-    """
+    """Missing or damaged entry, its path or address as messages show it, and the problem in one sentence."""
 
     needed: NeededEntry
     path: str
@@ -49,8 +40,6 @@ class BadEntry:
 
 def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> list[NeededEntry]:
     """Return the entries of vae_latents and text_embeddings under the current recipe, each key once.
-
-    `log` receives the progress of downloading the base model and of hashing its weights.
 
     Raises:
         TableError: One of the two tables is missing.
@@ -86,12 +75,12 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
 def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[BadEntry]:
     """Return the missing and damaged entries; reads each entry completely, on all cores.
 
-    `log` receives the progress.
-
     Raises:
         StoreError: An entry may not be read.
     """
     store = RecipeEntries(recipe).store
+
+    # Without the recorded stats: bit rot does not change a file's stat, so only reading the file can find it.
     states = in_threads(
         lambda each: store.check(each.spec),
         needed,
@@ -129,6 +118,8 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
+
+    # Latents and entries of side inputs are columns of one table.
     if kinds - {"text"}:
         result = cache_latents(recipe, tables.read("aspect_buckets"), tables, launch=launch, log=log)
         tables.write("vae_latents", result.table)
