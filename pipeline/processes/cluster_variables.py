@@ -45,7 +45,7 @@ _FIX = "pass --machines, --rank and --master host:port, which replace the variab
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Options of `latentline train`; None for those that were not given."""
+    """Options of `latentline train`; None for an option that was not given."""
 
     machines: int | None = None
     rank: int | None = None
@@ -130,6 +130,8 @@ def _meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
     if host is None and nodes is not None:
         host = first_host(nodes)
     if port is None and job is not None:
+        # All machines compute the same port without communication, and two jobs on a node hardly ever share
+        # one.
         port = _FIRST_PORT + job % _NUM_PORTS
     if not host or port is None:
         raise LaunchError(
@@ -142,7 +144,8 @@ def _meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _require_one_per_machine(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if the scheduler starts this command more than once per machine."""
+    # accelerate's launcher starts the processes of a machine, so a scheduler must start this command once on
+    # each.
     local_size = _number(environ, (("LOCAL_WORLD_SIZE",),)) or 1
     local_rank = max(_number(environ, ((name,),)) or 0 for name in ("LOCAL_RANK", "SLURM_LOCALID"))
     if local_size > 1 or local_rank > 0:
@@ -156,6 +159,8 @@ def _require_one_per_machine(environ: Mapping[str, str]) -> None:
 def _number(environ: Mapping[str, str], sources: _Sources, *, otherwise: str = "") -> int | None:
     """Return the number in the variables of all sources, or in `otherwise`, which counts processes."""
     text = _text(environ, sources)
+
+    # The number of processes is the number of machines only if each machine has one process.
     if text is None and environ.get("LOCAL_WORLD_SIZE", "1") == "1":
         sources = ((otherwise,),)
         text = _text(environ, sources)

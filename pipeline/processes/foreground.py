@@ -52,6 +52,7 @@ def run_in_foreground(
             tree.members()  # finds descendants before their parents can die
             time.sleep(POLL_S)
 
+        # Also after the command has ended by itself, because its descendants may outlive it.
         tree.stop(grace_s=grace_s)
         status = process.wait()
         _show(output.new_text(final=True), show)

@@ -26,7 +26,6 @@ def end_with_parent() -> None:
 
     Raises:
         SystemExit: The parent is gone already. The status is 143, as after a SIGTERM.
-        OSError: The kernel rejected the request.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -42,14 +41,10 @@ def end_with_parent() -> None:
 def watch_parent(
     interval_s: float = WATCH_INTERVAL_S, *, on_death: Callable[[], object] | None = None
 ) -> None:
-    """Poll for the parent named in the environment, and end this process when it is gone.
+    """Poll for the parent named in the environment, and end this process with status 143 when it is gone.
 
     This complements `end_with_parent` on systems without its kernel request, and for processes that block or
-    ignore the signal. Call it first.
-
-    Args:
-        interval_s: Seconds between two polls.
-        on_death: Called before this process ends with status 143.
+    ignore the signal. Call it first. `on_death` is called before this process ends.
     """
     # Read now, because `end_with_parent` replaces it.
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
@@ -59,6 +54,8 @@ def watch_parent(
             time.sleep(interval_s)
         if on_death is not None:
             on_death()
+
+        # From a thread, `sys.exit` would end only the thread.
         os._exit(128 + signal.SIGTERM)
 
     if parent:
@@ -78,9 +75,8 @@ def end_now(status: int) -> NoReturn:
 
 
 def parent_is_gone(expected: int | None = None) -> bool:
-    """Return whether the parent is not `expected`, by default the process named in the environment.
-
-    Without a named process, as in a module started by hand, the result is False.
-    """
+    """Return whether the parent is not `expected`, by default the process named in the environment."""
     parent = expected if expected is not None else int(os.environ.get(PARENT_VARIABLE, "0"))
+
+    # A module that was started by hand has no named parent.
     return parent != 0 and os.getppid() != parent

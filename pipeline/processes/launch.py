@@ -77,10 +77,8 @@ class Launch(Protocol):
     def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         """Run `python -m <module> <job file>` in `accelerate.num_processes` processes.
 
-        Args:
-            module: Entry module, such as `pipeline.vae_latents.worker`.
-            job_file: JSON file with the module's job. The module writes its results to the same folder.
-            meanwhile: Function to call in this process while the launched ones import torch.
+        The module writes its results to the folder of the job file. `meanwhile` is called in this process
+        while the launched ones import torch.
 
         Raises:
             Exception: `meanwhile` raised it. The processes have ended by then.
@@ -125,10 +123,7 @@ def launch_environment(
 ) -> dict[str, str]:
     """Return this process's environment with the variables of a launched process.
 
-    Args:
-        settings: The recipe's `accelerate` section.
-        error_file: Path to which the launched process writes its error.
-        machines: Machines of a training.
+    `error_file` is the path to which the launched process writes its error.
     """
     return {
         # Without a scheduler's RANK and similar ones, because accelerate's launcher sets its own.
@@ -165,7 +160,6 @@ def worker_variables(settings: AccelerateSettings) -> dict[str, str]:
 
 
 def _allocator_settings() -> dict[str, str]:
-    """Return the setting of torch's CUDA allocator, empty if the user has set one."""
     # Buckets of many sizes fragment fixed segments, until memory runs out with gigabytes unused.
     is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     supported = sys.platform == "linux"
@@ -210,9 +204,7 @@ class LocalLaunch:
     def __init__(self, settings: AccelerateSettings, log: Callable[[str], None] | None = None) -> None:
         """Launch with the recipe's `accelerate` settings.
 
-        Args:
-            settings: The recipe's `accelerate` section.
-            log: Receives the lines that the process prints, without the lines of its error; None for none.
+        `log` receives the lines that the process prints, without the lines of its error; None for none.
         """
         self._settings = settings
         self._log = log
@@ -256,7 +248,6 @@ def _wait(
     error_file: Path,
     log: Callable[[str], None] | None,
 ) -> int:
-    """Wait for the process, pass the lines that it prints to `log`, and return its exit status."""
     if log is None:
         return process.wait()
 
@@ -276,21 +267,15 @@ def _wait(
 
 
 def launch_error(module: str, status: int, *, output: list[str], error_file: Path) -> LatentlineError:
-    """Return the error of a launch that ended with `status`.
+    """Return the error of a launch that ended with `status`, or with minus the number of a signal.
 
-    Args:
-        module: The entry module.
-        status: Exit status, or minus the number of the signal that ended the process.
-        output: Lines that the processes printed. The last `OUTPUT_TAIL_LINES` of them are quoted, without
-            stack frames.
-        error_file: Path to which a launched process writes its own error; may be missing.
-
-    Returns:
-        The error that the module raised if it wrote one, otherwise a `LaunchError`.
+    That is the error that the module wrote to `error_file`, if there is one. Otherwise, a `LaunchError`
+    quotes the last `OUTPUT_TAIL_LINES` of `output`, without stack frames.
     """
     if error_file.is_file():
         return error_from_json(error_file.read_text(encoding="utf-8"))
 
+    # The log contains the complete traceback.
     lines = [line for line in output if line.strip() and not _is_stack_frame(line)][-OUTPUT_TAIL_LINES:]
     last_line = f": {lines[-1].strip()}" if lines else ""
     return LaunchError(
@@ -324,7 +309,6 @@ def error_in_output(output: Sequence[str]) -> LatentlineError | None:
 
 
 def _is_stack_frame(line: str) -> bool:
-    """Return whether a line belongs to the stack of a traceback, which the log contains in full."""
     return line.startswith(("Traceback (most recent call last)", "  File ", "    "))
 
 
@@ -338,6 +322,8 @@ def describe_status(status: int) -> str:
 
 
 def _fix(status: int) -> str:
+    # Linux's out-of-memory killer sends SIGKILL. `accelerate_launch` returns 128 plus the number of a
+    # worker's signal.
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return (
             "the system killed it, most often because memory ran out: free memory, or lower batch_size or "

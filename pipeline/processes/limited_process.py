@@ -1,4 +1,4 @@
-"""Run a module in a process whose memory and processor time are limited.
+"""Run a module in a process with limited memory and processor time.
 
 A decoder that reads a stranger's file may crash, or use up memory or time. Python cannot end a thread inside
 a decoder, but the system can end a process, and a crash does not take the job with it.
@@ -53,12 +53,8 @@ def run_limited(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a module, which must begin with `apply_limits`, and return its status and output.
 
-    Args:
-        module: Import path of the module.
-        arguments: JSON values for the module.
-        content: Opened file, or file in memory, that becomes the standard input.
-        limits: Limits of the process.
-        variables: Environment variables to add.
+    `arguments` are JSON values for the module. `content`, an opened file or a file in memory, becomes the
+    standard input. `variables` are added to the environment.
 
     Raises:
         TooSlowError: The process reached a time limit.

@@ -52,11 +52,7 @@ class Machines:
         return f"{self.host}:{self.port}"
 
     def num_processes_here(self, settings: AccelerateSettings) -> int:
-        """Return the number of processes on each machine.
-
-        Raises:
-            LaunchError: The machines cannot have equally many.
-        """
+        """Return the number of processes on each machine; raises LaunchError if the numbers would differ."""
         total = settings.num_processes
         if total % self.number == 0:
             return total // self.number
@@ -69,15 +65,11 @@ class Machines:
         )
 
     def on_one(self, settings: AccelerateSettings) -> AccelerateSettings:
-        """Return the settings of a launch that uses this machine alone, such as encoding.
-
-        Raises:
-            LaunchError: See `num_processes_here`.
-        """
+        """Return the settings of a launch that uses this machine alone, such as encoding."""
         return settings.model_copy(update={"num_processes": self.num_processes_here(settings)})
 
     def command_of_others(self, job: str) -> str:
-        """Return the command to start on each other machine, and on which ones.
+        """Return a log line with the command to start on the other machines.
 
         `job` is the path or address where these machines find the training's job.
         """

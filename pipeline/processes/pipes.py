@@ -54,15 +54,12 @@ class Reporter:
 def reporter() -> Generator[Reporter]:
     """Provide the `Reporter` of an entry module, end it with its parent, and hand its error to the launcher.
 
-    Rank 0 under Dagster reports through Dagster Pipes. Any other process prints to standard error. Only
-    rank 0 reports progress, from a thread that ends with the body.
+    Rank 0 under Dagster reports through Dagster Pipes. Any other process prints to standard error. Only rank
+    0 reports progress, from a thread that ends with the body.
 
     A `LatentlineError` of the body ends the process with status 1 and no traceback. It is printed, and
     written to the file from which the launching process raises it again. An error of the operating system,
     such as a full disk, is handled in the same way after its traceback.
-
-    Raises:
-        SystemExit: The body raised a `LatentlineError`, an error of the operating system, or SystemExit.
     """
     end_with_parent()
     error: BaseException | None = None
@@ -81,6 +78,8 @@ def reporter() -> Generator[Reporter]:
             error = as_file_access_error(err)
             if error is None:
                 raise
+
+            # The traceback shows which step failed; the error names only the file.
             traceback.print_exc()
 
     if isinstance(error, LatentlineError):

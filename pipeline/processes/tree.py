@@ -45,11 +45,7 @@ class ProcessTree:
         return [process for process in self._seen if _alive(process)]
 
     def stop(self, *, grace_s: float) -> list[psutil.Process]:
-        """Send SIGTERM to every process, wait up to `grace_s` seconds, then kill those that remain.
-
-        Returns:
-            The killed processes.
-        """
+        """Send SIGTERM to every process, kill the ones that remain after `grace_s`, and return these."""
         return self._stop(self.members(), grace_s)
 
     def stop_below(self, *, grace_s: float) -> list[psutil.Process]:

@@ -28,8 +28,7 @@ ORPHAN_GRACE_S = 4.0
 def launch() -> int:
     """Run accelerate's launcher with this process's arguments, and return the first failed worker's status.
 
-    A worker that was ended by a signal counts as 128 plus the signal's number, as in a shell. An error of the
-    connection to other machines is written for the launching process.
+    A worker that was ended by a signal counts as 128 plus the signal's number, as in a shell.
     """
     tree = ProcessTree(os.getpid())
     watch_parent(on_death=partial(tree.stop_below, grace_s=ORPHAN_GRACE_S))
@@ -54,6 +53,7 @@ def launch() -> int:
     except SignalException as err:
         return 128 + err.sigval
     except ChildFailedError as err:
+        # The workers that fail later are usually victims of the first one.
         _, first = err.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except (DistError, ConnectionError) as err:
@@ -65,8 +65,9 @@ def launch() -> int:
 
 
 def _not_connected(machines: Machines, err: Exception) -> LaunchError:
-    """Return the error for machines that did not meet before their processes started."""
     reason = str(err).strip().partition("\n")[0]
+
+    # accelerate tests the port before torch opens it, and raises ConnectionError.
     if "EADDRINUSE" in reason or isinstance(err, ConnectionError):
         return LaunchError(
             f"port {machines.port} of this machine is in use: {reason}",

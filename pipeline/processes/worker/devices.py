@@ -34,11 +34,7 @@ def own_device() -> str:
 
 
 def gpu_of(local_rank: int, num_gpus: int, num_machines: int = 1) -> str:
-    """Return the GPU of the process with this index on its machine, one of `num_machines`.
-
-    Raises:
-        LaunchError: No GPU is left for the process.
-    """
+    """Return the GPU of the process with this index on its machine; raises LaunchError if there is none."""
     if local_rank >= num_gpus:
         visible = counted(num_gpus, "GPU is", "GPUs are")
         raise LaunchError(
@@ -50,19 +46,17 @@ def gpu_of(local_rank: int, num_gpus: int, num_machines: int = 1) -> str:
 
 
 def allow_tf32(device: str) -> None:
-    """Let float32 matrix products on a GPU use TF32, as convolutions do by default.
-
-    TF32 rounds the factors to 10 bits of mantissa and is several times faster. This has no effect on a CPU.
-    """
+    """Let float32 matrix products on a GPU use TF32, as convolutions do by default."""
     if device.startswith("cuda"):
+        # TF32 rounds the factors to 10 bits of mantissa and is several times faster.
         torch.set_float32_matmul_precision("high")
 
 
 def why_no_gpu(driver_files: Sequence[Path] = DRIVER_FILES) -> str | None:
     """Return why torch cannot use the GPU of a machine with NVIDIA's driver, and the fix.
 
-    Returns:
-        None if torch uses the GPU, if no driver is loaded, or if `CUDA_VISIBLE_DEVICES` hides all GPUs.
+    The result is None if torch uses the GPU, if no driver is loaded, or if `CUDA_VISIBLE_DEVICES` hides all
+    GPUs.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.cuda.is_available() or not any(file.exists() for file in driver_files):
@@ -92,11 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_as(make_error: Callable[[str], LatentlineError]) -> Generator[None]:
-    """Replace an out-of-memory error of the body by the error that `make_error` returns.
-
-    Args:
-        make_error: Receives the text of `memory_text`.
-    """
+    """Replace an out-of-memory error of the body by the error that `make_error` returns for `memory_text`."""
     try:
         yield
     except (RuntimeError, MemoryError) as err:

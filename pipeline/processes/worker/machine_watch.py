@@ -72,6 +72,7 @@ def machines_watched() -> Generator[None]:
         yield
         return
 
+    # One process of a machine beats for all of them, because accelerate's launcher ends them together.
     watch = MachineWatch(machines) if os.environ["LOCAL_RANK"] == "0" else None
     try:
         yield
@@ -91,12 +92,7 @@ def machines_watched() -> Generator[None]:
 def explained(err: Exception, machines: Machines, *, wait_s: float = SEEN_S) -> LatentlineError | None:
     """Return the failure of another process if it caused an error of this one.
 
-    Any other error is announced to the other machines, and the result is None.
-
-    Args:
-        err: Error of this process.
-        machines: Machines of the training.
-        wait_s: Longest wait for the other machines.
+    Any other error is announced to the other machines within `wait_s`, and the result is None.
     """
     store = MachineStore(machines)
     if not _is_lost_connection(err):
@@ -128,8 +124,7 @@ class ConnectionLostError(RuntimeError):
 class MachineStore:
     """A connection to the keys; one thread at a time uses it.
 
-    Requests raise RuntimeError if the store of machine 0 cannot be reached. After the connection was lost,
-    all of them do so, because the store ends with the training.
+    Requests raise RuntimeError if the store of machine 0 cannot be reached.
     """
 
     def __init__(self, machines: Machines, *, timeout: timedelta = _TIMEOUT) -> None:
@@ -139,7 +134,7 @@ class MachineStore:
         self._is_lost = False
 
     def beat(self) -> dict[int, float]:
-        """Count a beat of this machine; return the beats of the other machines, infinite after their end."""
+        """Count a beat of this machine; return the beats of all other machines, infinite after their end."""
         self._request(lambda store: store.add(f"beats/{self._machines.rank}", 1))
         return {rank: self._beats(rank) for rank in other_ranks(self._machines)}
 
@@ -160,10 +155,8 @@ class MachineStore:
         self._request(lambda store: store.add("seen", 1))
 
     def announce(self, err: LatentlineError, wait_s: float) -> None:
-        """Announce a failure of this process, and wait until all other machines have read it.
-
-        Nothing happens if another process has failed before.
-        """
+        """Announce a failure of this process, and wait until all other machines have read it."""
+        # Only the first failure counts: later ones are often its consequences.
         if self._request(lambda store: store.add("failures", 1)) > 1:
             return
         parts = {"machine": self._machines.rank, "host": platform.node(), "kind": type(err).__name__}
@@ -171,6 +164,8 @@ class MachineStore:
         self._request(lambda store: store.set("failure", text))
 
         end_s = time.monotonic() + wait_s
+
+        # The store ends with the processes of machine 0, and the error with it.
         while self._num_seen() < self._machines.number - 1 and time.monotonic() < end_s:
             time.sleep(POLL_S)
 
@@ -187,6 +182,7 @@ class MachineStore:
         return self._request(lambda store: store.add("seen", 0))
 
     def _request(self, send: Callable[[Store], Result]) -> Result:
+        # The store ends with the training, so a lost connection is not opened again.
         if self._is_lost:
             raise ConnectionLostError
         if self._store is None:
@@ -248,7 +244,7 @@ class MachineStates:
 
 
 def _end(err: LatentlineError) -> None:
-    """End this process, which may wait for another machine forever, with an error."""
+    # Not by an exception, because the main thread may wait for another machine forever.
     write_error(err)
     end_now(1)
 
@@ -265,15 +261,7 @@ class MachineWatch:
         beat_s: float = BEAT_S,
         end: Callable[[LatentlineError], object] = _end,
     ) -> None:
-        """Start to watch.
-
-        Args:
-            machines: Machines of the training.
-            store: Connection to the store of machine 0.
-            clock: Returns the time in seconds, by which silence is measured.
-            beat_s: Seconds between two beats.
-            end: Receives the error that ends this process.
-        """
+        """Start to watch; `end` receives the error that ends this process."""
         self._machines, self._clock, self._beat_s, self._end = machines, clock, beat_s, end
         self._store = MachineStore(machines) if store is None else store
         self._states = MachineStates(machines, clock())
