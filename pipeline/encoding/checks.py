@@ -6,9 +6,6 @@ Each entry is checked once and has at most one problem, which belongs to one che
     file_size_outliers  its size differs from the size that follows from shape and dtype
     shape_uniformity    its header has other shapes or dtypes
     finite_values       its content is wrong: checksum, another entry's key, or values that are not finite
-
-An entry that still has the stat of its last verification is not read again. Since the exact size of each
-entry is known, sizes need no statistics.
 """
 
 from __future__ import annotations
@@ -45,11 +42,7 @@ def check_entries(
 ) -> Iterator[list[CheckedEntry]]:
     """Yield all rows in slices, in order, with the states of their entries.
 
-    Args:
-        store: Store of the entries.
-        rows: One row per entry, with the columns that `spec_of` needs.
-        spec_of: Returns the specification of a row's entry.
-        log: Receives the progress.
+    `rows` has one row per entry, with the columns that `spec_of` needs.
 
     Raises:
         StoreError: An entry cannot be read.
@@ -84,15 +77,10 @@ class Problems:
         *,
         log: Log,
     ) -> None:
-        """Check each entry.
+        """Check each entry, unless it still has the stat of its last verification.
 
-        Args:
-            store: Store of the entries.
-            kind: Kind of all entries.
-            requests: One row per entry: `sample_id` (or another name), `key`, `num_bytes`, the `STAT_COLUMNS`
-                recorded when it was verified (null if never), and the columns that `spec_of` needs.
-            spec_of: Returns the specification of a row's entry.
-            log: Receives the progress.
+        `requests` has one row per entry: `sample_id` (or another name), `key`, `num_bytes`, the
+        `STAT_COLUMNS` recorded when it was verified (null if never), and the columns that `spec_of` needs.
 
         Raises:
             StoreError: An entry cannot be read.
@@ -129,13 +117,7 @@ class Problems:
     def outcome(
         self, check: Problem, passed_summary: str, *, more: Sequence[Mapping[str, Any]] = ()
     ) -> Outcome:
-        """Return the outcome of a check.
-
-        Args:
-            check: Name of the check.
-            passed_summary: Summary if there are no problems.
-            more: Further problems, which come first.
-        """
+        """Return the outcome of a check; the problems in `more` come first."""
         rows = [*more, *self.rows(check)]
         numbers = {"entries": self.num_entries, "problems": len(rows)}
         if not rows:
@@ -145,7 +127,6 @@ class Problems:
 
 
 def _check_of(store: Store, spec: EntrySpec, stat: EntryStat | None) -> Problem:
-    """Return the check to which a missing or wrong entry belongs."""
     if stat is None:
         return "completeness"
     if not spec.may_have(stat.num_bytes):

@@ -51,8 +51,8 @@ def encode_on_workers(
 
     Raises:
         StoreError: The cache cannot be read or written.
-        LatentlineError: See `Collector.require_finished`. The encoding stays, so that its workers can be
-            started again by hand; `latentline gc` deletes it later.
+        LatentlineError: See `Collector.require_finished`. The encoding stays; `latentline gc` deletes it
+            later.
     """
     local = read_encoding(encoding_file)
     num_jobs = len(local.jobs)
@@ -77,12 +77,7 @@ def encode_on_workers(
 
 @dataclass
 class Collector:
-    """Copies the results of all workers into the local folder of the encoding.
-
-    Attributes:
-        encoding: Encoding of the workers.
-        folder: Local folder; `read_results` reads the copies.
-    """
+    """Copies the results of all workers into the local folder of the encoding, for `read_results`."""
 
     encoding: SharedEncoding
     folder: Path
@@ -133,11 +128,7 @@ class Collector:
             self._renewed_s = time.monotonic()
 
     def fetch_pictures(self, folder: Path) -> None:
-        """Copy the pictures for the report into `folder`.
-
-        Raises:
-            StoreError: A picture cannot be read.
-        """
+        """Copy the pictures for the report into `folder`; raises StoreError if one cannot be read."""
         for file in self.encoding.files():
             if file.name.startswith(f"{PICTURES}/"):
                 write_bytes(folder / file.name.removeprefix(f"{PICTURES}/"), self.encoding.read(file.name))
@@ -145,13 +136,7 @@ class Collector:
     def require_finished(self, num_shards: int, last_output: Sequence[str]) -> None:
         """Raise the error of a worker, or a LaunchError that names the shards which are not finished.
 
-        Args:
-            num_shards: Number of shards.
-            last_output: Last lines that the workers printed, as far as they are known.
-
-        Raises:
-            LatentlineError: A worker raised it.
-            LaunchError: A worker ended for another reason.
+        `last_output` has the last lines that the workers printed, as far as they are known.
         """
         shards = [Shard(index, num_shards) for index in range(num_shards)]
 

@@ -108,17 +108,10 @@ class FillResult:
 def fill(
     entries: RecipeEntries, requests: EntryRequests, *, launch: Launch, log: Log, watch: Stopwatch
 ) -> FillResult:
-    """Check every requested entry, and encode those that are missing or wrong.
+    """Check every requested entry, and encode the missing and wrong ones.
 
-    An entry is trusted while its stat is as recorded; any other is read and verified. Before, the entries are
-    recorded as used. Nothing is launched if nothing is missing.
-
-    Args:
-        entries: Entries of the recipe.
-        requests: Requested entries.
-        launch: Starts the encoding processes.
-        log: Receives a summary of missing and damaged entries.
-        watch: Receives the time for start-up and for the report's pictures.
+    An entry is trusted while its stat is as recorded; any other is read and verified. Nothing is launched if
+    nothing is missing.
 
     Raises:
         StoreError: The disk is too small or not writable, or an encoded entry is not valid.
@@ -133,16 +126,15 @@ def fill(
 def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
     """Sort jobs: probes first, then by falling cost, with jobs of one shape next to each other.
 
-    The probes are the costliest job, the cheapest and the first by name, as far as these differ. The result
-    does not depend on the order of `rows`.
-
-    Args:
-        rows: One row per job: `cost`, `name`, `key`, and the `LATENT_SHAPE` if shapes differ.
+    The rows have `cost`, `name`, `key`, and the `LATENT_SHAPE` if shapes differ. Their order does not matter.
+    The probes are the costliest job, the cheapest and the first by name, as far as these differ.
     """
     if rows.is_empty():
         return rows
     shape = [name for name in LATENT_SHAPE if name in rows.columns]
     descending = [True, *(False for _ in shape), False]
+
+    # With falling costs, the greedy `share` gives all ranks about the same cost.
     ordered = rows.sort("cost", *shape, "key", descending=descending).with_row_index("position")
 
     # With probes first, a broken model or a wrong setting shows within seconds.
@@ -153,8 +145,6 @@ def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 class _Fill:
-    """One call of `fill`; see there for the arguments."""
-
     def __init__(
         self,
         entries: RecipeEntries,
@@ -203,11 +193,6 @@ class _Fill:
         return any(tuple(stat) == NO_STAT for stat in stats)
 
     def _find_missing(self) -> pl.DataFrame:
-        """Return the rows with a missing or wrong entry; valid entries are added to the result.
-
-        Raises:
-            StoreError: The missing entries do not fit on the disk.
-        """
         rows, result = self._requests.rows, self._result
         with phase("comparing cache entries with the last run", log=self._log):
             unchanged = is_unchanged(self._store, self._requests.kind, rows)
@@ -239,7 +224,6 @@ class _Fill:
         return encoding_order(missing)
 
     def _check(self, rows: pl.DataFrame) -> Iterator[list[tuple[Row, EntryState]]]:
-        """Yield each row with the state of its entry, in slices."""
         for part in check_entries(self._store, rows, self._requests.spec, log=self._log):
             yield [(row, state) for row, _, state in part]
 
@@ -290,11 +274,7 @@ class _Fill:
         return missing, results
 
     def _collect(self, states: list[tuple[Row, EntryState]], results: Results) -> None:
-        """Add encoded and failed entries to the result, by their state in the store, not by worker reports.
-
-        Raises:
-            StoreError: An entry is missing or damaged although no worker reported a failure.
-        """
+        # The state in the store counts, not what workers report.
         for row, state in states:
             key = row["key"]
             if state.valid:

@@ -78,22 +78,16 @@ Outcome: TypeAlias = Encoded | Failure | Literal["present"]
 class Jobs(Protocol):
     """Sized collection of jobs that can be iterated any number of times, in memory or not."""
 
-    def __len__(self) -> int:
-        """Return the number of jobs."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[Job]:
-        """Iterate over the jobs."""
-        ...
+    def __iter__(self) -> Iterator[Job]: ...
 
 
 @dataclass(frozen=True)
 class PictureJobs:
-    """Latents that are decoded after encoding and shown in the report.
+    """Latents, encoded now or earlier, that are decoded after encoding and shown in the report.
 
-    Attributes:
-        folder: Folder of the pictures, see `pipeline.vae_latents.report`.
-        jobs: Jobs of the latents, encoded now or earlier.
+    `folder` is the folder of the pictures, see `pipeline.vae_latents.report`.
     """
 
     folder: Path
@@ -134,7 +128,7 @@ class Encoding:
         store_root: Address of the store.
         settings: `compute_dtype`, and for latents `posterior` and `background`.
         jobs: Jobs with distinct keys, in the order in which they are encoded.
-        component_folders: Folders of model components that replace those in `model_folder`, by role.
+        component_folders: Folders of model components that replace the ones in `model_folder`, by role.
         pictures: Latents to decode for the report.
         model: The base model by name; None if no other machine takes part.
         seal_packs: Whether a worker on another machine copies the entries of its shard into packs.
@@ -158,16 +152,13 @@ class JobsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Use the file at `path`, which may not exist yet."""
         self._path = path
 
     def __len__(self) -> int:
-        """Return the number of jobs."""
         with self._wait().open(encoding="utf-8") as file:
             return json.loads(next(file))
 
     def __iter__(self) -> Iterator[Job]:
-        """Iterate in the file's order."""
         with self._wait().open(encoding="utf-8") as file:
             next(file)
             for line in file:
@@ -199,15 +190,9 @@ class Results:
 
 
 def write_encoding(encoding: Encoding, folder: Path, *, jobs_follow: bool = False) -> Path:
-    """Write an encoding into an existing folder that holds no other encoding.
+    """Write an encoding into an existing folder that holds no other encoding; return the path of its file.
 
-    Args:
-        encoding: Encoding to write.
-        folder: Folder of the files.
-        jobs_follow: Whether to omit the jobs, for a later `write_jobs`.
-
-    Returns:
-        Path of the encoding file.
+    With `jobs_follow`, the jobs are omitted, for a later `write_jobs`.
     """
     if not jobs_follow:
         write_jobs(encoding.jobs, folder)
@@ -232,7 +217,7 @@ def write_encoding(encoding: Encoding, folder: Path, *, jobs_follow: bool = Fals
 
 
 def write_jobs(jobs: Jobs, folder: Path) -> None:
-    """Write the jobs of the encoding in `folder`; waiting processes see the complete file."""
+    """Write the jobs of the encoding in `folder`."""
     unfinished = folder / f"{JOBS_FILE}.unfinished"
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(f"{len(jobs)}\n")
@@ -265,10 +250,7 @@ def read_encoding(path: Path) -> Encoding:
 
 
 def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:
-    """Yield the jobs of one rank in order, so that all ranks have about the same cost.
-
-    Each job goes to the rank with the lowest cost so far.
-    """
+    """Yield the jobs of one rank in order, so that all ranks have about the same cost."""
     # The result depends on the jobs alone, so that ranks need not communicate.
     costs = [0] * num_ranks
     for job in jobs:
@@ -283,7 +265,6 @@ class ResultsWriter:
     """Appends the results of one process, from any thread; each line is flushed at once."""
 
     def __init__(self, encoding_file: Path, rank: int) -> None:
-        """Create `results-<rank>.jsonl` in the folder of the encoding."""
         self._lock = threading.Lock()
         self._file: TextIO = (encoding_file.parent / f"results-{rank}.jsonl").open("w", encoding="utf-8")
 
@@ -297,13 +278,11 @@ class ResultsWriter:
         self._write({"work_s": work_s, "aside_s": aside_s})
 
     def __enter__(self) -> ResultsWriter:
-        """Return the writer."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:

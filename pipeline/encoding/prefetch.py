@@ -28,13 +28,9 @@ def ahead(
 ) -> Generator[tuple[Item, Future[Result]]]:
     """Yield each item with its finished future, in the order of `items`.
 
-    Args:
-        items: Items, read one at a time and at most `depth` ahead.
-        work: Function that runs in a thread; its exceptions are stored in the future.
-        threads: Number of threads.
-        depth: Maximum number of unfinished items, at least 1.
-        timeout_s: Time after which an awaited item gets a `StalledError`. A new thread replaces the one that
-            hangs, which cannot be ended but does not keep the process alive. None waits forever.
+    Items are read at most `depth` ahead. `work` runs in a thread; its exceptions are stored in the future. An
+    item that takes longer than `timeout_s` gets a `StalledError`, and a new thread replaces the one that
+    hangs.
     """
     source = iter(items)
     pool = _ReplaceablePool(work, threads)
@@ -55,7 +51,6 @@ def ahead(
 def _finished(
     future: Future[Result], pool: _ReplaceablePool[Item, Result], timeout_s: float | None
 ) -> Future[Result]:
-    """Return the finished future, or one with a `StalledError` after the timeout."""
     # The oldest unfinished item is always in progress, because earlier ones are finished or their threads
     # replaced. So the timeout does not include waiting for a thread.
     try:
@@ -89,7 +84,6 @@ class _ReplaceablePool(Generic[Item, Result]):
         self._start_thread()
 
     def stop(self) -> None:
-        """Stop the threads, and join them unless one hangs."""
         for _ in self._threads:
             self._queue.put(None)
         # Joining a thread that hangs in a read would hang the process, too.
@@ -109,7 +103,7 @@ class _ReplaceablePool(Generic[Item, Result]):
 
 
 def _run(item: Item, future: Future[Result], work: Callable[[Item], Result]) -> None:
-    """Run `work` and store its result or exception in the future, like an executor."""
+    # As in an executor, a future that was cancelled while it was queued is not computed.
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -128,28 +122,19 @@ class Behind:
     """
 
     def __init__(self, depth: int, *, threads: int = 1) -> None:
-        """Start the threads."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="behind")
         self._unfinished: deque[Future[None]] = deque()
         self._depth = depth
 
     def put(self, work: Callable[[], None]) -> None:
-        """Submit a call.
-
-        Raises:
-            Exception: An earlier call raised it.
-        """
+        """Submit a call; raises what an earlier call raised."""
         self._unfinished.append(self._pool.submit(work))
         # The oldest call is awaited, so that its error is raised close to its cause.
         while len(self._unfinished) > self._depth:
             self._unfinished.popleft().result()
 
     def finish(self) -> None:
-        """Wait for all calls.
-
-        Raises:
-            Exception: A call raised it.
-        """
+        """Wait for all calls; raises what a call raised."""
         try:
             while self._unfinished:
                 self._unfinished.popleft().result()

@@ -42,14 +42,9 @@ class Progress:
     """
 
     def __init__(self, report: Report, folder: Path, *, jobs: Sized, what: str, rank: int) -> None:
-        """Report on the results in `folder`.
+        """Report on the results in `folder`; `what` describes the jobs for the line.
 
-        Args:
-            report: Receiver of the lines.
-            folder: Folder of the results files.
-            jobs: Jobs of all ranks; they are counted when a line is reported, and not before.
-            what: Description of the jobs for the line.
-            rank: Rank of this process.
+        The jobs of all ranks are counted when a line is reported, and not before.
         """
         self._report = report
         self._folder = folder
@@ -67,7 +62,6 @@ class Progress:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Progress:
-        """Start the heartbeat."""
         if self._reports:
             self._thread.start()
         return self
@@ -75,7 +69,6 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the heartbeat, and report the final count unless there was an error."""
         self._over.set()
         if self._reports:
             self._thread.join()
@@ -118,9 +111,9 @@ class Progress:
             self._report.progress(self._done, len(self._jobs), self._what, note=", ".join(notes))
 
     def _count(self) -> None:
-        """Count the results that each rank has appended since the last call."""
         for path in self._folder.glob(RESULTS_PATTERN):
             with path.open("rb") as file:
+                # Only the lines since the last count: a rank writes one for each of its entries.
                 file.seek(self._read_bytes.get(path.name, 0))
                 # A rank may be writing its last line at this moment.
                 complete_lines = file.read().rpartition(b"\n")[0]

@@ -37,13 +37,8 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
     """Encode the entries of a shard that the cache lacks; results and pictures go to the encoding.
 
     A shard may be encoded any number of times, also at the same time: entries that exist are skipped, and a
-    shard that an earlier attempt has finished is not read again.
-
-    Args:
-        encoding: Encoding of a stage.
-        shard: Shard to encode.
-        log: Receives progress and warnings.
-        launch: Starts the encoding process; by default as a subprocess on this machine.
+    shard that an earlier attempt has finished is not read again. By default, the encoding process is a
+    subprocess on this machine.
 
     Raises:
         StoreError: The encoding or the cache cannot be read or written.
@@ -65,12 +60,14 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
             own = _own_encoding(_with_model(complete, Path(folder), log), shard, pictures)
             own_file = write_encoding(own, own_folder)
             with _uploaded(upload, log):
+                # A process without a job would load the model for nothing.
                 if len(own.jobs) or (own.pictures is not None and own.pictures.jobs):
                     accelerate = AccelerateSettings(cpu_threads=settings["cpu_threads"])
                     (launch or LocalLaunch(accelerate, log))(WORKERS[own.kind], own_file)
                 else:
                     with ResultsWriter(own_file, 0) as results:
                         results.finish(0.0)
+
                 for file in pictures.glob("*"):
                     encoding.put(f"{PICTURES}/{file.name}", file.read_bytes())
                 if own.seal_packs:
@@ -79,11 +76,7 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
 
 
 def is_finished(encoding: SharedEncoding, shard: Shard) -> bool:
-    """Return whether an attempt at the shard has finished.
-
-    Raises:
-        StoreError: The encoding cannot be read.
-    """
+    """Return whether an attempt at the shard has finished; raises StoreError if it cannot be read."""
     with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
         collector = Collector(encoding, Path(folder))
         collector.poll()
@@ -109,7 +102,6 @@ class _ShardJobs:
 
 
 def _own_encoding(encoding: Encoding, shard: Shard, pictures: Path) -> Encoding:
-    """Return the encoding of one shard, with its jobs and the pictures of its latents."""
     jobs = _ShardJobs(encoding.jobs, shard)
     if encoding.pictures is None:
         return replace(encoding, jobs=jobs)
@@ -131,11 +123,7 @@ class _NamedModel:
 
 
 def _with_model(encoding: Encoding, temp: Path, log: Log) -> Encoding:
-    """Return the encoding with folders of this machine that hold exactly the stage's base model.
-
-    Raises:
-        ModelError: The base model is not on this machine and cannot be downloaded, or it differs.
-    """
+    """Return the encoding with folders of this machine that hold exactly the stage's base model."""
     assert encoding.model is not None, "only stages publish encodings, and they name the model"
     folder, components = encoding.model_folder, dict(encoding.component_folders)
     if not all(each.is_dir() for each in (folder, *components.values())):
@@ -169,12 +157,6 @@ def _with_model(encoding: Encoding, temp: Path, log: Log) -> Encoding:
 
 @contextmanager
 def _uploaded(upload: ResultsUpload, log: Log) -> Generator[None]:
-    """Copy results in the background until the body ends, and the last ones then.
-
-    Raises:
-        StoreError: The last results cannot be written.
-    """
-
     def push_repeatedly(over: threading.Event) -> None:
         is_failing = False
         while not over.wait(UPLOAD_INTERVAL_S):
@@ -187,6 +169,7 @@ def _uploaded(upload: ResultsUpload, log: Log) -> Generator[None]:
                 is_failing = True
 
     try:
+        # The stage shows the progress of a shard while it runs.
         with in_background(push_repeatedly, name="upload"):
             yield
     except BaseException:
@@ -198,7 +181,6 @@ def _uploaded(upload: ResultsUpload, log: Log) -> Generator[None]:
 
 @contextmanager
 def _error_uploaded(upload: ResultsUpload) -> Generator[None]:
-    """Hand an error of the body to the stage."""
     try:
         yield
     except LatentlineError as err:

@@ -64,11 +64,7 @@ class Shard:
 
 
 def parse_shard(text: str) -> Shard:
-    """Return the shard with the text `index/count`.
-
-    Raises:
-        ValueError: The text has another form, or the index is not below the count.
-    """
+    """Return the shard with the text `index/count`; raises ValueError for any other text."""
     match = _SHARD.fullmatch(text)
     if match is None or not int(match[1]) < int(match[2]):
         raise ValueError(f"a shard must be i/N with 0 <= i < N, such as 0/8 to 7/8, got {text}")
@@ -76,11 +72,7 @@ def parse_shard(text: str) -> Shard:
 
 
 class SharedEncoding:
-    """The folder of one encoding, local or remote.
-
-    Attributes:
-        address: Address of the folder.
-    """
+    """The folder of one encoding, local or remote."""
 
     def __init__(self, encoding_address: Address) -> None:
         """Open the folder without reading from it.
@@ -131,36 +123,21 @@ class SharedEncoding:
             return self._folder.read(name)
 
     def put(self, name: str, data: bytes) -> None:
-        """Replace a file as one piece.
-
-        Raises:
-            StoreError: It cannot be written.
-        """
+        """Replace a file as one piece; raises StoreError if it cannot be written."""
         with self._access("written", name):
             self._folder.replace(name, data)
 
     def renew(self) -> None:
-        """Replace `waiting.txt`: `latentline gc` keeps an encoding with a young file.
-
-        Raises:
-            StoreError: It cannot be written.
-        """
+        """Replace `waiting.txt`: `latentline gc` keeps an encoding with a young file."""
         self.put(_WAITING_FILE, f"{datetime.now(UTC).isoformat()}\n".encode())
 
     def files(self) -> list[CacheFile]:
-        """Return all files.
-
-        Raises:
-            StoreError: The folder cannot be listed.
-        """
+        """Return all files; raises StoreError if the folder cannot be listed."""
         with self._access("listed", ""):
             return list(self._folder.files())
 
     def fetch(self, folder: Path) -> tuple[Path, dict[str, Any]]:
-        """Copy encoding and jobs into a local folder.
-
-        Returns:
-            Path of the local encoding file, and the settings.
+        """Copy encoding and jobs into a local folder; return the local encoding file, and the settings.
 
         Raises:
             StoreError: A file does not exist or cannot be read.
@@ -197,12 +174,7 @@ class SharedEncoding:
 
 
 def publish_encoding(encoding_file: Path, *, num_shards: int, cpu_threads: int) -> SharedEncoding:
-    """Copy a complete local encoding to a new folder below its cache.
-
-    Args:
-        encoding_file: File written by `pipeline.encoding.jobs.write_encoding`; its jobs are complete.
-        num_shards: Number of workers.
-        cpu_threads: The recipe's `accelerate.cpu_threads`.
+    """Copy a complete local encoding, with its jobs, to a new folder below its cache.
 
     Raises:
         StoreError: The cache cannot be written.
@@ -235,6 +207,8 @@ class ResultsUpload:
         """Copy the lines of `local_file`, which may not exist yet."""
         self._encoding = encoding
         self._local_file = local_file
+
+        # Attempts at one shard may overlap, so each has its own files.
         self.attempt = f"{shard.in_names}-{uuid.uuid4().hex[:8]}"
         self._part = 0
         self._part_start = 0
@@ -258,7 +232,6 @@ class ResultsUpload:
                 )
 
     def _lines(self) -> bytes:
-        """Return the complete lines of the current part."""
         if not self._local_file.exists():
             return b""
         with self._local_file.open("rb") as file:
@@ -268,11 +241,7 @@ class ResultsUpload:
         return new[: new.rfind(b"\n") + 1]
 
     def put_error(self, text: str) -> None:
-        """Write the error that ended the attempt, as JSON.
-
-        Raises:
-            StoreError: It cannot be written.
-        """
+        """Write the error that ended the attempt, as JSON; raises StoreError if it cannot be written."""
         self._encoding.put(f"error-{self.attempt}.json", text.encode())
 
 
@@ -287,7 +256,6 @@ def _jobs_part(number: int) -> str:
 
 
 def _below(root: Address, *names: str) -> Address:
-    """Return an address below `root`."""
     if isinstance(root, Url):
         return Url("/".join([root.rstrip("/"), *names]))
     return root.joinpath(*names)

@@ -16,9 +16,7 @@ from pipeline.processes.pipes import rank, reporter
 def main(encoding_file: Path, run: Callable[..., None]) -> None:
     """Encode the entries of `encoding_file` that belong to this rank, and report progress to the parent.
 
-    Args:
-        encoding_file: File written by `pipeline.encoding.fill`.
-        run: The stage's `run`, which imports torch when it is called.
+    `run` is the stage's `run`, which imports torch when it is called.
     """
     watch_parent()
     with reporter() as report:

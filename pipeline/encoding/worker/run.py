@@ -73,13 +73,8 @@ def run(
 ) -> None:
     """Encode this rank's share of the encoding; results go to the encoding's folder, entries to its store.
 
-    Args:
-        encoding_file: File written by `pipeline.encoding.fill`.
-        report: Receives progress and warnings.
-        rank: Index of this process, from 0.
-        num_ranks: Number of processes that share the encoding.
-        open_encoder: Loads the model for an encoding onto a device.
-        draw: Draws the report's pictures after encoding.
+    `open_encoder` loads the model for an encoding onto a device. `draw` draws the report's pictures after
+    encoding.
 
     Raises:
         StoreError: An entry could not be written.
@@ -123,11 +118,6 @@ def run(
 
 
 def _prepare_device(progress: Progress) -> str:
-    """Return the device of this process after setting up torch for it; warn if a GPU cannot be used.
-
-    Raises:
-        LaunchError: This process has no GPU.
-    """
     device = own_device()
     if device != "cpu":
         # Without this, pinning memory would create a context of each process on the first GPU.
@@ -141,11 +131,7 @@ def _prepare_device(progress: Progress) -> str:
 def write_outcomes(
     outcomes: Iterator[tuple[Job, Outcome]], store: Store, *, results: ResultsWriter, progress: Progress
 ) -> None:
-    """Write each entry in the background while the next is encoded.
-
-    Raises:
-        StoreError: An entry could not be written.
-    """
+    """Write each entry in the background while the next is encoded; raises StoreError as `Store.write`."""
     writes = Behind(WRITES_BEHIND, threads=WRITING_THREADS)
     try:
         for job, outcome in outcomes:
@@ -157,6 +143,8 @@ def write_outcomes(
 def _write(job: Job, outcome: Outcome, *, store: Store, results: ResultsWriter, progress: Progress) -> None:
     if isinstance(outcome, Encoded):
         written = store.write(job.spec, outcome.tensors, {**job.facts, **outcome.facts})
+
+        # After the write, so that a process that is killed has reported no entry that does not exist.
         results.ended(job.spec.key, "made" if written else "present")
     else:
         results.ended(job.spec.key, outcome)
