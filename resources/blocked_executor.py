@@ -1,8 +1,6 @@
 """Let SIGINT and SIGTERM end a run that waits for a pool in Dagster's in-process executor.
 
-The executor defers signals to the next step that starts, so that a run which waits for a pool ignores them
-until it gets its place. docs/dagster_blocked_executor.md describes this defect of Dagster and reproduces it.
-Remove this module when Dagster has corrected it.
+docs/dagster_blocked_executor.md describes the defect. Remove this module when Dagster has corrected it.
 """
 
 from __future__ import annotations
@@ -40,6 +38,9 @@ def end_waits_at_signals(events: Generator[DagsterEvent]) -> Iterator[DagsterEve
         while True:
             # Dagster sets its own handlers around each step.
             _handle_signals(handle, dagsters)
+
+            # While a step runs, Dagster itself interrupts it. Between steps, it only records the signal for
+            # the next step, which a full pool may never start.
             is_waiting = is_blocked and not is_running
             if is_waiting and has_signal:
                 # Raised within the executor, so that it first restores the output that it captures.
@@ -63,7 +64,6 @@ def end_waits_at_signals(events: Generator[DagsterEvent]) -> Iterator[DagsterEve
 
 
 def _is_blocked_by_pool(event: DagsterEvent) -> bool:
-    """Return whether an event reports that a step waits for its pool."""
     return event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata
 
 

@@ -1,10 +1,7 @@
-"""End the runs of this machine that died without reporting it.
+"""End the runs of this machine that died without reporting it (FAILURES O08).
 
-Dagster notices the death of a process that its own code server started, as long as that server lives. If the
-server was killed as well, or if `dagster job execute` started the run, the run would stay "started" forever.
-It would hold its place in the pool, and neither sensor nor schedule would start another run (FAILURES O08).
-
-A sensor, `latentline run` and `python -m resources.dead_runs` call `end_dead_runs`.
+Dagster notices the death of a process only while the code server that started it lives. All other dead runs
+would stay "started", hold their place in the pool, and keep sensor and schedule from starting a run.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def end_dead_runs(instance: DagsterInstance) -> list[str]:
 
 
 def _dead_process(instance: DagsterInstance, run: DagsterRun) -> int | None:
-    """Return the id of the process of this machine that last executed `run`; None if it lives."""
+    """Return the id of the process that last executed `run`; None if it lives."""
     events = instance.all_logs(run.run_id, of_type=DagsterEventType.ENGINE_EVENT)
     for event in reversed(events):
         if (pid := _process_id(event)) is not None:
@@ -57,20 +54,20 @@ def _dead_process(instance: DagsterInstance, run: DagsterRun) -> int | None:
 
 
 def _process_id(event: EventLogEntry) -> int | None:
-    """Return the process id in an engine event's metadata, or None."""
     metadata = event.get_dagster_event().engine_event_data.metadata
     value = metadata["pid"].value if "pid" in metadata else None
     return int(value) if isinstance(value, str) and value.isdecimal() else None
 
 
 def _lived_at(pid: int, time_s: float) -> bool:
-    """Return whether process `pid` lives and already did at `time_s`; the system may have reused the id."""
     import psutil
 
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
+
+        # The system may have given the id to another process since.
         return process.create_time() <= time_s + CLOCK_TOLERANCE_S
     except psutil.NoSuchProcess:
         return False

@@ -16,11 +16,7 @@ _PARTS = ("what", "where", "fix")
 
 @contextmanager
 def errors_as_failures() -> Generator[None]:
-    """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`.
-
-    Raises:
-        Failure: With `what`, `where` and `fix` as metadata, and without retries.
-    """
+    """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`."""
     try:
         yield
     except LatentlineError as err:

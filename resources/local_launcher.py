@@ -82,11 +82,8 @@ class AccelerateLauncher(ConfigurableResource):
     ) -> Launch:
         """Return a `Launch`: its processes write to the log of `context`, and never outlive the step.
 
-        Args:
-            context: Context of the step.
-            settings: The recipe's `accelerate` settings.
-            observer: Called with the job file before each launch. It returns a function that is called
-                several times per second with False while the processes run, and once with True at their end.
+        `observer` is called with the job file before each launch. It returns a function that is called with
+        False several times per second while the processes run, and once with True at their end.
         """
 
         def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
@@ -122,7 +119,6 @@ class AccelerateLauncher(ConfigurableResource):
         return launch
 
     def _all_machines(self) -> Machines:
-        """Return the machines of a training; this one is machine 0."""
         if self.machines == 1:
             return ONE_MACHINE
         host, port = parse_master(self.master, where="launcher.master")
@@ -135,7 +131,7 @@ def _observe_nothing(final: bool) -> None:
 
 @contextmanager
 def _session(context: AssetExecutionContext, log: StepLog) -> Generator[Mapping[str, str]]:
-    """Open a Pipes session, and provide the environment variables that connect a launched process to it."""
+    """Provide the environment variables that connect a launched process to a Pipes session."""
     with ExitStack() as stack:
         with warnings.catch_warnings():
             # Dagster's own session reads attributes that Dagster marks as deprecated or in preview.
@@ -160,7 +156,6 @@ class _MessageReader(PipesTempFileMessageReader):
 
     @contextmanager
     def read_messages(self, handler: PipesMessageHandler) -> Generator[Any]:
-        """See `PipesMessageReader.read_messages`."""
         lasting = cast("PipesMessageHandler", _MessageHandler(handler, self._log))
         with super().read_messages(lasting) as parameters:
             yield parameters
@@ -194,14 +189,7 @@ def _run_watched(
     meanwhile: Meanwhile | None,
     observe: Callable[[bool], object],
 ) -> int:
-    """Start a process in a new session, wait for its end, and stop the processes it left behind.
-
-    An interruption of `meanwhile` or of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first stops all
-    processes.
-
-    Returns:
-        The exit status, or minus the number of the signal that ended the process.
-    """
+    """Run a process in a new session and call `meanwhile`; return the exit status, or minus a signal."""
     from pipeline.processes.tree import ProcessTree
 
     with output.file.open("wb") as file:
@@ -213,6 +201,7 @@ def _run_watched(
         if meanwhile is not None:
             meanwhile()
         _wait(process, tree, output, observe)
+    # Also Dagster's stop, SIGINT and SIGTERM: a process that outlived the step would hold the GPU.
     except BaseException as err:
         with uninterrupted():
             killed = tree.stop(grace_s=grace_s)
@@ -221,6 +210,7 @@ def _run_watched(
         log.info(f"stopped all processes ({type(err).__name__}); {len(killed)} were killed")
         raise
 
+    # The process may have left descendants behind.
     with uninterrupted():
         tree.stop(grace_s=grace_s)
         output.forward(final=True)

@@ -30,9 +30,8 @@ _DATABASE_FIX = (
 def error_problem(error: Any, where: str) -> str:
     """Return what, where and fix of an error outside of the steps; the fix is `BUG` if it is unexpected.
 
-    Args:
-        error: An exception, or the error of an event, as Dagster stores it.
-        where: The command that the error ended, or another place for an error that names none itself.
+    `error` is an exception, or the error of an event as Dagster stores it. `where` is used if it names no
+    place itself.
     """
     messages = list(_messages(error))
     for message in messages:
@@ -52,7 +51,7 @@ def error_problem(error: Any, where: str) -> str:
 
 
 def _messages(error: Any) -> Iterator[str]:
-    """Yield type and message of an error, of the error that caused it, and so on."""
+    """Yield type and message of an error, then of its cause, and so on."""
     while error is not None:
         if isinstance(error, BaseException):
             yield "".join(traceback.format_exception_only(error)).strip()
@@ -63,7 +62,6 @@ def _messages(error: Any) -> Iterator[str]:
 
 
 def _storage_problem(messages: list[str]) -> str | None:
-    """Return what, where and fix if Dagster's storage is the cause of an error, or None."""
     home = os.environ.get("DAGSTER_HOME", "")
     where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
     for text, fix in SQLITE_FIXES.items():
@@ -82,12 +80,7 @@ def _indented(message: str) -> str:
 
 
 def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
-    """Return what, where and fix of a failed step.
-
-    Args:
-        event: The failure.
-        output_dirs: `output_dir` by recipe name.
-    """
+    """Return what, where and fix of a failed step; `output_dirs` has each recipe's folder by name."""
     failure = event.step_failure_data
     recipe, _ = _step_asset(event)
 
@@ -114,13 +107,9 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
 def stopped_step_problem(
     event: DagsterEvent, output_dirs: Mapping[str, Path], started_s: float | None, restart: str
 ) -> str:
-    """Return what, where and how to continue for an interrupted step.
+    """Return what, where and how to continue for an interrupted step; see `step_problem`.
 
-    Args:
-        event: The failure.
-        output_dirs: `output_dir` by recipe name.
-        started_s: Start of the run as a Unix time; None if the run never started.
-        restart: How to continue, as an imperative.
+    `started_s` is the start of the run as a Unix time; None if it never started. `restart` is an imperative.
     """
     recipe, asset = _step_asset(event)
     trains = recipe in output_dirs and asset == "trained_lora"
@@ -139,7 +128,7 @@ def stopped_problem(where: str, restart: str, checkpoint: Path | None = None) ->
 
 
 def _step_asset(event: DagsterEvent) -> tuple[str, str]:
-    """Return recipe and asset of a step named `<recipe>__<asset>`."""
+    # assets/names.py joins them.
     recipe, _, asset = str(event.step_key).rpartition("__")
     return recipe, asset
 

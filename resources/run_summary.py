@@ -1,8 +1,4 @@
-"""The summary of a run: what it did, or what failed, where and its fix.
-
-`latentline run` prints it last. Under `dagster` and `dg` commands, the executor prints it when the run ends
-(summarized_executor.py), and Dagster's own last line may follow.
-"""
+"""The summary of a run: what it did, or what failed, where and its fix."""
 
 from __future__ import annotations
 
@@ -67,11 +63,7 @@ def print_summary(
 ) -> None:
     """Print the summary of a run that ends, with all of a bad run on standard error.
 
-    Args:
-        instance: Instance that holds the events.
-        run_id: Id of the run.
-        recipes: All recipes.
-        error: Error or interruption that ends the run; None after its last step.
+    `error` is the error or interruption that ends the run; None after its last step.
     """
     try:
         summary = summarize_run(instance, run_id, recipes, error=error)
@@ -112,14 +104,9 @@ def summarize_run(
     error: BaseException | None = None,
     restart: str = "start the same job again",
 ) -> RunSummary:
-    """Read the run's events and return its summary.
+    """Return the summary of a run that has no more steps to execute.
 
-    Args:
-        instance: Instance that holds the events.
-        run_id: Id of a run that has no more steps to execute.
-        recipes: Recipes to report on.
-        error: Error or interruption that ends the run and is not an event yet.
-        restart: How to continue a stopped run, as an imperative.
+    `error` is an error or interruption that ends the run and is not an event yet. `restart` is an imperative.
     """
     from pipeline.reporting.summary import run_summary
 
@@ -160,13 +147,7 @@ def _problem_between_steps(error: Any) -> str:
 
 
 def _ending(run: DagsterRun | None, events: Sequence[DagsterEvent], error: BaseException | None) -> Any:
-    """Return the error or interruption that ended a run outside of its steps, or None.
-
-    Args:
-        run: The run, as stored.
-        events: Its events.
-        error: Error or interruption that is not an event yet.
-    """
+    """Return the error or interruption that ended a run outside of its steps, or None."""
     if error is not None:
         return error
     if run is None or run.status not in {DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED}:
@@ -183,12 +164,11 @@ def _ending(run: DagsterRun | None, events: Sequence[DagsterEvent], error: BaseE
 
 
 def _run_title(run: DagsterRun | None, recipe: str) -> str:
-    """Return the name of the run's job, or of the recipe for Dagster's hidden job of hand-selected assets."""
+    # Dagster's hidden job, of assets that were selected by hand, has a name such as __ASSET_JOB.
     return recipe if run is None or run.job_name.startswith("__") else run.job_name
 
 
 def _run_results(events: Sequence[DagsterEvent], recipes: Sequence[Recipe]) -> Iterator[RunResult]:
-    """Yield the reports and checks of each recipe that has any in the run."""
     from pipeline.reporting.reports import read_report
     from pipeline.reporting.summary import RunResult
 
@@ -210,10 +190,10 @@ def _run_results(events: Sequence[DagsterEvent], recipes: Sequence[Recipe]) -> I
 
 
 def _fetch_reports(recipe: Recipe, assets: Sequence[str]) -> None:
-    """Fetch the reports of a recipe with its outputs at an address: steps may have run on other machines."""
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import report_file
 
+    # Steps may have run on other machines.
     if isinstance(recipe.output_address, Url):
         # If the service does not answer, or the disk is full, the summary only lacks numbers of some steps.
         with suppress(LatentlineError, OSError):

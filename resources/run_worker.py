@@ -1,8 +1,4 @@
-"""What the process of a run does for the programs that watch it.
-
-It records its machine. If a code server started it, for the UI, a schedule or a sensor, it stops when that
-server dies.
-"""
+"""The process of a run records its machine, and stops when the code server that started it dies."""
 
 from __future__ import annotations
 
@@ -29,12 +25,9 @@ def record_machine(instance: DagsterInstance, run_id: str) -> None:
 
 @lru_cache(maxsize=1)
 def end_with_code_server() -> None:
-    """Send this process a SIGTERM when the code server that started it dies.
-
-    A process that no other Python process started, as in `dagster job execute`, is not affected. Repeated
-    calls are ignored.
-    """
-    # Dagster starts a run as a child process of its code server, and nothing waits for an orphan.
+    """Send this process a SIGTERM when the code server that started it dies; repeated calls are ignored."""
+    # Dagster starts a run as a child process of its code server, and nothing waits for an orphan. The process
+    # of `dagster job execute` has no such parent.
     server = multiprocessing.parent_process()
     if server is not None:
         threading.Thread(target=_watch, args=(server.sentinel,), daemon=True).start()

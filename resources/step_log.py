@@ -19,7 +19,6 @@ class StepLog:
     """Logs lines. One that cannot be stored is printed to standard error, which Dagster captures."""
 
     def __init__(self, context: AssetExecutionContext) -> None:
-        """Write to the log of `context`."""
         self._context = context
         self._next_attempt_s = 0.0
 

@@ -30,12 +30,7 @@ KUBERNETES_EXECUTOR = "k8s"
 
 
 def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:
-    """Return the executor with a summary at its end.
-
-    Args:
-        executor: Executor with the same name, configuration and requirements.
-        recipes: All recipes.
-    """
+    """Return the executor with a summary at its end; name, configuration and requirements stay."""
     create = executor.executor_creation_fn
     if create is None:
         return executor
@@ -62,17 +57,16 @@ class _SummarizedExecutor(Executor):
 
     @property
     def retries(self) -> Any:
-        """See `Executor.retries`."""
         return self._executor.retries
 
     @property
     def step_dependency_config(self) -> Any:
-        """See `Executor.step_dependency_config`."""
         return self._executor.step_dependency_config
 
     def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[DagsterEvent]:
-        """Execute the plan, and print the summary of a run that a `dagster` or `dg` command started."""
         instance, run_id = plan_context.instance, plan_context.run_id
+
+        # At the start, because the first step may have to wait for its pool.
         if self._name != KUBERNETES_EXECUTOR:
             record_machine(instance, run_id)
             end_with_code_server()

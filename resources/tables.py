@@ -39,15 +39,10 @@ class TableIOManager(IOManager):
     """
 
     def __init__(self, outputs: Mapping[str, OutputFolder]) -> None:
-        """Use these output folders, by recipe name."""
         self._outputs = outputs
 
     def handle_output(self, context: OutputContext, obj: pl.DataFrame) -> None:
-        """Replace the asset's table.
-
-        Raises:
-            Failure: The table does not match its schema, or cannot be written.
-        """
+        """Replace the asset's table."""
         with errors_as_failures():
             tables, outputs, asset = self._locate(context.asset_key)
             path = tables.write(asset, obj)
@@ -55,11 +50,7 @@ class TableIOManager(IOManager):
             context.add_output_metadata({"table": str(path), "rows": obj.height})
 
     def load_input(self, context: InputContext) -> pl.DataFrame:
-        """Return the upstream asset's table, or only the columns that the input's metadata lists.
-
-        Raises:
-            Failure: The table is missing or cannot be read.
-        """
+        """Return the upstream asset's table, or only the columns that the input's metadata lists."""
         with errors_as_failures():
             tables, outputs, asset = self._locate(context.asset_key)
             outputs.fetch(table_file(asset))

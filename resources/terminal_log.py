@@ -56,10 +56,7 @@ def terminal_logger(context: InitLoggerContext) -> logging.Logger:
 def show_run(stream: TextIO, instance: DagsterInstance | None = None) -> Generator[TerminalHandler]:
     """Write the messages of the run in the body to `stream`, and provide the handler.
 
-    Args:
-        stream: Stream to write to.
-        instance: Instance with the event log of a run with steps in other processes. Those cannot write to
-            `stream`, so their messages are read from the event log.
+    Steps in other processes cannot write to `stream`; with `instance`, messages are read from its event log.
     """
     handler = TerminalHandler(stream, shows_records=instance is None)
     python_logger = logging.getLogger(_PYTHON_LOGGER)
@@ -74,7 +71,6 @@ def show_run(stream: TextIO, instance: DagsterInstance | None = None) -> Generat
 
 @contextmanager
 def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Generator[None]:
-    """Show the entries of the run's event log, in a thread, and the last ones at the end of the body."""
     cursor: str | None = None
 
     def show_new_entries() -> None:
@@ -111,12 +107,7 @@ class TerminalHandler(logging.Handler):
     """
 
     def __init__(self, stream: TextIO, *, shows_records: bool = True) -> None:
-        """Write to `stream`, which stays open.
-
-        Args:
-            stream: Stream to write to.
-            shows_records: False to show only what `show_entry` receives.
-        """
+        """Write to `stream`, which stays open; without `shows_records`, only what `show_entry` receives."""
         super().__init__(logging.DEBUG)
         self._shows_records = shows_records
         self.run_id: str | None = None
@@ -208,5 +199,4 @@ def is_bug(event: DagsterEvent) -> bool:
 
 
 def _asset_name(step_key: str | None) -> str:
-    """Return the asset of a step named `<recipe>__<asset>`."""
     return (step_key or "").rpartition("__")[2]
