@@ -1,7 +1,4 @@
-"""Automatic cache updates: a schedule, and a sensor that watches the files of the datasets.
-
-Another sensor, of all recipes, ends runs that died without reporting it, since those would block updates.
-"""
+"""Automatic cache updates: a schedule, a sensor that watches datasets, and one that ends dead runs."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -66,14 +63,11 @@ class SensorState:
     position: dict[str, Any] | None = None
 
     def advance(self, fingerprint: str, *, active_run: str | None) -> tuple["SensorState", str | None]:
-        """Return the next state, and the reason to skip this tick or None to request a run.
-
-        Args:
-            fingerprint: Fingerprint of the files now.
-            active_run: Id of a run of the recipe that has not ended.
-        """
+        """Return the next state, and the reason to skip this tick or None to request a run."""
         if fingerprint == self.handled:
             return SensorState(fingerprint, self.handled), "nothing has changed since the last requested run"
+
+        # Somebody may still be copying files (FAILURES O05): two listings, `settle_s` apart, must be equal.
         if fingerprint != self.seen:
             return (
                 SensorState(fingerprint, self.handled),
@@ -85,10 +79,7 @@ class SensorState:
 
 
 def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None:
-    """Return the schedule `<recipe>_recache` of a job, or None without a cron expression.
-
-    It runs from the start if `recache.enabled`.
-    """
+    """Return the schedule `<recipe>_recache` of a job, or None without a cron expression."""
     if recipe.recache.cron is None:
         return None
     status = DefaultScheduleStatus.RUNNING if recipe.recache.enabled else DefaultScheduleStatus.STOPPED
@@ -110,10 +101,7 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
 
 
 def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
-    """Return the sensor `<recipe>_dataset_changed` of a job.
-
-    It runs from the start if `recache.enabled` and `recache.on_change`.
-    """
+    """Return the sensor `<recipe>_dataset_changed` of a job."""
     running = recipe.recache.enabled and recipe.recache.on_change
 
     @sensor(
@@ -172,13 +160,11 @@ def watched_addresses(recipe: Recipe) -> list[Address]:
 
 
 def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:
-    """Return the id of a run of `recipe` that is queued or in progress, or None.
-
-    A run belongs to the recipe if it has the tag of the recipe's jobs, or if its selection, made for example
-    by hand in the UI, includes an asset of the recipe.
-    """
+    """Return the id of a run of `recipe` that is queued or in progress, or None."""
     for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS)):
         run = record.dagster_run
+
+        # Runs of assets that were selected by hand in the UI lack the tag of the recipe's jobs.
         selected = run.asset_selection or ()
         if run.tags.get(RECIPE_TAG) == recipe.name or any(key.path[0] == recipe.name for key in selected):
             return run.run_id

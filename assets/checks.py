@@ -1,8 +1,4 @@
-"""An asset's checks: their declarations, and their results as Dagster records them.
-
-A gate is a blocking check with severity ERROR. When it fails, its step fails and nothing downstream runs.
-`pipeline/<asset>/checks.py` decides what passes; this module translates its findings.
-"""
+"""An asset's checks: their declarations, and the findings of `pipeline/<asset>/checks.py` as results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -39,11 +35,7 @@ def check_specs(recipe: Recipe, asset: str) -> list[AssetCheckSpec]:
 
 
 def path_isolation_results(context: AssetExecutionContext, recipe: Recipe) -> Iterator[AssetCheckResult]:
-    """Yield the result of `path_isolation` if it is selected; every step runs this before it writes anything.
-
-    Raises:
-        PathIsolationError: Two paths of the recipe overlap, whether or not the check is selected.
-    """
+    """Yield the result of `path_isolation` if it is selected; raise an error of isolation in any case."""
     error = _path_conflict(context.run.run_id, recipe)  # pyright: ignore[reportArgumentType] - a frozen model is hashable
     if PATH_ISOLATION.name in _selected_checks(context):
         yield _path_isolation_result(error)
@@ -58,12 +50,6 @@ def check_results(
     run: Callable[["CheckContext"], Sequence["Finding"]],
 ) -> Iterator[AssetCheckResult]:
     """Yield the result of each selected check of the asset's table, except `path_isolation`.
-
-    Args:
-        context: Context of the step.
-        recipe: The recipe.
-        asset: Name of the asset.
-        run: Function that runs all checks of the asset.
 
     Raises:
         GateClosedError: At least one gate closed. It is raised after all results, and names all closed gates.

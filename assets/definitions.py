@@ -1,6 +1,5 @@
 """The composition root: every recipe's graph, the resources they share, and the executor of their jobs.
 
-Loaded by `dagster job execute -m assets.definitions` and by workspace.yaml; tests call `build_definitions`.
 Nothing imported from here may import torch, diffusers, transformers or accelerate.
 """
 
@@ -33,11 +32,6 @@ def build_definitions(
 ) -> Definitions:
     """Return the definitions of `recipes`, and the errors of `broken` ones, all in one code location.
 
-    Args:
-        recipes: The usable recipes.
-        broken: The other ones.
-        deployment: Where the recipes run; the default of `load_deployment`.
-
     Raises:
         DeploymentError: The deployment is invalid, or names something that is not installed.
     """
@@ -57,11 +51,7 @@ def build_definitions(
 
 
 def load_project_recipes() -> RecipeFolder:
-    """Return the recipes of the recipes folder; a recipe with bucket edges that its model rejects is broken.
-
-    Raises:
-        RecipeError: The folder does not exist.
-    """
+    """Return the project's recipes; a recipe with bucket edges that its model rejects is broken."""
     recipes, broken = load_recipe_folder()
     usable: list[Recipe] = []
     for recipe in recipes:

@@ -37,11 +37,7 @@ EXTRAS = {"dagster_k8s": "k8s", "kubernetes": "k8s", "ray": "ray"}
 
 
 def build_executor(deployment: Deployment) -> ExecutorDefinition:
-    """Return the executor of all jobs.
-
-    Raises:
-        DeploymentError: The executor cannot be imported, or does not accept its configuration.
-    """
+    """Return the executor of all jobs."""
     settings = deployment.executor
     path = EXECUTORS.get(settings.import_path, settings.import_path)
     executor = _imported(path, deployment, "executor")
@@ -51,6 +47,7 @@ def build_executor(deployment: Deployment) -> ExecutorDefinition:
     if not settings.config:
         return executor
 
+    # `configured` accepts any values. Without this check, each job would fail.
     configured = executor.configured(settings.config)
     try:
         validate_run_config(GraphDefinition(name="empty").to_job(executor_def=configured), {})
@@ -62,11 +59,7 @@ def build_executor(deployment: Deployment) -> ExecutorDefinition:
 
 
 def build_launcher(deployment: Deployment) -> ConfigurableResource[Any]:
-    """Return the launcher of encoding and training.
-
-    Raises:
-        DeploymentError: The launcher cannot be imported.
-    """
+    """Return the launcher of encoding and training."""
     launcher = _imported(LAUNCHERS[deployment.launcher.kind], deployment, "launcher")
     settings = deployment.launcher.model_dump(mode="json", exclude={"kind"})
     # What a launcher needs of the rest of the deployment, so that no other code loads the file.
@@ -78,20 +71,17 @@ def build_launcher(deployment: Deployment) -> ConfigurableResource[Any]:
 def gpu_pool(deployment: Deployment) -> str:
     """Return the pool of the steps that may load a model: `gpu`, or `gpu_<machine>` with a pool per machine.
 
-    The machine is the one on which the definitions load. Characters that Dagster does not allow in names
-    become `_`. Machines share a pool if their names differ only in such characters.
+    The machine is the one on which the definitions load.
     """
     if deployment.pools == "instance":
         return GPU_POOL
+
+    # Dagster allows letters, digits and _ in names. Machines with names that become equal share a pool.
     return f"{GPU_POOL}_{re.sub(r'[^A-Za-z0-9_]', '_', platform.node())}"
 
 
 def _imported(path: str, deployment: Deployment, key: str) -> Any:
-    """Return the object at an import path that the deployment's `key` chooses.
-
-    Raises:
-        DeploymentError: A package is not installed, or the module lacks the name.
-    """
+    """Return the object at an import path that the deployment's `key` chooses."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)

@@ -56,16 +56,15 @@ def publish(
     pictures: Metadata = _NO_METADATA,
     files: Metadata = _NO_METADATA,
 ) -> MaterializeResult[Any]:
-    """Write the rejected rows and the report of a stage, and return its table with metadata.
-
-    The UI shows metadata in this order: pictures, numbers, long values, then `files`.
-    """
+    """Write the rejected rows and the report of a stage, and return its table with metadata."""
     from pipeline.storage.tables import Tables
 
     Tables(recipe.output_dir).write_rejected(asset, result.rejected)
     report = write_report(recipe.output_dir, asset, result.report)
 
     values = report_metadata({**result.report, "rejected_by_reason": None})
+
+    # The UI shows metadata in this order.
     metadata: dict[str, Any] = {
         **pictures,
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
@@ -75,6 +74,7 @@ def publish(
         "report": MetadataValue.path(str(report)),
         "first_rows": table_metadata(_preview(result.table)),
     }
+
     # A hash of the content, so that an equal result leaves downstream assets fresh.
     version = DataVersion(content_version(result.table, run=result.report.get("run", "")))
     return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
@@ -83,9 +83,7 @@ def publish(
 def content_version(table: Any, *, run: str = "") -> str:
     """Return 16 hex digits over a table without `VOLATILE_COLUMNS`. The order of the rows matters.
 
-    Args:
-        table: A Polars data frame.
-        run: Id of a training run, because one table may lead to different weights.
+    `run` is the id of a training run, because one table may lead to different weights.
     """
     from pipeline.storage.tables import content_digest
 
@@ -111,8 +109,7 @@ def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
 def captioned_pictures(captions: Mapping[Path, str]) -> MetadataValue[Any]:
     """Return pictures with their captions below them, up to `MAX_PICTURES_BYTES` in total.
 
-    Args:
-        captions: Markdown by picture. Use `markdown_text` for text of users. Missing files are skipped.
+    Captions are Markdown: use `markdown_text` for text of users. Missing files are skipped.
     """
     pictures = _embedded([path for path in captions if path.is_file()])
     return MetadataValue.md(
@@ -121,12 +118,10 @@ def captioned_pictures(captions: Mapping[Path, str]) -> MetadataValue[Any]:
 
 
 def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return Markdown with the data of each picture, which any browser shows without access to the file.
-
-    Small pictures keep their bytes. Larger pictures share the bytes that remain; one that cannot be reduced
-    to its share is omitted.
-    """
+    """Return Markdown with the data of each picture, which any browser shows without access to the file."""
     sizes = {path: path.stat().st_size for path in paths}
+
+    # Small pictures keep their bytes, and larger pictures share the bytes that remain.
     small = [path for path in paths if sizes[path] <= MAX_PICTURES_BYTES // len(paths)]
     remaining_bytes = MAX_PICTURES_BYTES - sum(sizes[path] for path in small)
     share_bytes = remaining_bytes // max(1, len(paths) - len(small))
@@ -179,7 +174,6 @@ def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
 
 
 def _preview(table: Any) -> list[dict[str, Any]]:
-    """Return the first rows with the columns that matter to a person, and long texts truncated."""
     from pipeline.storage.tables import SIDE_INPUT_COLUMNS
 
     of_side_inputs = (names for tables in SIDE_INPUT_COLUMNS.values() for names in tables.values())

@@ -47,12 +47,7 @@ def recipe_assets(recipe: Recipe, *, pool: str) -> list[AssetsDefinition]:
 
 
 def recipe_graph(recipe: Recipe, *, pool: str) -> Definitions:
-    """Return every definition that follows from `recipe`, without the resources, which all recipes share.
-
-    Args:
-        recipe: The recipe.
-        pool: Pool of the steps that may load a model.
-    """
+    """Return every definition that follows from `recipe`; `pool` is for steps that may load a model."""
     every_asset = AssetSelection.groups(recipe.name)
     cache_job = define_asset_job(
         f"{recipe.name}_cache",
@@ -79,12 +74,7 @@ def recipe_graph(recipe: Recipe, *, pool: str) -> Definitions:
 
 
 def broken_recipe_graphs(broken: Sequence[BrokenRecipe], taken: Collection[str]) -> list[Definitions]:
-    """Return the definitions of each broken recipe, without the resources, which all recipes share.
-
-    Args:
-        broken: The recipes.
-        taken: Names of the usable recipes.
-    """
+    """Return the definitions of each broken recipe; `taken` are the names of usable recipes."""
     names = set(taken)
     graphs: list[Definitions] = []
     for recipe in broken:
@@ -95,8 +85,7 @@ def broken_recipe_graphs(broken: Sequence[BrokenRecipe], taken: Collection[str])
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    """Return the file's name as a Dagster name that is not taken."""
-    # Dagster allows letters, digits and _.
+    # Dagster allows letters, digits and _ in names, while a file may have any name.
     valid = re.sub(r"[^A-Za-z0-9_]", "_", name)
     number = 2
     free = valid

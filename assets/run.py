@@ -1,8 +1,7 @@
-"""`python -m assets.run <recipe file> <job>`: execute a job for a person at a terminal.
+"""`python -m assets.run <recipe file> <job>`: execute a job for `latentline run`.
 
-`latentline run` starts this module. The run is the same as with `dagster job execute`: same job, executor and
-instance. Only the output differs: resources/terminal_log.py shows the progress of the run, and this module
-prints the summary. The UI has the complete log.
+The run is the same as with `dagster job execute`. Only the output differs: resources/terminal_log.py shows
+the progress, and this module prints the summary. The UI has the complete log.
 """
 
 import os
@@ -66,10 +65,7 @@ def _run(recipe_file: Path, job_name: str, command: str) -> int:
 
 
 def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[int]) -> "RunSummary":
-    """Execute the job with the terminal logger, and return the summary of the run.
-
-    `interrupts` lists the interruptions so far, see `_noted_interrupts`.
-    """
+    """Execute the job with the terminal logger, and return the summary of the run."""
     from dagster import (
         DagsterExecutionInterruptedError,
         build_reconstructable_job,
@@ -109,7 +105,7 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
 
 @contextmanager
 def _noted_interrupts() -> Generator[list[int]]:
-    """Provide a list to which each SIGINT is added, besides raising KeyboardInterrupt as usual."""
+    """Add each SIGINT to a list, besides raising KeyboardInterrupt as usual."""
     # Python discards an exception that is raised in a destructor or a callback. Imports run many of them, so
     # Ctrl-C during the start could be lost.
     interrupts: list[int] = []
@@ -126,7 +122,6 @@ def _noted_interrupts() -> Generator[list[int]]:
 
 
 def _open_instance() -> "DagsterInstance":
-    """Return the instance in DAGSTER_HOME; the first call creates its database."""
     from dagster import DagsterInstance
     from filelock import FileLock
 

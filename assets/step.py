@@ -51,7 +51,6 @@ ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
 }
 """Versions of the algorithms that decide each asset's content."""
 
-
 _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
     {"latents": {"background"}},
     (PREPROCESSING_VERSION,),
@@ -104,13 +103,6 @@ def run_step(
     run_checks: Callable[["CheckContext"], Sequence["Finding"]],
 ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
     """Materialize `asset` and run its checks, as far as they are selected.
-
-    Args:
-        context: Context of the step.
-        recipe: The recipe.
-        asset: Name of the asset.
-        materialize: Does the work of the stage, and returns its table with metadata.
-        run_checks: Runs all checks of the asset.
 
     Raises:
         Failure: A path is not isolated, the stage has failed, or a gate has closed.

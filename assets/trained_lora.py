@@ -77,10 +77,7 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 def observe_training(
     context: AssetExecutionContext, recipe: Recipe
 ) -> Callable[[Path], Callable[[bool], None]]:
-    """Return an observer for `AccelerateLauncher.bind`, which reports a run's state to the event log.
-
-    An observation that cannot be reported is a warning: the training continues without further ones.
-    """
+    """Return an observer for `AccelerateLauncher.bind`, which reports a run's state to the event log."""
 
     def follow(job_file: Path) -> Callable[[bool], None]:
         from pipeline.trained_lora.live import LiveRun
@@ -100,7 +97,9 @@ def observe_training(
                     # output, which is after the training. This call writes at once.
                     observation = AssetObservation(asset_key(recipe, "trained_lora"), metadata=metadata)
                     context.instance.report_runless_asset_event(observation)
-            except Exception as err:  # a picture or the event log must not stop a training
+            # A picture or the event log must not stop a training. With a database that is away, each further
+            # attempt would make the training wait.
+            except Exception as err:
                 is_broken = True
                 reason = f"{type(err).__name__}: {err}".splitlines()[0]
                 StepLog(context).warning(f"no more live observations: {reason}")

@@ -88,6 +88,7 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     user_failure = failure.user_failure_data
     text = user_failure and failure_text(str(user_failure.description), user_failure.metadata)
     if text:
+        # Errors of code that all recipes share contain this placeholder in their commands.
         return text.replace("<recipe>", recipe)
 
     if (problem := _storage_problem(list(_messages(failure.error)))) is not None:
