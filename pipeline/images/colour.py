@@ -17,8 +17,8 @@ from PIL import Image, ImageCms
 Background = tuple[int, int, int]
 """Red, green and blue, 0 to 255, of the colour that shows through transparent pixels."""
 
+# Pillow's mode by the colour space of a profile.
 _PROFILE_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
-"""Pillow mode that a profile of each colour space describes."""
 
 _BITS_PER_SAMPLE_TAG = 258
 
@@ -30,21 +30,21 @@ _Levels = tuple[float, float]
 
 
 def to_srgb(image: Image.Image, background: Background) -> Image.Image:
-    """Return the image in mode RGB: 8-bit sRGB without transparency, in the same size.
+    """Return the image in mode RGB: 8-bit sRGB without transparency; the same object if nothing changes.
 
     Grey levels of more than 8 bits are scaled, not clipped. An embedded profile is converted with relative
     colorimetric intent and black point compensation; a profile that does not fit the image's mode is ignored,
     as viewers do. Transparent pixels are composited over `background`, an sRGB colour.
-
-    An image that already has this form is returned itself.
     """
     if is_srgb(image):
         return image
+
+    # The levels of the complete image, so that all strips are scaled by the same factor.
     levels = _levels(image)
     if image.width * image.height <= STRIP_PX:
         return _strip_to_srgb(image, background, levels)
 
-    # In strips, so that no intermediate result is as large as the image.
+    # Strips, so that no intermediate result is as large as the image.
     rgb = Image.new("RGB", image.size)
     strip_height = max(1, STRIP_PX // image.width)
     for top in range(0, image.height, strip_height):
@@ -85,10 +85,10 @@ def changes_colours(image: Image.Image) -> bool:
 
 
 def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Return the image without transparency, and its opacity in mode L; None if it is opaque."""
     if image.mode == "P":
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
     elif image.mode.startswith("I;16") and "transparency" in image.info:
+        # Pillow has no mode with 16 bits and alpha, so the transparent level becomes a mask here.
         opaque = np.asarray(image) != image.info["transparency"]
         return image, Image.fromarray(opaque.astype(np.uint8) * 255)
     elif image.mode in {"1", "L", "RGB"} and "transparency" in image.info:
@@ -105,7 +105,6 @@ def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
 
 
 def _eight_bits(image: Image.Image, levels: _Levels) -> Image.Image:
-    """Convert bilevel images and the deep grey modes I;16, I and F to mode L; keep other modes."""
     if image.mode == "1":
         return image.convert("L")
     if not (image.mode.startswith("I") or image.mode == "F"):
@@ -125,20 +124,13 @@ def _levels(image: Image.Image) -> _Levels:
 
 
 def _bits(image: Image.Image) -> int:
-    """Return the bit depth of an I;16 image: 16, or 12 for some TIFF files."""
+    # Pillow opens a TIFF of 12 bits as I;16, with its values as they are.
     tags: Any = getattr(image, "tag_v2", {})
     return 12 if tags.get(_BITS_PER_SAMPLE_TAG, (16,))[0] == 12 else 16
 
 
 def _range(image: Image.Image) -> _Levels:
-    """Return the black and white levels of an image in mode I or F, which does not state them.
-
-    White is the smallest of 1, 255, 65,535 and 2^31 - 1 that is not exceeded. If some levels are negative,
-    black is the lowest level and white the highest.
-
-    Raises:
-        ValueError: A level is NaN or infinite.
-    """
+    """Return black and white level of an image in mode I or F; raises ValueError for NaN and infinity."""
     lowest, highest = np.inf, -np.inf
     strip_height = max(1, STRIP_PX // image.width)
     for top in range(0, image.height, strip_height):
@@ -148,6 +140,8 @@ def _range(image: Image.Image) -> _Levels:
             raise ValueError("all levels must be finite numbers")
         lowest, highest = min(lowest, float(levels.min())), max(highest, float(levels.max()))
 
+    # These modes do not record their white. A negative level shows that values are not intensities from 0, so
+    # the range is stretched; otherwise white is the smallest usual maximum that no level exceeds.
     if lowest < 0:
         return lowest, max(highest, lowest + 1.0)
     whites = (1.0, 255.0, 65_535.0, float(2**31 - 1))
@@ -176,7 +170,7 @@ def _applied(transform: ImageCms.ImageCmsTransform, image: Image.Image) -> Image
 
 @lru_cache(maxsize=256)
 def _profile_mode(mode: str, profile: bytes) -> str:
-    """Return the mode to which the profile can be applied; "" if it does not fit an image of `mode`."""
+    """Return the mode that the profile applies to; "" if it does not fit an image of `mode`."""
     try:
         opened: Any = ImageCms.getOpenProfile(io.BytesIO(profile))
     except (OSError, ImageCms.PyCMSError):
@@ -190,7 +184,7 @@ def _profile_mode(mode: str, profile: bytes) -> str:
 
 @lru_cache(maxsize=64)
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return the conversion to sRGB; None if the profile is unusable or changes no level by more than one."""
+    """Return the conversion to sRGB; None if the profile is unusable or describes sRGB."""
     if not mode:
         return None
     try:
@@ -207,13 +201,14 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     if mode == "CMYK":
         return transform
 
+    # Rounding changes levels by one. A profile that changes none by more is sRGB, and the image can be used
+    # as it is.
     probe = _probe(mode)
     change = np.asarray(_applied(transform, probe)).astype(int) - np.asarray(probe.convert("RGB"))
     return transform if np.abs(change).max() > 1 else None
 
 
 def _probe(mode: str) -> Image.Image:
-    """Return an image of all grey levels, or of a regular grid of 17 levels per channel."""
     if mode == "L":
         return Image.fromarray(np.arange(256, dtype=np.uint8).reshape(1, 256))
     levels = np.linspace(0, 255, 17).round().astype(np.uint8)

@@ -3,16 +3,6 @@
 Every stage opens images through this module, so the pixels that are validated are the pixels that are
 encoded. A file's format follows from its first bytes, not from its suffix. Every failure of an image is an
 `ImageError`. Pillow's LOAD_TRUNCATED_IMAGES is never set: a truncated image is rejected.
-
-The resize uses Pillow's BICUBIC, which antialiases when it shrinks. It was chosen by measuring four
-photographs from scikit-image of up to 2 megapixels, shrunk to the area of 512x512 with one thread:
-
-    filter     time     PSNR against an ideal low pass    values that ring by more than 4 levels (maximum)
-    BICUBIC    6.9 ms   45 dB                             0.01%  (7 levels)
-    LANCZOS    9.8 ms   49 dB                             0.08%  (17 levels)
-
-A VAE's reconstruction is far below 45 dB, so the better PSNR of LANCZOS is lost, while a model learns the
-halos of its ringing.
 """
 
 from __future__ import annotations
@@ -94,10 +84,8 @@ def limits_of_recipe(checks: CheckSettings) -> DecodeLimits:
 
 
 def limits_of_accepted(original_size: Size) -> DecodeLimits:
-    """Return limits for an image that a recipe's limits, which may be above the defaults, have accepted.
-
-    An image that has become larger since then is opened nevertheless, so that the error can state its size.
-    """
+    """Return limits for an image that a recipe's limits, which may be above the defaults, have accepted."""
+    # Never below the default, so that an image that has become larger is opened and the error names its size.
     return DecodeLimits(max(MAX_IMAGE_PX, original_size.height * original_size.width), max_bytes=None)
 
 
@@ -106,7 +94,7 @@ class Header:
     """The properties of an image file that are known before its pixels are decoded.
 
     Attributes:
-        format: Pillow's name of the format, from the first bytes.
+        format: Pillow's name of the format.
         mode: Pillow's mode of the stored pixels.
         channels: Number of stored channels; 1 for a palette.
         size: Size after EXIF orientation.
@@ -123,16 +111,13 @@ class Header:
 
 
 def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) -> Header:
-    """Read an image's header. Pixels are decoded only for the rare PNG with metadata behind them.
-
-    Args:
-        source: The file's bytes, its path, or the open file at its start.
-        max_px: Maximum height times width.
+    """Read an image's header; an open file must be at its start, and `max_px` limits height times width.
 
     Raises:
         ImageError: The image cannot be opened, or it exceeds the limits.
     """
     with _opened(source, max_px, max_cpu_s=MAX_HEADER_CPU_S) as (image, _), ExitStack() as memory:
+        # Only loading such a PNG shows its orientation.
         if has_late_metadata(image):
             num_bytes = decode_bytes(image, num_scans=1, converts=False)
             memory.enter_context(DECODE_MEMORY.reserved(num_bytes))
@@ -172,11 +157,7 @@ class DecodeCost(NamedTuple):
 
 
 def decode_cost(file: BinaryIO, *, limits: DecodeLimits) -> DecodeCost:
-    """Return what decoding an open file takes, and go back to its start.
-
-    Raises:
-        ImageError: The image cannot be opened, or it exceeds the limits.
-    """
+    """Return what decoding an open file takes, and go back to its start; raises like `read_header`."""
     with _opened(file, limits.max_px) as (image, _):
         cost, _ = _require_cost(image, file, limits.max_bytes)
     file.seek(0)
@@ -194,15 +175,9 @@ def decoded(
 ) -> Generator[Image.Image]:
     """Decode the first frame completely, upright and as 8-bit sRGB (mode RGB).
 
-    The memory for it is reserved from the budget of the process until the context ends.
-
-    Args:
-        source: The file's bytes, its path, or the open file at its start.
-        background: Colour that shows through transparent pixels.
-        limits: Limits above which the image is refused.
-        draft_px: For thumbnails: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, if its edges stay at
-            least this long.
-        convert: Conversion of the decoded image; to sRGB by default. Its errors must be an `ImageError`.
+    The memory for it is reserved from the budget of the process until the context ends. An open file must be
+    at its start. For thumbnails, `draft_px` lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, if its
+    edges stay at least this long. `convert` replaces the conversion to sRGB; its errors must be `ImageError`.
 
     Raises:
         ImageError: The image cannot be decoded.
@@ -230,11 +205,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _require_cost(image: Image.Image, file: BinaryIO, max_bytes: int | None) -> tuple[DecodeCost, int]:
-    """Return what decoding an opened image takes, and its orientation as it is visible before decoding.
-
-    Raises:
-        ImageError: It needs more than `max_bytes`, or the file has too many scans.
-    """
+    """Return what decoding an opened image takes, and its orientation as it is visible before decoding."""
     num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
     orientation = 1 if has_late_metadata(image) else orientation_of(image)
     converts = orientation != 1 or not colour.is_srgb(image)
@@ -248,7 +219,7 @@ def _require_cost(image: Image.Image, file: BinaryIO, max_bytes: int | None) -> 
 
 
 def decoder_version(image_format: str | None) -> str:
-    """Return the version of the decoder for a format: `DECODER`, plus the plug-in that opens the format."""
+    """Return `DECODER` for a format, with the version of the plug-in that opens the format."""
     plugin = plugin_version(image_format)
     return DECODER if plugin is None else f"{DECODER} {plugin}"
 
@@ -263,11 +234,7 @@ def load_pixels(
 ) -> npt.NDArray[np.uint8]:
     """Return the pixels that the VAE encodes: a uint8 array (H, W, 3), sRGB, of the geometry's target size.
 
-    Args:
-        file: The image file.
-        geometry: The geometry recorded for this image.
-        background: Colour that shows through transparent pixels.
-        content_hash: `hash_bytes` of the file for which the geometry was computed.
+    `content_hash` is `hash_bytes` of the file for which the geometry was computed.
 
     Raises:
         ImageError: The file is missing (`vanished`), has other content (`changed`), or does not decode.
@@ -287,6 +254,16 @@ def load_pixels(
         target = geometry.target_size
         size_wh = (target.width, target.height)
 
+        # Pillow's BICUBIC antialiases when it shrinks. Four photographs from scikit-image of up to 2
+        # megapixels, shrunk to the area of 512x512 with one thread:
+        #
+        #     filter    time     PSNR against an ideal low pass    values that ring by over 4 levels (maximum)
+        #     BICUBIC   6.9 ms   45 dB                             0.01%  (7 levels)
+        #     LANCZOS   9.8 ms   49 dB                             0.08%  (17 levels)
+        #
+        # A VAE's reconstruction is far below 45 dB, so the better PSNR of LANCZOS is lost, while a model
+        # learns the halos of its ringing.
+        #
         # Only the crop's region of the source is resized, so memory does not grow with the area that is
         # cropped away, even for an extreme aspect ratio.
         resized = image.resize(size_wh, Image.Resampling.BICUBIC, box=geometry.source_box)
@@ -295,7 +272,7 @@ def load_pixels(
 
 @contextmanager
 def open_content(file: File, content_hash: str) -> Generator[BinaryIO]:
-    """Open a file whose content is still the recorded one; small files are read into memory.
+    """Open a file that still has the recorded content; small files are read into memory.
 
     Raises:
         ImageError: The file is missing (`vanished`), has other content (`changed`), or cannot be read.
@@ -322,7 +299,7 @@ def open_content(file: File, content_hash: str) -> Generator[BinaryIO]:
 
 
 def _stat_if_large(file: BinaryIO) -> tuple[int, int, int] | None:
-    """Return size and times of a local file above `MAX_BUFFERED_BYTES`; None for all others."""
+    """Return size and times of a local file above `MAX_BUFFERED_BYTES`, otherwise None."""
     if not isinstance(file, io.BufferedReader):
         return None
     stat = os.fstat(file.fileno())
@@ -352,10 +329,7 @@ def read_bytes(file: File) -> bytes:
 def _opened(
     source: bytes | File | BinaryIO, max_px: int, *, max_cpu_s: float | None = None
 ) -> Generator[tuple[Image.Image, BinaryIO]]:
-    """Open an image within the limits, and its file; failures before it is closed become an `ImageError`.
-
-    With `max_cpu_s`, reading from the image fails after this processor time.
-    """
+    """Open an image within the limits, and its file; failures before it is closed become an `ImageError`."""
     is_file = isinstance(source, (Path, SourceFile))
     where = str(source) if is_file else getattr(source, "name", "an image in memory")
     with image_errors(str(where)), ExitStack() as stack:
@@ -368,6 +342,9 @@ def _opened(
 
         start = file.read(64)
         require_image(start)
+
+        # A check at each read doubles the time of a JPEG's header (24 to 51 us), and a small file's header is
+        # read quickly in any case.
         opened = file
         if max_cpu_s is not None and file.seek(0, os.SEEK_END) > MAX_QUICK_BYTES:
             opened = cast("BinaryIO", TimedFile(file, max_cpu_s))
@@ -396,9 +373,9 @@ def _require_limits(image: Image.Image, max_px: int) -> None:
 
 
 def _is_animated(image: Image.Image) -> bool:
-    """Return True if the file has further frames."""
     try:
         # The frames of an MPO are views or maps of the same picture.
         return image.format != "MPO" and bool(getattr(image, "is_animated", False))
+    # Only a note depends on it. Damage of later frames is no reason to reject the first one.
     except Exception:
         return False

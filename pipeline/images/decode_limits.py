@@ -21,28 +21,25 @@ MAX_DECODE_BYTES = 1_000_000_000
 # The factors below were measured with Pillow on images of 16 megapixels, as the growth of the peak memory of
 # the process.
 
+# Pillow stores every other mode with four bytes per pixel, RGB included.
 _STORED_BYTES_PER_PX = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
-"""Bytes per pixel that Pillow stores for the modes that need fewer than four."""
-
 _FULL_BYTES_PER_PX = 4
 
+# Needed in addition while decoding. Formats that are not listed are decoded row by row.
 _DECODER_BYTES_PER_PX = {"WEBP": 12, "AVIF": 12, "HEIF": 12, "JXL": 16, "JPEG2000": 16, "TIFF": 8}
-"""Bytes per pixel that a decoder needs in addition. The other formats are decoded row by row."""
 
 MAX_BYTES_PER_PX = _FULL_BYTES_PER_PX + max(_DECODER_BYTES_PER_PX.values())
 """Bytes per pixel that any image needs at most."""
 
+# Per pixel and channel: the coefficients of a JPEG in several scans are held until the last scan.
 _JPEG_COEFFICIENT_BYTES = 2
-"""Bytes per pixel and channel of a JPEG in several scans: its coefficients are held until the last scan."""
 
 
 def decode_bytes(image: Image.Image, *, num_scans: int, converts: bool) -> int:
     """Return an estimate of the memory that decoding an opened image needs at its peak.
 
-    Args:
-        image: The image, which need not be loaded.
-        num_scans: Number of scans of a JPEG; 1 for other formats.
-        converts: Whether the decoded pixels are copied to an image in RGB or in another orientation.
+    `num_scans` is 1 for formats other than JPEG. `converts` is whether the decoded pixels are copied to an
+    image in RGB or in another orientation.
     """
     stored = _STORED_BYTES_PER_PX.get(image.mode, _FULL_BYTES_PER_PX)
     decoder = _DECODER_BYTES_PER_PX.get(str(image.format), 0)
@@ -57,7 +54,6 @@ class MemoryBudget:
     """A number of bytes that threads reserve for as long as they use them."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Create a budget without reservations."""
         self._num_bytes = num_bytes
         self._reserved_bytes = 0
         self._turn = threading.Lock()
@@ -95,7 +91,6 @@ class TimedFile:
     # Pillow reads a header in many small parts, so a thread that takes too long ends at the next part.
 
     def __init__(self, file: BinaryIO, max_cpu_s: float) -> None:
-        """Start to measure."""
         self._file = file
         self._max_cpu_s = max_cpu_s
         self._end_s = time.thread_time() + max_cpu_s
@@ -127,8 +122,8 @@ _SOS, _EOI = 0xDA, 0xD9
 _FRAMES = frozenset([*range(0xC0, 0xD0)]) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE_FRAMES = frozenset([0xC2, 0xC6, 0xCA, 0xCE])
 
+# The marker of a segment with a length, or of the end; decoders skip everything in front of it too.
 _NEXT_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)
-"""The marker of a segment with a length, or of the end; decoders skip everything in front of it too."""
 
 _Data = bytes | mmap.mmap
 
@@ -194,5 +189,5 @@ def _segments(data: _Data) -> Iterator[tuple[int, int]]:
 
 
 def _byte(data: _Data, position: int) -> int:
-    """Return one byte; 0 behind the end."""
+    # A slice behind the end is empty, and the result 0; an index would raise for a truncated file.
     return int.from_bytes(data[position : position + 1], "big")

@@ -13,11 +13,9 @@ import PIL
 from pipeline.errors import counted
 from pipeline.escaping import printable
 
+# Pillow and its plug-ins, by module for the filter and by folder for `showwarning`, which gets file names.
 _DECODERS = r"(PIL|pillow_heif|pillow_jxl)\b"
-"""Modules of Pillow and of its plug-ins, as a regular expression."""
-
 _FOLDERS = tuple(str(Path(PIL.__file__).parents[1] / name) for name in ("PIL", "pillow_heif", "pillow_jxl"))
-"""Folders of these modules."""
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from pipeline.images.formats import ImageError
 from pipeline.storage.regular_files import RefusedFileError
 from pipeline.storage.remote_folder import UnreachableError
 
+# Start of the OSError, without errno, that Pillow raises when a C decoder runs out of memory.
 _CODEC_OUT_OF_MEMORY = "out of memory"
-"""Prefix of the OSError, without errno, that Pillow raises when a C decoder runs out of memory."""
 
 
 def changed_error(path: object) -> ImageError:
@@ -34,6 +34,7 @@ def image_errors(where: str) -> Generator[None]:
     """Convert every exception from reading or decoding one image into an `ImageError`."""
     try:
         yield
+    # The code that finds a defect may not know the file's name, such as a conversion of the pixels.
     except ImageError as err:
         if err.where == where:
             raise

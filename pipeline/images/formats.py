@@ -23,17 +23,11 @@ SUFFIXES = frozenset(
 
 
 class _Plugin(NamedTuple):
-    """A package that lets Pillow open one more format.
-
-    Attributes:
-        package: Name to install.
-        module: Name to import.
-        register: The module's function to call after the import; None if the import is enough.
-    """
+    """A package that lets Pillow open one more format."""
 
     package: str
     module: str
-    register: str | None
+    register: str | None  # function of the module; None if importing it is enough
 
 
 PLUGINS = {
@@ -69,13 +63,12 @@ class ImageError(LatentlineError):
     """
 
     def __init__(self, reason: str, detail: str, *, fix: str, where: str = "an image in memory") -> None:
-        """Store the reason code together with the three parts of the message."""
         self.reason = reason
         self.detail = without_secrets(detail)
         super().__init__(f"{reason}: {detail}", where=where, fix=fix)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Support pickling, so that the error can cross a process boundary."""
+        # Images are decoded in child processes too. Pickle would call the constructor with the message alone.
         return (_rebuild, (self.reason, self.detail, self.fix, self.where))
 
 
@@ -110,6 +103,7 @@ def require_image(start: bytes) -> None:
 
 def sniff(start: bytes) -> str | None:
     """Return Pillow's name of a file's format from its first 64 bytes; None for an unsupported format."""
+    # AVIF and HEIF share a container, and a file of a general brand names its codec among compatible brands.
     brand = start[8:12] if start[4:8] == b"ftyp" else b""
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return "WEBP"
@@ -152,7 +146,7 @@ def plugin_versions() -> Iterator[str]:
 
 @cache
 def has_plugin(image_format: str) -> bool:
-    """Import and register the format's plug-in, because Pillow finds none by itself."""
+    """Return True after importing and registering the format's plug-in, which Pillow does not find itself."""
     plugin = PLUGINS[image_format]
     try:
         module = importlib.import_module(plugin.module)

@@ -32,7 +32,7 @@ MaskSource = Literal["file", "alpha"]
 """Origin of a mask: the grey values of a file, or the opacity of the image."""
 
 MAX_COLOUR = 32
-"""Largest difference of two channels of a pixel that counts as grey. In a JPEG, it is a few levels."""
+"""Largest difference of two channels of a pixel that counts as grey. A grey JPEG has a few levels."""
 
 MIN_WHITE = 8
 """Level that the brightest pixel of a mask must exceed. Masks of 0 and 1 are a frequent mistake."""
@@ -79,12 +79,7 @@ def load_mask(
 ) -> npt.NDArray[np.uint8]:
     """Return the mask of the pixels that `load_pixels` returns: a uint8 array (H, W) of the target size.
 
-    Args:
-        file: The mask file, or the image file for its opacity.
-        geometry: The geometry of the image.
-        source: Origin of the mask.
-        flipped: Whether the image is mirrored left to right.
-        content_hash: `hash_bytes` of the file.
+    `file` is the mask file, or the image file for its opacity, and `content_hash` its `hash_bytes`.
 
     Raises:
         ImageError: The file is missing (`vanished`), has other content (`changed`), or is not usable.
@@ -109,14 +104,9 @@ def fit_mask(mask: Image.Image, geometry: Geometry, *, flipped: bool) -> npt.NDA
 
 
 def mask_weights(values: npt.NDArray[np.uint8], size: Size) -> npt.NDArray[np.float16]:
-    """Return the mean weight in the area of each latent value.
+    """Return the mean weight in the area of each latent value, float16 (1, h, w) from 0 to 1.
 
-    Args:
-        values: Mask (H, W).
-        size: Size (h, w) of the latent; H and W are multiples of h and w.
-
-    Returns:
-        Float16 (1, h, w) from 0 to 1.
+    The edges of the mask (H, W) are multiples of the edges of the latent's `size` (h, w).
     """
     height, width = values.shape
     rows, columns = height // size.height, width // size.width

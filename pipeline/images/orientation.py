@@ -35,15 +35,13 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def has_late_metadata(image: Image.Image) -> bool:
-    """Return True for a PNG that is not loaded yet and has EXIF or text chunks behind its first pixel data.
-
-    A PNG is a signature of 8 bytes and a list of chunks: length (4, big endian), type (4), data, checksum
-    (4).
-    """
+    """Return True for a PNG that is not loaded yet and has EXIF or text chunks behind its first pixels."""
     file: BinaryIO | None = getattr(image, "fp", None)
     if image.format != "PNG" or file is None or getattr(image, "_im", None) is not None:
         return False
 
+    # A PNG is a signature of 8 bytes and a list of chunks: length (4 bytes, big endian), type (4), data,
+    # checksum (4).
     position = file.tell()
     try:
         file.seek(8)

@@ -2,11 +2,6 @@
 
     original (oh, ow) --scale to cover--> resized (rh, rw) --crop--> target (th, tw) --factor--> latent
 
-    sizes.py      sizes, crops and the geometry as values and as table columns
-    buckets.py    a set of bucket sizes, and the nearest bucket of an image
-    crops.py      position of the crop; seeds random crops
-    placement.py  bucket, resized size and crop of images, by the recipe's settings
-
 The encoder, the checks, the sampler and SDXL's micro-conditioning all use this package. An image's geometry
 depends only on its own size, the recipe's bucket settings and, for a random crop, its sample id; never on
 other images or their order. Sizes are computed in integers, so results are equal on every machine.

@@ -25,11 +25,7 @@ class Buckets:
     """
 
     def __init__(self, sizes: Iterable[Size]) -> None:
-        """Create buckets of the given sizes, in any order; duplicates are ignored.
-
-        Raises:
-            BucketError: `sizes` is empty, or an edge is not between 1 and `MAX_BUCKET_EDGE_PX`.
-        """
+        """Raise BucketError if `sizes` is empty, or an edge is not between 1 and `MAX_BUCKET_EDGE_PX`."""
         largest: dict[Fraction, Size] = {}
         for size in sizes:
             _require_bucket_edges(size)
@@ -45,10 +41,9 @@ class Buckets:
         self._compute_boundaries()
 
     def _compute_boundaries(self) -> None:
-        """Compute the boundary of each two neighbours, the geometric mean of their aspect ratios.
-
-        The square of a boundary is stored as an exact fraction of integers, `_across` / `_down`.
-        """
+        """Compute the boundary of each two neighbours, the geometric mean of their aspect ratios."""
+        # The square of a boundary is the exact fraction `_across` / `_down`, so that ties are found on every
+        # machine; the logarithms only find a place to start from.
         lower, upper = self.sizes[:-1], self.sizes[1:]
         self._across = self._widths[:-1] * self._widths[1:]
         self._down = self._heights[:-1] * self._heights[1:]
@@ -59,15 +54,12 @@ class Buckets:
     def nearest(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
         """Return (heights, widths) of the bucket with the nearest aspect ratio for each of N images.
 
-        Args:
-            height: Int64 (N,), heights of the images, at most `MAX_IMAGE_EDGE_PX`.
-            width: Int64 (N,), widths, with the same limit.
+        Edges are int64 (N,), at most `MAX_IMAGE_EDGE_PX`: their products must stay within 64 bits.
         """
         index = self._nearest(height, width)
         return self._heights[index], self._widths[index]
 
     def _nearest(self, oh: Ints, ow: Ints) -> Ints:
-        """Return the index of each image's bucket: the number of boundaries below its aspect ratio."""
         # Rounding of logarithms may cost one bucket; exact integers correct that and decide ties.
         index = np.searchsorted(self._logs, np.log(ow) - np.log(oh)).astype(np.int64)
         while True:
@@ -98,6 +90,8 @@ def ladder(resolution: int, step: int, max_aspect_ratio: float) -> Buckets:
     if step < 1:
         what, fix = f"buckets.step must be at least 1, got {step}", "set buckets.step to 64, the default"
         raise BucketError(what, where="buckets.step", fix=fix)
+
+    # The square of the resolution must be one of the sizes.
     if resolution < 1 or resolution % step:
         below = max(resolution // step * step, step)
         raise BucketError(

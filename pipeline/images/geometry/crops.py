@@ -18,8 +18,8 @@ from pipeline.images.geometry.sizes import Ints
 CropRule = Literal["centre", "top", "random", "focus"]
 """Position of the crop: the middle, the upper part, derived from sample id and seed, or around a point."""
 
+# Bits of a random crop's position; multiplied by a difference of edges it stays within 64 bits.
 _FRACTION_BITS = 31
-"""Bits of a random crop's position; multiplied by a difference of edges it stays within 64 bits."""
 
 
 def random_corner(
@@ -27,12 +27,8 @@ def random_corner(
 ) -> tuple[Ints, Ints]:
     """Return top and left of random crops, (M,) each, uniformly distributed over all positions.
 
-    Args:
-        excess_height: Height of the resized image minus the target height, (M,).
-        excess_width: The same for the width, (M,).
-        seed: The recipe's `buckets.crop_seed`.
-        names: Sample ids of N images.
-        image: Index of each row's image among the N, (M,).
+    The excesses are the edges of the resized image minus the edges of the target, (M,). `image` is the index
+    of each row's image among the N sample ids in `names`.
     """
     fraction = _random_fractions(seed, names)[image]
 
@@ -52,7 +48,8 @@ def focus_start(point: npt.NDArray[np.float64] | float, *, resized: Ints, target
 
 
 def _random_fractions(seed: int, names: Iterable[str]) -> Ints:
-    """Return a number in [0, 2**31) for each sample id, derived from it and the seed."""
+    """Return a number in [0, 2**31) for each sample id."""
+    # A file name need not be valid UTF-8; Python then represents its bytes as surrogates.
     key = str(seed).encode()
     numbers = [
         int.from_bytes(

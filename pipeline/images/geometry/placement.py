@@ -88,12 +88,7 @@ class Placement:
     def assign(self, original_size: Size, name: str = "") -> Geometry | None:
         """Return the geometry of one image in its largest set, or None if the image is too small.
 
-        Args:
-            original_size: Size after EXIF orientation.
-            name: Sample id, which decides the position of a random crop.
-
-        Raises:
-            BucketError: An edge is not between 1 and `MAX_IMAGE_EDGE_PX`.
+        `name` is the sample id, which decides the position of a random crop. Raises like `assign_many`.
         """
         placed = self.assign_many([original_size.height], [original_size.width], [name])
         return None if placed.too_small[-1] else placed.columns.one(-1)
@@ -105,14 +100,11 @@ class Placement:
         names: Iterable[str] | None = None,
         focus: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> Placed:
-        """Return the geometry of N images.
+        """Return the geometry of N images from their original edges in pixels, integers (N,).
 
-        Args:
-            height: Original heights in pixels, integers (N,).
-            width: Original widths in pixels, integers (N,).
-            names: Sample ids, shown in errors; required for `crop: random` only.
-            focus: Points that `crop: focus` keeps in view, (N,) each: y as a fraction of the height from the
-                top, and x as a fraction of the width from the left, from 0 to 1. None means the middle.
+        `names` are sample ids, shown in errors and required for `crop: random` only. `focus` are the points
+        (y, x) that `crop: focus` keeps in view, (N,) each, as fractions from the upper left corner; None
+        means the middle.
 
         Raises:
             BucketError: An edge is not between 1 and `MAX_IMAGE_EDGE_PX`.
@@ -139,11 +131,12 @@ class Placement:
         return Placed(GeometryColumns(oh, ow, rh, rw, top, left, th, tw), too_small, image)
 
     def _targets(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Ints, Bools]:
-        """Return each row's image index, target height and target width, and which rows are too small."""
+        """Return each row's image index, target height, target width, and whether it is too small."""
         th, tw, too_small = self._best_targets(oh, ow)
         if self.per_image == "best" or len(self.sets) == 1:
             return np.arange(len(oh)), th, tw, too_small
 
+        # Each set alone, without own buckets: a set that an image does not fill adds no row.
         candidates: list[tuple[Ints, Ints, Bools]] = []
         for buckets in self.sets:
             only_this_set = replace(self, sets=(buckets,), small="reject")
@@ -163,7 +156,6 @@ class Placement:
         return image, heights[image, candidate], widths[image, candidate], too_small[image]
 
     def _best_targets(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Bools]:
-        """Return target heights and widths with one row per image, and which images are too small."""
         # Without a limit, an image that all sets would enlarge goes to the smallest set.
         limit = Fraction(1) if self.upscale_limit is None else self.upscale_limit
         th, tw = self.sets[0].nearest(oh, ow)
@@ -214,18 +206,19 @@ def placement_of(settings: BucketSettings) -> Placement:
         crop=settings.crop,
         crop_seed=settings.crop_seed,
         step=settings.step,
+        # A recipe's 1.6 means 8/5, not the binary fraction that represents it.
         max_aspect_ratio=Fraction(settings.max_aspect_ratio).limit_denominator(1000),
         per_image=settings.per_image,
     )
 
 
 def _fits(th: Ints, tw: Ints, oh: Ints, ow: Ints, limit: Fraction) -> Bools:
-    """Return whether covering the target enlarges the original by at most the limit."""
+    # Products instead of quotients, so that the comparison with the limit is exact.
     return (th * limit.denominator <= oh * limit.numerator) & (tw * limit.denominator <= ow * limit.numerator)
 
 
 def _rounded_quotient(numerator: Ints, denominator: Ints) -> Ints:
-    """Return the quotient of positive numbers, rounded to the nearest integer, halves up."""
+    # Halves up, in integers, so that the result is equal on every machine.
     return (2 * numerator + denominator) // (2 * denominator)
 
 
