@@ -25,8 +25,8 @@ from pipeline.recipe import in_project
 if TYPE_CHECKING:
     from pipeline.recipe import ModelSettings
 
+# The folder of every component has one of these.
 _CONFIG_NAMES = ("config.json", "tokenizer_config.json")
-"""Configuration files; the folder of every component has one of them."""
 
 
 class NamesModel(Protocol):
@@ -46,8 +46,6 @@ class NamesModel(Protocol):
 def resolve_components(recipe: NamesModel, *, log: Log = discard) -> dict[str, Path]:
     """Return the folder of each replaced component, complete, by role.
 
-    `log` receives the progress of downloads.
-
     Raises:
         ModelError: A folder or file is missing, or a component cannot be downloaded.
     """
@@ -64,7 +62,7 @@ def local_components(recipe: NamesModel) -> dict[str, Path]:
 
 
 def _component_folder(folder: Path, role: str) -> Path:
-    """Return the component of a model's folder, or the folder itself if it is a component."""
+    # `model.components` may name a component's folder, or the folder of a model that contains the component.
     return folder / role if (folder / role).is_dir() else folder
 
 
@@ -89,7 +87,6 @@ def _resolve(role: str, name: str, where: str, log: Log) -> Path:
 
 
 def _require_complete(role: str, folder: Path) -> None:
-    """Raise ModelError unless the folder contains every file that `role` needs."""
     if is_tokenizer(role):
         tokenizer_files(folder)
         return
@@ -101,6 +98,8 @@ def _require_complete(role: str, folder: Path) -> None:
 
 def _local_snapshot(role: str, hub_id: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
+
+    # A complete component in the Hub's cache is used without a request, as warm runs never use the network.
 
     for folder in (f"{role}/", ""):
         for config_name in _CONFIG_NAMES:

@@ -14,18 +14,18 @@ from pipeline.errors import ModelError
 from pipeline.models.hub import WEIGHT_VARIANTS
 from pipeline.recipe.untrusted import UNTRUSTED_VARIABLE, is_untrusted
 
+# File names, without suffix, under which diffusers and transformers store a component's weights.
 _WEIGHT_NAMES = ("diffusion_pytorch_model", "model", "pytorch_model")
-"""File names, without suffix, under which diffusers and transformers store a component's weights."""
 
 MAX_JSON_BYTES = 25_000_000
 """Maximum size of a configuration, a weight index or a safetensors header. Parsed JSON takes up to 24 times
 its size in memory. The headers of the largest models have about 1 MB."""
 
+# Size of the header length at the start of a safetensors file; the number is little-endian.
 _LENGTH_BYTES = 8
-"""Size of the header length at the start of a safetensors file; the number is little-endian."""
 
+# Dtypes of weights, by their names in safetensors files.
 _FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-"""Dtypes of weights, by their names in safetensors files."""
 
 _TOKENIZER_CONFIGS = (
     "tokenizer_config.json",
@@ -45,15 +45,14 @@ def is_tokenizer(role: str) -> bool:
 
 
 class ModelFolder:
-    """The components and configuration files of a base model in a local diffusers folder.
+    """The components and configuration files of a base model in a local diffusers folder, read when used.
 
     Attributes:
         path: Folder that holds `model_index.json` and a subfolder for each component.
-        replaced: Folders of the components that replace those in `path`, by component.
+        replaced: Folders of the components that replace the ones in `path`, by component.
     """
 
     def __init__(self, path: Path, replaced: Mapping[str, Path] | None = None) -> None:
-        """Record the paths; no file is read yet."""
         self.path = path
         self.replaced = dict(replaced or {})
         self._configs: dict[str, dict[str, Any]] = {}
@@ -63,7 +62,6 @@ class ModelFolder:
         return self.replaced.get(role, self.path / role)
 
     def config_file(self, role: str) -> Path:
-        """Return the path of a component's configuration file."""
         name = "config.json"
         if role == "scheduler":
             name = "scheduler_config.json"
@@ -83,7 +81,6 @@ class ModelFolder:
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """The content of `model_index.json`."""
         return read_json(self.path / "model_index.json")
 
     def has(self, role: str) -> bool:
@@ -92,11 +89,7 @@ class ModelFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`.
-
-    Raises:
-        ModelError: The file is missing, unreadable, or does not hold a JSON object.
-    """
+    """Return the JSON object in `path`, or raise ModelError."""
     fix = (
         "set model.base to a complete diffusers folder or a Hub id; download the model again if it is damaged"
     )
@@ -173,8 +166,8 @@ def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
 
 
 def _require_safetensors(path: Path) -> None:
-    """Raise ModelError for a pickle if recipes come from strangers."""
-    # diffusers and transformers unpickle only tensors, which protects only as well as torch does.
+    # Recipes may come from strangers. diffusers and transformers unpickle only tensors, which protects only
+    # as well as torch does.
     if ".bin" in path.suffixes and is_untrusted():
         raise ModelError(
             f"weights must be *.safetensors because {UNTRUSTED_VARIABLE} is set, got a pickle",
@@ -184,17 +177,13 @@ def _require_safetensors(path: Path) -> None:
 
 
 def _with_variant(name: str, variant: str | None) -> str:
-    """Insert the variant before the last suffix, where diffusers and transformers expect it."""
+    # diffusers and transformers expect the variant before the last suffix.
     start, end = name.rsplit(".", 1)
     return name if variant is None else f"{start}.{variant}.{end}"
 
 
 def require_whole(path: Path) -> None:
-    """Raise ModelError unless a safetensors file has the size that its header implies; reads no tensor.
-
-    Raises:
-        ModelError: The file is truncated or its header is invalid.
-    """
+    """Raise ModelError unless a safetensors file has the size that its header implies; reads no tensor."""
     size = path.stat().st_size
     length, header = _read_header(path)
     try:
@@ -218,13 +207,9 @@ def _read_header(path: Path) -> tuple[int, bytes]:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """Return the dtype in which a component's weights are stored.
+    """Return the dtype in which a component's weights are stored; see `weight_files` for errors.
 
-    Returns:
-        None if there are several, if a header is invalid, or if the weights are not safetensors.
-
-    Raises:
-        ModelError: See `weight_files`.
+    None means that there are several, that a header is invalid, or that the weights are not safetensors.
     """
     files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
     try:
@@ -274,6 +259,8 @@ def _shards(index: Path) -> tuple[Path, ...]:
     weight_map = read_json(index).get("weight_map", {})
     values = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set[str]()
     names = sorted(values)
+
+    # The index comes from a download, and must not make a load read files in other folders.
     outside = [name for name in names if name in {".", ".."} or "/" in name or "\\" in name or "\0" in name]
     if outside:
         raise ModelError(

@@ -28,14 +28,14 @@ time stamp, which would not show it."""
 
 _MEGABYTE = 1_000_000
 
+# Number of bytes hashed at a time, as in `hashlib.file_digest`.
 _READ_BYTES = 2**18
-"""Number of bytes hashed at a time, as in `hashlib.file_digest`."""
 
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 
+# Configuration keys that only record the origin of a file. So do all keys that start with an underscore,
+# except `_class_name`.
 _IGNORED_KEYS = {"name_or_path", "tokenizer_file", "special_tokens_map_file", "transformers_version"}
-"""Configuration keys that only record the origin of a file. So do all keys that start with an underscore,
-except `_class_name`."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,6 @@ class Fingerprints:
         return canonical_hash(facts)
 
     def _content_hashes(self, paths: Iterable[Path], new_entries: dict[str, list[Any]]) -> dict[Path, str]:
-        """Return the hash of each file, and report the progress of reading those without a known hash."""
         known = {path: self._known_hash(path.resolve()) for path in paths}
         unknown = [path for path, content_hash in known.items() if content_hash is None]
         hashes = {path: content_hash for path, content_hash in known.items() if content_hash is not None}
@@ -122,14 +121,13 @@ class Fingerprints:
             return hashes | {path: self._hash(path.resolve(), new_entries) for path in unknown}
 
     def _known_hash(self, real: Path) -> str | None:
-        """Return the hash of a file without reading it, or None."""
         if real.parent.name == "blobs" and _BLOB_NAME.fullmatch(real.name):
             return real.name  # the Hub's cache names large files by their sha256
         entry = self._remembered.get(str(real))
         return entry[-1] if entry is not None and entry[:-1] == _stat_numbers(real.stat()) else None
 
     def _hash(self, real: Path, new_entries: dict[str, list[Any]]) -> str:
-        """Return the sha256 of a file's content."""
+        # Before reading: if the file changes meanwhile, its hash is remembered for the old stat only.
         stat = real.stat()
         started_ns = time.time_ns()
         digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
@@ -144,6 +142,7 @@ class Fingerprints:
 
     def _read(self) -> dict[str, list[Any]]:
         """Return the remembered entries, path to [size, mtime, ctime, inode, hash]."""
+        # A file that is damaged or of another version only means that weights are hashed again.
         try:
             content = json.loads(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -168,7 +167,6 @@ def _stat_numbers(stat: os.stat_result) -> list[int]:
 
 
 def _comparable(config: Any) -> Any:
-    """Return a configuration without the keys that only record its origin."""
     if isinstance(config, list):
         return [_comparable(item) for item in cast("list[Any]", config)]
     if isinstance(config, float) and not math.isfinite(config):

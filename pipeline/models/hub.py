@@ -27,8 +27,8 @@ _MEGABYTE = 1_000_000
 REQUEST_TIMEOUT_S = 20.0
 """Maximum time to wait for the Hub's first answer."""
 
+# No repository has these owners, because the Hub has pages of these names.
 _RESERVED_OWNERS = frozenset(["models", "datasets", "spaces"])
-"""First parts that are owners of no repository, because the Hub has pages of these names."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -64,13 +64,9 @@ def require_access(name: str, revision: str | None) -> None:
 
 
 def download_files(name: str, revision: str | None, files: Iterable[str], *, log: Log) -> Path:
-    """Return the snapshot of a repository with the given files; those on this machine are not downloaded.
+    """Return the snapshot of a repository with the given files; the ones on this machine are not downloaded.
 
-    Args:
-        name: Hub id of the repository.
-        revision: Branch, tag or commit; None for the default branch.
-        files: Names of the files in the repository.
-        log: Receives the progress in megabytes.
+    `revision` is a branch, tag or commit; None for the default branch.
 
     Raises:
         HTTPError: The Hub cannot be reached, or refuses access.
@@ -111,15 +107,9 @@ def download_files(name: str, revision: str | None, files: Iterable[str], *, log
 
 @contextmanager
 def explain_download_errors(name: str, where: str) -> Generator[None]:
-    """Raise ModelError for any error of a download in the body.
+    """Raise ModelError for any error of a download in the body; the message explains the cause.
 
-    Args:
-        name: Hub id of the repository.
-        where: Recipe file and key that name it, such as "flowers.yaml, model.base".
-
-    Raises:
-        ModelError: The download failed. The message differs by cause: no network, offline mode, gated,
-            unauthorised or not found.
+    `where` is the recipe file and the key that name the repository, such as "flowers.yaml, model.base".
     """
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -134,7 +124,6 @@ def explain_download_errors(name: str, where: str) -> Generator[None]:
 
 
 def _explain(err: Exception, name: str, *, key: str) -> tuple[str, str]:
-    """Return the cause of a failed download and its fix."""
     from huggingface_hub.errors import OfflineModeIsEnabled, RemoteEntryNotFoundError, RevisionNotFoundError
 
     if refusal := _explain_refusal(err, name):
@@ -154,9 +143,9 @@ def _explain(err: Exception, name: str, *, key: str) -> tuple[str, str]:
 
 
 def _explain_refusal(err: Exception, name: str) -> tuple[str, str] | None:
-    """Return the cause and the fix if the Hub refuses access to the repository, or None."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
+    # A gated repository's error is also a RepositoryNotFoundError, so it comes first.
     if isinstance(err, GatedRepoError):
         return _explain_gated(name)
     if isinstance(err, RepositoryNotFoundError):
@@ -205,11 +194,8 @@ def component_files(repository_files: Iterable[str], folder: str) -> list[str]:
 
     Configuration files are always included. Weights are the `*.safetensors` files without a variant in their
     name, or else such `*.bin` files. If neither exist, they are the files of the first variant in
-    `WEIGHT_VARIANTS` that has weights, again preferring `*.safetensors`.
-
-    Args:
-        repository_files: All files of the repository.
-        folder: Folder of the component; "" if the repository is a single component.
+    `WEIGHT_VARIANTS` that has weights, again preferring `*.safetensors`. `folder` is "" if the repository is
+    a single component.
     """
     depth, pattern = (1, f"{folder}/*") if folder else (0, "*")
     inside = [

@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 def require_references(recipe: Recipe, family: Family | None = None) -> None:
     """Raise RecipeError unless the base model sees the references of each dataset.
 
-    Args:
-        recipe: The recipe.
-        family: Family of its base model. None finds it for a base model in a local folder; any other base
-            model is then not checked.
-
-    Raises:
-        RecipeError: Lists each dataset with too many references, or without those that the model requires.
+    Without a family, only a base model in a local folder is checked.
     """
     family = family or local_family(recipe)
     mistakes = [] if family is None else list(_dataset_mistakes(recipe, family))
@@ -67,13 +61,7 @@ def _editing_models() -> str:
 def require_preview_prompts(recipe: Recipe, family: Family | None = None) -> None:
     """Raise RecipeError unless each of `training.sample_prompts` suits the base model.
 
-    Args:
-        recipe: The recipe.
-        family: Family of its base model. None finds it for a base model in a local folder; of any other base
-            model, only the files of references are then checked.
-
-    Raises:
-        RecipeError: Lists each key that the base model does not support, and each unreadable reference.
+    Without a family, a base model that is not in a local folder is not checked, only the files of references.
     """
     if not recipe.training.sample_prompts:
         return
@@ -129,11 +117,7 @@ def reference_mistakes(
 ) -> Iterator[Mistake]:
     """Yield a mistake if a picture has too many reference images, and one for each unsuitable file.
 
-    Args:
-        recipe: The recipe.
-        family: Family of the base model, which accepts references; None if it is unknown.
-        files: The reference images.
-        path: Place of the references, to which the number of a file is added.
+    The base model accepts references, unless its family is unknown. `path` is the place of the references.
     """
     spec = None if family is None else family.spec.references
     if family is not None and spec is not None and len(files) > spec.max_number:
@@ -154,7 +138,6 @@ def reference_mistakes(
 
 
 def _has_no_effect(prompt: PreviewPrompt, family: Family) -> bool:
-    """Return whether a prompt has a negative prompt that its pictures do not depend on."""
     is_guided = prompt.guidance_scale is not None or family.spec.guidance_scale > 1
     return prompt.negative_prompt is not None and not is_guided
 

@@ -26,7 +26,6 @@ from pipeline.recipe import in_project
 _INDEX = "model_index.json"
 
 _CONFIG_PATTERNS = ("config.json", "scheduler_config.json", "tokenizer_config.json")
-"""Names of the configuration files of components."""
 
 _CHECKPOINT_SUFFIXES = frozenset([".safetensors", ".ckpt", ".pt", ".bin", ".gguf"])
 
@@ -43,7 +42,7 @@ def resolve_base(recipe: NamesModel, *, log: Log = discard) -> Path:
 
     `model.base` is a local folder, relative to the project root, if one exists, and otherwise a Hub id. A
     complete snapshot on this machine is used without a check for a newer one. Components replaced by
-    `model.components` may be missing from the folder. `log` receives the progress of downloads.
+    `model.components` may be missing from the folder.
 
     Raises:
         ModelError: The base is neither a folder nor a Hub id, a file is missing or cannot be downloaded, or
@@ -69,13 +68,10 @@ def resolve_base(recipe: NamesModel, *, log: Log = discard) -> Path:
 
 
 def config_folder(recipe: NamesModel) -> tuple[Path, dict[str, Path]]:
-    """Return the folder of the recipe's base model with at least its configuration files.
+    """Return the folder of the recipe's base model with at least its configuration files, some kilobytes.
 
-    If the model is on the Hub and not on this machine, these files are downloaded, some kilobytes.
-
-    Returns:
-        The folder, and the folders of replaced components that are on this machine, by role. Components that
-        are replaced by others on the Hub count as parts of the base model.
+    The second result has the folders of replaced components that are on this machine, by role. Components
+    that are replaced by others on the Hub count as parts of the base model.
 
     Raises:
         ModelError: `model.base` is neither a folder nor a Hub id, or a file cannot be downloaded.
@@ -103,13 +99,9 @@ def _has_config(folder: Path) -> bool:
 
 
 def check_local_base(recipe: NamesModel) -> None:
-    """Raise if the files on this machine already show that `resolve_base` will fail.
+    """Raise the error of `resolve_base` if the files on this machine already show that it will fail.
 
     A base model or component on the Hub is not checked.
-
-    Raises:
-        ModelError: See `resolve_base`.
-        FamilyError: See `resolve_base`.
     """
     local = local_base(recipe)
     if local is None:
@@ -125,16 +117,13 @@ def check_local_base(recipe: NamesModel) -> None:
 def missing_files(folder: Path, replaced: Mapping[str, Path] | None = None) -> str | None:
     """Return one sentence about the first missing file of a model, or None if it is complete.
 
-    Args:
-        folder: Diffusers folder of the model.
-        replaced: Folders of the components that replace the model's own.
-
     Raises:
         FamilyError: The family of its pipeline class is not supported.
     """
     try:
         _require_complete(detect(folder, replaced))
     except ModelError as err:
+        # FamilyError is a ModelError too, and no download would change it.
         if type(err) is not ModelError:
             raise
         return f"{err.what}: {err.where}"
@@ -160,13 +149,7 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
 def wanted_files(
     family: FamilySpec, repository_files: Iterable[str], *, without: Collection[str] = ()
 ) -> list[str]:
-    """Return the files of a repository that a family needs; see `component_files`.
-
-    Args:
-        family: Family with the names of its components.
-        repository_files: All files of the repository.
-        without: Components that are replaced.
-    """
+    """Return the files of a repository that a family needs, except for components in `without`."""
     files = sorted(repository_files)
     wanted = [name for name in files if name == _INDEX]
     for component in family.components:
@@ -215,7 +198,6 @@ def local_base(recipe: NamesModel) -> Path | None:
 
 
 def _require_roles(recipe: NamesModel, family: FamilySpec) -> None:
-    """Raise ModelError unless the family has every component in `model.components`."""
     # The scheduler's settings always come from the base model.
     roles = [role for role in family.components if role != "scheduler"]
     for role in recipe.model.components.given():
@@ -228,7 +210,6 @@ def _require_roles(recipe: NamesModel, family: FamilySpec) -> None:
 
 
 def _require_complete(family: Family) -> None:
-    """Raise ModelError unless every file of the family exists and has its full size."""
     for use in ("latents", "text", "denoiser"):
         for part in family.fingerprint_parts(use):
             for path in (*part.configs, *part.contents):
@@ -240,11 +221,6 @@ def _require_complete(family: Family) -> None:
 
 
 def _require_no_pickles(recipe: NamesModel, family: Family) -> None:
-    """Raise ModelError if a weight file is a pickle and the recipe does not allow it.
-
-    Raises:
-        ModelError: Names the first such file.
-    """
     files = (
         path
         for use in ("latents", "text", "denoiser")
@@ -257,7 +233,7 @@ def _require_no_pickles(recipe: NamesModel, family: Family) -> None:
 
 
 def _is_pickle(path: PurePath) -> bool:
-    """Return True for pickled weights and for the index of their shards."""
+    # Also for the index of shards, pytorch_model.bin.index.json.
     return ".bin" in path.suffixes
 
 
@@ -279,6 +255,8 @@ def _download(recipe: NamesModel, replaced: Mapping[str, Path], log: Log) -> Pat
         index = hf_hub_download(base, _INDEX, revision=revision)
         names = HfApi().list_repo_files(base, revision=revision)
         wanted = wanted_files(family_spec(Path(index).parent), names, without=replaced)
+
+        # Before the download, which may take hours.
         pickled = next((name for name in wanted if _is_pickle(PurePath(name))), None)
         if pickled is not None and not recipe.model.allow_pickle:
             raise _pickle_error(f"{where}: {base}, file {pickled}")

@@ -20,11 +20,7 @@ _MAX_SIZES_SHOWN = 5
 
 
 def local_family(recipe: Recipe) -> Family | None:
-    """Return the family of a base model in a local folder, or None for any other base model.
-
-    The result is also None if the folder is not a supported model. The job reports that error when it
-    resolves the model.
-    """
+    """Return the family of a base model in a local folder, or None for any other base model."""
     folder = in_project(recipe.model.base)
     if not (folder / _MODEL_INDEX).is_file():
         return None
@@ -33,6 +29,7 @@ def local_family(recipe: Recipe) -> Family | None:
     from pipeline.models.components import local_components
     from pipeline.models.families import detect
 
+    # The job reports the error when it resolves the model.
     try:
         return detect(folder, local_components(recipe))
     except LatentlineError:
@@ -40,11 +37,7 @@ def local_family(recipe: Recipe) -> Family | None:
 
 
 def require_size_multiple(recipes: Iterable[Recipe]) -> None:
-    """Raise RecipeError unless every bucket edge suits the local base model of its recipe.
-
-    Raises:
-        RecipeError: Lists the key of each wrong recipe, with the model's multiple.
-    """
+    """Raise RecipeError unless every bucket edge suits the local base model of its recipe."""
     mistakes = [
         placed(recipe, mistake)
         for recipe in recipes

@@ -33,7 +33,7 @@ def resolve_training_adapter(recipe: Recipe, *, log: Log = discard) -> Path | No
     """Return the file of the recipe's training adapter, or None if it has none.
 
     The value is a local file, relative to the project root, if one exists, and otherwise a Hub id, which may
-    be followed by the name of a file in the repository. `log` receives the progress of a download.
+    be followed by the name of a file in the repository.
 
     Raises:
         ModelError: The file is missing, or cannot be downloaded.
@@ -70,7 +70,6 @@ def missing_adapter_warning(recipe: Recipe, family: Family) -> str | None:
 
 
 def _hub_file(value: str) -> tuple[str, str]:
-    """Return the Hub id and the name of the file, which is empty if the value has none."""
     parts = value.split("/")
     return "/".join(parts[:2]), "/".join(parts[2:])
 
@@ -99,11 +98,7 @@ def _downloaded(name: str, file: str, where: str, log: Log) -> Path:
 
 
 def _chosen(names: Iterable[str], file: str, name: str, where: str) -> str:
-    """Return the LoRA file of a repository: `file`, or the only one.
-
-    Raises:
-        ModelError: The repository lacks the file, or has several and none is chosen.
-    """
+    """Return the LoRA file of a repository: `file`, or the only one."""
     files = sorted(each for each in names if each.endswith(_SUFFIX))
     if file in files or (len(files) == 1 and not file):
         return file or files[0]

@@ -19,8 +19,8 @@ from pipeline.models.convert.layouts import (
     unknown_layout_error,
 )
 
+# Floating-point dtypes, safetensors name to torch name.
 _DTYPES = MappingProxyType({"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"})
-"""Floating-point dtypes, safetensors name to torch name."""
 
 _UNET_INPUT = "input_blocks.0.0.weight"
 _FLUX_INPUT = "img_in.weight"
@@ -28,8 +28,8 @@ _SD2_TEXT_WIDTH = 1024
 _REFINER_MARK = "conditioner.embedders.0.model.text_projection"
 _EDM_MARKS = ("edm_mean", "edm_vpred.sigma_max")
 
+# Minimum number of tensors for a group of them to be reported as ignored.
 _MIN_IGNORED_TENSORS = 4
-"""Minimum number of tensors for a group of them to be reported as ignored."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,8 @@ class Contents:
     """Contents of a file.
 
     Attributes:
-        header: Header of the file.
         layout: Layout of its denoiser.
-        denoiser: Denoiser.
-        parts: Other components, by role.
+        parts: Components other than the denoiser, by role.
         ignored: Name prefixes of tensors that are not converted.
         reference: Hub id of the model that such a file is usually made from.
     """
@@ -93,11 +91,7 @@ def read_contents(file: Path) -> Contents:
 
 
 def _find_part(header: Header, places: Iterable[tuple[str, str]]) -> Part | None:
-    """Return the component at the first of its possible places; None if it is missing or quantized.
-
-    Raises:
-        ModelError: The component is in a layout that diffusers cannot read.
-    """
+    """Return the component at the first of its possible places; None if it is missing or quantized."""
     for prefix, mark in places:
         if prefix + mark in header.tensors:
             tensors = header.with_prefix(prefix)
@@ -116,7 +110,6 @@ def _find_part(header: Header, places: Iterable[tuple[str, str]]) -> Part | None
 
 
 def _dtypes(tensors: Mapping[str, Tensor], unused: Collection[str] = ()) -> tuple[str, tuple[str, ...]]:
-    """Return (torch name of a dtype without loss, further dtypes) of floating-point tensors."""
     # Scalars, such as CLIP's temperature, and empty tensors are not weights.
     weights = [
         tensor for name, tensor in tensors.items() if name not in unused and tensor.shape not in ((), (0,))
@@ -130,7 +123,6 @@ def _dtypes(tensors: Mapping[str, Tensor], unused: Collection[str] = ()) -> tupl
 
 
 def _ignored_prefixes(header: Header, converted: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the prefixes of larger groups of tensors that are in no converted component."""
     counts: dict[str, int] = {}
     for name in header.names:
         if not name.startswith(converted):
@@ -143,6 +135,8 @@ def _ignored_prefixes(header: Header, converted: tuple[str, ...]) -> tuple[str, 
 def _reference(header: Header, layout: Layout, prefix: str) -> str:
     if layout.name != "Stable Diffusion 1.x":
         return layout.reference
+
+    # Version 2 has the same names of tensors, and wider text embeddings.
     widths = [
         tensor.shape[-1]
         for name, tensor in header.with_prefix(f"{prefix}input_blocks.").items()
@@ -152,7 +146,7 @@ def _reference(header: Header, layout: Layout, prefix: str) -> str:
 
 
 def _require_text_to_image(header: Header, layout: Layout, prefix: str) -> None:
-    """Raise ModelError for inpainting, editing and refining models, and for EDM's noise schedule."""
+    # These models have the layout of a base model, and some of their inputs or their noise differ.
     unet_input, flux_input = (header.tensors.get(prefix + name) for name in (_UNET_INPUT, _FLUX_INPUT))
     model = None
     if unet_input is not None and unet_input.shape[1] in (8, 9):

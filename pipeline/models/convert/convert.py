@@ -59,17 +59,15 @@ class Choices:
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion whose inputs are all on this machine.
+    """A conversion with all inputs on this machine.
 
     Attributes:
-        contents: Contents of the file.
         folder: Folder to write.
         building: Temporary name of the folder until it is complete.
         reference: Reference model as named by the user.
         family: Family of the reference model.
         schedule: Noise schedule of the folder; None for flow matching, which uses the reference's.
         copied: Components copied from the reference model.
-        parts_only: See `Choices.parts_only`.
     """
 
     contents: Contents
@@ -136,13 +134,7 @@ def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
 
 
 def convert(plan: Plan, *, launch: Launch | None = None) -> Family:
-    """Write the folder, and return the family that Latentline detects in it.
-
-    After an error, nothing remains.
-
-    Args:
-        plan: Plan of the conversion.
-        launch: Runs the process that loads the model; None for one on this machine.
+    """Write the folder, and return the family that Latentline detects in it. After an error, nothing remains.
 
     Raises:
         ModelError: The file does not match the reference model.
@@ -210,7 +202,6 @@ def _component_job(plan: Plan, role: str, part: Part) -> ComponentJob:
 
 
 def _add_other_components(plan: Plan) -> None:
-    """Copy the components that the file lacks, and write the schedule and the index."""
     for role in plan.copied:
         (plan.building / role).mkdir()
         for path in local_component_files(plan.family.model.component(role)):
@@ -222,7 +213,7 @@ def _add_other_components(plan: Plan) -> None:
 
 
 def _index(plan: Plan, scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reference model's index, with null for components that are not in the folder."""
+    # diffusers does not load components that are null in the index, such as a safety checker.
     written = {*plan.parts, *plan.copied}
     index = {
         name: [None, None] if is_component(entry) and name not in written else entry
@@ -235,11 +226,7 @@ def _index(plan: Plan, scheduler: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _verify(plan: Plan, folder: Path) -> Family:
-    """Return the family detected in the folder, or in the reference model with the folder's components.
-
-    Raises:
-        ModelError: The family or its prediction is not the expected one, or a file is missing.
-    """
+    """Return the family detected in the folder, or in the reference model with the folder's components."""
     if plan.parts_only:
         family = detect(plan.family.model.path, {role: folder / role for role in plan.parts})
     else:

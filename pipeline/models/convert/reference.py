@@ -20,12 +20,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".safetensors.index.json", ".bin.ind
 def resolve_reference(reference: str, weights_of: Collection[str] | None) -> Family:
     """Return the family of the reference model, with all files that the conversion needs.
 
-    A complete local folder or snapshot is used unchanged. Otherwise the files are downloaded, without the
-    weights of components that are not in `weights_of`.
-
-    Args:
-        reference: Diffusers folder, relative to the working directory, or owner/name, or owner/name@revision.
-        weights_of: Components whose weights are needed; None for all.
+    The reference is a diffusers folder, relative to the working directory, or owner/name, or
+    owner/name@revision. Files that are missing in a snapshot are downloaded. `weights_of` has the components
+    that need their weights; None means all.
 
     Raises:
         ModelError: The reference is neither a folder nor a Hub id, or a file is missing.
@@ -67,13 +64,7 @@ def is_component(entry: object) -> bool:
 
 
 def wanted_files(roles: Iterable[str], files: Iterable[str], weights_of: Collection[str] | None) -> list[str]:
-    """Return the files of a repository that the conversion needs.
-
-    Args:
-        roles: Components of the model.
-        files: All files of the repository.
-        weights_of: Components whose weights are needed; None for all.
-    """
+    """Return the files of a repository that the conversion needs; see `resolve_reference`."""
     all_files = sorted(files)
     wanted = ["model_index.json"]
     for role in roles:
@@ -90,7 +81,6 @@ def local_component_files(folder: Path) -> list[Path]:
 
 
 def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
-    """Raise ModelError unless every component has its configuration and, if needed, its weights."""
     for role in present_roles(family):
         folder = family.model.component(role)
         needs_weights = weights_of is None or role in weights_of

@@ -1,9 +1,4 @@
-"""The noise schedule of a converted model, from the user, the file or the reference model.
-
-The weights of a model with a beta schedule do not show whether it predicts noise or velocity. Trainers record
-it in empty tensors named `v_pred` and `ztsnr` (zero terminal signal-to-noise ratio,
-https://arxiv.org/abs/2305.08891), or in ModelSpec metadata.
-"""
+"""The noise schedule of a converted model, from the user, the file or the reference model."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ from pipeline.models.families import BetaPrediction
 
 Source = Literal["the file", "--prediction", "--like"]
 
+# Values of `modelspec.prediction_type`.
 _PREDICTIONS: dict[str, BetaPrediction] = {
     "epsilon": "epsilon",
     "eps": "epsilon",
@@ -23,10 +19,9 @@ _PREDICTIONS: dict[str, BetaPrediction] = {
     "v-prediction": "v_prediction",
     "velocity": "v_prediction",
 }
-"""Values of `modelspec.prediction_type`."""
 
+# Schedulers of diffusers that support `rescale_betas_zero_snr`.
 _RESCALING = ("DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler")
-"""Schedulers of diffusers that support `rescale_betas_zero_snr`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class Schedule:
 
     Attributes:
         config: Content of `scheduler_config.json`.
-        prediction: Prediction of the denoiser.
         zero_snr: True if the last timestep is pure noise.
         source: Source of `prediction`.
     """
@@ -56,6 +50,9 @@ class Schedule:
 
 def recorded_schedule(header: Header) -> RecordedSchedule:
     """Return the schedule recorded in the tensor names and metadata of a file."""
+    # The weights do not show whether a model predicts noise or velocity. Trainers record it in empty tensors
+    # named `v_pred` and `ztsnr` (zero terminal signal-to-noise ratio, https://arxiv.org/abs/2305.08891), or
+    # in ModelSpec metadata.
     metadata = header.metadata
     prediction = _PREDICTIONS.get(metadata.get("modelspec.prediction_type", "").strip().lower())
     if "v_pred" in header.tensors or metadata.get("modelspec.architecture", "").endswith("-768-v"):
@@ -73,11 +70,8 @@ def choose_schedule(
 ) -> Schedule:
     """Return the schedule of the converted model; the user has precedence over the file and the reference.
 
-    Args:
-        reference: `scheduler_config.json` of the reference model.
-        recorded: Schedule recorded in the file.
-        prediction: Prediction chosen by the user; None for no choice.
-        zero_snr: Zero terminal SNR chosen by the user; None for no choice.
+    `reference` is the reference model's `scheduler_config.json`. `prediction` and `zero_snr` are the user's
+    choices, or None.
     """
     reference_prediction = cast("BetaPrediction", reference.get("prediction_type", "epsilon"))
     source: Source = "--prediction" if prediction else "the file" if recorded.prediction else "--like"

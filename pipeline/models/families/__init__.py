@@ -100,14 +100,8 @@ def family_spec(folder: Path) -> FamilySpec:
 
 
 def detect(folder: Path, replaced: Mapping[str, Path] | None = None) -> Family:
-    """Return the base model in a diffusers folder with its family; imports no torch.
+    """Return the base model in a diffusers folder with its family; raises like `family_spec`.
 
-    Args:
-        folder: Folder that holds `model_index.json`.
-        replaced: Folders of the components that replace those in `folder`, by component.
-
-    Raises:
-        FamilyError: See `family_spec`.
-        ModelError: `model_index.json` is missing or unreadable.
+    `replaced` has the folders of the components that replace the ones in `folder`, by component.
     """
     return Family(family_spec(folder), ModelFolder(folder, replaced))

@@ -18,7 +18,7 @@ TOKENS = 3000
 
 
 def _num_hidden_states(model: ModelFolder) -> int:
-    """Return the number of layers plus one for the embedding of the tokens, which comes first."""
+    # The embedding of the tokens comes before the layers.
     return int(model.config("text_encoder")["num_hidden_layers"]) + 1
 
 

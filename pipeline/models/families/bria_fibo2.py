@@ -20,8 +20,8 @@ PERCEIVER_BUNDLE = 2
 
 _LAYERS_PER_BUNDLE = 3
 
+# `tokenizer_max_length` of the pipeline, with template and images; captions for this model are long.
 _TOKENS = 4096
-"""`tokenizer_max_length` of the pipeline, with template and images; captions for this model are long."""
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -31,12 +31,11 @@ class BriaFibo2Text(LanguageModelText):
     """Hidden states of the caption in its template, each of unit size; a longer prompt loses its end."""
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
         return {"processor": self.tokens}
 
 
 def _max_patches(model: ModelFolder) -> int:
-    """Return the number of rows and columns of tokens that the transformer has positions for."""
+    # The axes are planes, one for each image, and rows and columns of tokens.
     return min(model.config("transformer")["axes_lens"][1:])
 
 

@@ -21,7 +21,6 @@ class MaskedT5Text(LanguageModelText):
     """T5's hidden states, padded, and the mask of the tokens that count."""
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         return {**super().shapes(model), "text_mask": (self.tokens,)}
 
 

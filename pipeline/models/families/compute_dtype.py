@@ -10,28 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 AUTO = "auto"
-"""Value of a recipe's `compute_dtype` or `mixed_precision` that leaves the choice to the component."""
 
 
 def vae_dtype(setting: str, config: Mapping[str, Any]) -> str:
-    """Return the dtype for a VAE: with "auto", float32 unless its configuration declares half precision safe.
-
-    Args:
-        setting: A dtype, or "auto".
-        config: Configuration of the VAE. Its `force_upcast` is false if the VAE does not overflow in float16.
-    """
+    """Return the dtype for a VAE: with "auto", float32 unless its configuration declares float16 safe."""
     if setting != AUTO:
         return setting
+
+    # `force_upcast` is false in the configuration of a VAE that does not overflow in float16.
     return "float16" if config.get("force_upcast") is False else "float32"
 
 
 def text_encoder_dtype(setting: str, component_class: str) -> str:
-    """Return the dtype for a text encoder: with "auto", float32 for CLIP and bfloat16 for language models.
-
-    Args:
-        setting: A dtype, or "auto".
-        component_class: Class of the encoder, as `library.Class`.
-    """
+    """Return the dtype for a text encoder: with "auto", float32 for CLIP and bfloat16 for language models."""
     if setting != AUTO:
         return setting
 
@@ -41,12 +32,7 @@ def text_encoder_dtype(setting: str, component_class: str) -> str:
 
 
 def denoiser_precision(setting: str, denoiser_name: str) -> str:
-    """Return a denoiser's mixed precision: with "auto", bf16 for transformers and no for UNets.
-
-    Args:
-        setting: A precision, or "auto".
-        denoiser_name: Component of the denoiser, "transformer" or "unet".
-    """
+    """Return a denoiser's mixed precision: with "auto", bf16 for transformers and no for UNets."""
     if setting != AUTO:
         return setting
     return "bf16" if denoiser_name == "transformer" else "no"

@@ -17,14 +17,13 @@ from pipeline.models.families.parts.vae import PatchedLatents
 
 @dataclass(frozen=True)
 class LimitedText(LanguageModelText):
-    """Captions of at most `tokens` tokens; the pipeline itself only has its tokenizer's limit, if any."""
+    """Hidden states of captions of at most `tokens` tokens, or of the tokenizer's limit if it is lower."""
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
+        # The pipeline itself only has its tokenizer's limit, if any.
         return {"tokenizer": min(int(model.config("tokenizer")["model_max_length"]), self.tokens)}
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         return {"text_embedding": (self.max_length(model), self.hidden_size(model))}
 
 

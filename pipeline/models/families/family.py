@@ -33,12 +33,12 @@ Denoiser = Literal["unet", "transformer"]
 class Distillation:
     """Facts about a distilled base model, which draws in few steps.
 
-    A LoRA that is trained directly on it weakens this ability, so that it draws generic pictures. A training
-    adapter prevents this.
-
     Attributes:
         training_adapter: Published training adapter, as a value of `model.training_adapter`; "" without one.
     """
+
+    # A LoRA that is trained directly on it weakens its distillation, so that it draws generic pictures. A
+    # training adapter prevents this.
 
     training_adapter: str = ""
 
@@ -103,16 +103,11 @@ class FamilySpec:
 class Family:
     """A base model of one family: its declaration applied to the configuration files of its folder.
 
-    Everything here is read from configurations; see `pipeline.models.worker.family` for the side that needs
-    torch.
-
-    Attributes:
-        spec: Declaration of the family.
-        model: Folder of the base model.
+    Most members return what the declaration's part has under the same name. Everything is read from
+    configurations, when it is used; see `pipeline.models.worker.family` for the side that needs torch.
     """
 
     def __init__(self, spec: FamilySpec, model: ModelFolder) -> None:
-        """Combine the two; no file is read yet."""
         self.spec = spec
         self.model = model
 
@@ -122,18 +117,15 @@ class Family:
 
     @property
     def no_negative_prompts(self) -> str:
-        """See `FamilySpec.no_negative_prompts`."""
         reason = self.spec.no_negative_prompts
         return reason(self.model) if callable(reason) else reason
 
     @property
     def denoiser_config(self) -> dict[str, Any]:
-        """Configuration of the denoiser."""
         return self.model.config(self.spec.denoiser_name)
 
     @property
     def scheduler_config(self) -> dict[str, Any]:
-        """Configuration of the noise schedule."""
         return self.model.config("scheduler")
 
     def fingerprint_parts(self, use: Use) -> tuple[ModelPart, ...]:
@@ -142,6 +134,7 @@ class Family:
         Raises:
             ModelError: A file of them is missing.
         """
+        # The order is part of fingerprints, so it must never change.
         if use == "latents":
             return (self._network_part("vae"),)
         if use == "text":
@@ -161,11 +154,9 @@ class Family:
     # Latents
 
     def size_multiple(self) -> int:
-        """See `LatentSpec.size_multiple`."""
         return self.spec.latents.size_multiple(self.model)
 
     def latent_shape(self, target: Size) -> tuple[int, int, int]:
-        """See `LatentSpec.shape`."""
         return self.spec.latents.shape(self.model, target)
 
     def vae_compute_dtype(self, setting: str) -> str:
@@ -180,7 +171,6 @@ class Family:
     # Text
 
     def text_roles(self) -> tuple[str, ...]:
-        """See `TextSpec.roles`."""
         return self.spec.text.roles(self.model, self.spec.components)
 
     def text_compute_dtypes(self, setting: str) -> dict[str, str]:
@@ -192,44 +182,32 @@ class Family:
         }
 
     def text_shapes(self) -> Shapes:
-        """See `TextSpec.shapes`."""
         return self.spec.text.shapes(self.model)
 
     @cached_property
     def token_limits(self) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
         return self.spec.text.token_limits(self.model)
 
     def max_length(self) -> int:
-        """See `TextSpec.max_length`."""
         return self.spec.text.max_length(self.model)
 
     def trainable_text_encoders(self) -> Mapping[str, ClipLora]:
-        """See `TextSpec.trainable_encoders`."""
         return self.spec.text.trainable_encoders(self.model)
 
     @property
     def text_images(self) -> TextImages | None:
-        """See `ReferenceSpec.in_text`; None also without references."""
         references = self.spec.references
         return None if references is None else references.in_text
 
     def image_processor_settings(self) -> dict[str, Any]:
-        """Return the settings of the image processor in the component `processor`.
-
-        Raises:
-            ModelError: The processor lacks its configuration.
-        """
         return image_processor_settings(self.model.component("processor"))
 
     # Noise
 
     def prediction_type(self) -> Prediction:
-        """See `NoiseSpec.prediction_type`."""
         return self.spec.noise.prediction_type(self.model)
 
     def timestep_facts(self) -> dict[str, Any]:
-        """See `NoiseSpec.timestep_facts`."""
         return self.spec.noise.timestep_facts(self.model)
 
     @property
@@ -239,34 +217,27 @@ class Family:
 
     @property
     def distillation(self) -> Distillation | None:
-        """How the base model was distilled; None if it was not."""
         return self.spec.distillation(self.model)
 
     @property
     def objective(self) -> int:
-        """See `FamilySpec.objective`."""
         version = self.spec.objective
         return version(self.model) if callable(version) else version
 
     # LoRA files
 
     def lora_targets(self) -> list[str]:
-        """See `LoraKeys.targets`."""
         return self.spec.lora.targets(self.model)
 
     def kohya_layer(self, module: str) -> Layer:
-        """See `LoraKeys.kohya_layer`."""
         return self.spec.lora.kohya_layer(self.model, module)
 
     def comfyui_key(self, module: str) -> str:
-        """See `LoraKeys.comfyui_key`."""
         return self.spec.lora.comfyui_key(self.model, module)
 
     def kohya_loads(self) -> bool:
-        """See `LoraKeys.reads_kohya`."""
         return self.spec.lora.reads_kohya(self.model)
 
     def modelspec_architecture(self) -> str:
-        """See `FamilySpec.architecture`."""
         architecture = self.spec.architecture
         return architecture(self.model) if callable(architecture) else architecture

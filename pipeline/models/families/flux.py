@@ -25,11 +25,10 @@ class T5AndClipText(TextSpec):
     """T5's hidden states, padded, and CLIP's pooled output."""
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """Return T5's limit: 512, or 256 for schnell. CLIP contributes only a pooled vector."""
+        # CLIP contributes only a pooled vector, so its limit does not count. Schnell takes fewer tokens.
         return {"tokenizer_2": 512 if has_guidance(model) else 256}
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         return {
             "text_embedding": (self.max_length(model), int(model.config("text_encoder_2")["d_model"])),
             "pooled_text_embedding": (int(model.config("text_encoder")["hidden_size"]),),

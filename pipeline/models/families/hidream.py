@@ -30,12 +30,9 @@ class HiDreamLatents(LatentSpec):
     """Latents that, unless they are square, must fit into the transformer's padded sequence."""
 
     def shape(self, model: ModelFolder, target: Size) -> tuple[int, int, int]:
-        """See `LatentSpec.shape`.
-
-        Raises:
-            BucketError: The size is not square and has more patches than the transformer pads to.
-        """
         shape = super().shape(model, target)
+
+        # The transformer pads the patches of images that are not square to the length of `max_resolution`.
         config = model.config("transformer")
         max_tokens = math.prod(config["max_resolution"]) // int(config["patch_size"]) ** 2
         if target.height != target.width and self.num_tokens(model, shape) > max_tokens:
@@ -54,11 +51,7 @@ class FourEncoderText(TextSpec):
     """The hidden states of T5 and of all Llama layers, padded, and both CLIPs' projections."""
 
     def roles(self, model: ModelFolder, components: Iterable[str]) -> tuple[str, ...]:
-        """Return all tokenizers and encoders.
-
-        Raises:
-            FamilyError: The recipe does not set the Llama.
-        """
+        """Raise FamilyError if the recipe does not set the Llama, and return all tokenizers and encoders."""
         for role in _USER_PROVIDED:
             if not model.has(role):
                 raise FamilyError(
@@ -70,11 +63,9 @@ class FourEncoderText(TextSpec):
         return super().roles(model, components)
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
         return dict.fromkeys(_TOKENIZERS, TOKENS)
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         llama = model.config("text_encoder_4")
         clips = ("text_encoder", "text_encoder_2")
         return {

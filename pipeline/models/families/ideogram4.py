@@ -35,7 +35,7 @@ class IdeogramNoise(FlowNoise):
     own_shift: str = "its pipeline computes the shift from the image size alone"
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
-        """Return an empty mapping, because the pipeline does not read the scheduler's configuration."""
+        # The pipeline does not read the scheduler's configuration.
         return {}
 
 

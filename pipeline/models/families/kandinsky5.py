@@ -18,21 +18,19 @@ TOKENS = 512
 TEMPLATE_TOKENS = 40
 """Tokens of the pipeline's template before the caption; their hidden states are dropped."""
 
+# Number of rows, and of columns, of patches that the transformer has positions for.
 _POSITIONS = 128
-"""Number of rows, and of columns, of patches that the transformer has positions for."""
 
 _ATTENTION = ("to_query", "to_key", "to_value", "out_layer")
 
 
 @dataclass(frozen=True)
 class QwenAndClipText(LanguageModelText):
-    """Qwen's hidden states of the caption's tokens and CLIP's pooled output.
+    """Qwen's hidden states of the caption's tokens and CLIP's pooled output."""
 
-    CLIP's own limit does not count, because it contributes only a pooled vector.
-    """
+    # CLIP's own limit does not count, because CLIP contributes only a pooled vector.
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         pooled = int(model.config("text_encoder_2")["hidden_size"])
         return {**super().shapes(model), "pooled_text_embedding": (pooled,)}
 

@@ -17,7 +17,6 @@ class ChatGlmText(LanguageModelText):
     """The penultimate hidden states, padded, and the last token's last hidden state."""
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         return {**super().shapes(model), "pooled_text_embedding": (self.hidden_size(model),)}
 
 

@@ -20,13 +20,15 @@ from pipeline.models.families.parts.vae import QwenImageLatents
 TOKENS = 512
 """`max_sequence_length` of the pipeline: the caption and the end of its template."""
 
+# Tokens of the template before the caption, which are dropped, and behind it.
 _PREFIX_TOKENS, _SUFFIX_TOKENS = 34, 5
-"""Tokens of the template before the caption, which are dropped, and behind it."""
 
+# Hidden states that the pipeline uses unless the model's index names others.
 _DEFAULT_LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
-"""Hidden states that the pipeline uses unless the model's index names others."""
 
 _BLOCK = re.compile(r"(transformer_blocks|text_fusion\.(?:layerwise|refiner)_blocks)\.(\d+)\.(.+)")
+
+# Names of a block's layers in Krea's code, by their diffusers names.
 _ORIGINAL = {
     "attn.to_q": "attn.wq",
     "attn.to_k": "attn.wk",
@@ -37,10 +39,9 @@ _ORIGINAL = {
     "ff.up": "mlp.up",
     "ff.down": "mlp.down",
 }
-"""Names of a block's layers in Krea's code, by their diffusers names."""
 
+# Layer outside of the blocks that combines the layers of the language model.
 _PROJECTOR = "text_fusion.projector"
-"""Layer outside of the blocks that combines the layers of the language model."""
 
 
 def select_layers(model: ModelFolder) -> tuple[int, ...]:
@@ -60,7 +61,7 @@ class Krea2Noise(FlowNoise):
     process: str = "families.krea2:Krea2Process"
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
-        """See `NoiseSpec.timestep_facts`."""
+        # A fact of the model's index, which no fingerprint contains.
         return {**super().timestep_facts(model), "is_distilled": is_distilled(model)}
 
 
@@ -69,11 +70,9 @@ class Krea2Keys(LoraKeys):
     """Layers under their names in Krea's own code, which ComfyUI's model has too."""
 
     def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
-        """See `LoraKeys.kohya_layer`."""
         return Layer(underscored(self._original_path(model, module)), (module,))
 
     def comfyui_key(self, model: ModelFolder, module: str) -> str:
-        """See `LoraKeys.comfyui_key`."""
         return f"diffusion_model.{self._original_path(model, module)}"
 
     def _original_path(self, model: ModelFolder, module: str) -> str:

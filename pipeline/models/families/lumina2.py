@@ -1,9 +1,4 @@
-"""Lumina Image 2: a Gemma 2 behind a system prompt, a single-stream transformer, a VAE of 16 channels.
-
-Its schedule, with a shift of 6, is for drawing. Training uses the shift of the original training code, which
-is FLUX.1's: https://github.com/Alpha-VLLM/Lumina-Image-2.0/blob/main/transport/transport.py.
-Objective 1 used the schedule.
-"""
+"""Lumina Image 2: a Gemma 2 behind a system prompt, a single-stream transformer, a VAE of 16 channels."""
 
 from __future__ import annotations
 
@@ -36,12 +31,15 @@ LUMINA2 = FamilySpec(
     text=LanguageModelText(
         "gemma2 prompted penultimate unpadded, 2", "families.lumina2:Lumina2Conditioner", tokens=256
     ),
+    # The published schedule, with a shift of 6, is for drawing. Training uses the shift of the original
+    # training code: https://github.com/Alpha-VLLM/Lumina-Image-2.0/blob/main/transport/transport.py.
     noise=FlowNoise(training_schedule=lambda model: FLUX_SHIFT),
     denoiser_call="families.lumina2:Lumina2Call",
     # ComfyUI's names of diffusers' modules exist for Z-Image alone, so its file uses the stacked layers.
     lora=StackedKeys(_BLOCKS.modules, blocks=(_BLOCKS,), comfyui_as_kohya=True),
     architecture="lumina-2",
     guidance_scale=4.0,
+    # Objective 1 used the published schedule.
     objective=2,
     no_negative_prompts="its pipeline encodes negative prompts in another way than captions",
 )

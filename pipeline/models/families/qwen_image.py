@@ -14,12 +14,10 @@ _TEXT_LAYERS = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt
 
 
 def _targets(model: ModelFolder) -> list[str]:
-    """Return attention and feed-forward layers of image and text.
-
-    The last block's text output is dropped, so the text query and the layers behind it would never get a
-    gradient there.
-    """
     image = [*(f"attn.{end}" for end in _ATTENTION), "img_mlp.net.0.proj", "img_mlp.net.2"]
+
+    # The last block's text output is dropped, so the text query and the layers behind it would never get a
+    # gradient there.
     blocks = range(int(model.config("transformer")["num_layers"]) - 1)
     return [*image, *(f"{block}.{layer}" for block in blocks for layer in _TEXT_LAYERS)]
 

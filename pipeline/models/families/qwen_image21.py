@@ -14,14 +14,14 @@ from pipeline.models.families.parts.references import QWEN_IMAGE21_REFERENCES
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import QwenImageLatents
 
+# Of caption and template. The pipeline has no limit, and never cuts a caption.
 _PROMPT_TOKENS = 2048
-"""Maximum number of tokens of caption and template. The pipeline has no limit, and never cuts a caption."""
 
+# Of an embedding, with the tokens that the template adds for three images.
 _TOKENS = _PROMPT_TOKENS + 64
-"""Maximum number of tokens of an embedding, with those that the template adds for three images."""
 
+# Edge, in tokens, of the squares that the transformer counts an image in.
 _SLOT = 2
-"""Edge, in tokens, of the squares that the transformer counts an image in."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class QwenImage21Latents(QwenImageLatents):
     patch: int = 1
 
     def size_multiple(self, model: ModelFolder) -> int:
-        """See `LatentSpec.size_multiple`; both edges of a latent must be even."""
+        # Both edges of a latent must be even.
         return _SLOT * super().size_multiple(model)
 
 
@@ -43,7 +43,7 @@ class QwenImage21Text(LanguageModelText):
     tokens: int = _TOKENS
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`; the system message, which is dropped, and images are not included."""
+        # Without images, and without the system message, which is dropped.
         return {"processor": _PROMPT_TOKENS}
 
 

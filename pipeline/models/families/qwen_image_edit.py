@@ -12,11 +12,11 @@ from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import QwenImageLatents
 from pipeline.models.families.qwen_image import QWEN_IMAGE_KEYS
 
+# Of template and caption, without images. The pipeline has no limit.
 _PROMPT_TOKENS = 1024
-"""Maximum number of tokens of template and caption, without those of images. The pipeline has no limit."""
 
+# Of an embedding with three images, which have at most 264 tokens each.
 _TOKENS = 2048
-"""Maximum number of tokens of an embedding with three images, which have at most 264 tokens each."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class QwenImageEditText(LanguageModelText):
     tokens: int = _TOKENS
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`; images are not part of the limit."""
         return {"processor": _PROMPT_TOKENS}
 
 

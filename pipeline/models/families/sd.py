@@ -22,16 +22,15 @@ class OneClipText(TextSpec):
     trains_encoders: ClassVar[bool] = True
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
         return {"tokenizer": clip_length(model)}
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         return {"text_embedding": (clip_length(model), int(model.config("text_encoder")["hidden_size"]))}
 
     def trainable_encoders(self, model: ModelFolder) -> Mapping[str, ClipLora]:
-        """Return all layers of the encoder, which ComfyUI calls clip_h in SD 2.x and clip_l in SD 1.x."""
         config = model.config("text_encoder")
+
+        # ComfyUI names the encoder of SD 2.x, which is wider, clip_h.
         name = "clip_h" if int(config["hidden_size"]) == 1024 else "clip_l"
         return {"text_encoder": ClipLora("lora_te", name, int(config["num_hidden_layers"]))}
 
@@ -40,7 +39,7 @@ _NOISE = BetaNoise()
 
 
 def _architecture(model: ModelFolder) -> str:
-    """Recognise SD 2.x by the width of its text embeddings, and its 768 px models by their v-prediction."""
+    # SD 2.x has wider text embeddings, and its 768 px models predict v.
     if model.config("unet").get("cross_attention_dim") != 1024:
         return "stable-diffusion-v1"
     return "stable-diffusion-v2-" + ("512" if _NOISE.prediction_type(model) == "epsilon" else "768-v")

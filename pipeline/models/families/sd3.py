@@ -11,8 +11,8 @@ from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec, clip_length
 from pipeline.models.families.parts.vae import LatentSpec
 
+# `max_sequence_length` of the pipeline; these tokens are zeros in a model without T5.
 _T5_TOKENS = 256
-"""`max_sequence_length` of the pipeline; these tokens are zeros in a model without T5."""
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _JOINT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -40,12 +40,10 @@ class ClipAndT5Text(TextSpec):
     """CLIP's tokens followed by T5's, as wide as the transformer takes them, and both CLIPs' projections."""
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
         limits = {role: clip_length(model, role) for role in ("tokenizer", "tokenizer_2")}
         return {**limits, "tokenizer_3": _T5_TOKENS} if model.has("text_encoder_3") else limits
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         encoders = ("text_encoder", "text_encoder_2")
         return {
             "text_embedding": (
@@ -57,7 +55,7 @@ class ClipAndT5Text(TextSpec):
 
 
 def _architecture(model: ModelFolder) -> str:
-    """Recognise 3.5 by its norm of queries and keys, and 3.5 medium by its dual attention."""
+    # 3.5 normalises queries and keys, and 3.5 medium has dual attention.
     config = model.config("transformer")
     if not config.get("qk_norm"):
         return "stable-diffusion-v3-medium"

@@ -22,11 +22,9 @@ class TwoClipText(TextSpec):
     trains_encoders: ClassVar[bool] = True
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
         return {role: clip_length(model, role) for role in ("tokenizer", "tokenizer_2") if model.has(role)}
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         first, second = model.config("text_encoder"), model.config("text_encoder_2")
         width = int(first["hidden_size"]) + int(second["hidden_size"])
         return {
@@ -35,7 +33,8 @@ class TwoClipText(TextSpec):
         }
 
     def trainable_encoders(self, model: ModelFolder) -> Mapping[str, ClipLora]:
-        """Return both encoders; the first one's last layer is unused, the second's feeds its projection."""
+        # The embedding is the penultimate hidden state of both, so the first encoder's last layer is unused.
+        # The second encoder's last layer feeds its projection.
         first, second = (
             int(model.config(role)["num_hidden_layers"]) for role in ("text_encoder", "text_encoder_2")
         )

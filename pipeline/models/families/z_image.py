@@ -1,9 +1,4 @@
-"""Z-Image and Z-Image-Turbo: a Qwen3, a single-stream transformer, a VAE of 16 channels.
-
-The schedule of Z-Image, with a shift of 6, is for drawing. Training uses the shift of FLUX.1, as section 4.3
-of https://arxiv.org/abs/2511.22699 describes; objective 1 used the schedule. Z-Image-Turbo is trained with
-its own schedule, a shift of 3.
-"""
+"""Z-Image and Z-Image-Turbo: a Qwen3, a single-stream transformer, a VAE of 16 channels."""
 
 from __future__ import annotations
 
@@ -17,8 +12,8 @@ from pipeline.models.families.parts.noise import FLUX_SHIFT, FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import LatentSpec
 
+# In the schedule of Z-Image-Turbo, which has the same configurations as Z-Image otherwise.
 _TURBO_SHIFT = 3.0
-"""Shift in the schedule of Z-Image-Turbo; its other configurations are the same as in Z-Image."""
 
 
 def is_turbo(model: ModelFolder) -> bool:
@@ -28,6 +23,8 @@ def is_turbo(model: ModelFolder) -> bool:
 
 
 def _training_schedule(model: ModelFolder) -> Mapping[str, Any]:
+    # Z-Image's schedule, with a shift of 6, is for drawing. Training uses FLUX.1's shift, as section 4.3 of
+    # https://arxiv.org/abs/2511.22699 describes. Z-Image-Turbo is trained with its own schedule.
     return {} if is_turbo(model) else FLUX_SHIFT
 
 
@@ -66,6 +63,7 @@ Z_IMAGE = FamilySpec(
     ),
     architecture="z-image",
     guidance_scale=4.0,
+    # Objective 1 of Z-Image used the published schedule.
     objective=lambda model: 1 if is_turbo(model) else 2,
     distillation=_distillation,
 )

@@ -36,14 +36,9 @@ def padding_mask(conditions: Conditions) -> Tensor | None:
 
 
 class DenoiserCall(ABC):
-    """The network that training adapts.
-
-    Attributes:
-        family: Family of the base model.
-    """
+    """The network that training adapts; `load` loads it."""
 
     def __init__(self, family: Family) -> None:
-        """Record the family; the network is loaded by `load`."""
         self.family = family
 
     @property
@@ -62,12 +57,9 @@ class DenoiserCall(ABC):
         return self.family.num_timesteps
 
     def load(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:
-        """Return the network, frozen and in evaluation mode.
+        """Return the network, frozen and in evaluation mode, with weights and activations in `dtype`.
 
-        Args:
-            dtype: Number format of the weights, and of the activations they are multiplied with.
-            device: Anything that `torch.device` accepts.
-            quantization: Quantization config of diffusers; None leaves the weights unquantized.
+        `quantization` is a quantization config of diffusers.
         """
         name = self.family.spec.denoiser_name
         if quantization is None:
@@ -104,7 +96,6 @@ class UNetCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         return denoiser(noisy, timesteps, encoder_hidden_states=conditions["text_embedding"]).sample
 
 
@@ -114,7 +105,6 @@ class SizedUNetCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         names = ("original_size_hw", "crop_top_left", "target_size_hw")
 
         # The ids stay float32 until they are embedded, because half precision would round sizes.

@@ -17,18 +17,9 @@ from pipeline.models.worker.vae import VaeCodec
 
 
 class WorkerFamily(Family):
-    """A base model with its torch side.
-
-    Attributes:
-        vae: Pixels to latents and back.
-        text: Captions to text embeddings.
-        denoiser: Noisy latents to predictions.
-        noise: Noisy latents and targets at a timestep.
-        drawing: Previews.
-    """
+    """A base model with its torch side, the parts that the declaration names; no weights are loaded yet."""
 
     def __init__(self, spec: FamilySpec, model: ModelFolder) -> None:
-        """Create the parts that the declaration names; no weights are loaded yet."""
         super().__init__(spec, model)
         self.vae: VaeCodec = part_class(spec.latents.codec)(self)
         self.text: TextConditioner = part_class(spec.text.conditioner)(self)
@@ -44,14 +35,5 @@ def part_class(path: str) -> Any:
 
 
 def load_family(folder: Path, replaced: Mapping[str, Path] | None = None) -> WorkerFamily:
-    """Return the base model in a diffusers folder with its torch side; no weights are loaded yet.
-
-    Args:
-        folder: Folder that holds `model_index.json`.
-        replaced: Folders of the components that replace those in `folder`, by component.
-
-    Raises:
-        FamilyError: See `pipeline.models.families.detect`.
-        ModelError: See `pipeline.models.families.detect`.
-    """
+    """Return the base model in a diffusers folder with its torch side, as `families.detect`."""
     return WorkerFamily(family_spec(folder), ModelFolder(folder, replaced))

@@ -39,17 +39,9 @@ class PictureSettings:
 
 
 class PipelineDrawing:
-    """The diffusers pipeline of a base model, without text encoders.
-
-    Attributes:
-        family: Family of the base model.
-        vae: Codec that loads the VAE.
-        text: Conditioner that stacks text embeddings and names the pipeline's arguments.
-        denoiser: Call that loads the denoiser.
-    """
+    """The diffusers pipeline of a base model, without text encoders."""
 
     def __init__(self, family: Family, vae: VaeCodec, text: TextConditioner, denoiser: DenoiserCall) -> None:
-        """Record the parts; nothing is loaded yet."""
         self.family = family
         self.vae = vae
         self.text = text
@@ -58,10 +50,7 @@ class PipelineDrawing:
     def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
         """Return the pipeline for `draw`, silent and without a safety checker.
 
-        Args:
-            denoiser: Network to draw with, including its adapter; None loads the base model's own.
-            dtype: Number format of the loaded networks.
-            device: Device to draw on.
+        `denoiser` may include an adapter; None loads the base model's own. `dtype` is for loaded networks.
         """
         kind = pipeline_class(self.family)
         components = empty_components(kind)
@@ -106,16 +95,12 @@ class PipelineDrawing:
     ) -> Image.Image:
         """Return one picture, which is the same for the same seed on the same device.
 
-        Args:
-            pipeline: Result of `load_pipeline`.
-            text: Tensors of the caption's entry.
-            empty_text: Tensors of the empty caption's entry, which caption dropout trains and guidance uses.
-                SDXL's pipeline would use zeros instead.
-            settings: Size, steps, seed and guidance scale.
-            negative_text: Tensors of a negative prompt's entry, which guidance uses instead.
-            references: Reference images of any size, upright and RGB; the pipeline scales and encodes them.
+        Texts are the tensors of entries: of the caption, of the empty caption, which guidance uses, and of a
+        negative prompt that replaces the empty caption. References are upright and RGB, of any size.
         """
         weight = unpacked_weight(getattr(pipeline, self.family.spec.denoiser_name))
+
+        # Caption dropout trains the empty caption, so guidance uses it. SDXL's pipeline would use zeros.
         stacked = self.text.stack([text, empty_text if negative_text is None else negative_text])
         prompt, negative = (
             {name: _on_device(rows[index : index + 1], weight) for name, rows in stacked.items()}
@@ -139,12 +124,11 @@ class PipelineDrawing:
 
 
 def _on_device(value: Any, weight: Tensor) -> Any:
-    """Return a tensor on the weight's device and in its dtype, and lengths as they are."""
+    # Numbers of tokens are Python integers.
     return value.to(weight.device, weight.dtype) if isinstance(value, Tensor) else value
 
 
 def _call_without_autocast(vae: nn.Module, method: str) -> None:
-    """Make `vae.encode` or `vae.decode` accept a tensor of any dtype and ignore autocast."""
     # A strong reference would be a cycle, and keep the VAE in memory after its last use.
     call, vae_reference = getattr(type(vae), method), weakref.ref(vae)
 

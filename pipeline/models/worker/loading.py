@@ -17,15 +17,12 @@ from transformers.utils import logging as transformers_logging
 from pipeline.models.diffusers_folder import stored_dtype, weight_variant
 from pipeline.models.families import Family
 
+# Attributes of transformers' language models: parts of a vision encoder, and the layer that computes logits.
 _VISION_PARTS = ("visual", "vision_tower", "multi_modal_projector")
-"""Attributes of transformers' language models that hold their vision encoder."""
-
 _OUTPUT_LAYER = "lm_head"
-"""Attribute of transformers' language models that computes logits."""
 
-
+# Loggers that warn about unused features when diffusers or transformers imports their packages.
 _WARNING_ON_IMPORT = ("bitsandbytes", "torchao", "torch.utils._pytree")
-"""Loggers that warn about unused features when diffusers or transformers imports their packages."""
 
 
 def keep_quiet() -> None:
@@ -54,12 +51,6 @@ def pipeline_class(family: Family) -> Any:
 def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Module:
     """Return a network of `family.spec.components`, frozen and in evaluation mode.
 
-    Args:
-        family: Family of the base model.
-        role: Component, such as "vae".
-        dtype: "float16", "bfloat16" or "float32".
-        device: Anything that `torch.device` accepts.
-
     Raises:
         ModelError: The component's weights are missing.
     """
@@ -67,10 +58,9 @@ def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Mod
 
 
 def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module, torch.dtype | None]:
-    """Return a text encoder on the CPU, frozen, in evaluation mode and without unused parts.
+    """Return a text encoder, and the dtype to convert its weights to; None if they have the right one.
 
-    Returns:
-        The network, and the dtype to convert its weights to; None if they have the right ones.
+    The encoder is on the CPU, frozen, in evaluation mode and without unused parts.
 
     Raises:
         ModelError: The component's weights are missing.
@@ -79,6 +69,7 @@ def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module,
 
     # Weights in their stored dtype are memory-mapped, so nothing is read of the parts that are dropped.
     # `move_weights` converts the rest one by one on their way to the device.
+    #
     # In float16, transformers keeps T5's overflowing layers in float32.
     is_mapped = dtype != "float16" and stored is not None
     network = read_component(family, role, stored if is_mapped and stored else dtype)
@@ -98,14 +89,7 @@ def drop_unused_parts(network: nn.Module, *, sees_images: bool = False) -> None:
 
 
 def read_component(family: Family, role: str, dtype: str, **options: Any) -> nn.Module:
-    """Return a network on the device where `from_pretrained` puts it; see `load_component`.
-
-    Args:
-        family: Family of the base model.
-        role: Component, such as "vae".
-        dtype: "float16", "bfloat16" or "float32".
-        **options: Further arguments of `from_pretrained`.
-    """
+    """Return a network on the device where `from_pretrained` puts it; see `load_component`."""
     folder = family.model.component(role)
     options |= {"variant": weight_variant(folder), "dtype": getattr(torch, dtype)}
     if family.spec.components[role].startswith("transformers."):
@@ -123,10 +107,8 @@ def _attention(config: Mapping[str, Any]) -> str | None:
 
 
 def empty_components(pipeline: Any) -> dict[str, Any]:
-    """Return None for every component of a pipeline class, by the name of its constructor's argument.
-
-    Components are the arguments without a default or with None as default.
-    """
+    """Return None for every component of a pipeline class, by the name of its constructor's argument."""
+    # Settings, unlike components, have defaults other than None.
     parameters = inspect.signature(pipeline.__init__).parameters
     empty = inspect.Parameter.empty
     names = [

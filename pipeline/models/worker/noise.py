@@ -16,14 +16,9 @@ from pipeline.models.worker.loading import component_class
 
 
 class NoiseProcess(ABC):
-    """The noise process of a base model.
-
-    Attributes:
-        family: Family of the base model.
-    """
+    """The noise process of a base model."""
 
     def __init__(self, family: Family) -> None:
-        """Record the family."""
         self.family = family
 
     def load_scheduler(self) -> Any:
@@ -36,10 +31,7 @@ class NoiseProcess(ABC):
     def timesteps(self, scheduler: Any, levels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
         """Return the timesteps (B,) of noise levels (B,), float64 in [0, 1), which they grow with.
 
-        Args:
-            scheduler: Result of `load_scheduler`.
-            levels: Noise levels, drawn with the density of the family or the recipe.
-            latent_shape: (C, h, w) of the samples; some families give larger images more noise.
+        `latent_shape` is (C, h, w) of the samples; some families give larger images more noise.
         """
 
     @abstractmethod
@@ -68,7 +60,6 @@ class BetaProcess(NoiseProcess):
         return signal / (1.0 - signal)
 
     def add_noise(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """See `NoiseProcess.add_noise`."""
         return scheduler.add_noise(latent, noise, timesteps)
 
     def target(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
@@ -85,14 +76,14 @@ class FlowProcess(NoiseProcess):
     """
 
     def load_scheduler(self) -> Any:
-        """See `NoiseProcess.load_scheduler`; the family may replace settings of the shift."""
         scheduler = super().load_scheduler()
+
+        # A published schedule may be one for drawing, so a family may replace settings of the shift.
         noise = cast("FlowNoise", self.family.spec.noise)
         replaced = noise.training_schedule(self.family.model)
         return type(scheduler).from_config(scheduler.config, **replaced) if replaced else scheduler
 
     def timesteps(self, scheduler: Any, levels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-        """See `NoiseProcess.timesteps`; sigma is the level after the schedule's shift."""
         shifted = self.shift_sigma(scheduler, levels, latent_shape)
         return (shifted * scheduler.config.num_train_timesteps).float()
 
@@ -131,7 +122,6 @@ class FlowProcess(NoiseProcess):
         return ((1.0 - sigma) / sigma) ** 2
 
     def add_noise(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """See `NoiseProcess.add_noise`."""
         sigma = (timesteps / scheduler.config.num_train_timesteps).to(latent.dtype)[:, None, None, None]
         return (1.0 - sigma) * latent + sigma * noise
 

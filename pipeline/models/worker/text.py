@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from pipeline.images.geometry import Size
 
+# Placeholder for a caption, to find where the caption begins in a prompt template.
 _MARKER = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Placeholder for a caption, to find where the caption begins in a prompt template."""
 
 POOLED_PROMPT = {"prompt_embeds": "text_embedding", "pooled_prompt_embeds": "pooled_text_embedding"}
 MASKED_PROMPT = {"prompt_embeds": "text_embedding", "prompt_attention_mask": "text_mask"}
@@ -64,11 +64,7 @@ class SeenImage:
 
 
 class TextConditioner(ABC):
-    """The tokenizers and text encoders of a base model.
-
-    Attributes:
-        family: Family of the base model.
-    """
+    """The tokenizers and text encoders of a base model; `load` loads them."""
 
     embeds_batches: ClassVar[bool] = False
     """Whether `embed` accepts a list of captions, which then share one forward pass."""
@@ -80,7 +76,6 @@ class TextConditioner(ABC):
     """The conditions that replace a prompt, by the pipeline's argument."""
 
     def __init__(self, family: Family) -> None:
-        """Record the family; encoders are loaded by `load`."""
         self.family = family
 
     @abstractmethod
@@ -95,8 +90,7 @@ class TextConditioner(ABC):
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the pipeline's arguments that replace a prompt.
 
-        Args:
-            text: Result of `stack` for one caption, on the denoiser's device and in its dtype.
+        `text` is the result of `stack` for one caption, on the denoiser's device and in its dtype.
         """
         return {argument: text[name] for argument, name in self.prompt_names.items()}
 
@@ -105,10 +99,7 @@ class TextConditioner(ABC):
     ) -> dict[str, Any]:
         """Return the pipeline's arguments that replace a prompt and a negative prompt.
 
-        Args:
-            pipeline: Result of `PipelineDrawing.load_pipeline`.
-            text: Conditions of the caption; see `prompt_tensors`.
-            negative_text: Conditions of the negative prompt, padded to the same length.
+        Both texts are conditions as for `prompt_tensors`, padded to the same length.
         """
         negative = {f"negative_{name}": value for name, value in self.prompt_tensors(negative_text).items()}
         return {**self.prompt_tensors(text), **negative}
@@ -120,10 +111,7 @@ class TextConditioner(ABC):
     def load(self, dtype: str, device: str, offload: LayerOffload = ALL_ON_DEVICE) -> Any:
         """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen.
 
-        Args:
-            dtype: Dtype of all encoders, or "auto" for `Family.text_compute_dtypes`.
-            device: Anything that `torch.device` accepts.
-            offload: Layers that are streamed from host memory; by default none.
+        `dtype` is one for all encoders, or "auto" for `Family.text_compute_dtypes`.
         """
         kind = pipeline_class(self.family)
         dtypes = self.family.text_compute_dtypes(dtype)
@@ -157,10 +145,7 @@ class TextConditioner(ABC):
     def encode_caption(self, encoders: Any, caption: str, images: Sequence[SeenImage] = ()) -> EncodedCaption:
         """Return the text embeddings of one prompt, as in the family's diffusers pipeline.
 
-        Args:
-            encoders: Result of `load`.
-            caption: Any text; tokens beyond the encoders' limits are cut.
-            images: Reference images that the text encoder sees, in order.
+        Tokens beyond the encoders' limits are cut.
         """
         with torch.inference_mode():
             batch = (
@@ -181,6 +166,7 @@ class TextConditioner(ABC):
         ]
 
     def _encoded(self, encoders: Any, caption: str, tensors: dict[str, Tensor]) -> EncodedCaption:
+        # The denoiser sees a caption as far as the encoder that reads the most of it.
         counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits]
         return EncodedCaption(tensors, *max(counts, key=lambda count: _reach(count[2])))
 
@@ -254,11 +240,8 @@ def count_within_template(
 ) -> tuple[int, int, int | None]:
     """Return what `TextConditioner.count_tokens` returns if the end of a template must not be cut.
 
-    Args:
-        spans_of: Returns (first character, last character + 1) of each token of a caption in its template.
-        caption: The caption.
-        caption_start: Number of characters of the template before the caption.
-        limit: Maximum number of tokens, the template included.
+    `spans_of` returns (first character, last character + 1) of each token of a caption in its template, which
+    has `caption_start` characters before the caption and is included in `limit`.
     """
     spans = spans_of(caption)
     if len(spans) <= limit:
@@ -284,23 +267,16 @@ class CachedPromptConditioner(TextConditioner):
         negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
-        """Return the result of the pipeline's `encode_prompt`.
-
-        Args:
-            pipeline: Result of `PipelineDrawing.load_pipeline`, without text encoders.
-            text: Conditions of the caption; see `TextConditioner.prompt_tensors`.
-            negative_text: Conditions of the negative prompt, padded to the same length.
-            arguments: Arguments of `encode_prompt`.
-        """
+        """Return the result of the pipeline's `encode_prompt` for its `arguments`; see `prompt_arguments`."""
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an arbitrary prompt; see `prompt_arguments`."""
+        # The pipeline requires a prompt, and the replaced `encode_prompt` ignores it.
         return {"prompt": ""}
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Replace the pipeline's `encode_prompt` until the next call, and return an arbitrary prompt."""
+        """Replace the pipeline's `encode_prompt` until the next call of this method."""
         pipeline.encode_prompt = lambda **given: self.encoded_prompt(pipeline, text, negative_text, given)
         return self.prompt_tensors(text)
 
@@ -313,7 +289,6 @@ class GemmaConditioner(TextConditioner):
         return {}
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, mask, negative, negative_mask = self.encode_prompt(
             encoders, caption, do_classifier_free_guidance=not caption, **self.instruction(encoders)
         )

@@ -20,11 +20,9 @@ from pipeline.models.worker.offload.streamed_blocks import (
     stream_blocks,
 )
 
+# An assumption. The memory forecast of a forward pass is below 0.9 GiB for all published text encoders.
 MARGIN_BYTES = 2 * 2**30
-"""Memory of a GPU that is not used for weights: CUDA's workspaces and the tensors of a forward pass.
-
-An assumption. The memory forecast of a forward pass is below 0.9 GiB for all published text encoders.
-"""
+"""Memory of a GPU that is not used for weights: CUDA's workspaces and the tensors of a forward pass."""
 
 _GIB = 2**30
 
@@ -83,12 +81,8 @@ def resident_layers(
 ) -> dict[str, int]:
     """Return the number of layers that stay on the device, for each encoder that is streamed.
 
-    auto streams the largest encoder first, with as many layers on the device as fit.
-
-    Args:
-        sizes: Text encoders by component. All of them are on the device together.
-        setting: Value of `text.offload`.
-        usable_bytes: Bytes on the GPU for weights; None on a CPU, where auto streams nothing.
+    auto streams the largest encoder first, with as many layers on the device as fit into `usable_bytes`
+    together with the other encoders. On a CPU, these are None, and auto streams nothing.
     """
     if isinstance(setting, int):
         return {role: setting for role, size in sizes.items() if setting < len(size.layers)}
@@ -99,7 +93,7 @@ def resident_layers(
     on_device = {role: size.total for role, size in sizes.items()}
     for role, size in sorted(sizes.items(), key=lambda item: -item[1].total):
         num_layers = len(size.layers)
-        # The slots hold as many layers, so that streaming fewer layers saves nothing.
+        # Streaming no more layers than the slots hold saves nothing.
         if sum(on_device.values()) <= usable_bytes or num_layers <= NUM_SLOTS:
             continue
         left = usable_bytes - sum(on_device.values()) + on_device[role]
@@ -114,10 +108,7 @@ def place_encoders(
 ) -> None:
     """Move text encoders to the device, or some of their layers to host memory.
 
-    Args:
-        encoders: Networks by component, on the CPU, with the dtype of `move_weights`.
-        device: Device that computes.
-        offload: Layers to stream.
+    The encoders are on the CPU; each comes with the dtype of `move_weights`.
     """
     sizes = {role: EncoderSize(network, dtype) for role, (network, dtype) in encoders.items()}
     usable_bytes = None if offload.free_bytes is None else offload.free_bytes - MARGIN_BYTES

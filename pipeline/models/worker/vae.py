@@ -26,8 +26,8 @@ from pipeline.models.families import Family
 from pipeline.models.families.parts.vae import ChannelScaledLatents, PatchedLatents
 from pipeline.models.worker.loading import load_component
 
+# `scaling_factor` of `AutoencoderKL` if its configuration has none.
 _DEFAULT_SCALE = 0.18215
-"""`scaling_factor` of `AutoencoderKL` if its configuration has none."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,9 @@ class Posterior:
 
 
 class VaeCodec(ABC):
-    """The VAE of a base model.
-
-    Attributes:
-        family: Family of the base model.
-    """
+    """The VAE of a base model; `load` loads it."""
 
     def __init__(self, family: Family) -> None:
-        """Record the family; the VAE is loaded by `load`."""
         self.family = family
 
     @property
@@ -59,29 +54,20 @@ class VaeCodec(ABC):
         return channels_last(load_component(self.family, "vae", dtype, device))
 
     def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
-        """Return the raw latents of pixels.
-
-        Args:
-            vae: Result of `load`.
-            pixels: Float tensor (B, 3, H, W) in [-1, 1] on any device; moved to the VAE's device and dtype.
-        """
+        """Return the raw latents of pixels, a float tensor (B, 3, H, W) in [-1, 1] on any device."""
         parameter = next(vae.parameters())
         with torch.inference_mode():
             pixels = pixels.to(parameter.device, parameter.dtype, memory_format=torch.channels_last)
             return self._encode(cast("Any", vae), pixels)
 
     def decode(self, vae: nn.Module, latent: Tensor) -> Tensor:
-        """Return the pixels of a latent, as at the end of the family's diffusers pipeline.
+        """Return the pixels of a normalised latent, as at the end of the family's diffusers pipeline.
 
-        Args:
-            vae: Result of `load`.
-            latent: Normalised latent on any device; moved to the VAE's device and dtype.
-
-        Returns:
-            Float32 tensor (B, 3, H, W) on the VAE's device, about -1 to 1 and not clamped.
+        The result is a float32 tensor (B, 3, H, W) on the VAE's device, about -1 to 1 and not clamped.
         """
         parameter = next(vae.parameters())
         with torch.inference_mode():
+            # Statistics are applied in float32, because the VAE may compute in half precision.
             raw_latent = self.denormalise(latent.float()).to(parameter.device, parameter.dtype)
             return self._decode(cast("Any", vae), raw_latent).float()
 
@@ -124,20 +110,14 @@ class KLCodec(VaeCodec):
         return float(self.config.get("scaling_factor", _DEFAULT_SCALE))
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
-        """See `VaeCodec.normalise`."""
         return (raw_latent - self._shift) * self._scale if self._shift else raw_latent * self._scale
 
     def denormalise(self, latent: Tensor) -> Tensor:
-        """See `VaeCodec.denormalise`."""
         return latent / self._scale + self._shift
 
 
 class ChannelScaledCodec(KLCodec):
-    """Codec of an `AutoencoderKL` that may define a mean and a standard deviation of each latent channel.
-
-    If it does, a normalised latent is (raw_latent - mean) * scale / std, as in diffusers. Otherwise this is
-    the same as `KLCodec`.
-    """
+    """`AutoencoderKL` with statistics if its configuration has them: (raw_latent - mean) * scale / std."""
 
     @property
     def _statistics(self) -> tuple[list[float], list[float]] | None:
@@ -145,14 +125,12 @@ class ChannelScaledCodec(KLCodec):
         return latents.statistics(self.family.model)
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
-        """See `VaeCodec.normalise`."""
         if self._statistics is None:
             return super().normalise(raw_latent)
         mean, std = (raw_latent.new_tensor(values)[:, None, None] for values in self._statistics)
         return super().normalise(raw_latent - mean) / std
 
     def denormalise(self, latent: Tensor) -> Tensor:
-        """See `VaeCodec.denormalise`."""
         if self._statistics is None:
             return super().denormalise(latent)
         mean, std = (latent.new_tensor(values)[:, None, None] for values in self._statistics)
@@ -160,7 +138,7 @@ class ChannelScaledCodec(KLCodec):
 
 
 class DeepCompressionCodec(KLCodec):
-    """Codec of `AutoencoderDC`, which is deterministic: the posterior's standard deviation is 0."""
+    """`AutoencoderDC`, which is deterministic: the posterior's standard deviation is 0."""
 
     def _encode(self, vae: Any, pixels: Tensor) -> Posterior:
         latent = vae.encode(pixels).latent.float()
@@ -168,23 +146,17 @@ class DeepCompressionCodec(KLCodec):
 
 
 class FrameCodec(VaeCodec):
-    """Codec of a video model's VAE, which encodes an image as a video of one frame.
-
-    A latent is normalised with the mean and the standard deviation of each channel.
-    """
+    """A video model's VAE, which encodes an image as a video of one frame: (raw_latent - mean) / std."""
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
-        """See `VaeCodec.normalise`."""
         mean, std = self._statistics(raw_latent)
         return (raw_latent - mean) / std
 
     def denormalise(self, latent: Tensor) -> Tensor:
-        """See `VaeCodec.denormalise`."""
         mean, std = self._statistics(latent)
         return latent * std + mean
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of each channel, (C, 1, 1)."""
         mean, std = (like.new_tensor(self.config[name]) for name in ("latents_mean", "latents_std"))
         return mean[:, None, None], std[:, None, None]
 
@@ -197,11 +169,7 @@ class FrameCodec(VaeCodec):
 
 
 class PatchedCodec(VaeCodec):
-    """`AutoencoderKLFlux2`: latents in patches (B, 4 C, h / 2, w / 2), each value of a patch normalised.
-
-    Mean and variance of the values are the running statistics of the VAE's batch norm, which are among its
-    weights.
-    """
+    """`AutoencoderKLFlux2`: latents in patches (B, 4 C, h / 2, w / 2), each value of a patch normalised."""
 
     @property
     def _latents(self) -> PatchedLatents:
@@ -209,6 +177,7 @@ class PatchedCodec(VaeCodec):
 
     @cached_property
     def _running_statistics(self) -> dict[str, Tensor]:
+        # Mean and variance are running statistics of the VAE's batch norm, which are among its weights.
         names = {"bn.running_mean", "bn.running_var"}
         statistics: dict[str, Tensor] = {}
         folder = self.family.model.component("vae")
@@ -225,7 +194,6 @@ class PatchedCodec(VaeCodec):
         return statistics
 
     def _mean_and_std(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of each value of a patch, (4 C, 1, 1)."""
         floor = self._latents.variance_floor
         if floor is None:
             floor = float(self.config["batch_norm_eps"])
@@ -234,13 +202,11 @@ class PatchedCodec(VaeCodec):
         return mean.to(device)[:, None, None], std.to(device)[:, None, None]
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
-        """See `VaeCodec.normalise`."""
         patches = self._to_patches(raw_latent)
         mean, std = self._mean_and_std(patches.device)
         return (patches - mean) / std
 
     def denormalise(self, latent: Tensor) -> Tensor:
-        """See `VaeCodec.denormalise`."""
         mean, std = self._mean_and_std(latent.device)
         return self._from_patches(latent * std + mean)
 
@@ -249,6 +215,8 @@ class PatchedCodec(VaeCodec):
         if not self._latents.channels_last:
             return pixel_unshuffle(raw_latent, edge)
         batch, channels, height, width = raw_latent.shape
+
+        # pixel_unshuffle puts the channel first; Ideogram's transformer has the position first.
         grid = raw_latent.view(batch, channels, height // edge, edge, width // edge, edge)
         return grid.permute(0, 3, 5, 1, 2, 4).reshape(batch, -1, height // edge, width // edge)
 

@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 
     from pipeline.models.families import Family
 
+# diffusers does not recognise a UNet without this prefix, but it does recognise transformers.
 _UNET_PREFIX = "model.diffusion_model."
-"""Prefix without which diffusers does not recognise a UNet; transformers are recognised without one."""
 
 
 def convert_components(job: ConversionJob, progress: Callable[[int, int, str], None]) -> None:
     """Write the components of a job one at a time, so that only one is in memory.
 
-    Args:
-        job: Components to write, and the folder.
-        progress: Receives the number of finished components, their total, and what happens next.
+    `progress` receives the number of finished components, their total, and what happens next.
 
     Raises:
         ModelError: A component lacks weights, or its shape differs from the configuration.
@@ -86,6 +84,7 @@ def _read_tensors(job: ConversionJob, component: ComponentJob) -> dict[str, Tens
 
 def _require_complete(network: Any, job: ConversionJob, role: str, component: ComponentJob) -> None:
     """Raise ModelError unless the network has all its weights and uses all weights of the file."""
+    # Tied weights are stored once, and would count as missing.
     if hasattr(network, "tie_weights"):  # networks of transformers
         network.tie_weights()
     state: dict[str, Tensor] = network.state_dict()

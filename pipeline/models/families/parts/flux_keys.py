@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.parts.lora_keys import BlockNames, StackedKeys
 
+# Published width of FLUX.1's transformer, the only one for which diffusers reads kohya's single blocks.
 _CONVERTED_WIDTH = 3072
-"""Published width of FLUX.1's transformer, the only one for which diffusers reads kohya's single blocks."""
 
 _DOUBLE = BlockNames(
     "transformer_blocks",

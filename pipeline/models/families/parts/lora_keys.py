@@ -12,8 +12,8 @@ from pipeline.models.diffusers_folder import ModelFolder
 
 _CLIP_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
 _CLIP_FEED_FORWARD = ("mlp.fc1", "mlp.fc2")
+# Prefix of layer paths in every LoRA file; not all of transformers' CLIP classes have it.
 _CLIP_PREFIX = "text_model."
-"""Prefix of layer paths in every LoRA file; not all of transformers' CLIP classes have it."""
 
 TextTargets = Literal["attention", "blocks"]
 
@@ -56,9 +56,7 @@ class ClipLora:
     def keys(self, role: str, module: str) -> tuple[str, str, str]:
         """Return the module's keys for diffusers, kohya and ComfyUI, without `.lora_down.weight` etc.
 
-        Args:
-            role: Component of the encoder in the pipeline.
-            module: Dotted path in transformers' model.
+        `module` is a dotted path in transformers' model.
 
         Raises:
             FamilyError: The module is not part of an encoder layer.
@@ -102,15 +100,13 @@ class LoraKeys:
         return list(self.target_modules(model) if callable(self.target_modules) else self.target_modules)
 
     def reads_kohya(self, model: ModelFolder) -> bool:
-        """Return whether diffusers' loader of the family reads kohya's layout of this denoiser."""
+        """Return `kohya_readable` for this model."""
         return self.kohya_readable(model) if callable(self.kohya_readable) else self.kohya_readable
 
     def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
         """Return the layer of kohya's LoRA files that corresponds to the module or contains it.
 
-        Args:
-            model: Base model.
-            module: Dotted path in the diffusers denoiser, such as `mid_block.attentions.0.proj_in`.
+        `module` is a dotted path in the diffusers denoiser, such as `mid_block.attentions.0.proj_in`.
 
         Raises:
             FamilyError: Kohya's layout does not include the module.
@@ -173,11 +169,9 @@ class StackedKeys(LoraKeys):
 
     @property
     def max_parts(self) -> int:
-        """See `LoraKeys.max_parts`."""
         return max(len(modules) for names in self.blocks for modules in names.layers.values())
 
     def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
-        """See `LoraKeys.kohya_layer`."""
         for names in self.blocks:
             if layer := names.layer(module):
                 return layer
@@ -188,7 +182,6 @@ class StackedKeys(LoraKeys):
         )
 
     def comfyui_key(self, model: ModelFolder, module: str) -> str:
-        """See `LoraKeys.comfyui_key`."""
         if self.comfyui_as_kohya:
             return self.kohya_layer(model, module).key
         return super().comfyui_key(model, module)

@@ -19,6 +19,7 @@ Prediction = Literal[BetaPrediction, "flow"]
 Density = Literal["uniform", "logit_normal", "mode"]
 """Distribution of the noise levels drawn in training, from 0 (no noise) to 1 (only noise)."""
 
+# Keys of a flow schedule's configuration that decide how noise levels become timesteps.
 _SHIFT_KEYS = (
     "shift",
     "use_dynamic_shifting",
@@ -28,7 +29,6 @@ _SHIFT_KEYS = (
     "max_image_seq_len",
     "time_shift_type",
 )
-"""Keys of a flow schedule's configuration that decide how noise levels become timesteps."""
 
 FLUX_SHIFT: Mapping[str, Any] = {
     "use_dynamic_shifting": True,
@@ -77,11 +77,7 @@ class BetaNoise(NoiseSpec):
     density: Density = "uniform"
 
     def prediction_type(self, model: ModelFolder) -> BetaPrediction:
-        """Return `prediction_type` of the scheduler's configuration, epsilon by default.
-
-        Raises:
-            FamilyError: The prediction type is another one, such as "sample", or the schedule is EDM's.
-        """
+        """Return the scheduler's prediction type, or raise FamilyError if training does not support it."""
         config, path = model.config("scheduler"), str(model.config_file("scheduler"))
         schedule = str(config.get("_class_name", ""))
         if schedule.startswith("EDM"):
@@ -101,7 +97,7 @@ class BetaNoise(NoiseSpec):
         return prediction
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
-        """Return nothing: the schedule is part of the denoiser's fingerprint."""
+        # The schedule is part of the denoiser's fingerprint.
         return {}
 
 
@@ -119,11 +115,9 @@ class FlowNoise(NoiseSpec):
     training_schedule: Callable[[ModelFolder], Mapping[str, Any]] = as_published
 
     def prediction_type(self, model: ModelFolder) -> Prediction:
-        """Return "flow"."""
         return "flow"
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
-        """Return the settings of the shift in training."""
         schedule = {**model.config("scheduler"), **self.training_schedule(model)}
         return {name: schedule.get(name) for name in _SHIFT_KEYS}
 
@@ -135,5 +129,4 @@ class SolverFlowNoise(FlowNoise):
     process: str = "noise:SolverFlowProcess"
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
-        """Return the schedule's settings of the shift, `flow_shift` included."""
         return {**super().timestep_facts(model), "flow_shift": model.config("scheduler").get("flow_shift")}

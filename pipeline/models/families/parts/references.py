@@ -70,21 +70,16 @@ class ReferenceSpec:
         return Geometry(original, scaled, Crop(top, left, *target))
 
 
+# FLUX.2's pipelines shrink a reference above this area, and refuse shorter edges and larger ratios of edges.
 _FLUX2_MAX_PX = 1024 * 1024
-"""Area above which FLUX.2's pipelines shrink a reference."""
-
 _FLUX2_MIN_EDGE_PX = 64
-"""Shortest edge of a reference that FLUX.2's pipelines accept."""
-
 _FLUX2_MAX_ASPECT_RATIO = 8
-"""Largest ratio of long to short edge of a reference that FLUX.2's pipelines accept."""
 
 
 def flux2_references(max_number: int) -> ReferenceSpec:
     """Return the references of FLUX.2: shrunk to at most a megapixel, and cropped to multiples.
 
-    Args:
-        max_number: The publisher's limit; the pipelines accept any number.
+    `max_number` is the publisher's limit; the pipelines accept any number.
     """
     return ReferenceSpec(max_number, _flux2_size, crops=True, scaled=_flux2_scaled)
 
@@ -139,15 +134,15 @@ KONTEXT_REFERENCES = ReferenceSpec(max_number=1, size=_kontext_size)
 """The reference of FLUX.1 Kontext: stretched to the nearest of its resolutions."""
 
 
+# Areas, in pixels, of references of both Qwen families, and of references that Qwen-Image-Edit's text encoder
+# sees: `VAE_IMAGE_SIZE` or `output_resolution` squared, and `CONDITION_IMAGE_SIZE` in diffusers.
 QWEN_PX, _QWEN_EDIT_TEXT_PX = 1024 * 1024, 384 * 384
-"""Areas, in pixels, of references of both Qwen families, and of references that Qwen-Image-Edit's text
-encoder sees: `VAE_IMAGE_SIZE` or `output_resolution` squared, and `CONDITION_IMAGE_SIZE` in diffusers."""
 
+# Both edges of a reference of Qwen-Image-Edit and Qwen-Image 2.1 are multiples of this.
 _QWEN_MULTIPLE_PX = 32
-"""Number that both edges of a reference of Qwen-Image-Edit and Qwen-Image 2.1 are a multiple of."""
 
+# Limit of Qwen2-VL's image processor.
 _QWEN_MAX_ASPECT_RATIO = 200
-"""Largest ratio of long to short edge that Qwen2-VL's image processor accepts."""
 
 
 def _qwen_size(model: ModelFolder, original: Size) -> Size:
@@ -156,7 +151,7 @@ def _qwen_size(model: ModelFolder, original: Size) -> Size:
 
 
 def _of_area(original: Size, num_px: int) -> Size:
-    """Return the size of about `num_px` pixels with the original's aspect ratio."""
+    # The order of operations is the same as in the pipelines, so that rounding gives the same size.
     aspect_ratio = original.width / original.height
     width = math.sqrt(num_px * aspect_ratio)
     edges = (width / aspect_ratio, width)
@@ -164,6 +159,7 @@ def _of_area(original: Size, num_px: int) -> Size:
 
 
 QWEN_EDIT_REFERENCES = ReferenceSpec(
+    # The publisher recommends one to three: https://huggingface.co/Qwen/Qwen-Image-Edit-2509
     max_number=3,
     size=_qwen_size,
     required=True,
@@ -173,33 +169,27 @@ QWEN_EDIT_REFERENCES = ReferenceSpec(
         num_tokens=200,
     ),
 )
-"""The references of Qwen-Image-Edit 2509 and later, stretched to a megapixel; the text encoder sees them too.
-
-The publisher recommends one to three: https://huggingface.co/Qwen/Qwen-Image-Edit-2509
-"""
+"""The references of Qwen-Image-Edit 2509 and later, stretched to a megapixel for the VAE."""
 
 QWEN_IMAGE21_REFERENCES = ReferenceSpec(
+    # The pipeline accepts any number; the limit is the same as for Qwen-Image-Edit.
     max_number=3,
     size=_qwen_size,
     in_text=TextImages(
         size=lambda original: _of_area(original, QWEN_PX),
         processor="Qwen2VLImageProcessorPil, 1",
+        # Only the text around an image: the transformer puts the image's latent in place of its tokens.
         num_tokens=7,
     ),
 )
-"""The references of Qwen-Image 2.1, stretched to a megapixel for VAE and text encoder.
-
-The pipeline accepts any number; the limit is the same as for Qwen-Image-Edit. An embedding has only the
-tokens of the text around an image, because the transformer puts the image's latent in place of its tokens.
-"""
+"""The references of Qwen-Image 2.1, stretched to a megapixel for VAE and text encoder."""
 
 
+# Area of references of Bria FIBO 2, from `default_sample_size` of its pipeline.
 _FIBO2_PX = 1024 * 1024
-"""Area of references of Bria FIBO 2, from `default_sample_size` of its pipeline."""
 
+# Both edges are multiples of the first number and at least the second one.
 _FIBO2_MULTIPLE_PX, _FIBO2_MIN_EDGE_PX = 16, 64
-"""Number that both edges of such a reference are a multiple of, and its shortest edge."""
-
 _FIBO2_AREA_TOLERANCE = 0.1
 
 
@@ -228,7 +218,6 @@ def _fibo2_size(original: Size) -> Size:
 
 
 def _fibo2_scaled(original: Size) -> Size:
-    """Return the size that covers the target."""
     target = _fibo2_size(original)
     scale = max(target.height / original.height, target.width / original.width)
     return Size(*(math.ceil(edge * scale) for edge in original))
@@ -253,7 +242,7 @@ The pipeline crops a single reference to the size of the result if the call sets
 
 
 def _multiple(model: ModelFolder) -> int:
-    """Return the edge in pixels of a token of both pipelines: a patch of 2 latent values."""
+    # The edge of a token of FLUX.2 and Kontext: a patch of 2 latent values.
     return 2 ** len(model.config("vae")["block_out_channels"])
 
 

@@ -89,7 +89,6 @@ class LanguageModelText(TextSpec):
     layers: int | Callable[[ModelFolder], int] = 1
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
         return {"tokenizer": self.tokens + self.template_tokens}
 
     def hidden_size(self, model: ModelFolder) -> int:
@@ -99,6 +98,5 @@ class LanguageModelText(TextSpec):
         return int(config["d_model" if "d_model" in config else "hidden_size"])
 
     def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
         layers = self.layers if isinstance(self.layers, int) else self.layers(model)
         return {"text_embedding": (self.tokens, layers * self.hidden_size(model))}

@@ -14,13 +14,13 @@ _BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(attentions|resnets)\.(\d+)\.(.+)
 _MID_BLOCK = re.compile(r"mid_block\.(attentions|resnets)\.(\d+)\.(.+)")
 _SAMPLER = re.compile(r"(down|up)_blocks\.(\d+)\.(?:down|up)samplers\.0\.conv")
 
+# Names of a residual block's members in CompVis's code, by their diffusers names.
 _RESIDUAL = {
     "conv1": "in_layers.2",
     "time_emb_proj": "emb_layers.1",
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
 }
-"""Names of a residual block's members in CompVis's code, by their diffusers names."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,14 @@ class UNetKeys(LoraKeys):
     kohya_original: bool = False
 
     def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
-        """See `LoraKeys.kohya_layer`."""
         path = _original_path(model, module) if self.kohya_original else module
         return Layer(underscored(path), (module,))
 
     def comfyui_key(self, model: ModelFolder, module: str) -> str:
-        """See `LoraKeys.comfyui_key`."""
         return f"diffusion_model.{_original_path(model, module)}"
 
 
 def _original_path(model: ModelFolder, module: str) -> str:
-    """Return the path in CompVis's UNet, which numbers its blocks through all levels.
-
-    A level on the way down has its residual blocks and one more block that halves the edges. A level on the
-    way up has one residual block more. Member 0 of a block is residual, member 1 is the
-    attention, and the last member of a level's last block on the way up doubles the edges.
-
-    Raises:
-        FamilyError: The module is outside of the blocks, or levels have different numbers of blocks.
-    """
     layers = model.config("unet").get("layers_per_block", 2)
     path = _path_in_blocks(model, module, layers) if isinstance(layers, int) else None
     if path is None:
@@ -72,6 +61,10 @@ def _original_path(model: ModelFolder, module: str) -> str:
 
 
 def _path_in_blocks(model: ModelFolder, module: str, layers: int) -> str | None:
+    # CompVis's UNet numbers its blocks through all levels. A level on the way down has its residual blocks
+    # and one more block that halves the edges. A level on the way up has one residual block more. Member 0 of
+    # a block is residual, member 1 is the attention, and the last member of a level's last block on the way
+    # up doubles the edges.
     if (match := _MID_BLOCK.fullmatch(module)) and (inner := _inner(match[1], match[3])):
         member = 1 if match[1] == "attentions" else 2 * int(match[2])
         return f"middle_block.{member}.{inner}"
@@ -91,5 +84,4 @@ def _path_in_blocks(model: ModelFolder, module: str, layers: int) -> str | None:
 
 
 def _inner(kind: str, path: str) -> str | None:
-    """Return CompVis's path inside an attention or residual block, or None if it lacks the layer."""
     return path if kind == "attentions" else _RESIDUAL.get(path)

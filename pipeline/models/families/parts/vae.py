@@ -91,7 +91,7 @@ class ChannelScaledLatents(LatentSpec):
     codec: str = "vae:ChannelScaledCodec"
 
     def method_of(self, model: ModelFolder) -> str:
-        """Return another name if the VAE has channel statistics, as Playground 2.5's has."""
+        # Playground 2.5's VAE has channel statistics.
         return self.method if self.statistics(model) is None else "autoencoder-kl by channel scaled, 1"
 
     def statistics(self, model: ModelFolder) -> tuple[list[float], list[float]] | None:
@@ -107,11 +107,10 @@ class QwenImageLatents(LatentSpec):
     codec: str = "vae:FrameCodec"
 
     def factor(self, model: ModelFolder) -> int:
-        """See `LatentSpec.factor`; each level of the VAE halves the edges."""
+        # Each level of the VAE halves the edges.
         return 2 ** len(model.config("vae")["temperal_downsample"])
 
     def channels(self, model: ModelFolder) -> int:
-        """See `LatentSpec.channels`."""
         return int(model.config("vae")["z_dim"])
 
 
@@ -122,11 +121,9 @@ class WanLatents(LatentSpec):
     codec: str = "vae:FrameCodec"
 
     def factor(self, model: ModelFolder) -> int:
-        """See `LatentSpec.factor`."""
         return int(model.config("vae")["scale_factor_spatial"])
 
     def channels(self, model: ModelFolder) -> int:
-        """See `LatentSpec.channels`."""
         return int(model.config("vae")["z_dim"])
 
 
@@ -137,7 +134,7 @@ class DeepCompressionLatents(LatentSpec):
     codec: str = "vae:DeepCompressionCodec"
 
     def factor(self, model: ModelFolder) -> int:
-        """See `LatentSpec.factor`; each level of the encoder but the first halves the edges."""
+        # Each level of the encoder but the first halves the edges.
         return 2 ** (len(model.config("vae")["encoder_block_out_channels"]) - 1)
 
 
@@ -156,11 +153,11 @@ class PatchedLatents(LatentSpec):
     variance_floor: float | None = None
 
     def shape(self, model: ModelFolder, target: Size) -> tuple[int, int, int]:
-        """Return (4 C, h / 2, w / 2), the shape in patches. See `LatentSpec.shape`."""
+        # (4 C, h / 2, w / 2), the shape in patches.
         channels, height, width = super().shape(model, target)
         patch = self.patch_of(model)
         return channels * patch**2, height // patch, width // patch
 
     def num_tokens(self, model: ModelFolder, latent_shape: tuple[int, int, int]) -> int:
-        """Return one token per position, because latents are stored in patches."""
+        # A position of a stored latent is a patch already.
         return latent_shape[1] * latent_shape[2]

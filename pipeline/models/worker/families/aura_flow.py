@@ -14,15 +14,14 @@ from pipeline.models.worker.text import TextConditioner, own_tokens
 
 
 class ZeroPaddedT5Conditioner(TextConditioner):
-    """T5's hidden states, padded with zeros to the pipeline's length."""
+    """T5's hidden states, padded with zeros."""
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, mask, *_ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": own_tokens(embedding, mask.reshape(embedding.shape)[..., 0])}
 
     def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the conditions of a batch, with zeros on the side where the tokenizer pads."""
+        # The transformer sees padding: zeros on the side where the tokenizer pads.
         pads_left = self.family.model.config("tokenizer").get("padding_side", "left") == "left"
         padded: list[Tensor] = []
         for text in texts:
@@ -32,7 +31,7 @@ class ZeroPaddedT5Conditioner(TextConditioner):
         return {"text_embedding": torch.stack(padded)}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`; the pipeline requires masks but does not use them."""
+        # The pipeline requires masks but does not use them.
         embedding = text["text_embedding"]
         return {"prompt_embeds": embedding, "prompt_attention_mask": embedding.new_ones(embedding.shape[:2])}
 
@@ -43,7 +42,6 @@ class AuraFlowCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         return denoiser(
             noisy,
             encoder_hidden_states=conditions["text_embedding"],

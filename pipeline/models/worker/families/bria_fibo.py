@@ -20,7 +20,7 @@ class BriaFiboConditioner(CachedPromptConditioner):
     """All hidden states of a SmolLM3 side by side."""
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`; uses `get_prompt_embeds`, which `encode_prompt` is based on."""
+        # The pipeline's `encode_prompt` is based on this method.
         _, layers, mask = encoders.get_prompt_embeds(
             caption, max_sequence_length=TOKENS, device=encoders.text_encoder.device
         )
@@ -33,7 +33,6 @@ class BriaFiboConditioner(CachedPromptConditioner):
         negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
-        """See `CachedPromptConditioner.encoded_prompt`."""
         prompt, prompt_layers = _by_layer(self.family, text)
         negative, negative_layers = _by_layer(self.family, negative_text)
         masks = text["text_mask"], negative_text["text_mask"]
@@ -46,7 +45,6 @@ class BriaFiboCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         mask, attention = padding_mask(conditions), dict[str, Any]()
         batch, channels, height, width = noisy.shape
         text, layers = _by_layer(self.family, conditions)

@@ -30,13 +30,10 @@ class BriaFibo2Processor(CaptionImageProcessor):
     """Tokenizer and image processor, called as `Qwen3VLProcessor`, which would require torchvision."""
 
     def __call__(self, *, text: Sequence[str], images: Any = None, **options: Any) -> BatchFeature:
-        """Return the inputs of the model for one text; a text with images is never cut.
-
-        Raises:
-            ModelError: Text and images have more tokens than the pipeline's limit.
-        """
         if images is None:
             return super().__call__(text=text, **options)
+
+        # A text with images is never cut.
         max_length = options["max_length"]
         features = super().__call__(text=text, images=images, **{**options, "truncation": False})
         num_tokens = features["input_ids"].shape[1]
@@ -57,12 +54,11 @@ class BriaFibo2Conditioner(TextConditioner):
     """
 
     def load_tokenizer(self, role: str) -> BriaFibo2Processor:
-        """See `TextConditioner.load_tokenizer`."""
         images = Qwen2VLImageProcessorPil(**self.family.image_processor_settings())
         return BriaFibo2Processor(super().load_tokenizer(role), images)
 
     def cleaned(self, encoders: Any, caption: str) -> str:
-        """Return the caption as the pipeline gives it to `encode_prompt`."""
+        """Return the caption as the pipeline's call gives it to `encode_prompt`."""
         if not caption:
             return DEFAULT_NEGATIVE_PROMPT
         content, _ = encoders._parse_prompt(caption)
@@ -71,20 +67,20 @@ class BriaFibo2Conditioner(TextConditioner):
         return json.dumps(content or {}, separators=(",", ":"), ensure_ascii=False)
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         return encoders.prompt_template_encode.format(self.cleaned(encoders, caption))
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
-        """See `TextConditioner.count_tokens`; the first cut character is counted in the cleaned caption."""
         prompt, limit = self.prompt(encoders, caption), self.token_limit(encoders, role)
         spans = token_spans(encoders.processor.tokenizer, prompt)
         if len(spans) <= limit:
             return len(spans), 0, None
+
+        # Counted in the cleaned caption, which may be longer than the caption.
         offset = spans[limit][0] - encoders.prompt_template_encode.index("{}")
         return len(spans), len(spans) - limit, min(max(offset, 0), len(caption))
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`; images of the texts in a JSON caption are not drawn."""
+        # The pipeline also draws the texts in a JSON caption as images. A caption alone has no images here.
         prompt = self.cleaned(encoders, caption)
         bundles, _ = encoders.encode_prompt(prompt, device=encoders.text_encoder.device)
         return _injected(bundles)
@@ -92,11 +88,7 @@ class BriaFibo2Conditioner(TextConditioner):
     def embed_with_images(
         self, encoders: Any, caption: str, images: Sequence[SeenImage]
     ) -> dict[str, Tensor]:
-        """See `TextConditioner.embed_with_images`; the caption is an instruction, or JSON with one.
-
-        Raises:
-            ModelError: A JSON caption has no instruction.
-        """
+        """Raise ModelError if a JSON caption has no instruction; any other caption is the instruction."""
         try:
             encoders.check_inputs(caption, None, None, image=[each.image for each in images])
         except ValueError as err:
@@ -108,7 +100,6 @@ class BriaFibo2Conditioner(TextConditioner):
         return _injected(bundles)
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         (length,) = text["text_lengths"]
         return {"prompt_embeds": _bundles(text)[:, :, :length]}
 
@@ -119,7 +110,6 @@ class BriaFibo2Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         references = [
             pixel_shuffle(each.to(noisy.dtype), _PATCH) for each in conditions.get("references", ())
         ]
@@ -135,12 +125,11 @@ class BriaFibo2Call(DenoiserCall):
 
 
 class OwnSizeImageProcessor(BriaFibo2ImageProcessor):
-    """Crops a single reference by its own aspect ratio, as several, whatever the size of the result."""
+    """Crops a single reference by its own aspect ratio, as several references and as in training."""
 
     def preprocess(
         self, image: Any, height: Any = None, width: Any = None, *args: Any, **options: Any
     ) -> Any:
-        """See `BriaFibo2ImageProcessor.preprocess`."""
         return super().preprocess(image, None, None, *args, **options)
 
 
@@ -148,14 +137,12 @@ class BriaFibo2Drawing(PipelineDrawing):
     """The pipeline with references as in training."""
 
     def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
-        """See `PipelineDrawing.load_pipeline`."""
         pipeline = super().load_pipeline(denoiser=denoiser, dtype=dtype, device=device)
         pipeline.image_processor = OwnSizeImageProcessor(pipeline.image_processor.config.vae_scale_factor)
         return pipeline
 
 
 def _seen_crop(encoders: Any, image: SeenImage) -> Any:
-    """Return the copy of a reference that the pipeline's language model sees."""
     limit = encoders.text_encoder_image_size
     _, (crop,) = encoders.image_processor.preprocess(
         image.image, image.size.height, image.size.width, text_encoder_image_size=limit
@@ -164,7 +151,7 @@ def _seen_crop(encoders: Any, image: SeenImage) -> Any:
 
 
 def _injected(bundles: Tensor) -> dict[str, Tensor]:
-    """Return an entry's tensors from the pipeline's embeddings, without the Perceiver's copy of a bundle."""
+    # The first bundle is the Perceiver's copy of another one, and is not stored; `_bundles` restores it.
     return {"text_embedding": bundles[:, 1:].transpose(1, 2).flatten(2)}
 
 

@@ -21,12 +21,10 @@ class MaskedT5Conditioner(TextConditioner):
     prompt_names = MASKED_PROMPT
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, _, mask, *_ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding, "text_mask": mask}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         # Attention adds the pipeline's float mask to its scores, so padding would be seen nearly as well as
         # the caption. As a boolean, the mask hides padding.
         return super().prompt_tensors({**text, "text_mask": text["text_mask"].bool()})
@@ -38,9 +36,8 @@ class ChromaCall(DenoiserCall):
     def recompute_activations(
         self, denoiser: nn.Module, checkpoint: Callable[..., Any] | None = None
     ) -> None:
-        """See `DenoiserCall.recompute_activations`; `checkpoint` is not used."""
         # diffusers 0.42 drops the mask where it recomputes single blocks. The checkpoints are inside the
-        # blocks, so hooks of the blocks are outside of them.
+        # blocks, so hooks of the blocks are outside of them, and `checkpoint` is not needed.
         model = cast("Any", denoiser)
         for block in (*model.transformer_blocks, *model.single_transformer_blocks):
             block.forward = partial(torch_checkpoint, block.forward, use_reentrant=False)
@@ -48,7 +45,6 @@ class ChromaCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         text, image = conditions["text_embedding"], pack(self.pipeline, noisy)
         text_mask = conditions["text_mask"].bool()
         image_mask = text_mask.new_ones(image["hidden_states"].shape[:2])

@@ -13,24 +13,22 @@ from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.noise import FlowProcess
 from pipeline.models.worker.text import TextConditioner, unpadded
 
+# Conditions by the transformer's argument.
 _SIZE_ARGUMENTS = {
     "original_size": "original_size_hw",
     "target_size": "target_size_hw",
     "crop_coords": "crop_top_left",
 }
-"""The transformer's arguments, by condition."""
 
 
 class CogView4Conditioner(TextConditioner):
     """The hidden states of a GLM."""
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         return {"prompt_embeds": unpadded(text["text_embedding"], text["text_lengths"])[0].unsqueeze(0)}
 
 
@@ -40,7 +38,6 @@ class CogView4Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         # One call per sample, because the transformer takes no mask that hides padding.
         texts = unpadded(conditions["text_embedding"], conditions["text_lengths"])
         predictions: list[Tensor] = []
@@ -62,7 +59,6 @@ class CogView4Process(FlowProcess):
     """Flow matching with the pipeline's shift, which grows with the square root of the number of tokens."""
 
     def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
-        """See `FlowProcess.size_shift`."""
         config = scheduler.config
         return calculate_shift(
             self.num_tokens(latent_shape),

@@ -16,18 +16,17 @@ class ErnieConditioner(TextConditioner):
     """The hidden states of a Mistral 3."""
 
     def load(self, dtype: str, device: str, offload: LayerOffload = ALL_ON_DEVICE) -> Any:
-        """See `TextConditioner.load`; the tokenizer cuts captions at the family's limit."""
         pipeline = super().load(dtype, device, offload)
+
+        # The pipeline cuts captions at its tokenizer's limit only.
         pipeline.tokenizer.model_max_length = self.family.max_length()
         return pipeline
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         states = encoders.encode_prompt(caption, encoders.text_encoder.device)
         return {"text_embedding": states[0][None]}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         return {"prompt_embeds": unpadded(text["text_embedding"], text["text_lengths"])}
 
 
@@ -37,7 +36,6 @@ class ErnieImageCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         return denoiser(
             hidden_states=noisy,
             timestep=timesteps,

@@ -25,14 +25,13 @@ class T5AndClipConditioner(TextConditioner):
     prompt_names = POOLED_PROMPT
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, pooled, _ = self.encode_prompt(encoders, caption)
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Return the caption's arguments alone, because guidance is distilled."""
+        # Guidance is distilled, so the pipeline needs no negative prompt.
         return self.prompt_tensors(text)
 
 
@@ -46,7 +45,6 @@ class FluxCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         guidance = None
         if has_guidance(self.family.model):
             guidance = torch.full((len(noisy),), _TRAINING_GUIDANCE, device=noisy.device)
@@ -80,15 +78,9 @@ def text_ids(text: Tensor) -> Tensor:
 
 
 def unpack(pipeline: Any, tokens: Tensor, noisy: Tensor, factor: int) -> Tensor:
-    """Rearrange the transformer's output tokens (B, T, D) into a latent (B, C, h, w).
-
-    Args:
-        pipeline: diffusers' pipeline class; its `_unpack_latents` does the work.
-        tokens: Output of the transformer, one token per 2x2 patch of the latent; further tokens, which belong
-            to a reference image, are ignored.
-        noisy: Latent (B, C, h, w) that was packed into the transformer's input.
-        factor: Downscaling factor of the VAE; `_unpack_latents` takes the image's size in pixels.
-    """
+    """Rearrange the transformer's output tokens (B, T, D) into a latent with the shape of `noisy`."""
     height, width = noisy.shape[2:]
+
+    # One token per 2x2 patch of the latent; tokens of a reference image follow.
     tokens = tokens[:, : (height // PATCH) * (width // PATCH)]
     return pipeline._unpack_latents(tokens, height * factor, width * factor, factor)

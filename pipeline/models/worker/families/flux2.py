@@ -15,11 +15,9 @@ class KleinConditioner(TextConditioner):
     """A Qwen3 behind its chat template; a distilled model ignores the negative prompt."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         return chat_prompt(encoders.tokenizer, caption, enable_thinking=False)
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, _ = self.encode_prompt(encoders, caption)
         return {"text_embedding": embedding}
 
@@ -34,7 +32,6 @@ class Flux2Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         text = conditions["text_embedding"]
         tokens = denoiser(
             **self._image_tokens(noisy, conditions),

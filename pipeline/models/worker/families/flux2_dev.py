@@ -18,14 +18,13 @@ class DevConditioner(KleinConditioner):
     """A Mistral 3 behind its chat template and the pipeline's system message."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         messages = format_input([caption], encoders.system_message)
         return encoders.tokenizer.apply_chat_template(messages, tokenize=False)[0]
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Return the caption's arguments alone, because guidance is distilled."""
+        # Guidance is distilled, so the pipeline needs no negative prompt.
         return self.prompt_tensors(text)
 
 

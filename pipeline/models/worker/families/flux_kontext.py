@@ -12,15 +12,14 @@ from pipeline.models.worker.denoiser import Conditions
 from pipeline.models.worker.families.flux import FluxCall, pack
 from pipeline.models.worker.inference import PipelineDrawing
 
+# First position id of a reference's tokens; the noisy latent's is 0.
 _REFERENCE_ID = 1
-"""First position id of a reference's tokens; the noisy latent's is 0."""
 
 
 class KontextCall(FluxCall):
     """FLUX.1's transformer over the packed latent and its reference."""
 
     def image_tokens(self, noisy: Tensor, conditions: Conditions) -> dict[str, Tensor]:
-        """See `FluxCall.image_tokens`."""
         tokens = super().image_tokens(noisy, conditions)
         if not conditions.get("references"):
             return tokens
@@ -35,8 +34,8 @@ class KontextCall(FluxCall):
 
 
 class KontextDrawing(PipelineDrawing):
-    """Previews in any size; the pipeline scales the size to `max_area`, a megapixel by default."""
+    """Previews in any size."""
 
     def size_arguments(self, size: Size) -> dict[str, Any]:
-        """See `PipelineDrawing.size_arguments`."""
+        # The pipeline scales the size to `max_area`, a megapixel by default.
         return {**super().size_arguments(size), "max_area": size.height * size.width}

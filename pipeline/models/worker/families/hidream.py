@@ -18,7 +18,6 @@ class FourEncoderConditioner(TextConditioner):
     """T5, every layer of a Llama, and two pooled CLIPs."""
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         t5, _, llama, _, pooled, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {
             "text_embedding": t5,
@@ -27,7 +26,6 @@ class FourEncoderConditioner(TextConditioner):
         }
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         return {
             "prompt_embeds_t5": text["text_embedding"],
             "prompt_embeds_llama3": text["llama_embeddings"].transpose(0, 1),
@@ -41,7 +39,7 @@ class HiDreamCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; the transformer's prediction is negated, as in the pipeline."""
+        # The transformer predicts latent minus noise; the pipeline negates it too.
         prediction = -denoiser(
             hidden_states=noisy,
             timesteps=timesteps,
@@ -64,9 +62,9 @@ class HiDreamCall(DenoiserCall):
 
 
 class HiDreamDrawing(PipelineDrawing):
-    """The pipeline, which scales every size to the area of its default size."""
+    """Previews in any size."""
 
     def allow_size(self, pipeline: Any, size: Size) -> None:
-        """Set the default size to the area of `size`."""
+        # The pipeline scales every size to the area of its default size.
         edge = math.sqrt(size.height * size.width) / pipeline.vae_scale_factor
         pipeline.default_sample_size = edge * (1 + 1e-6)  # the pipeline rounds down

@@ -17,42 +17,35 @@ from pipeline.models.worker.loading import load_component
 from pipeline.models.worker.noise import FlowProcess
 from pipeline.models.worker.text import CachedPromptConditioner, chat_prompt, count_within_template
 
+# The pipeline's schedule: the edge of the picture that has a shift of zero, `std`, and logarithms of the
+# lowest and the highest ratio of noise variance to signal variance.
 _BASE_PX = 512
-"""Edge of the picture for which the pipeline's schedule has a shift of zero."""
-
 _SPREAD = 1.5
-"""`std` of the pipeline's schedule."""
-
 _LOG_NOISE = -15.0, 18.0
-"""Logarithms of the lowest and the highest ratio of noise variance to signal variance in its schedule."""
 
 
 class IdeogramConditioner(CachedPromptConditioner):
     """Thirteen layers of a Qwen3-VL behind its chat template."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         return chat_prompt(encoders.tokenizer, [{"type": "text", "text": caption}])
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
-        """Count tokens, and cut the caption's end so that the end of the template remains.
-
-        The pipeline itself rejects a caption that is too long.
-        """
+        # The pipeline itself rejects a caption that is too long. The end of the template must not be cut.
         limit, caption_start = self.token_limit(encoders, role), self.prompt(encoders, "|").index("|")
         spans_of = partial(self._token_spans, encoders)
         return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
     def _token_spans(self, encoders: Any, caption: str) -> list[tuple[int, int]]:
-        """Return (first character, last character + 1) of each token of the prompt."""
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
         return encoders.tokenizer(self.prompt(encoders, caption), **options)["offset_mapping"]
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`; `encode_prompt` also places a picture, here the smallest one."""
         _, _, cut_from = self.count_tokens(encoders, "tokenizer", caption)
         kept = caption[:cut_from]
         length = len(self._token_spans(encoders, kept))
+
+        # `encode_prompt` also places a picture behind the text, here the smallest one.
         states, *_ = encoders.encode_prompt(kept, 1, 1, length, encoders.text_encoder.device)
         return {"text_embedding": states[:, :length]}
 
@@ -63,7 +56,7 @@ class IdeogramConditioner(CachedPromptConditioner):
         negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
-        """Return the caption's states, then zeros for the picture; the second transformer sees no text."""
+        # The picture follows the caption. Guidance uses the second transformer, which sees no text.
         states = text["text_embedding"][:, : arguments["max_sequence_length"]]
         grid = arguments["grid_h"], arguments["grid_w"]
         picture = states.new_zeros(1, math.prod(grid), states.shape[2])
@@ -74,9 +67,10 @@ class IdeogramConditioner(CachedPromptConditioner):
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Set the caption's number of tokens, and one guidance scale for all steps."""
         arguments = super().prompt_arguments(pipeline, text, negative_text)
         (length,) = text["text_lengths"]
+
+        # Without a schedule, the pipeline uses one guidance scale for all steps.
         return {**arguments, "max_sequence_length": length, "guidance_schedule": None}
 
 
@@ -86,7 +80,6 @@ class IdeogramCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         text, lengths = conditions["text_embedding"], list(conditions["text_lengths"])
         batch, longest, width = text.shape
         tokens = noisy.flatten(2).transpose(1, 2)
@@ -116,7 +109,7 @@ class IdeogramProcess(FlowProcess):
     """Flow matching with the pipeline's own schedule."""
 
     def shift_sigma(self, scheduler: Any, sigma: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-        """Return sigma such that logit-normal levels get the density of the pipeline's steps."""
+        # Logit-normal levels then have the density of the pipeline's steps.
         pixels = self.family.size_multiple() ** 2 * latent_shape[1] * latent_shape[2]
         mu = 0.5 * math.log(pixels / _BASE_PX**2)
         low, high = (1.0 / (1.0 + math.exp(-0.5 * ratio)) for ratio in _LOG_NOISE)
@@ -127,8 +120,9 @@ class IdeogramDrawing(PipelineDrawing):
     """The pipeline with both transformers."""
 
     def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
-        """See `PipelineDrawing.load_pipeline`; the second transformer gets the first one's dtype."""
         pipeline = super().load_pipeline(denoiser=denoiser, dtype=dtype, device=device)
+
+        # The first transformer may be the one in training, with another dtype than loaded networks.
         first_dtype = str(pipeline.transformer.dtype).removeprefix("torch.")
         second = load_component(self.family, SECOND_TRANSFORMER, first_dtype, device)
         pipeline.register_modules(**{SECOND_TRANSFORMER: second})

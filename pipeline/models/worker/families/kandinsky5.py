@@ -15,15 +15,15 @@ from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.inference import PipelineDrawing
 from pipeline.models.worker.text import TextConditioner, token_spans
 
+# Tokens at the end that the pipeline excludes when it measures how much text to cut.
 _NUM_END_MARKS = 2
-"""Tokens at the end that the pipeline excludes when it measures how much text to cut."""
 
 
 class QwenAndClipConditioner(TextConditioner):
     """A Qwen2.5-VL behind the pipeline's template, and a pooled CLIP."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`; the pipeline cleans white space and HTML entities."""
+        # The pipeline cleans white space and HTML entities.
         return encoders.prompt_template.format(prompt_clean(caption))
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
@@ -47,12 +47,10 @@ class QwenAndClipConditioner(TextConditioner):
         return len(spans), num_cut, min(max(end - caption_start, 0), len(caption))
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, pooled, _ = self.encode_prompt(encoders, caption, max_sequence_length=TOKENS)
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         (length,) = text["text_lengths"]
         return {
             "prompt_embeds_qwen": text["text_embedding"][:, :length],
@@ -67,7 +65,6 @@ class Kandinsky5Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         edge = self.family.size_multiple() // self.family.vae_factor
         grid = (1, noisy.shape[2] // edge, noisy.shape[3] // edge)
         visual_positions = [torch.arange(count, device=noisy.device) for count in grid]
@@ -90,8 +87,8 @@ class Kandinsky5Call(DenoiserCall):
 
 
 class Kandinsky5Drawing(PipelineDrawing):
-    """The pipeline, which draws only in the sizes of a list."""
+    """Previews in any size."""
 
     def allow_size(self, pipeline: Any, size: Size) -> None:
-        """Make `size` the only size of the list."""
+        # The pipeline draws only in the sizes of this list.
         pipeline.resolutions = [(size.width, size.height)]

@@ -13,12 +13,11 @@ class ChatGlmConditioner(PooledConditioner):
     """The hidden states of a ChatGLM."""
 
     def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, _, pooled, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
-        """Count the pieces of the SentencePiece model, which know their place in the caption."""
+        # ChatGLM's tokenizer has no offsets, but the pieces of its SentencePiece model have.
         tokenizer, limit = encoders.tokenizer, self.token_limit(encoders, role)
         pieces = tokenizer.tokenizer.sp_model.encode(caption, return_type="proto").pieces
         num_marks = len(tokenizer.get_prefix_tokens())

@@ -15,24 +15,23 @@ from pipeline.models.worker.text import TextConditioner, own_tokens
 
 _PATCH = 2
 
+# The pipeline's shift for a distilled model, for pictures of any size.
 _DISTILLED_SHIFT = 1.15
-"""The pipeline's shift for a distilled model, whatever the size."""
 
 
 class Krea2Conditioner(TextConditioner):
     """Layers of a Qwen3-VL; the part of the template before the caption is dropped."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """Return the prompt up to the end of the caption."""
+        # The pipeline cuts this text at the limit, and then appends the end of the template.
         return encoders.prompt_template_encode_prefix + caption
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """Return the hidden states of the caption's tokens and of the template's last ones."""
+        # Hidden states of the caption and of the end of the template.
         embedding, mask = self.encode_prompt(encoders, caption, max_sequence_length=TOKENS)
         return {"text_embedding": own_tokens(embedding, mask).flatten(2)}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         layers = len(select_layers(self.family.model))
         states, mask = _by_layer(text, layers)
         return {"prompt_embeds": states, "prompt_embeds_mask": mask}
@@ -44,7 +43,6 @@ class Krea2Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         text, _ = _by_layer(conditions, len(select_layers(self.family.model)))
         height, width = noisy.shape[2:]
         grid = height // _PATCH, width // _PATCH
@@ -60,10 +58,9 @@ class Krea2Call(DenoiserCall):
 
 
 class Krea2Process(FlowProcess):
-    """Flow matching with a shift that depends on the image size; in a distilled model it is fixed."""
+    """Flow matching with a shift that depends on the image size; a distilled model has a fixed one."""
 
     def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
-        """See `FlowProcess.size_shift`."""
         if is_distilled(self.family.model):
             return _DISTILLED_SHIFT
         return super().size_shift(scheduler, latent_shape)

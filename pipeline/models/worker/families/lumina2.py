@@ -15,11 +15,9 @@ class Lumina2Conditioner(GemmaConditioner):
     """A Gemma 2 behind the pipeline's system prompt."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         return f"{encoders.system_prompt} <Prompt Start> {caption}"
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         return {"prompt_embeds": text["text_embedding"], "prompt_attention_mask": text["text_mask"].long()}
 
 
@@ -29,7 +27,6 @@ class Lumina2Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         # The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise.
         return -denoiser(
             hidden_states=noisy,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.text import TextConditioner
 
+# `max_sequence_length` of the pipeline's call, template not included.
 _TOKENS = 512
-"""`max_sequence_length` of the pipeline's call, template not included."""
 
 _PATCH = 2
 
@@ -21,16 +21,13 @@ class QwenConditioner(TextConditioner):
     """A Qwen2.5-VL behind the pipeline's template; the template's hidden states are dropped."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         return encoders.prompt_template_encode.format(caption)
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, _ = self.encode_prompt(encoders, caption, max_sequence_length=_TOKENS)
         return {"text_embedding": embedding}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         (length,) = text["text_lengths"]
         return {
             "prompt_embeds": text["text_embedding"][:, :length],
@@ -38,7 +35,7 @@ class QwenConditioner(TextConditioner):
         }
 
     def guidance_arguments(self, scale: float) -> dict[str, Any]:
-        """Add `true_cfg_scale`, which scales the guidance away from the negative prompt."""
+        # `true_cfg_scale` scales the guidance away from the negative prompt.
         return {**super().guidance_arguments(scale), "true_cfg_scale": scale}
 
 
@@ -48,7 +45,6 @@ class QwenImageCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         batch, _, height, width = noisy.shape
         references = (each.to(noisy.dtype) for each in conditions.get("references", ()))
         images = [noisy, *references]

@@ -17,8 +17,8 @@ from pipeline.models.worker.loading import component_class
 from pipeline.models.worker.text import SeenImage, TextConditioner, count_within_template, token_spans
 from pipeline.models.worker.vae import FrameCodec, Posterior
 
+# Number of image tokens that one position of the transformer's `img_mask` stands for.
 _SLOT_TOKENS = 4
-"""Number of image tokens that one position of the transformer's `img_mask` stands for."""
 
 _IMAGE_MARK = "<|image_pad|>"
 
@@ -32,12 +32,10 @@ class CaptionProcessor(ProcessorMixin):
         chat_template: str | None = None,
         load_images: Callable[[], Any] | None = None,
     ) -> None:
-        """Combine a tokenizer with the chat template and the image processor, which is loaded when needed."""
         super().__init__(tokenizer, chat_template=chat_template)
         self._load_images = load_images
 
     def __call__(self, *args: Any, images: Any = None, text: Any = None, **options: Any) -> BatchFeature:
-        """Return the inputs of the model, with the tokens of images marked."""
         if images is None:
             return super().__call__(*args, text=text, **options)
         assert self._load_images is not None
@@ -47,7 +45,7 @@ class CaptionProcessor(ProcessorMixin):
         return BatchFeature({**features, "mm_token_type_ids": is_image.long()})
 
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
-        """Return a batch also for a single conversation, as `Qwen3VLProcessor` does."""
+        # A batch also for a single conversation, as `Qwen3VLProcessor` returns it.
         return super().apply_chat_template([conversation], *args, **options)
 
 
@@ -55,7 +53,6 @@ class QwenImage21Conditioner(TextConditioner):
     """A Qwen3-VL behind the pipeline's template; the hidden states of the system message are dropped."""
 
     def load_tokenizer(self, role: str) -> CaptionProcessor:
-        """See `TextConditioner.load_tokenizer`."""
         tokenizer = super().load_tokenizer(role)
         return CaptionProcessor(tokenizer, tokenizer.chat_template, self._load_images)
 
@@ -63,18 +60,17 @@ class QwenImage21Conditioner(TextConditioner):
         return Qwen2VLImageProcessorPil(**self.family.image_processor_settings())
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`; the pipeline replaces an empty caption by a space."""
+        # The pipeline replaces an empty caption by a space.
         return encoders.prompt_template_t2i.format(caption or " ")
 
     def token_limit(self, encoders: Any, role: str) -> int:
-        """See `TextConditioner.token_limit`; the system message is not part of the embedding."""
+        # The system message is not part of the embedding, so its tokens do not count.
         system_message, *_ = encoders.prompt_template_t2i.partition("<|im_start|>user")
         num_dropped = len(encoders.processor.tokenizer(system_message).input_ids)
         return super().token_limit(encoders, role) + num_dropped
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
-        """Count tokens, and cut the caption's end so that the end of the template remains."""
-
+        # The end of the template must not be cut.
         def spans_of(text: str) -> list[tuple[int, int]]:
             return token_spans(encoders.processor.tokenizer, self.prompt(encoders, text))
 
@@ -82,7 +78,7 @@ class QwenImage21Conditioner(TextConditioner):
         return count_within_template(spans_of, caption, caption_start=caption_start, limit=limit)
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`; the pipeline itself cuts nothing."""
+        # The pipeline itself cuts nothing.
         _, _, cut_from = self.count_tokens(encoders, "processor", caption)
         embedding, *_ = encoders.encode_prompt(caption[:cut_from], device=encoders.text_encoder.device)
         return {"text_embedding": embedding}
@@ -90,7 +86,6 @@ class QwenImage21Conditioner(TextConditioner):
     def embed_with_images(
         self, encoders: Any, caption: str, images: Sequence[SeenImage]
     ) -> dict[str, Tensor]:
-        """See `TextConditioner.embed_with_images`."""
         _, _, cut_from = self.count_tokens(encoders, "processor", caption)
         resize = encoders.image_processor.resize
         seen = [resize(each.image, each.size.height, each.size.width) for each in images]
@@ -104,7 +99,6 @@ class QwenImage21Conditioner(TextConditioner):
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """See `TextConditioner.prompt_arguments`; replaces the pipeline's `encode_prompt`."""
         tokenizer, slot_px = pipeline.processor.tokenizer, (2 * self.family.vae_factor) ** 2
 
         # The pipeline accepts no positions of images with the embeddings, so `encode_prompt` inserts them.
@@ -118,25 +112,18 @@ class QwenImage21Conditioner(TextConditioner):
         return super().prompt_arguments(pipeline, text, negative_text)
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         (length,) = text["text_lengths"]
         return {"prompt_embeds": text["text_embedding"][:, :length]}
 
     def guidance_arguments(self, scale: float) -> dict[str, Any]:
-        """Return `true_cfg_scale`, which scales the guidance away from the negative prompt."""
+        # `true_cfg_scale` scales the guidance away from the negative prompt.
         return {"true_cfg_scale": scale}
 
 
 def _with_image_slots(text: Tensor, starts: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Insert slots for images into embeddings (B, T, D) that have no tokens of images.
+    """Insert `counts` slots for each image behind `starts` tokens into text embeddings (B, T, D).
 
-    Args:
-        text: Embeddings of captions with the same number of images.
-        starts: Number of text tokens before each image.
-        counts: Number of slots of each image; a slot stands for `_SLOT_TOKENS` tokens of its latent.
-
-    Returns:
-        Embeddings with zeros in the slots, and Boolean (B, T + slots) that is true in the slots.
+    Returns the embeddings with zeros in the slots, and Boolean (B, T + slots) that is true in the slots.
     """
     parts, is_image, end = list[Tensor](), list[bool](), 0
     for start, count in zip(starts, counts, strict=True):
@@ -168,7 +155,6 @@ class QwenImage21Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         text, lengths = conditions["text_embedding"], conditions["text_lengths"]
         images = [*(each.to(noisy.dtype) for each in conditions.get("references", ())), noisy]
         sigma = timesteps / self.num_timesteps
@@ -215,8 +201,8 @@ class OpaqueFrameCodec(FrameCodec):
 
 
 class QwenImage21Drawing(PipelineDrawing):
-    """The pipeline, which reads its template's length from the processor even if prompts are embeddings."""
+    """The pipeline with its processor."""
 
     def further_components(self) -> dict[str, Any]:
-        """See `PipelineDrawing.further_components`."""
+        # The pipeline reads its template's length from the processor even if prompts are embeddings.
         return {"processor": self.text.load_tokenizer("processor")}

@@ -18,23 +18,23 @@ class SanaConditioner(GemmaConditioner):
     prompt_names = MASKED_PROMPT
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         # The pipeline lower-cases captions.
         return _instruction(encoders) + caption.lower()
 
     def token_limit(self, encoders: Any, role: str) -> int:
-        """Return the limit as the pipeline computes it, instruction included."""
+        # As the pipeline computes it, with the instruction.
         return len(encoders.tokenizer.encode(_instruction(encoders))) + self.family.max_length() - 2
 
     def instruction(self, encoders: Any) -> dict[str, Any]:
-        """See `GemmaConditioner.instruction`."""
         return {"complex_human_instruction": _instruction_lines(encoders)}
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Draw in exactly the requested size, and unset the default negative prompt."""
         arguments = super().prompt_arguments(pipeline, text, negative_text)
+
+        # The pipeline rejects its default negative prompt next to embeddings. Without binning, it draws in
+        # exactly the requested size.
         return {**arguments, "negative_prompt": None, "use_resolution_binning": False}
 
 
@@ -44,7 +44,6 @@ class SanaCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         return denoiser(
             noisy,
             encoder_hidden_states=conditions["text_embedding"],
@@ -55,7 +54,7 @@ class SanaCall(DenoiserCall):
 
 
 def _instruction_lines(encoders: Any) -> list[str]:
-    """Return the lines that the pipeline puts before a caption by default."""
+    # The pipeline has its instruction only as the default of an argument.
     return list(inspect.signature(type(encoders).__call__).parameters["complex_human_instruction"].default)
 
 

@@ -16,7 +16,6 @@ class OneClipConditioner(TextConditioner):
     is_clip = True
 
     def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, _ = encoders.encode_prompt(
             caption, encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False
         )

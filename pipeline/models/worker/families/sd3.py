@@ -21,7 +21,6 @@ class ClipAndT5Conditioner(TextConditioner):
     prompt_names = POOLED_PROMPT
 
     def load(self, dtype: str, device: str, offload: LayerOffload = ALL_ON_DEVICE) -> Any:
-        """See `TextConditioner.load`."""
         pipeline = super().load(dtype, device, offload)
 
         # Without T5 the pipeline reads the width of T5's zeros from the transformer's configuration, so it
@@ -35,8 +34,7 @@ class ClipAndT5Conditioner(TextConditioner):
         return pipeline
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
-        # CLIP's limit is the family's without T5, but T5's zeros keep their length.
+        # Without T5, the family's limit is CLIP's, but T5's zeros keep their length.
         options = {"do_classifier_free_guidance": False, "max_sequence_length": _T5_TOKENS}
         embedding, _, pooled, _ = self.encode_prompt(
             encoders, caption, prompt_2=None, prompt_3=None, **options
@@ -50,7 +48,6 @@ class StableDiffusion3Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         return denoiser(
             hidden_states=noisy,
             timestep=timesteps,

@@ -15,7 +15,6 @@ class TwoClipConditioner(PooledConditioner):
     is_clip = True
 
     def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embedding, _, pooled, _ = encoders.encode_prompt(
             caption, device=encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False
         )

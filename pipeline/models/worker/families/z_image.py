@@ -16,16 +16,13 @@ class ZImageConditioner(TextConditioner):
     """A Qwen3 behind its chat template."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
-        """See `TextConditioner.prompt`."""
         return chat_prompt(encoders.tokenizer, caption, enable_thinking=True)
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
         embeddings, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embeddings[0][None]}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
         return {"prompt_embeds": unpadded(text["text_embedding"], text["text_lengths"])}
 
 
@@ -35,7 +32,6 @@ class ZImageCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`."""
         # The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
         # is negated.
         predictions = denoiser(

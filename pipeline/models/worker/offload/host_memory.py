@@ -21,11 +21,10 @@ class OwnMemory:
     """Memory of this process, pinned if a GPU reads it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepare for copies to `device`."""
+        # Copies from memory that is not pinned would not overlap with computation.
         self._is_pinned = device.type == "cuda"
 
     def hold(self, part: Tensor) -> Tensor:
-        """See `HostMemory`."""
         memory = torch.empty(part.numel(), dtype=torch.uint8, pin_memory=self._is_pinned)
         return memory.copy_(part)
 
@@ -41,12 +40,7 @@ class SharedMemory:
     """
 
     def __init__(self, device: torch.device, group: distributed.ProcessGroup | None = None) -> None:
-        """Prepare for copies to `device`; every process of the machine does so.
-
-        Args:
-            device: Device of this process.
-            group: Processes of this machine; None if these are all processes.
-        """
+        """Prepare for copies to `device`; `group` has this machine's processes, None if these are all."""
         self._is_pinned = device.type == "cuda"
         self._group = group
         self._first_rank = 0 if group is None else distributed.get_global_rank(group, 0)
@@ -66,6 +60,8 @@ class SharedMemory:
         memory = torch.from_file(path[0], shared=True, size=part.numel(), dtype=torch.uint8)
         if is_writer:
             memory.copy_(part)
+
+        # Until here, the path in /proc exists only as long as the writer has its descriptor open.
         distributed.barrier(group=self._group)
         if is_writer:
             os.close(descriptor)
@@ -77,7 +73,7 @@ class SharedMemory:
 def training_memory(device: torch.device) -> HostMemory:
     """Return memory for a training's streamed weights, shared by the processes of a Linux machine.
 
-    Every process of a training calls it.
+    Every process of a training calls it, because it may create process groups.
     """
     num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_local_processes == 1 or not distributed.is_initialized() or not hasattr(os, "memfd_create"):
@@ -89,6 +85,6 @@ def training_memory(device: torch.device) -> HostMemory:
 
 
 def _pin(memory: Tensor) -> None:
-    """Make mapped memory readable for the GPU's copy engine, for the rest of the process."""
+    # `pin_memory` would copy it to other memory. The registration ends with the process.
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))

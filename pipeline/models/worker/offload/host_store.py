@@ -29,41 +29,28 @@ CHUNK_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor's place in the bytes of its block.
-
-    Attributes:
-        parameter: The parameter that the tensor belongs to.
-        names: Path of the tensor in the parameter, see `plain_tensors`.
-        offset: First byte.
-        dtype: Dtype.
-        shape: Shape.
-        stride: Strides in elements.
-        evicted: Data of the tensor while its block is not on the device.
-    """
+    """A tensor's place in the bytes of its block."""
 
     parameter: nn.Parameter
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # path in the parameter; see `plain_tensors`
     offset: int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    evicted: Tensor
+    evicted: Tensor  # data while the block is not on the device
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes without padding."""
         return self.dtype.itemsize * self.shape.numel()
 
     def refer_to(self, data: Tensor) -> None:
-        """Let the network's tensor refer to other data."""
-        # Moving a network to its own device replaces the tensors of packed weights.
+        # By name, because moving a network to its own device replaces the tensors of packed weights.
         tensor: Any = self.parameter
         for name in self.names:
             tensor = getattr(tensor, name)
         tensor.data = data
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return the tensor in a block's bytes."""
         flat = buffer[self.offset : self.offset + self.num_bytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
@@ -76,13 +63,7 @@ class HostStore(ABC):
     """
 
     def __init__(self, device: torch.device, num_slots: int, memory: HostMemory | None = None) -> None:
-        """Begin without blocks; add all of them, then call `allocate`.
-
-        Args:
-            device: Device that computes.
-            num_slots: Number of blocks that are on the device at a time.
-            memory: Holds the blocks; None for this process's own memory.
-        """
+        """Begin without blocks; add all of them, then call `allocate`."""
         self._device = device
         self._memory = memory or OwnMemory(device)
         self._num_slots = num_slots
@@ -101,6 +82,7 @@ class HostStore(ABC):
             places.append(place)
             end += -(-place.num_bytes // ALIGNMENT) * ALIGNMENT
 
+        # Arranged on the device, where the weights of the block are.
         buffer = torch.zeros(end, dtype=torch.uint8, device=self._device)
         for place, (_, _, tensor) in zip(places, tensors, strict=True):
             place.view(buffer).copy_(tensor.detach())
@@ -116,25 +98,21 @@ class HostStore(ABC):
 
     @property
     def block_bytes(self) -> list[int]:
-        """Number of bytes of each block."""
+        """Number of bytes of each block, padding included."""
         return [sum(chunk.numel() for chunk in chunks) for chunks in self._chunks]
 
     def fetch(self, block: int, slot: int) -> None:
-        """See `ring.Copier`."""
         self._copy(self._chunks[block], slot)
 
     def wait(self, block: int, slot: int) -> None:
-        """See `ring.Copier`."""
         self._wait(slot)
         for place in self._places[block]:
             place.refer_to(place.view(self.slots[slot]))
 
     def release(self, slot: int) -> None:
-        """See `ring.Copier`."""
         self._release(slot)
 
     def evict(self, block: int, slot: int) -> None:
-        """See `ring.Copier`."""
         for place in self._places[block]:
             place.refer_to(place.evicted)
 
@@ -172,16 +150,14 @@ class CudaStore(HostStore):
     """Copies from pinned memory on a stream of its own, so that they overlap with computation."""
 
     def __init__(self, device: torch.device, num_slots: int, memory: HostMemory | None = None) -> None:
-        """See `HostStore`."""
         super().__init__(device, num_slots, memory)
         self._stream = torch.cuda.Stream(device)
         self._copied = [torch.cuda.Event() for _ in range(num_slots)]
         self._used = [torch.cuda.Event() for _ in range(num_slots)]
 
     def allocate(self) -> None:
-        """See `HostStore.allocate`."""
         super().allocate()
-        # The slots were filled with zeros on the stream that computes.
+        # The slots are filled with zeros on the stream that computes, and copies must not overtake that.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _copy(self, chunks: Sequence[Tensor], slot: int) -> None:
@@ -217,7 +193,7 @@ def _copy_chunks(chunks: Sequence[Tensor], slot: Tensor) -> None:
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides, or contiguous strides if its numbers are not dense in memory."""
+    # Strides with gaps or overlaps would not fit in the block's bytes, so such a tensor is made contiguous.
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -62,14 +62,13 @@ class Ring:
         return self._blocks.index(block)
 
     def forward_begins(self, block: int, *, with_backward: bool) -> None:
-        """Make a block's weights readable for its forward pass.
-
-        `with_backward` is whether a backward pass follows, so that the last block is needed again first.
-        """
+        """Make a block's weights readable for its forward pass, which a backward pass may follow."""
         self._learn_order(block)
         self._backward = None
         self._use(block)
         place = self._order.index(block)
+
+        # After the last block, a backward pass needs the same block again, and a new pass the first one.
         then = self._order[::-1] if with_backward else self._order
         self._prefetch(chain(self._order[place + 1 :], then))
 
@@ -91,7 +90,6 @@ class Ring:
         self._prefetch(chain(self._order[:place][::-1], self._order))
 
     def _learn_order(self, block: int) -> None:
-        """Record the order of a pass."""
         # A model may list its blocks in another order than it uses them.
         if self._backward is not None or block in self._visited:
             if len(self._visited) == len(self._order):
@@ -115,7 +113,6 @@ class Ring:
             self._in_use = None
 
     def _prefetch(self, upcoming: Iterable[int]) -> None:
-        """Fetch the next blocks into the slots that hold none of them."""
         others = dict.fromkeys(block for block in upcoming if block != self._in_use)
         wanted = list(islice(others, len(self._blocks) - 1))
         for block in wanted:

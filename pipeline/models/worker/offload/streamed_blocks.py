@@ -30,25 +30,16 @@ from pipeline.models.worker.offload.ring import Ring
 NUM_SLOTS = 2
 """Number of blocks in the memory of the device: one in use, and one that is copied meanwhile."""
 
-
+# "checkpointed" is the first pass inside a checkpoint, "recomputing" the second one, in the backward pass.
 _Mode = Literal["plain", "checkpointed", "recomputing"]
-"""Whether a pass is inside a checkpoint, and whether it is the second one, in the backward pass."""
 
 
 @dataclass(frozen=True)
 class _SavedWeight:
-    """A view of a streamed weight, saved for the backward pass.
-
-    Attributes:
-        block: Number of its block.
-        offset: Offset in the block, in elements.
-        dtype: Dtype.
-        shape: Shape.
-        stride: Strides.
-    """
+    """A view of a streamed weight, saved for the backward pass."""
 
     block: int
-    offset: int
+    offset: int  # in elements of the dtype, from the start of the block
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -56,19 +47,11 @@ class _SavedWeight:
 
 @dataclass(frozen=True)
 class _SavedPackedWeight:
-    """A packed weight of torchao, saved for the backward pass.
-
-    Attributes:
-        kind: Class of the weight.
-        parts: Its tensors or what was saved of them, by name.
-        context: Other facts of `__tensor_flatten__`.
-        shape: Shape.
-        stride: Strides.
-    """
+    """A packed weight of torchao, saved for the backward pass."""
 
     kind: Any
-    parts: Mapping[str, Any]
-    context: Any
+    parts: Mapping[str, Any]  # its tensors, or the `_SavedWeight` of each
+    context: Any  # from `__tensor_flatten__`
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -90,6 +73,7 @@ class StreamedBlocks:
         self._mode: _Mode = "plain"
         self._saving: saved_tensors_hooks | None = None
         for number, block in enumerate(blocks.values()):
+            # always_call, because an error in a block must not leave hooks on saved tensors behind.
             block.register_forward_pre_hook(self._before(number))
             block.register_forward_hook(self._after(number), with_kwargs=True, always_call=True)
 
@@ -193,14 +177,8 @@ def stream_blocks(
 ) -> None:
     """Keep `num_resident` of the repeated blocks on the device and stream all others.
 
-    Call it before an adapter is added: it moves all weights that the network has.
-
-    Args:
-        network: Network on any device.
-        num_resident: Number of blocks that stay on the device.
-        device: Device that computes.
-        dtype: Dtype that weights are converted to; None leaves them as they are.
-        memory: Holds the streamed blocks on the host; None for this process's own memory.
+    Call it before an adapter is added: it moves all weights that the network has, converted to `dtype` if
+    it is given. `memory` holds the streamed blocks on the host; by default memory of this process.
     """
     blocks = repeated_blocks(network)
     # At even distances, so that a copy overlaps with the computation of the blocks between.
@@ -233,9 +211,7 @@ def move_weights(network: nn.Module, device: torch.device, dtype: torch.dtype | 
 
 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost repeated blocks by their paths."""
-    # They are the blocks that diffusers' `compile_repeated_blocks` compiles.
-    #
+    """Return the outermost repeated blocks by their paths, as `compile_repeated_blocks` finds them."""
     # Stable Diffusion 3 and all networks of transformers name no repeated blocks. They name the modules that
     # `device_map` does not split, and the ones in a list are blocks.
     kinds = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ()
@@ -261,8 +237,8 @@ def spread_evenly(names: Sequence[str], num_resident: int) -> list[str]:
     ]
 
 
+# By network; weak, so that a network can be freed.
 _STREAMED: WeakKeyDictionary[nn.Module, StreamedBlocks] = WeakKeyDictionary()
-"""Streamed blocks by network."""
 
 
 def streamed_blocks(network: nn.Module) -> StreamedBlocks | None:
