@@ -1,8 +1,7 @@
 """Checks of raw_images: images were found, their names are distinct, and every file is accounted for.
 
-To add a check, such as a gate on file formats: write a function here that returns an `Outcome`, and add it
-to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name in
-`pipeline/recipe/check_specs.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+To add a check, such as a gate on file formats: write a function that returns an `Outcome`, add it to `run`
+and its columns to `_COLUMNS`, and declare it under the same name in `pipeline/recipe/check_specs.py`.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ _COLUMNS = (
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """Return one finding per check of raw_images, from its table, its rejected rows and its report.
-
-    Raises:
-        TableError: There is no table of raw_images.
-    """
+    """Return one finding per check of raw_images, from its table, its rejected rows and its report."""
     table = context.tables.read(STAGE, _COLUMNS)
     rejected = context.tables.read_rejected(STAGE)
     report = context.report(STAGE) or {}
@@ -80,6 +75,7 @@ def _images_found(
         summary = f"{counted(len(table), 'image')} in {counted(len(num_kept), 'dataset')}"
         return Outcome(True, summary, numbers=numbers)
 
+    # The table may be older than the recipe: a check can run without its asset.
     reports = report.get("datasets", {})
     rows = [_empty_dataset_row(each, rejected, reports.get(each.name, {})) for each in empty_datasets]
     name = empty_datasets[0].name
@@ -119,7 +115,7 @@ def _format_counts(counts: Mapping[str, int]) -> str:
 
 
 def _names_distinct(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    """Find names that are equal on a file system that ignores case or Unicode form (FAILURES I17)."""
+    # Such names are equal on a file system that ignores case or Unicode form (FAILURES I17).
     folded = [unicodedata.normalize("NFC", name.casefold()) for name in table["sample_id"]]
     groups = (
         table.select(name="sample_id", folded=pl.Series(folded, dtype=pl.String))
@@ -174,7 +170,6 @@ def _shape_uniformity(table: pl.DataFrame) -> Outcome:
 
 
 def _file_size_outliers(table: pl.DataFrame) -> Outcome:
-    """Find unusual bytes per pixel within one dataset and format, because formats differ in density."""
     sized = table.filter(pl.col("file_bytes") > 0, pl.col("height") > 0, pl.col("width") > 0)
     densities = sized.select(
         *("sample_id", "dataset", "format"),
@@ -182,6 +177,8 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
     )
     rows: list[dict[str, Any]] = []
     num_judged = 0
+
+    # Formats differ in density, so an image is compared with images of the same format.
     for group in densities.partition_by("dataset", "format"):
         result = outliers(group["bytes_per_pixel"].to_numpy())
         num_judged += len(group) if result.judged else 0
@@ -207,7 +204,6 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
 
 
 def _oddities(table: pl.DataFrame, report: Report) -> Outcome:
-    """List files that do not stop training but may be mistakes."""
     usual = [f"{name} {suffix}" for name, suffixes in _FORMAT_SUFFIXES.items() for suffix in suffixes]
     suffix = pl.col("sample_id").str.extract(_LAST_SUFFIX).fill_null("").str.to_lowercase()
     misnamed = table.filter(~pl.format("{} {}", "format", suffix).is_in(usual))

@@ -1,8 +1,4 @@
-"""Walk a dataset's folder, local or remote, and sort its files into images, captions and everything else.
-
-The walk uses only names and stats, plus the first bytes of files without a suffix. It writes nothing, and it
-never opens a file that could block, such as a FIFO.
-"""
+"""Walk a dataset's folder, local or remote, and sort its files into images, captions and everything else."""
 
 from __future__ import annotations
 
@@ -93,15 +89,12 @@ def last_suffix(path: str) -> str:
 def walk_local(
     root: Path, caption_suffixes: tuple[str, ...] = (), *, result: WalkResult | None = None
 ) -> WalkResult:
-    """Walk everything below `root` except hidden files and folders.
+    """Walk everything below `root`, which may be a link, except hidden files and folders.
 
     Each file or folder is visited once, identified by device and inode. Real files come first, under their
     own names; links are followed afterwards, and only to targets that were not visited yet, so loops end.
 
-    Args:
-        root: The dataset's folder. It may itself be a link.
-        caption_suffixes: Suffixes of sidecar caption files, with their dots; empty if the dataset has none.
-        result: Filled and returned, so that another thread can report progress; a new one by default.
+    `caption_suffixes` have their dots. `result` is filled, so that another thread can report progress.
 
     Raises:
         DatasetError: `root` is not a folder, or cannot be listed.
@@ -115,11 +108,7 @@ def walk_local(
 def walk_remote(
     source: RemoteSource, caption_suffixes: tuple[str, ...] = (), *, result: WalkResult | None = None
 ) -> WalkResult:
-    """Walk a folder that fsspec opens; hidden files and folders are ignored.
-
-    Links are not followed: an entry that the server reports as a link counts as special.
-
-    `caption_suffixes` and `result` are as in `walk_local`.
+    """Walk a folder that fsspec opens; otherwise as `walk_local`, but links count as special files.
 
     Raises:
         DatasetError: The address cannot be listed, or it names a file.
@@ -183,10 +172,7 @@ def _is_hidden(name: str) -> bool:
 def _may_be_image(
     result: WalkResult, path: str, caption_suffixes: tuple[str, ...], looks_like_image: Callable[[str], bool]
 ) -> bool:
-    """Return True for a possible image; count every other file in `result` by its kind.
-
-    `looks_like_image` decides by content.
-    """
+    """Return True for a possible image; count every other file in `result` by its kind."""
     name = path.rpartition("/")[2]
     _, dot, suffix = name.rpartition(".")
     suffix = suffix.lower() if dot else ""
@@ -208,10 +194,10 @@ def _may_be_image(
 
 
 def _remote_entries(source: RemoteSource, folder: str, result: WalkResult) -> list[ListedPath]:
-    """List a remote folder; an unreadable subfolder becomes a problem, as in a local folder."""
     try:
         return source.list_folder(folder)
     except DatasetError as err:
+        # An unreadable subfolder becomes a problem, as in a local folder.
         if not folder or not isinstance(err.__cause__, PermissionError):
             raise
         detail = f"the folder cannot be listed: {err.__cause__}"
@@ -220,8 +206,6 @@ def _remote_entries(source: RemoteSource, folder: str, result: WalkResult) -> li
 
 
 class _LocalWalker:
-    """The state of one local walk."""
-
     def __init__(self, root: Path, caption_suffixes: tuple[str, ...], result: WalkResult) -> None:
         self.result = result
         self._root = os.fspath(root)
@@ -235,7 +219,7 @@ class _LocalWalker:
         self._follows_links = False
 
     def run(self) -> None:
-        """Visit the real files below the root, then the targets of its links."""
+        # Real files first, so that a file has its own name and not the name of a link.
         self._visit_folder("")
         self._follows_links = True
 
@@ -273,6 +257,7 @@ class _LocalWalker:
             heapq.heappush(self._links, path)
         elif entry.is_dir(follow_symlinks=False):
             pending.append(path + "/")
+        # Reading a FIFO could block forever (FAILURES I25).
         elif not entry.is_file(follow_symlinks=False):
             self.result.passed_over["special"] += 1
         elif _may_be_image(self.result, path, self._caption_suffixes, self._looks_like_image):
@@ -301,7 +286,6 @@ class _LocalWalker:
             self._visited_files.add(_identity(stat))
 
     def _follow(self, path: str) -> None:
-        """Visit the target of the link at `path`, unless it was visited already."""
         try:
             stat = Path(self._root, path).stat()
         except OSError as err:

@@ -36,10 +36,7 @@ def walk_manifest(
 ) -> WalkResult:
     """Look up the files that the manifest names; the folder itself is not searched.
 
-    `result` is as in `folder.walk_local`.
-
-    Raises:
-        DatasetError: See `read_manifest`.
+    `result` and errors are as in `folder.walk_local` and `read_manifest`.
     """
     result = result or WalkResult()
     seen: set[str] = set()
@@ -96,7 +93,7 @@ def path_normalizer(settings: DatasetSettings) -> Callable[[str], str]:
 
 
 def _is_address(path: str) -> bool:
-    """Return True for the address of a server or archive; a normalized path has no two slashes in a row."""
+    # A normalized path has no two slashes in a row.
     return "://" in path and is_url(path)
 
 
@@ -164,7 +161,7 @@ def captions_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str
     without duplicates. Rows that `filters.where` excludes do not count.
 
     Raises:
-        DatasetError: A caption column holds neither texts nor lists of texts, or see `paths_where`.
+        DatasetError: A caption column holds neither texts nor lists of texts.
     """
     if settings.filters.where is not None:
         table = _filtered(settings, table)
@@ -189,7 +186,6 @@ def _caption_cells(settings: DatasetSettings, column: pl.Series) -> list[_Captio
 
 
 def _texts(cells: Sequence[_CaptionCell]) -> list[str]:
-    """Return the texts of one row's caption columns that are not empty."""
     texts = (text for cell in cells for text in (cell if isinstance(cell, list) else [cell]))
     return [text for text in texts if text and text.strip()]
 
@@ -221,10 +217,7 @@ def _filtered(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
 def paired_by_path(settings: DatasetSettings, column: str, *, max_bytes: int) -> dict[str, str]:
     """Return the path of each image's mask or reference, as `column` names it; the first row counts.
 
-    Rows that `filters.where` excludes do not count. `max_bytes` is as in `read_manifest`.
-
-    Raises:
-        DatasetError: See `read_manifest` and `paths_where`.
+    Rows that `filters.where` excludes do not count.
     """
     table = read_manifest(settings, max_bytes=max_bytes)
     if settings.filters.where is not None:
@@ -244,7 +237,7 @@ def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, t
     excludes do not count.
 
     Raises:
-        DatasetError: A focus column does not hold numbers, or see `paths_where`.
+        DatasetError: A focus column does not hold numbers.
     """
     assert settings.focus_columns is not None
     if settings.filters.where is not None:

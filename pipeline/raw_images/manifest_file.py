@@ -32,8 +32,6 @@ class _BadLine(NamedTuple):
 def read_manifest(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES) -> pl.DataFrame:
     """Return the manifest as a table. Its path column is text, and a CSV's captions stay as written.
 
-    A manifest of more than `max_bytes` bytes is refused.
-
     Raises:
         DatasetError: The manifest cannot be read, or lacks a column that the recipe names.
     """
@@ -93,11 +91,7 @@ def _read_json_lines(settings: DatasetSettings, file: io.BufferedReader | io.Byt
 def _mixed_columns(
     settings: DatasetSettings, lines: Iterable[bytes], columns: Sequence[str]
 ) -> list[pl.Series]:
-    """Return those columns of JSON lines that hold lists. Each cell is a list of texts, as written.
-
-    Raises:
-        DatasetError: A cell holds an object or nested lists.
-    """
+    """Return the columns of JSON lines that hold lists. Each cell is a list of texts, as written."""
     texts: dict[str, list[list[str | None]]] = {name: [] for name in columns}
     mixed = set[str]()
     for number, line in enumerate(lines, start=1):
@@ -119,12 +113,6 @@ def _mixed_columns(
 
 
 def _opened(path: Address, max_bytes: int) -> io.BufferedReader | io.BytesIO:
-    """Open the manifest, which the recipe names; it may be a link.
-
-    Raises:
-        RefusedFileError: It is not a regular file, or it is larger than `max_bytes`.
-        OSError: It cannot be read.
-    """
     if not isinstance(path, Url):
         return open_regular(path, max_bytes=max_bytes)
     source = source_at(path.parent, max_file_bytes=max_bytes)

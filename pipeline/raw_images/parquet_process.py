@@ -79,7 +79,7 @@ def read_parquet(
 
 
 def _failure(process: subprocess.CompletedProcess[bytes], max_bytes: int) -> Exception:
-    """Return the error for a process that ended without a table."""
+    # Polars aborts, or the kernel kills the process, when its memory is used up.
     if process.returncode in (-signal.SIGABRT, -signal.SIGKILL) or b"MemoryError" in process.stderr:
         detail = f"reading it needs more than {max_bytes:,} bytes of memory"
         fix = "write the manifest as JSON lines or CSV, or split it into several datasets"

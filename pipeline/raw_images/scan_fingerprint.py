@@ -49,11 +49,10 @@ class ScanPosition:
 
 
 def scan_fingerprint(addresses: Iterable[Address]) -> str:
-    """Return 16 hex digits over the path, size and times of every file below `addresses`.
+    """Return 16 hex digits over the path, size and times of every file below `addresses`; none is opened.
 
-    No file is opened. Links count by their targets, and loops end. If one of `addresses` is a file, it counts
-    as itself. A subfolder that cannot be listed counts as unreadable and does not hide changes in other
-    folders. For a remote address, the hash covers the stat that the server reports for each file.
+    Links count by their targets, and loops end. A subfolder that cannot be listed counts as unreadable and
+    does not hide changes in other folders. For a remote address, the hash covers the stat from the server.
 
     Raises:
         OSError: One of `addresses` cannot be listed.
@@ -70,16 +69,8 @@ def scan_slice(
     """List files for about `seconds`, and return the new position, or the fingerprint after the last file.
 
     A slice lists at least one entry. It exceeds its time by reading the names of one local folder, or by
-    listing one remote folder. Files that change during the slices may count in either state.
-
-    Args:
-        addresses: Addresses to list, as for `scan_fingerprint`.
-        position: Position after the previous slice. A position of other addresses counts as None.
-        seconds: Time limit.
-
-    Raises:
-        OSError: One of `addresses` cannot be listed.
-        DatasetError: A remote address cannot be listed.
+    listing one remote folder. Files that change during the slices may count in either state. A position of
+    other addresses counts as None. Errors are as in `scan_fingerprint`.
     """
     end = time.monotonic() + seconds
     start = ScanPosition(_hex(repr([str(each) for each in addresses]).encode("utf-8", "surrogateescape")))
@@ -132,7 +123,6 @@ class _Tree(Protocol):
 
 
 def _lines(address: Address, after: tuple[str, ...]) -> Iterator[_ListedFile]:
-    """Yield each file after the position `after`."""
     if isinstance(address, Url):
         if address.suffix.lower() not in MANIFEST_SUFFIXES:
             yield from _walk(_RemoteTree(address), after)
@@ -149,12 +139,7 @@ def _lines(address: Address, after: tuple[str, ...]) -> Iterator[_ListedFile]:
 
 
 def _walk(tree: _Tree, after: tuple[str, ...]) -> Iterator[_ListedFile]:
-    """Yield each file below a tree in the order of the names.
-
-    Args:
-        tree: Folders to list.
-        after: Names of the last entry that is complete.
-    """
+    """Yield each file below a tree in the order of the names, except files up to the path `after`."""
     names: list[str] = []
     folders = [""]
     listings = [tree.items("", after[0] if after else "")]
@@ -190,13 +175,11 @@ def _walk(tree: _Tree, after: tuple[str, ...]) -> Iterator[_ListedFile]:
 
 
 class _LocalTree:
-    """Folders on a local disk."""
-
     def __init__(self, top: Path) -> None:
         self._top = str(top)
 
     def items(self, folder: str, first: str) -> Iterator[_Item]:
-        """See `_Tree.items`. A folder of many entries is read in parts of bounded size."""
+        # A folder of many entries is read in parts of bounded size.
         while True:
             part, next_first = _first_entries(self.path(folder, ""), first)
             part.reverse()
@@ -208,15 +191,12 @@ class _LocalTree:
             first = next_first
 
     def path(self, folder: str, name: str) -> str:
-        """See `_Tree.path`."""
         return os.path.join(self._top, folder, name)  # noqa: PTH118 - four times as fast as a Path
 
     def unreadable(self, folder: str, err: OSError) -> bytes:
-        """See `_Tree.unreadable`."""
         return os.fsencode(folder) + b"\0" + _unreadable_state(err) + b"\n"
 
     def is_listed(self, folder: str, open_folders: Sequence[str]) -> bool:
-        """See `_Tree.is_listed`."""
         # Only links can lead to a folder that has another path.
         if not os.path.islink(folder):  # noqa: PTH114 - as above
             return False
@@ -251,14 +231,11 @@ def _first_entries(folder: str, first: str) -> tuple[list[os.DirEntry[str]], str
 
 
 class _RemoteTree:
-    """Folders on a remote file system."""
-
     def __init__(self, url: Url) -> None:
         # The sensor does not wait for a service that is away, because Dagster limits its time.
         self._source = RemoteSource(url, repeat_requests=False)
 
     def items(self, folder: str, first: str) -> Iterator[_Item]:
-        """See `_Tree.items`."""
         # An object store may have a file and a folder of one name; the folder comes first.
         items = self._source.list_folder(folder)
         for item in sorted(items, key=lambda each: (each.path, each.stat is not None)):
@@ -272,16 +249,14 @@ class _RemoteTree:
                 yield name, line.encode("utf-8", "surrogateescape")
 
     def path(self, folder: str, name: str) -> str:
-        """See `_Tree.path`."""
         return f"{folder}/{name}" if folder else name
 
     def unreadable(self, folder: str, err: OSError) -> bytes:
-        """Raise the error."""
         # A service that cannot list one folder may list none.
         raise err
 
     def is_listed(self, folder: str, open_folders: Sequence[str]) -> bool:
-        """Return False, because remote file systems list no links."""
+        # Remote file systems list no links.
         del folder, open_folders
         return False
 

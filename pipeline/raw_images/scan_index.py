@@ -144,10 +144,8 @@ def _read(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
 
 
 def caption_rule(settings: DatasetSettings) -> str | None:
-    """Return a hash of the settings that decide a caption together with its file.
-
-    None if the caption also depends on a manifest; then it is read on every run.
-    """
+    """Return a hash of the settings that decide a caption together with its file; None for a manifest's."""
+    # Captions of a manifest are read on every run.
     if settings.captions.from_ == "column":
         return None
     links = "any links" if settings.follow_links else "links inside"
@@ -163,13 +161,10 @@ def caption_rule(settings: DatasetSettings) -> str | None:
 def read_stats(
     sources: Mapping[str, Source], files: pl.DataFrame, *, log: Log, doing: str
 ) -> dict[str, pl.DataFrame]:
-    """Read the current stat of each file.
+    """Return for each dataset a table with sample_id and the current `STAT`; -1 for missing files.
 
     `files` has the columns sample_id, dataset and path; rows with a null path are skipped. `doing` labels the
     progress, such as "files compared".
-
-    Returns:
-        For each dataset, a table with sample_id and the columns `STAT`; -1 for missing files.
     """
     files = files.drop_nulls("path")
     num_done = 0
@@ -205,13 +200,10 @@ def unchanged_files(sources: Mapping[str, Source], rows: pl.DataFrame, *, log: L
 def sidecar_stats(
     sources: Mapping[str, Source], files: pl.DataFrame, *, log: Log, doing: str
 ) -> pl.DataFrame:
-    """Read the current stats of the caption files that a recipe lists.
+    """Return a table with sample_id and the columns `SIDECAR_STAT`, lists in the order of `sidecars`.
 
     `files` has the columns sample_id, dataset and sidecars, a list of paths; it is null for captions that are
-    not in files. `doing` labels the progress.
-
-    Returns:
-        A table with sample_id and the columns `SIDECAR_STAT`, lists in the order of `sidecars`.
+    not in files.
     """
     each = files.drop_nulls("sidecars").rename({"sidecars": "path"}).explode("path")
     stats = pl.concat(read_stats(sources, each, log=log, doing=doing).values())
@@ -224,9 +216,7 @@ def unchanged_sidecars(
 ) -> pl.DataFrame:
     """Return the sample_id of each row for which all listed caption files are unchanged, or without any.
 
-    A file that appears or disappears has changed.
-
-    `rows` has the columns `CAPTIONS`, dataset and sidecars; see `sidecar_stats`.
+    A file that appears or disappears has changed. `rows` has the columns `CAPTIONS`, dataset and sidecars.
     """
     now = sidecar_stats(
         sources, rows.select("sample_id", "dataset", "sidecars"), log=log, doing="captions compared"

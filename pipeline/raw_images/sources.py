@@ -21,11 +21,7 @@ def source_of(settings: DatasetSettings, *, max_file_bytes: int) -> LocalSource 
 
 
 def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
-    """Return the source of each dataset by the dataset's name.
-
-    Raises:
-        DatasetError: A URL cannot be opened.
-    """
+    """Return the source of each dataset by the dataset's name."""
     limit = recipe.checks.max_file_bytes
     return {settings.name: source_of(settings, max_file_bytes=limit) for settings in recipe.datasets}
 
@@ -33,14 +29,7 @@ def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
 def side_input_sources_of(recipe: Recipe, kind: str) -> dict[str, list[LocalSource | RemoteSource]]:
     """Return the sources of one kind of side input by the name of the dataset, in the order of the recipe.
 
-    Datasets without such side inputs are absent.
-
-    Args:
-        recipe: The recipe.
-        kind: Key in `SIDE_INPUT_KEYS`.
-
-    Raises:
-        DatasetError: A URL cannot be opened.
+    Datasets without such side inputs are absent. `kind` is a key of `SIDE_INPUT_KEYS`.
     """
     limit = recipe.checks.max_file_bytes
     roots = {settings.name: settings.side_input_roots(kind) for settings in recipe.datasets}

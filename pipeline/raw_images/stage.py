@@ -1,8 +1,4 @@
-"""Stage raw_images: list the datasets' image files and read the size and content hash of each.
-
-A file with an unchanged stat is not read again, as in git's index; the same holds for a file that was
-rejected for its content.
-"""
+"""Stage raw_images: list the datasets' image files and read the size and content hash of each."""
 
 from __future__ import annotations
 
@@ -108,9 +104,10 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
 def _unchanged_images(
     files: pl.DataFrame, previous: pl.DataFrame | None, max_px: int, max_file_bytes: int
 ) -> pl.DataFrame:
-    """Return the rows of the last table that need no reading: same file and decoder, within the limits."""
     if previous is None:
         return empty(STAGE)
+
+    # The limits of the recipe may be lower than they were.
     within_limit = pl.col("height").cast(pl.Int64) * pl.col("width") <= max_px
     return _settled(files, previous.filter(within_limit, pl.col("file_bytes") <= max_file_bytes))
 
@@ -129,8 +126,6 @@ def _settled(files: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
 def _read_images(
     sources: Mapping[str, Source], files: pl.DataFrame, max_px: int, log: Log
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Read the files; return rows of raw_images, and rows with the columns `REJECTED_FILES`."""
-
     def read(file: Row) -> Row:
         return {**file, **_read_image(sources[file["dataset"]], file, max_px=max_px), "max_px": max_px}
 
@@ -143,17 +138,21 @@ def _read_images(
 
 
 def _read_image(source: Source, file: Row, *, max_px: int) -> Row:
-    """Return the columns of one image, or of its rejection. The stat describes the file as it was read."""
+    """Return the columns of one image, or of its rejection."""
+    # The time before the read, because the file may change while it is read.
     row: Row = {"scanned_ns": time.time_ns(), **dict.fromkeys(STAT)}
     path = file["path"]
     listed: Stat = (file["file_bytes"], file["mtime_ns"], file["ctime_ns"], file["inode"])
     where = source.where(path)
     try:
         with image_errors(where), source.open(path, listed[0]) as opened:
+            # The stat of the opened file, because another file may have its name since the listing.
             stat = _stat(source, opened, listed)
             content_hash = hashlib.file_digest(opened, "sha256").hexdigest()
             row |= {**stat, "content_hash": content_hash}
             opened.seek(0)
+
+            # Before the header: a rejection also holds only for this version of the decoder.
             row["decoder"] = decoder_version(sniff(opened.read(64)))
             opened.seek(0)
             header = read_header(opened, max_px=max_px)

@@ -44,8 +44,6 @@ class WalkedDataset:
     """The files of one dataset.
 
     Attributes:
-        settings: The dataset's settings.
-        source: The dataset's files.
         walk: Counts and paths of the files that are not images.
         images: Columns sample_id, dataset, path and `STAT`; sorted by sample_id.
         rejected: Rows of the table of rejected samples: files and folders that could not be read.
@@ -61,11 +59,9 @@ class WalkedDataset:
 
 
 def require_readable(settings: DatasetSettings, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Check that a local dataset's folder or manifest can be read; remote datasets are not checked.
+    """Raise DatasetError unless a local dataset's folder or manifest can be read, with all its columns.
 
-    Raises:
-        DatasetError: The folder or manifest is missing or unreadable, or the manifest lacks a column that the
-            recipe names.
+    Remote datasets are not checked.
     """
     if isinstance(settings.path, Url):
         return
@@ -78,7 +74,7 @@ def require_readable(settings: DatasetSettings, *, max_file_bytes: int = MAX_FIL
 def walk_dataset(
     settings: DatasetSettings, log: Log, *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> WalkedDataset:
-    """List the files of one dataset; those above `max_file_bytes` are listed too, but not opened.
+    """List the files of one dataset; files above `max_file_bytes` are listed too, but not opened.
 
     Raises:
         DatasetError: The dataset cannot be listed.
@@ -110,13 +106,14 @@ def walk_dataset(
 
 
 def _remove_excluded(walk: WalkResult, is_excluded: Callable[[str], bool]) -> None:
-    """Remove excluded files from the walk's lists, and count the images and unreadable files among them."""
     num_found = len(walk.images) + len(walk.problems)
     walk.images = [file for file in walk.images if not is_excluded(file.path)]
     walk.problems = [problem for problem in walk.problems if not is_excluded(problem.path)]
     walk.captions = [path for path in walk.captions if not is_excluded(path)]
     walk.foreign_caches = [path for path in walk.foreign_caches if not is_excluded(path)]
     walk.links_out = [path for path in walk.links_out if not is_excluded(path)]
+
+    # Images and unreadable files count, because they would belong to the dataset.
     walk.passed_over["excluded"] += num_found - len(walk.images) - len(walk.problems)
 
 
@@ -161,7 +158,6 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
 
 
 def _rejected_row(dataset: str, problem: Problem) -> dict[str, Any]:
-    """Return a row of the table of rejected samples."""
     # The id uses the name as spelled, because the NFC form may be the id of a kept file.
     path = printable(problem.path)
 
@@ -191,8 +187,8 @@ _WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
 def excluded_by(patterns: Iterable[str]) -> Callable[[str], bool]:
     """Return a function that is True for paths below a dataset's folder that one of the patterns matches.
 
-    A pattern without a slash matches the name of a file or folder at any depth, and one with a slash matches
-    a path from the dataset's folder. A matched folder excludes everything below it. `*` matches any
+    A pattern without a slash matches the name of a file or folder at any depth, and a pattern with a slash
+    matches a path from the dataset's folder. A matched folder excludes everything below it. `*` matches any
     characters except a slash, and `?` matches one. Case counts, and the Unicode form does not.
     """
     alternatives = "|".join(_expression(unicodedata.normalize("NFC", pattern)) for pattern in patterns)
