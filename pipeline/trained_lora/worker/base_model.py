@@ -67,6 +67,7 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
         config = quantization(kind, dtype, device, unpacked=unpacked)
     else:
         config = eight_bit_products(compute, device, unpacked=unpacked)
+
     # Streamed and sharded weights may not fit on the device together. Only a GPU can pack nf4.
     shard = recipe.accelerate.shard
     load_device = "cpu" if shard or (offload != "none" and kind != "nf4") else device
@@ -80,6 +81,8 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
         )
     if compute != "none":
         use_eight_bit_products(denoiser)
+
+    # After layers were replaced, because a hook belongs to its module.
     cast_inputs_of_quantized_layers(denoiser, getattr(torch, dtype))
     if offload != "none":
         stream_denoiser(denoiser, offload, device)
@@ -235,6 +238,7 @@ def _compile_blocks(denoiser: nn.Module) -> None:
     if streamed_blocks(denoiser) is None:
         cast("Any", denoiser).compile_repeated_blocks()
         return
+
     # The hooks that copy the weights of streamed blocks stay outside of the compiled functions.
     for block in repeated_blocks(denoiser).values():
         block.forward = torch.compile(block.forward)

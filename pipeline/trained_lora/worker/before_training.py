@@ -143,6 +143,7 @@ def run_trial_step(
 ) -> None:
     """Run one optimizer step and undo it bit for bit; every rank calls it with the same step."""
     before = engine.state(0)
+
     # `Engine.state` does not copy the optimizer's tensors, and the step below changes them in place.
     before = replace(before, optimizer=copy.deepcopy(before.optimizer))
 

@@ -78,6 +78,7 @@ def save_checkpoint(
         with attach_path(final):
             if export is not None:
                 export(temp)
+
                 # The record lists the LoRA files only, so it is written before the training state.
                 lora_files = sorted(path.name for path in temp.iterdir())
                 _write_record(temp / LORA_RECORD, run, state.step, lora_files)
@@ -86,6 +87,7 @@ def save_checkpoint(
             with (temp / OPTIMIZER_FILE).open("wb") as file:
                 save_file(state.adapter, temp / ADAPTER_FILE)
                 torch.save(state.optimizer, file)
+
         # The marker comes last: a folder without it is not a checkpoint.
         _write_record(temp / MARKER, run, state.step, [ADAPTER_FILE, OPTIMIZER_FILE])
         for path in temp.iterdir():
@@ -98,6 +100,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
+
     # The rename must be on the disk before the replaced checkpoint is deleted.
     sync_folder(folder)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -127,6 +130,7 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
     expired = [step for step in steps if step <= newest][:-keep]
     for step in expired:
         path = checkpoint_path(folder, step)
+
         # The LoRA files stay, so that users can choose among the LoRAs of all steps.
         if (path / LORA_RECORD).is_file():
             # The marker is removed first: without it, the folder is not a checkpoint to resume from.
@@ -164,6 +168,7 @@ def load_checkpoint(path: Path, run: str) -> TrainingState:
         raise _invalid(path, f"{', '.join(damaged)} changed after it was saved")
 
     adapter = load_file(path / ADAPTER_FILE)
+
     # `weights_only`, because a checkpoint may come from another machine, and a pickle can run code.
     optimizer = torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     return TrainingState(step=step, adapter=adapter, optimizer=optimizer)

@@ -38,6 +38,7 @@ def run_on_main(engine: Engine, work: Callable[[], object]) -> None:
         work()
     finally:
         hook.remove()
+
         # After an error of the work too, because all processes but this one wait for the next announcement.
         broadcast_object_list([None])
 

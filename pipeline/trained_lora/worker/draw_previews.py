@@ -75,6 +75,7 @@ def _draw_all(
                     picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
 
                 path = preview_file(RunLayout(job.folder).previews, step, number)
+
                 # Readers of the file, such as the sheet of the run, need no recipe for its heading.
                 text_chunks = PngInfo()
                 for key, text in {PROMPT_KEY: prompt.caption, **prompt.settings()}.items():
@@ -90,6 +91,7 @@ def _draw_all(
 
 def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
     def tensors(caption: str, entry: EntrySpec) -> Mapping[str, Tensor]:
+        # Cached embeddings come from the untrained text encoders.
         return engine.embed_caption(caption) or read_entry(job.store, entry, f"prompt {caption!r}")
 
     negative = prompt.negative

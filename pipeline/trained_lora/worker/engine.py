@@ -101,8 +101,10 @@ class QueuedStep:
         self.batch = batch
         self.lr_scheduler_state = lr_scheduler_state
         self._learning_rate = learning_rate
+
         # One tensor, so that one copy brings all numbers of the step to the host.
         self._numbers = torch.cat([values.flatten(), grad_norm.detach().float().reshape(1)])
+
         # The copy from a GPU goes to pinned memory and does not block.
         self._on_host = self._numbers.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
@@ -195,6 +197,7 @@ class Engine:
         self.noise_scheduler = make_noise_scheduler(family, self._settings)
 
         device = str(self.accelerator.device)
+
         # The free memory is measured before the base model takes any.
         self.resident = resident_blocks(family, job.recipe, least_free_bytes(self.accelerator.device))
         self.denoiser = self._add_adapter(load_base(family, self.resident.applied(job.recipe), device), begin)
@@ -205,8 +208,10 @@ class Engine:
         if lora.start_from is not None:
             warm_start(self.networks, describe_networks(family, self.networks), lora.start_from)
         self.training_adapter = load_training_adapter(job, family, self.denoiser)
+
         # After the adapter was added, because peft replaces modules of the blocks.
         enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
+
         # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
         self.joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
         self.objective = Objective(
@@ -229,7 +234,9 @@ class Engine:
         self._lr_scheduler = make_lr_scheduler(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
+
         exclude_frozen_weights(self.joint_model)
+
         # Without the schedule, which accelerate would step once per process (FAILURES R04).
         prepared = cast("Any", self.accelerator.prepare(self.joint_model, optimizer))
         self._model: nn.Module = prepared[0]
@@ -281,6 +288,7 @@ class Engine:
         # Losses and timesteps by slot, and the stop flag: one tensor needs one reduction over the ranks.
         step_values = torch.zeros(3, batch.num_samples, device=self.accelerator.device)
         step_values[2, 0] = float(stop)
+
         num_micro_batches = len(batch.micro_batches)
         for number in range(num_micro_batches):
             planned, micro = next(inputs)
@@ -288,6 +296,7 @@ class Engine:
             micro = micro.to(self.accelerator.device)
             losses = self._backward(micro, batch.num_samples, last=number == num_micro_batches - 1)
             values = torch.stack([losses, micro.timesteps.float()]) * micro.weights
+
             # Every slot is on one rank. A placeholder has the index of another slot, and adds zero.
             step_values[:2].index_add_(1, micro.indices, values)
 
@@ -301,6 +310,7 @@ class Engine:
             lr_scheduler_state=self._lr_scheduler.state_dict(),
         )
         self._update(step)
+
         # A GPU may still be computing; `finish` waits for the numbers.
         return step
 
@@ -315,6 +325,7 @@ class Engine:
             return step.outcome()
         except TrainingError:
             self._lr_scheduler.load_state_dict(step.lr_scheduler_state)
+
             # A schedule writes rates into the optimizer when it is stepped, but not when its state is loaded.
             for group, rate in zip(
                 self._optimizer.param_groups, self._lr_scheduler.get_last_lr(), strict=True
@@ -326,6 +337,7 @@ class Engine:
         """Add the micro-batch's gradients; return its losses (B,), detached."""
         # Gradient checkpointing runs the forward pass again in the backward pass, with the same scale.
         scaled = self.objective.adapters_scaled(micro)
+
         # Gradients add up on each rank, so that one exchange in the last micro-batch is enough.
         with scaled, nullcontext() if last else self.accelerator.no_sync(self._model):
             losses = self.objective.losses(micro, self._model)

@@ -90,6 +90,7 @@ class MicroBatchMaker:
             for slot, item in zip(share, inputs, strict=True)
         ]
         noise = [self._noise.sample(place, shape) for place in places]
+
         # Each place has a stream of its own, so that the split over ranks and micro-batches changes nothing.
         uniform = [stream(self._seed, "timestep", *place).random() for place in places]
         levels = noise_levels(
@@ -176,12 +177,14 @@ class MicroBatchMaker:
     def _latent(self, slot: Slot, item: TrainingInput, *, use_mean: bool = False) -> Tensor:
         """Return the slot's latent (C, h, w)."""
         tensors = self._read(item.views[slot.view].entry, slot.variant_id)
+
         # An entry holds either one latent, or the posterior's mean and standard deviation.
         if LATENT in tensors:
             return tensors[LATENT]
         mean, std = tensors[MEAN].float(), tensors[STD].float()
         if use_mean:
             return mean
+
         # Epoch and repeat are part of the seed, so that every showing has another sample of the posterior.
         random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
         normal = random.standard_normal(tuple(mean.shape), dtype=np.float32)
@@ -304,6 +307,7 @@ def micro_inputs(
         for step, batch in plan.iterate(start):
             for micro in batch.micro_batches:
                 share = micro[rank]
+
                 # Defaults bind this iteration's values; the lambda runs later, in another thread.
                 yield batch, lambda step=step, share=share: make(step, share)
 

@@ -102,6 +102,7 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
             for tracker in run.engine.accelerator.trackers:
                 tracker.finish()
             raise
+
     # Ranks that have nothing to export arrive first, and must not close the process group of rank 0.
     run.engine.accelerator.wait_for_everyone()
     run.engine.accelerator.end_training()
@@ -153,14 +154,17 @@ class _TrainingRun:
         self.started_at_s = time.time()
         with ExitStack() as stack:
             stack.enter_context(fallbacks_reported(self._warn))
+
             # Closed after an error too, which ends the threads of the loader.
             inputs = stack.enter_context(closing(self._inputs(start)))
             if self.main:
                 accelerator = self.engine.accelerator
                 start_trackers(accelerator, self.job, start=start)
+
                 # One writer of the files; all other ranks compute the same numbers and drop them.
                 metrics = MetricsLog(self.paths, self.job.inputs, accelerator)
                 self.metrics = stack.enter_context(closing(metrics))
+
             # Results before the first step, or results that a killed process left missing.
             self._validate_and_draw(start, missing_results(self.job, start, is_main=self.main))
             steps_done = self._run_steps(start, inputs, stop)
@@ -244,6 +248,7 @@ class _TrainingRun:
         for number, batch in self.plan.iterate(start):
             if stopping:
                 break
+
             # After memory ran out, the step may be half done and must not be saved.
             with out_of_memory_as(self._memory_error(f"in step {number}", self.engine.resident)):
                 stopping = self._step(batch, inputs, stop)
@@ -265,6 +270,7 @@ class _TrainingRun:
         try:
             step = self.engine.start(batch, inputs, stop=stop.poll())
             self._unread.add(step, started_s)
+
             # Numbers that are not finite must end the run before the step is saved, measured or drawn.
             return self._unread.read(at_once=self._is_saved_or_shown(batch.step + 1))
         except TrainingError as err:
@@ -290,6 +296,7 @@ class _TrainingRun:
         # Only the main process has metrics. All ranks have the same weights, so it saves them alone.
         if self.metrics is not None and (stopping or self._checkpoint_due(steps_done)):
             self.report.phase(f"saving the checkpoint of step {steps_done}")
+
             # Lines of the log must be on the disk before the checkpoint that a resume continues from.
             self.metrics.sync()
             self._save(self.engine.state(steps_done))
@@ -369,6 +376,7 @@ class _TrainingRun:
 
     def _finish(self) -> None:
         self.report.phase("exporting and verifying the LoRA")
+
         # The finished LoRA replaces what an earlier failure had saved.
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
         files = self._export_result(self.paths.exported, step=len(self.plan))

@@ -61,6 +61,7 @@ def mask_loss_weights(mask: Tensor, settings: MaskSettings) -> Tensor:
     A weight is the value of the mask, float32 (1, H, W) from 0 to 1, but at least `unmasked_weight`.
     """
     weights = mask.clamp(min=settings.unmasked_weight)
+
     # The loss is then sum(w e) / sum(w), the weighted mean of the errors.
     return weights / weights.mean() if settings.normalise else weights
 
@@ -71,6 +72,7 @@ def mask_prior_weights(mask: Tensor, settings: MaskSettings) -> Tensor:
     They are `prior_weight` times one minus the mask's value, which is at least `unmasked_weight`.
     """
     outside = 1.0 - mask.clamp(min=settings.unmasked_weight)
+
     # A white mask has nothing outside, and a mean of zero.
     if settings.normalise and bool(outside.any()):
         outside = outside / outside.mean()

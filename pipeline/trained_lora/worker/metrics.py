@@ -37,6 +37,7 @@ class JsonLines:
             with path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
                 ends_in_newline = file.read(1) == b"\n"
+
             # A killed process can leave half a line. The next line must not become a part of it.
             if not ends_in_newline:
                 self._file.write(b"\n")
@@ -112,6 +113,7 @@ def peak_memory_bytes() -> int:
     """Return the peak memory of this process so far: the GPU's if one is used, otherwise the host's."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+
     # macOS counts it in bytes, Linux in KiB.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -54,6 +54,7 @@ class Objective:
         family, noise_scheduler = self.family, self.noise_scheduler
         noisy = family.noise.add_noise(noise_scheduler, micro.latent, micro.input_noise, micro.timesteps)
         target = family.noise.target(noise_scheduler, micro.latent, micro.noise, micro.timesteps)
+
         # A second forward pass without adapters; most recipes never need it.
         needs_base = micro.needs_base_prediction or self.always_predicts_base
         base = self._base_prediction(noisy, micro).to(target.dtype) if needs_base else target
@@ -68,6 +69,7 @@ class Objective:
         if self.settings.loss.weighting == "none":
             return losses
         snr = family.noise.signal_to_noise(noise_scheduler, micro.timesteps)
+
         # After the reduction over places, because the SNR is one number for each sample.
         return losses * snr_weights(snr, self.settings.loss, family.prediction_type())
 
@@ -96,6 +98,7 @@ class Objective:
         micro = micro.to(self.accelerator.device)
         with self.evaluation():
             adapted = self.predict_noisy(micro, self.noise_scheduler).double()
+
         # A second autocast context is needed: autocast caches the cast weights for as long as it is active.
         with self._adapters_disabled(), self.evaluation():
             plain = self.predict_noisy(micro, self.noise_scheduler).double()

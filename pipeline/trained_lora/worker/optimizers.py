@@ -115,6 +115,7 @@ def fuses_steps(
     An argument of the recipe that chooses an implementation has precedence.
     """
     chosen = {"fused", "foreach", "differentiable"} & arguments.keys()
+
     # With fp16, accelerate could not detect the steps that the gradient scaler skips, because a fused
     # optimizer skips them itself.
     return optimizer_type is torch.optim.AdamW and device.startswith("cuda") and not scaled and not chosen
@@ -153,6 +154,7 @@ def averages_weights(settings: TrainingSettings) -> bool:
 
 def _require_arguments(optimizer_type: type[torch.optim.Optimizer], settings: TrainingSettings) -> None:
     parameters = inspect.signature(optimizer_type.__init__).parameters
+
     # Arguments that the class passes on are checked by its constructor.
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -177,6 +179,7 @@ def make_lr_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettin
             num_decay_steps=settings.decay_steps,
             num_training_steps=settings.num_steps,
         )
+
     # Except for this one, diffusers' schedules have the recipe's names. All begin with a linear warm-up.
     is_constant = settings.lr_scheduler == "constant"
     return get_scheduler(
@@ -215,9 +218,11 @@ class UpdateOnDevice:
     def step(self, is_finite: Tensor) -> None:
         """Queue an update, which takes place if `is_finite`, a boolean scalar, holds for all steps so far."""
         self._are_finite &= is_finite
+
         # The scaler looks for gradients that are not finite; one is enough to skip the update of all weights.
         gradient = self._weights[0].grad
         assert gradient is not None, "a step follows a backward pass"
+
         # NaN in one gradient is the signal to skip; 1.0 leaves finite steps bit for bit as they are.
         gradient.mul_(torch.where(self._are_finite, 1.0, math.nan))
         self._scaler.step(self._optimizer)

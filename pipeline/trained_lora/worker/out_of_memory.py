@@ -56,6 +56,7 @@ def _advice(recipe: Recipe) -> list[str]:
     """Return the changes that save memory and that the recipe does not make yet, cheapest first."""
     training = recipe.training
     advice: list[str] = []
+
     # First, because quantised weights save memory only together with it.
     if not training.gradient_checkpointing:
         advice.append("set training.gradient_checkpointing: true")
@@ -73,6 +74,7 @@ def _advice(recipe: Recipe) -> list[str]:
         advice.append(
             "set training.offload: 0, which copies the base model's blocks from the host for each use"
         )
+
     # After offload, because it changes the trained weights.
     if training.weight_format == "none" and training.lora.allows_packed_weights and not shard:
         advice.append("set training.quantize: int8 or nf4")

@@ -51,6 +51,7 @@ def shared_checkpoint(
         return None
 
     path = checkpoint_path(checkpoints, step)
+
     # The marker has the hashes of the files, so equal markers stand for equal checkpoints.
     own = _load_if_equal(path, run, marker)
     has_state: list[bool] = gather_object([own is not None])
@@ -75,6 +76,7 @@ def shared_checkpoint(
                 "the first process of each machine without the checkpoint has received it"
             )
             own = _load_received(received, run)
+
         # The first process of the machine deletes the folder, which its other processes have to read before.
         accelerator.wait_for_everyone()
     return own
@@ -105,6 +107,7 @@ def _send(accelerator: Accelerator, source: Path, target: Path | None) -> None:
         while remaining > 0:
             length = min(remaining, PIECE_BYTES)
             piece = _read_piece(read, length) if read is not None else torch.empty(length, dtype=torch.uint8)
+
             # NCCL sends tensors of GPUs only.
             piece = piece.to(device)
             distributed.broadcast(piece, src=0)

@@ -34,6 +34,7 @@ def shard_base(denoiser: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for block in repeated_blocks(denoiser).values():
         fully_shard(block, mesh=mesh)
+
     # By default, weights outside of blocks stay gathered after a pass without gradients. Reading the state
     # dict frees them, which the main process does alone, so that it would gather them more often than others.
     fully_shard(denoiser, mesh=mesh, reshard_after_forward=True)

@@ -65,6 +65,7 @@ def trained_text_encoders(family: WorkerFamily, recipe: Recipe, device: str) -> 
     text = TextEncoders(family, recipe, device)
     for role, clip in family.trainable_text_encoders().items():
         network = cast("PreTrainedModel", text.networks[role])
+
         # A seed of its own, so that encoders of equal shapes do not begin with equal weights.
         seed = hash_bits(32, recipe.training.seed, role)
         add_lora(network, settings, targets=clip.targets(text_settings.targets), seed=seed)

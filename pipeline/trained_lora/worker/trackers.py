@@ -45,6 +45,7 @@ def start_trackers(accelerator: Accelerator, job: TrainingJob, *, start: int) ->
     """Start the trackers of a run that continues after `start` optimizer steps, on the main process only."""
     folder = RunLayout(job.folder).metrics.parent
     folder.mkdir(parents=True, exist_ok=True)
+
     # TensorBoard then hides the points that an earlier process logged after `start`, which come again.
     purge_step = start + 1 if start else 0
     accelerator.init_trackers(folder.name, init_kwargs={"tensorboard": {"purge_step": purge_step}})

@@ -135,10 +135,12 @@ def missing_results(job: TrainingJob, step: int, *, is_main: bool) -> MissingRes
 def _missing_on_disk(job: TrainingJob, step: int) -> MissingResults:
     layout = RunLayout(job.folder)
     tried = layout.folder / _TRIED_FILE
+
     # One further attempt only: if these results kill the process, for example because memory runs out, the
     # run must not end at this step again and again.
     if tried.is_file() and tried.read_text(encoding="utf-8") == str(step):
         return MissingResults(validation=False, previews=False)
+
     # Written before the attempt, so that a process that dies in it does not try again.
     write_text(tried, str(step))
 

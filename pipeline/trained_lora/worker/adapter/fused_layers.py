@@ -35,6 +35,7 @@ def with_separate_parts(file: LoraFile, modules: Sequence[LoraModule], layout: L
 
         tensors[down_key] = torch.cat([down] * len(outs))
         tensors[up_key] = torch.block_diag(*up.split(outs))
+
         # The rank grows by the number of parts, and alpha with it: the scale alpha / rank stays.
         if alpha_key in tensors:
             tensors[alpha_key] = tensors[alpha_key] * len(outs)

@@ -68,6 +68,7 @@ def add_lora(
     ranks, alphas = rank_patterns(network, selected, settings)
     config_targets = targets if settings.family_modules else selected
     config = _config(settings, config_targets, ranks, cast("dict[str, int]", alphas))
+
     # The weights depend on the seed alone, whatever has drawn from torch's generator before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_bits(32, seed, "lora"))
@@ -295,6 +296,7 @@ def _adapter_delta(module: Adapted, adapter: str) -> Tensor:
     layer = cast("Any", module)  # peft's layers have `get_delta_weight`, their base class does not declare it
     if not isinstance(module, LoraLayer):
         return layer.get_delta_weight(adapter).float().cpu()
+
     # peft computes the product of a convolution's factors as a convolution, which a GPU does with 10 bits per
     # factor (TF32). A matrix product on the CPU is exact to float32.
     down, up = (side[adapter].weight.float().cpu() for side in (layer.lora_A, layer.lora_B))

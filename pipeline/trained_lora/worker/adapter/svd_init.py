@@ -64,6 +64,7 @@ def init_from_base_weights(denoiser: nn.Module, settings: LoraSettings, *, seed:
                 shape = factor.weight.shape
                 factor.weight = nn.Parameter(values.reshape(shape).clone(), requires_grad=adapter == ADAPTER)
         layer.set_adapter([ADAPTER, FROZEN_ADAPTER])
+
         # `set_adapter` makes the weights of every active adapter trainable.
         for factor in (layer.lora_A[FROZEN_ADAPTER], layer.lora_B[FROZEN_ADAPTER]):
             factor.weight.requires_grad_(False)
@@ -91,6 +92,7 @@ def at_initial_weights(denoiser: nn.Module) -> Generator[None]:
     trained: list[tuple[nn.Parameter, Tensor]] = []
     for _, module in lora_modules(denoiser):
         layer = cast("Any", module)
+
         # The frozen adapter still has the initial weights, with the sign of the up matrix reversed.
         for factors, sign in ((layer.lora_A, 1.0), (layer.lora_B, -1.0)):
             weight: nn.Parameter = factors[ADAPTER].weight

@@ -102,6 +102,7 @@ def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
 def _is_selected(name: str, module: nn.Module, settings: LoraSettings, family_targets: list[str]) -> bool:
     first, *parts = name.split(".")
     in_block = _BLOCKS.fullmatch(first) is not None
+
     # conv_rank adds the blocks' convolutions to any other selection.
     if settings.conv_rank is not None and in_block and is_convolution(module):
         return True

@@ -57,6 +57,7 @@ def load_lora_tensors(networks: Networks, modules: list[LoraModule], file: LoraF
     state: dict[str, Tensor] = {}
     for module in modules:
         down, up = factors(file.tensors, module, layout)
+
         # The recipe fixes the adapter's scale, so the up matrices absorb the difference to the file's scale.
         scale = file_scale(file, module, layout) * module.rank / module.alpha
         state[f"{module.name}.lora_A.weight"] = down.contiguous()
@@ -122,6 +123,7 @@ def without_zero_modules(file: LoraFile, modules: list[LoraModule], layout: Layo
         for ending in _UP_ENDINGS
         if key.endswith(ending) and key not in adapter_keys and not tensor.any()
     }
+
     # DoRA's magnitudes change the weight even if the up matrix is zero.
     zero_modules -= {key.rsplit(".", 1)[0] for key in file.tensors if key.endswith(_MAGNITUDE_ENDINGS)}
     tensors = {
@@ -169,6 +171,7 @@ def unmatched_keys(file: LoraFile, modules: list[LoraModule], layout: Layout) ->
 def file_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
     """Return the module's scale from the file's alpha; 1 if the file has none."""
     down_key, _, alpha_key = module.keys(layout)
+
     # Some trainers add alphas to the layout of diffusers, and diffusers reads them.
     if layout == "diffusers" and (own_alpha := file.tensors.get(f"{module.diffusers}.alpha")) is not None:
         return float(own_alpha) / len(file.tensors[down_key])

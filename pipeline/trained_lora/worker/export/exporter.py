@@ -183,6 +183,7 @@ class Exporter:
                 if module in keys:
                     layers[keys[module] + weight] = tensor
             layers = self._in_dtype(layers)
+
             # peft's configuration of another kind of adapter does not describe the LoRA in the file.
             config = (
                 cast("Any", network).peft_config[ADAPTER]
@@ -224,6 +225,7 @@ class Exporter:
             if layout != "diffusers":
                 weights = file_weights(path, trained.modules, layout, trained.norms)
                 error = max(error, largest_error(path, weights, expected, exact=True, tolerance=tolerance))
+
             # Users load this file with diffusers, so diffusers reads it here too.
             if layout == "diffusers" or (layout == "kohya" and self._diffusers_reads_kohya(trained)):
                 weights = loaded_weights(
@@ -233,6 +235,7 @@ class Exporter:
                     trained.norms,
                     denoiser_name=self._family.spec.denoiser_name,
                 )
+
                 # diffusers moves the scales of kohya's layout into the factors for some model families.
                 exact = layout == "diffusers"
                 error = max(error, largest_error(path, weights, expected, exact=exact, tolerance=tolerance))
@@ -257,6 +260,7 @@ def _rounding_error(rounded: LoraWeights, exact: LoraWeights, *, where: Path, dt
                 where=str(where),
                 fix="set training.lora.save_dtype: bfloat16 or float32, or lower training.learning_rate",
             )
+
         # Rounding changes every weight; the error of the product is the figure that matters to a user.
         errors.append(module_error(weights, exact[name]))
     return max(errors)
@@ -269,6 +273,7 @@ def _conversion_error(
     denoiser = trained.networks[""]
     deltas = collect(trained.networks, delta_weights)
     frozen_sizes = frozen_delta_sizes(denoiser)
+
     # The factors of a plain LoRA are exported as they are, so one module of each kind suffices.
     names = _examples(trained.modules) if _is_plain_lora(denoiser) else list(deltas)
 

@@ -67,6 +67,7 @@ def layout_tensors(
 
         down_key, _, alpha_key = module.keys(layout)
         assert alpha_key is not None
+
         # Readers divide alpha by the rank in the file, which grows with the number of fused modules.
         num_parts = tensors[down_key].shape[0] // module.rank
         tensors[alpha_key] = torch.tensor(module.alpha * num_parts)
@@ -74,6 +75,7 @@ def layout_tensors(
         if module.magnitude:
             magnitude = state[f"{module.name}.lora_magnitude_vector"].flatten()
             base_norms, adapted_norms = norms[module.name]
+
             # ComfyUI divides a magnitude by the base weight's norm, other readers by the adapted weight's.
             if layout == "comfyui":
                 magnitude = magnitude * (base_norms / adapted_norms)

@@ -71,6 +71,7 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
 def _describe(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui: str) -> LoraModule:
     """Return the module as a layer that kohya's layout does not fuse."""
     down, up = lora_shapes(module)
+
     # Readers scale by alpha / rank. peft's own alpha gives another scale with rsLoRA or a converted adapter.
     return LoraModule(
         name=name,

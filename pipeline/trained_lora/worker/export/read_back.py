@@ -178,6 +178,7 @@ def _product_error(actual: ModuleWeights, expected: ModuleWeights) -> float:
 
     # Rounding errors are relative to the terms, which may cancel each other in the sum.
     terms = abs(expected.scale) * expected.up.double().norm(dim=0) * expected.down.double().norm(dim=1)
+
     # Rounding may make the square of a tiny error negative.
     return math.sqrt(abs(squared_error)) / (float(terms.norm()) or 1.0)
 

@@ -104,11 +104,14 @@ class CudaRules(TorchFunctionMode):
                 _cast(given, self._autocast, self._packed),
             )
         elif self._autocast is not None and name in _FLOAT32 and given.get("dtype") is None:
+            # Without an explicit dtype, which has precedence over autocast.
             args, given = _cast(args, torch.float32, {}), _cast(given, torch.float32, {})
 
         # Tensors on the CPU, such as lengths and masks, keep their values, which decide shapes.
         if not (_any_meta(args) or _any_meta(given.values())):
             return func(*args, **given)
+
+        # The values of a mask that is an index decide the shape of the result.
         if name != "__getitem__":
             args, given = _to_meta(args), _to_meta(given)
 

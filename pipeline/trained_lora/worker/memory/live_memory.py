@@ -36,6 +36,7 @@ class LiveMemory(TorchFunctionMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+
         # The storages themselves are held too, so that Python gives their ids to no other storage.
         self._seen = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in without}
         self._alive: set[int] = set()

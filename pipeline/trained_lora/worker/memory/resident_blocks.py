@@ -66,6 +66,7 @@ def resident_blocks(family: WorkerFamily, recipe: Recipe, free_bytes: int | None
         forecast = TrainingForecast(family, recipe, largest_size(recipe))
         chosen, device_bytes = most_resident(forecast, forecast.variant, usable_bytes)
     except (RuntimeError, NotImplementedError) as err:
+        # An operator without a meta implementation, or one that needs the values of a tensor.
         raise TrainingError(
             f"memory cannot be forecast for {family.spec.name}: {str(err).partition(chr(10))[0]}",
             where="training.offload: auto",

@@ -25,6 +25,7 @@ def skeleton(family: Family, role: str, dtype: str) -> nn.Module:
         if hasattr(kind, "from_config"):
             network = kind.from_config(config)
         else:
+            # Classes of transformers have no `from_config`.
             network = kind(kind.config_class.from_dict(config))
     return network.to(getattr(torch, dtype)).requires_grad_(False).eval()
 

@@ -114,6 +114,8 @@ class TrainingForecast:
         self._family = family
         self._recipe = recipe
         self._size = size
+
+        # Caches of the instance: as a decorator, `lru_cache` would keep every forecast and its models alive.
         self.step_bytes = lru_cache(self._step_bytes)
         self._adapted = lru_cache(self._make_adapted)
 
@@ -147,6 +149,7 @@ class TrainingForecast:
 
         blocks = _streamed_bytes(denoiser, variant, packed)
         slots = NUM_SLOTS * max(blocks, default=0) if len(blocks) > NUM_SLOTS else sum(blocks)
+
         # Weights that are packed on the GPU move there one at a time, all other weights together.
         one_at_a_time = packed and (not blocks or variant.quantize == "nf4")
         host = max(map(_unpacked_bytes, base)) + sum(blocks) if one_at_a_time else num_bytes(base)
@@ -167,6 +170,7 @@ class TrainingForecast:
         is_added = variant.packing not in (None, "multiplied") and variant.checkpointing
         if variant == own or not is_added:
             return self.step_bytes(variant)
+
         # The largest packed weight is unpacked while it is used. Adding it to the peak of the unpacked model
         # saves a run of the model for each format. 8-bit products create other tensors and are always run.
         return self.step_bytes(replace(variant, quantize="none")) + largest
@@ -188,6 +192,7 @@ class TrainingForecast:
         weights = trainable_weights(denoiser)
         num_weights = sum(weight.numel() for weight in weights)
         per_weight = _GRADIENT_BYTES + self._optimizer_bytes
+
         # Distributed training exchanges gradients in buffers of their size.
         per_weight += _GRADIENT_BYTES if self._recipe.accelerate.num_processes > 1 else 0
         per_weight += 4 if self._recipe.training.ema_decay is not None else 0
@@ -290,6 +295,7 @@ def _sharded_bytes(denoiser: nn.Module, base: Sequence[Tensor], num_processes: i
         for block in repeated_blocks(denoiser).values()
     ]
     total = num_bytes(base)
+
     # Weights outside of blocks stay gathered for the complete pass.
     return total // num_processes + total - sum(blocks) + _NUM_GATHERED * max(blocks, default=0)
 
