@@ -92,11 +92,7 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
 
 
 def stream_denoiser(denoiser: nn.Module, num_resident: int, device: str) -> None:
-    """Keep `num_resident` of the repeated blocks on the device and stream all others.
-
-    Raises:
-        TrainingError: The denoiser has no repeated blocks.
-    """
+    """Keep `num_resident` of the repeated blocks on the device and stream all others."""
     if not repeated_blocks(denoiser):
         raise TrainingError(
             f"training.offload requires a denoiser of repeated blocks, got {type(denoiser).__name__}",
@@ -130,9 +126,6 @@ def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] 
 
     `dtype` is the dtype of matrix products with unpacked weights, and nf4 does not pack the layers
     `unpacked`.
-
-    Raises:
-        TrainingError: The quantisation needs a missing package or GPU.
     """
     if kind == "none":
         return None
@@ -171,9 +164,6 @@ def eight_bit_products(compute: str, device: str, *, unpacked: Sequence[str]) ->
     """Return diffusers' quantisation config for "int8" or "fp8" of `training.compute`.
 
     The layers `unpacked` are not packed.
-
-    Raises:
-        TrainingError: The GPU cannot multiply such numbers, or torchao is missing.
     """
     import diffusers
 
@@ -214,9 +204,6 @@ def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module,
     """Enable gradient checkpointing and compile the repeated blocks, as the recipe sets them.
 
     Call it after the adapter was added.
-
-    Raises:
-        TrainingError: The model does not support it.
     """
     try:
         if recipe.training.gradient_checkpointing:

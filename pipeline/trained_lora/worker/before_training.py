@@ -174,11 +174,7 @@ def require_adapter_effect(engine: Engine, micro: MicroInput, training_adapter: 
 
 
 def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[[Path], object]) -> None:
-    """Save a checkpoint, reload it, and export the adapter (FAILURES R08).
-
-    Raises:
-        TrainingError: The checkpoint does not read back as it was saved, or `export` failed.
-    """
+    """Save a checkpoint, reload it, and export the adapter (FAILURES R08)."""
     state = engine.state(0)
     path = save_checkpoint(layout.checkpoints, run, state)
     reloaded = load_checkpoint(path, run)

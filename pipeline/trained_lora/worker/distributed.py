@@ -36,10 +36,6 @@ def make_accelerator(
 
     `mixed_precision` is the result of `Family.mixed_precision`. With `find_unused_parameters`, DDP searches
     in every step for trained weights without a gradient, instead of waiting for their gradients.
-
-    Raises:
-        TrainingError: This machine does not support the precision, or the number of launched processes
-            differs from the recipe's.
     """
     project_config = None if logging_dir is None else ProjectConfiguration(logging_dir=str(logging_dir))
     try:

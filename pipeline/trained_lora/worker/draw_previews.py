@@ -106,11 +106,7 @@ def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: A
 
 
 def open_references(prompt: Prompt, recipe: Recipe) -> list[Image]:
-    """Return the reference images of a prompt, upright and RGB.
-
-    Raises:
-        ImageError: A reference is missing or cannot be decoded.
-    """
+    """Return the reference images of a prompt, upright and RGB."""
     background, max_px = recipe.latents.background, recipe.checks.max_image_pixels
     return [decode(path, background, max_px=max_px) for path in prompt.references]
 

@@ -276,9 +276,6 @@ class Engine:
 
         The next of `inputs`, this rank's tensors, must be the micro-batches of `batch`. `stop` is this rank's
         stop request.
-
-        Raises:
-            TrainingError: See `finish`.
         """
         # Dropout draws from torch's global generator; seeding it per step makes a resumed run bit-equal.
         torch.manual_seed(

@@ -122,11 +122,7 @@ def fuses_steps(
 
 
 def optimizer_class(settings: TrainingSettings) -> type[torch.optim.Optimizer]:
-    """Return the class that `training.optimizer` names, and check the names of its arguments.
-
-    Raises:
-        TrainingError: See `make_optimizer`.
-    """
+    """Return the class that `training.optimizer` names, and check the names of its arguments."""
     named = OPTIMIZERS.get(settings.optimizer)
     path = named.path if named else settings.optimizer
     module, _, name = path.rpartition(".")

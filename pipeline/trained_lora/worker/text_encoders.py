@@ -34,11 +34,7 @@ class TextEncoders:
     """
 
     def __init__(self, family: WorkerFamily, recipe: Recipe, device: str) -> None:
-        """Load the text encoders, without adapters.
-
-        Raises:
-            ModelError: A file of a text encoder is missing.
-        """
+        """Load the text encoders, without adapters."""
         self._family = family
         self._encoders = family.text.load(base_dtype(family, recipe), device)
         self.networks: dict[str, nn.Module] = {
@@ -52,11 +48,7 @@ class TextEncoders:
 
 
 def trained_text_encoders(family: WorkerFamily, recipe: Recipe, device: str) -> TextEncoders | None:
-    """Return the text encoders with the fresh adapters that the recipe trains; None if it trains none.
-
-    Raises:
-        ModelError: A file of a text encoder is missing.
-    """
+    """Return the text encoders with the fresh adapters that the recipe trains; None if it trains none."""
     lora = recipe.training.lora
     settings, text_settings = lora.of_text_encoders, lora.text_encoders
     if settings is None or text_settings is None:

@@ -70,11 +70,7 @@ class Validation:
         ]
 
     def loss(self, engine: Engine) -> ValidationLoss:
-        """Return the current loss; every rank must call it at the same steps, and gets the same value.
-
-        Raises:
-            StoreError: A cache entry is missing or damaged.
-        """
+        """Return the current loss; every rank must call it at the same steps, and gets the same value."""
         accelerator = engine.accelerator
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         errors = torch.zeros(len(self._variant_ids) * len(NOISE_LEVELS), device=accelerator.device)

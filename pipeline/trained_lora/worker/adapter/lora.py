@@ -59,9 +59,6 @@ def add_lora(
 
     The new weights are float32 for any base dtype and depend only on `seed`; the delta weights are zero.
     `targets` are the endings of module paths that `targets: family` selects. Returns peft's configuration.
-
-    Raises:
-        TrainingError: No module is selected, or a pattern matches none.
     """
     network.requires_grad_(False)
     selected = target_modules(network, settings, targets)
@@ -197,11 +194,7 @@ def collect(networks: Networks, read: Callable[[nn.Module], Mapping[str, T]]) ->
 
 
 def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None:
-    """Load `collect(networks, adapter_state)`.
-
-    Raises:
-        TrainingError: See `load_adapter_state`.
-    """
+    """Load `collect(networks, adapter_state)`."""
     # The denoiser has an empty prefix, so its weights are the ones without the prefix of a text encoder.
     text_prefixes = tuple(prefix for prefix in networks if prefix)
     for prefix, network in networks.items():

@@ -40,9 +40,6 @@ def init_from_base_weights(denoiser: nn.Module, settings: LoraSettings, *, seed:
     """Initialise a fresh adapter with a part of the base weights, which a new frozen adapter subtracts.
 
     Both depend only on the base weights and `seed`. The global random state does not change.
-
-    Raises:
-        TrainingError: A module has fewer rows or columns than its rank.
     """
     model = cast("Any", denoiser)
 

@@ -162,11 +162,7 @@ class Exporter:
         return self._verify(folder, trained)
 
     def verify(self, networks: Networks, folder: Path) -> list[ExportedFile]:
-        """Verify the three files in `folder`, which `export` wrote for the same weights.
-
-        Raises:
-            TrainingError: A file does not reproduce the adapter.
-        """
+        """Verify the three files in `folder`, which `export` wrote for the same weights."""
         return self._verify(folder, _TrainedLora.of(self._family, networks))
 
     def _save_diffusers(self, folder: Path, trained: _TrainedLora, metadata: dict[str, str]) -> None:

@@ -48,7 +48,7 @@ def describe_networks(family: WorkerFamily, networks: Networks) -> list[LoraModu
 
 
 def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraModule]:
-    """Return the denoiser's adapted modules; raises as `describe_networks`."""
+    """Return the denoiser's adapted modules."""
     described: list[LoraModule] = []
     for name, module in lora_modules(denoiser):
         layer = family.kohya_layer(name)
