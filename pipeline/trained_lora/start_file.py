@@ -16,7 +16,7 @@ from pipeline.errors import TrainingError, counted
 from pipeline.models.size_multiple import local_family
 from pipeline.recipe.isolation import START_KEY
 from pipeline.recipe.settings import one_of
-from pipeline.trained_lora.export.lora_files import LAYOUTS, Layout, layout_file, lora_file
+from pipeline.trained_lora.export.lora_files import LAYOUTS, Layout, is_magnitude, layout_file, lora_file
 from pipeline.trained_lora.run_folder import ADAPTER_FILE, OPTIMIZER_FILE
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _DOWN_KEYS: Mapping[Layout, re.Pattern[str]] = {
 
 _UP_ENDINGS = {".lora_A.weight": ".lora_B.weight", ".lora_down.weight": ".lora_up.weight"}
 
-_MAGNITUDE_ENDINGS = (".lora_magnitude_vector", ".dora_scale")
 
 _OTHER_KINDS = {".hada_w1_a": "LoHa", ".lokr_w1": "LoKr", ".lokr_w1_a": "LoKr", ".oft_diag": "OFT"}
 """Kinds of adapters that are not a LoRA, by an ending of their keys."""
@@ -164,7 +163,7 @@ def _read(path: Path, where: str) -> _Contents:
             fix=f"set {START_KEY} to a complete .safetensors file of a LoRA, and make sure that your user "
             "may read it",
         ) from err
-    return _Contents(layout, modules, dora=any(key.endswith(_MAGNITUDE_ENDINGS) for key in shapes))
+    return _Contents(layout, modules, dora=any(is_magnitude(key) for key in shapes))
 
 
 def _require_matrices(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

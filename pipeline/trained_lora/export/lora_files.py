@@ -289,6 +289,11 @@ def is_factor(key: str) -> bool:
     return key.endswith((".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up.weight"))
 
 
+def is_magnitude(key: str) -> bool:
+    """Return whether a key, in any layout, names the magnitudes of a DoRA."""
+    return key.endswith((".lora_magnitude_vector", ".dora_scale"))
+
+
 def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> tuple[Any, Any]:
     """Return one module's (down, up), of the type in `tensors`; KeyError if one is missing."""
     down, up, _ = module.keys(layout)

@@ -19,6 +19,7 @@ from torch.nn.functional import conv2d, linear
 from pipeline.errors import TrainingError
 from pipeline.models.training_adapter import ADAPTER_KEY
 from pipeline.models.worker.loading import pipeline_class
+from pipeline.trained_lora.export.lora_files import is_magnitude
 from pipeline.trained_lora.worker.base_model import base_dtype
 from pipeline.trained_lora.worker.export.read_back import loaded_weights
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.worker.export.layouts import LoraWeights, ModuleWeights
 
-_OTHER_TENSORS = ("magnitude_vector", "dora_scale", "hada_w1_a", "lokr_w1", "lokr_w1_a")
-"""Endings of tensors of adapters that are not a plain LoRA."""
+_OTHER_TENSORS = ("hada_w1_a", "lokr_w1", "lokr_w1_a")
+"""Endings of tensors of adapters that are not a LoRA."""
 
 _FIX = f"set {ADAPTER_KEY} to a LoRA of the denoiser, trained for this base model, that diffusers can load"
 
@@ -116,7 +117,8 @@ def load_training_adapter(job: TrainingJob, family: WorkerFamily, denoiser: nn.M
 def _require_plain_lora(path: Path) -> None:
     try:
         with safe_open(path, framework="pt") as file:
-            others = sorted(key for key in file.keys() if key.endswith(_OTHER_TENSORS))  # noqa: SIM118 - not a dict
+            keys: list[str] = file.keys()
+            others = sorted(key for key in keys if is_magnitude(key) or key.endswith(_OTHER_TENSORS))
     except (OSError, SafetensorError) as err:
         raise refused_adapter(path, f"it cannot be read: {err}") from err
     if others:

@@ -18,6 +18,7 @@ from pipeline.trained_lora.export.lora_files import (
     LoraFile,
     LoraModule,
     factors,
+    is_magnitude,
     module_scale,
     stored_magnitudes,
 )
@@ -30,9 +31,6 @@ _MAX_LISTED_TENSORS = 5
 
 _UP_ENDINGS = (".lora_B.weight", ".lora_up.weight")
 """Endings of the keys of up matrices."""
-
-_MAGNITUDE_ENDINGS = (".lora_magnitude_vector", ".dora_scale")
-"""Endings of the keys of DoRA's magnitudes."""
 
 
 def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> None:
@@ -125,7 +123,7 @@ def without_zero_modules(file: LoraFile, modules: list[LoraModule], layout: Layo
     }
 
     # DoRA's magnitudes change the weight even if the up matrix is zero.
-    zero_modules -= {key.rsplit(".", 1)[0] for key in file.tensors if key.endswith(_MAGNITUDE_ENDINGS)}
+    zero_modules -= {key.rsplit(".", 1)[0] for key in file.tensors if is_magnitude(key)}
     tensors = {
         key: tensor
         for key, tensor in file.tensors.items()
