@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import os
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline.errors import ModelError
@@ -197,11 +196,8 @@ def component_files(repository_files: Iterable[str], folder: str) -> list[str]:
     `WEIGHT_VARIANTS` that has weights, again preferring `*.safetensors`. `folder` is "" if the repository is
     a single component.
     """
-    depth, pattern = (1, f"{folder}/*") if folder else (0, "*")
     inside = [
-        name
-        for name in sorted(repository_files)
-        if fnmatch.fnmatch(name, pattern) and name.count("/") == depth
+        name for name in sorted(repository_files) if PurePosixPath(name).parent == PurePosixPath(folder)
     ]
     usual = [name for name in inside if not any(part in name for part in _VARIANT_PARTS)]
 

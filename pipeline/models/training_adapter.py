@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
 from pipeline.log import Log, discard
-from pipeline.models.hub import (
-    REQUEST_TIMEOUT_S,
-    download_files,
-    explain_download_errors,
-    is_hub_id,
-    require_access,
-)
+from pipeline.models.hub import REQUEST_TIMEOUT_S, download_files, explain_download_errors, is_hub_id
 from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
@@ -91,7 +85,6 @@ def _downloaded(name: str, file: str, where: str, log: Log) -> Path:
     from huggingface_hub import HfApi
 
     with explain_download_errors(name, where):
-        require_access(name, None)
         siblings = HfApi().model_info(name, timeout=REQUEST_TIMEOUT_S).siblings or []
         chosen = _chosen((sibling.rfilename for sibling in siblings), file, name, where)
         return download_files(name, None, [chosen], log=log) / chosen

@@ -22,7 +22,6 @@ from pipeline.images.geometry.sizes import (
     Size,
     latent_size,
     not_multiples,
-    require_multiple,
 )
 
 __all__ = [
@@ -42,5 +41,4 @@ __all__ = [
     "latent_size",
     "not_multiples",
     "placement_of",
-    "require_multiple",
 ]

@@ -143,28 +143,16 @@ def latent_size(target_size: Size, factor: int) -> Size:
     Raises:
         BucketError: An edge is not a multiple of `factor`.
     """
-    require_multiple([target_size], factor)
+    if not_multiples([target_size], factor):
+        what = f"bucket edges must be multiples of {factor} for this base model, got {target_size}"
+        fix = f"set buckets.step, or the edges in buckets.sizes, to multiples of {factor}"
+        raise BucketError(what, where="buckets", fix=fix)
     return Size(target_size.height // factor, target_size.width // factor)
 
 
 def not_multiples(sizes: Iterable[Size], multiple: int) -> list[Size]:
     """Return the sizes with an edge that is not a multiple of `multiple`, in the given order."""
     return [size for size in sizes if size.height % multiple or size.width % multiple]
-
-
-def require_multiple(sizes: Iterable[Size], multiple: int) -> None:
-    """Check that every bucket edge is a multiple of the base model's size multiple.
-
-    Raises:
-        BucketError: Names the first size that is not.
-    """
-    wrong = not_multiples(sizes, multiple)
-    if wrong:
-        what = f"bucket edges must be multiples of {multiple} for this base model, got {wrong[0]}"
-        if len(wrong) > 1:
-            what += f" and {len(wrong) - 1} more"
-        fix = f"set buckets.step, or the edges in buckets.sizes, to multiples of {multiple}"
-        raise BucketError(what, where="buckets", fix=fix)
 
 
 def area(size: Size) -> int:

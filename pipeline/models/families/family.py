@@ -43,16 +43,6 @@ class Distillation:
     training_adapter: str = ""
 
 
-def not_distilled(model: ModelFolder) -> Distillation | None:
-    """Return None."""
-    return None
-
-
-def no_options(model: ModelFolder) -> dict[str, Any]:
-    """Return no settings of the pipeline's constructor."""
-    return {}
-
-
 @dataclass(frozen=True)
 class FamilySpec:
     """The declaration of a model family: the parts that a base model of this family consists of.
@@ -93,10 +83,10 @@ class FamilySpec:
     guidance_scale: float
     denoiser_name: Denoiser = "transformer"
     drawing: str = "inference:PipelineDrawing"
-    pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = no_options
+    pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = lambda model: {}
     no_negative_prompts: str | Callable[[ModelFolder], str] = ""
     objective: int | Callable[[ModelFolder], int] = 1
-    distillation: Callable[[ModelFolder], Distillation | None] = not_distilled
+    distillation: Callable[[ModelFolder], Distillation | None] = lambda model: None
     references: ReferenceSpec | None = None
 
 

@@ -9,6 +9,9 @@ from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import QwenImageLatents
 
+TOKENS = 512
+"""`max_sequence_length` of the pipeline's call, template not included."""
+
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj")
 _TEXT_LAYERS = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
@@ -38,7 +41,7 @@ QWEN_IMAGE = FamilySpec(
     text=LanguageModelText(
         "qwen2.5-vl template last hidden state unpadded, 2",
         "families.qwen_image:QwenConditioner",
-        tokens=512,
+        tokens=TOKENS,
         template_tokens=34,
     ),
     noise=FlowNoise(),

@@ -11,8 +11,8 @@ from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec, clip_length
 from pipeline.models.families.parts.vae import LatentSpec
 
-# `max_sequence_length` of the pipeline; these tokens are zeros in a model without T5.
-_T5_TOKENS = 256
+T5_TOKENS = 256
+"""`max_sequence_length` of the pipeline; these tokens are zeros in a model without T5."""
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _JOINT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -41,13 +41,13 @@ class ClipAndT5Text(TextSpec):
 
     def token_limits(self, model: ModelFolder) -> dict[str, int]:
         limits = {role: clip_length(model, role) for role in ("tokenizer", "tokenizer_2")}
-        return {**limits, "tokenizer_3": _T5_TOKENS} if model.has("text_encoder_3") else limits
+        return {**limits, "tokenizer_3": T5_TOKENS} if model.has("text_encoder_3") else limits
 
     def shapes(self, model: ModelFolder) -> Shapes:
         encoders = ("text_encoder", "text_encoder_2")
         return {
             "text_embedding": (
-                clip_length(model) + _T5_TOKENS,
+                clip_length(model) + T5_TOKENS,
                 int(model.config("transformer")["joint_attention_dim"]),
             ),
             "pooled_text_embedding": (sum(int(model.config(role)["projection_dim"]) for role in encoders),),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.models.diffusers_folder import is_tokenizer
@@ -131,10 +131,6 @@ class TextConditioner(ABC):
         """Return the tokenizer, or the processor, that the pipeline's constructor takes as `role`."""
         folder = self.family.model.component(role)
         return component_class(self.family, role).from_pretrained(folder, local_files_only=True)
-
-    def network(self, encoders: Any, role: str) -> nn.Module:
-        """Return one text encoder of `encoders`, by its component."""
-        return getattr(encoders, role)
 
     def embed_with_images(
         self, encoders: Any, caption: str, images: Sequence[SeenImage]

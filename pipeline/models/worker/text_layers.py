@@ -5,13 +5,14 @@ Text encoders compute forward passes only. Their values do not depend on where t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from pipeline.log import Log, discard
 from pipeline.models.worker.offload.streamed_blocks import (
     NUM_SLOTS,
     move_weights,
@@ -27,9 +28,6 @@ MARGIN_BYTES = 2 * 2**30
 _GIB = 2**30
 
 
-def _discard(_text: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class LayerOffload:
     """The recipe's `text.offload`, and what auto depends on.
@@ -42,7 +40,7 @@ class LayerOffload:
 
     setting: Literal["auto", "none"] | int = "none"
     free_bytes: int | None = None
-    say: Callable[[str], None] = _discard
+    say: Log = discard
 
 
 ALL_ON_DEVICE = LayerOffload()

@@ -38,7 +38,7 @@ class TextEncoders:
         self._family = family
         self._encoders = family.text.load(base_dtype(family, recipe), device)
         self.networks: dict[str, nn.Module] = {
-            role: family.text.network(self._encoders, role) for role in family.trainable_text_encoders()
+            role: getattr(self._encoders, role) for role in family.trainable_text_encoders()
         }
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:

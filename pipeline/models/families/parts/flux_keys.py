@@ -8,20 +8,25 @@ from pipeline.models.families.parts.lora_keys import BlockNames, StackedKeys
 # Published width of FLUX.1's transformer, the only one for which diffusers reads kohya's single blocks.
 _CONVERTED_WIDTH = 3072
 
-_DOUBLE = BlockNames(
-    "transformer_blocks",
-    {
-        "img_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "img_attn_proj": ("attn.to_out.0",),
-        "img_mlp_0": ("ff.net.0.proj",),
-        "img_mlp_2": ("ff.net.2",),
-        "txt_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "txt_attn_proj": ("attn.to_add_out",),
-        "txt_mlp_0": ("ff_context.net.0.proj",),
-        "txt_mlp_2": ("ff_context.net.2",),
-    },
-    original="double_blocks",
-)
+
+def _double_blocks(mlp_in: str, mlp_out: str) -> BlockNames:
+    return BlockNames(
+        "transformer_blocks",
+        {
+            "img_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "img_attn_proj": ("attn.to_out.0",),
+            "img_mlp_0": (f"ff.{mlp_in}",),
+            "img_mlp_2": (f"ff.{mlp_out}",),
+            "txt_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "txt_attn_proj": ("attn.to_add_out",),
+            "txt_mlp_0": (f"ff_context.{mlp_in}",),
+            "txt_mlp_2": (f"ff_context.{mlp_out}",),
+        },
+        original="double_blocks",
+    )
+
+
+_DOUBLE, _DOUBLE_2 = _double_blocks("net.0.proj", "net.2"), _double_blocks("linear_in", "linear_out")
 _SINGLE = BlockNames(
     "single_transformer_blocks",
     {
@@ -29,21 +34,6 @@ _SINGLE = BlockNames(
         "linear2": ("proj_out",),
     },
     original="single_blocks",
-)
-
-_DOUBLE_2 = BlockNames(
-    "transformer_blocks",
-    {
-        "img_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "img_attn_proj": ("attn.to_out.0",),
-        "img_mlp_0": ("ff.linear_in",),
-        "img_mlp_2": ("ff.linear_out",),
-        "txt_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "txt_attn_proj": ("attn.to_add_out",),
-        "txt_mlp_0": ("ff_context.linear_in",),
-        "txt_mlp_2": ("ff_context.linear_out",),
-    },
-    original="double_blocks",
 )
 _SINGLE_2 = BlockNames(
     "single_transformer_blocks",

@@ -41,11 +41,6 @@ FLUX_SHIFT: Mapping[str, Any] = {
 """FLUX.1's shift, which grows with the image: e^0.5 at 256 px and e^1.15 at 1,024 px."""
 
 
-def as_published(model: ModelFolder) -> dict[str, Any]:
-    """Return no changes of the published schedule."""
-    return {}
-
-
 @dataclass(frozen=True)
 class NoiseSpec(ABC):
     """A noise process.
@@ -112,7 +107,7 @@ class FlowNoise(NoiseSpec):
 
     process: str = "noise:FlowProcess"
     density: Density = "logit_normal"
-    training_schedule: Callable[[ModelFolder], Mapping[str, Any]] = as_published
+    training_schedule: Callable[[ModelFolder], Mapping[str, Any]] = lambda model: {}
 
     def prediction_type(self, model: ModelFolder) -> Prediction:
         return "flow"

@@ -115,16 +115,11 @@ class QwenImageLatents(LatentSpec):
 
 
 @dataclass(frozen=True)
-class WanLatents(LatentSpec):
+class WanLatents(QwenImageLatents):
     """Latents of one frame of `AutoencoderKLWan`."""
-
-    codec: str = "vae:FrameCodec"
 
     def factor(self, model: ModelFolder) -> int:
         return int(model.config("vae")["scale_factor_spatial"])
-
-    def channels(self, model: ModelFolder) -> int:
-        return int(model.config("vae")["z_dim"])
 
 
 @dataclass(frozen=True)

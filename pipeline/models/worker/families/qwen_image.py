@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.models.families.qwen_image import TOKENS
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.text import TextConditioner
-
-# `max_sequence_length` of the pipeline's call, template not included.
-_TOKENS = 512
 
 _PATCH = 2
 
@@ -24,7 +22,7 @@ class QwenConditioner(TextConditioner):
         return encoders.prompt_template_encode.format(caption)
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        embedding, _ = self.encode_prompt(encoders, caption, max_sequence_length=_TOKENS)
+        embedding, _ = self.encode_prompt(encoders, caption, max_sequence_length=TOKENS)
         return {"text_embedding": embedding}
 
     def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.models.families.sd3 import T5_TOKENS
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.loading import component_class
 from pipeline.models.worker.text import POOLED_PROMPT, TextConditioner
 from pipeline.models.worker.text_layers import ALL_ON_DEVICE, LayerOffload
-
-_T5_TOKENS = 256
 
 
 class ClipAndT5Conditioner(TextConditioner):
@@ -35,7 +34,7 @@ class ClipAndT5Conditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         # Without T5, the family's limit is CLIP's, but T5's zeros keep their length.
-        options = {"do_classifier_free_guidance": False, "max_sequence_length": _T5_TOKENS}
+        options = {"do_classifier_free_guidance": False, "max_sequence_length": T5_TOKENS}
         embedding, _, pooled, _ = self.encode_prompt(
             encoders, caption, prompt_2=None, prompt_3=None, **options
         )
