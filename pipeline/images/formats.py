@@ -77,7 +77,7 @@ def _rebuild(reason: str, detail: str, fix: str, where: str) -> ImageError:
 
 
 def require_image(start: bytes) -> None:
-    """Raise ImageError unless a file's first bytes are those of an image that can be opened."""
+    """Raise ImageError unless a file begins like an image that can be opened."""
     if not start:
         raise ImageError("empty_file", "the file is empty", fix="copy or download it again, or remove it")
     if not start.strip(b"\0"):

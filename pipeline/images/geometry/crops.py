@@ -39,7 +39,7 @@ def random_corner(
 
 
 def focus_start(point: npt.NDArray[np.float64] | float, *, resized: Ints, target: Ints) -> Ints:
-    """Return the start of the crop of `target` pixels whose middle is closest to `point` times `resized`.
+    """Return the start of the crop of `target` pixels around the pixel at `point` times `resized`.
 
     For 0.5, the result is a centre crop.
     """

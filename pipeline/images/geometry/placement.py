@@ -1,8 +1,8 @@
 """Assignment of bucket, scale and crop to images, by the bucket settings of a recipe.
 
 An image goes to the nearest bucket of a set. With several sets, one per resolution, it goes to the largest
-one whose size it fills without being enlarged beyond the limit, or to each of those. An image that is too
-small for all sets gets a bucket of its exact size, or is rejected.
+one that it fills without being enlarged beyond the limit, or to each such set. An image that is too small for
+all sets gets a bucket of its exact size, or is rejected.
 
 Arrays: oh, ow = original height and width; rh, rw = resized; th, tw = target; N images, M >= N rows.
 """
@@ -114,7 +114,7 @@ class Placement:
         image, th, tw, too_small = self._targets(oh, ow)
         oh, ow = oh[image], ow[image]
 
-        # Cover the target: the edge that needs the larger scale fits exactly, the other one overlaps.
+        # Cover the target: the edge that needs the larger scale fits exactly, and the second edge overlaps.
         width_decides = tw * oh >= th * ow
         rh = np.where(width_decides, _rounded_quotient(oh * tw, ow), th)
         rw = np.where(width_decides, tw, _rounded_quotient(ow * th, oh))

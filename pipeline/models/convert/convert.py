@@ -1,7 +1,7 @@
 """Conversion of a single file into a diffusers folder.
 
-The file's components are converted, the others are copied from the reference model. The folder appears under
-its final name only when it is complete and Latentline can read it.
+The file's components are converted, and missing ones are copied from the reference model. The folder appears
+under its final name only when it is complete and Latentline can read it.
 """
 
 from __future__ import annotations

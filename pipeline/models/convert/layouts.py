@@ -53,8 +53,8 @@ class Layout:
         vae_scaling: `scaling_factor` of the usual VAE, for layouts of files that may contain one.
     """
 
-    # `parts` is empty except for Stable Diffusion. In files of other models, such as those made for ComfyUI,
-    # the other components equal the published ones and are copied from the reference model.
+    # `parts` is empty except for Stable Diffusion. In files of other models, such as files for ComfyUI, VAE
+    # and text encoders equal the published ones and are copied from the reference model.
 
     name: str
     family: str

@@ -83,7 +83,7 @@ def family_spec(folder: Path) -> FamilySpec:
     """Return the family of the pipeline class in `folder/model_index.json`; reads no other file.
 
     Raises:
-        FamilyError: No family has this pipeline class; the message lists those that exist.
+        FamilyError: No family has this pipeline class; the message lists all families.
         ModelError: `model_index.json` is missing or unreadable.
     """
     index = folder / "model_index.json"

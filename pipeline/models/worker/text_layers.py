@@ -80,7 +80,7 @@ def resident_layers(
     """Return the number of layers that stay on the device, for each encoder that is streamed.
 
     auto streams the largest encoder first, with as many layers on the device as fit into `usable_bytes`
-    together with the other encoders. On a CPU, these are None, and auto streams nothing.
+    together with all encoders. On a CPU, `usable_bytes` is None, and auto streams nothing.
     """
     if isinstance(setting, int):
         return {role: setting for role, size in sizes.items() if setting < len(size.layers)}

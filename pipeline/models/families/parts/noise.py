@@ -101,7 +101,7 @@ class FlowNoise(NoiseSpec):
     """Noise along a straight line, with timesteps shifted as the scheduler's configuration defines.
 
     Attributes:
-        training_schedule: Settings that replace those of the scheduler's configuration in training, because a
+        training_schedule: Settings that replace the scheduler's configuration in training, because the
             published schedule may be one for drawing, with many steps at high noise levels.
     """
 
