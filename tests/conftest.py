@@ -84,19 +84,28 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> C
     return build_once
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """Five photographs with edges of 150 to 380 pixels, as PNG with captions; the test may change them."""
+def write_photos(folder: Path) -> None:
+    """Write five photographs with edges of 150 to 380 pixels, as PNG with captions, to a new folder."""
     import skimage
     from PIL import Image
 
-    folder = tmp_path / "photos"
     folder.mkdir()
     for name, (source, box, caption) in CROPS.items():
         with Image.open(Path(skimage.__file__).parent / "data" / source) as image:
             image.convert("RGB").crop(box).save(folder / f"{name}.png", compress_level=1, icc_profile=None)
         (folder / f"{name}.txt").write_text(caption + "\n", encoding="utf-8")
-    return folder
+
+
+@pytest.fixture(scope="session")
+def photos_once(shared_folder: Callable[[str, Build], Path]) -> Path:
+    """The folder from which `photos` copies; tests only read it."""
+    return shared_folder("photos", write_photos)
+
+
+@pytest.fixture
+def photos(tmp_path: Path, photos_once: Path) -> Path:
+    """Five photographs as PNG with captions; the test may change them."""
+    return shutil.copytree(photos_once, tmp_path / "photos")
 
 
 @pytest.fixture

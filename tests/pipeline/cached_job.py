@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ class Job:
         self.keep("validated_dataset", validated)
         self.keep("aspect_buckets", assign_buckets(self.recipe, validated.table, **quiet))
         self.cache()
+
+    def run_with(self, entries: Path) -> None:
+        """Run with a copy of these entries, or store those of this run there if there are none."""
+        if entries.is_dir():
+            shutil.copytree(entries, self.recipe.cache_dir)
+        self.run()
+        if not entries.is_dir():
+            shutil.copytree(self.recipe.cache_dir, entries)
 
     def cache(self) -> None:
         buckets, validated = self.tables.read("aspect_buckets"), self.tables.read("validated_dataset")

@@ -52,26 +52,32 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return pass_time
 
 
+@pytest.fixture(scope="session")
+def finished(
+    shared_folder: Callable[[str, Callable[[Path], object]], Path], photos_once: Path, tiny_sd: Path
+) -> Path:
+    """Return the root of a project with a complete cache, from which `job` copies."""
+
+    def build(root: Path) -> None:
+        shutil.copytree(photos_once, root / "photos")
+        Job(recipe_of(root, tiny_sd), InProcessLaunch()).run()
+
+    return shared_folder("finished job", build)
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the results of the module's first job, from which later tests copy."""
-    return tmp_path_factory.mktemp("finished") / "root"
+def module_entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the entries of the module's first job, which later jobs do not encode again."""
+    return tmp_path_factory.mktemp("entries") / "cache"
 
 
 @pytest.fixture
-def job(
-    tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InProcessLaunch, finished: Path
-) -> Job:
-    """Return a project with a complete cache. A module's first test encodes, later ones get a copy."""
+def job(tmp_path: Path, tiny_sd: Path, in_process_launch: InProcessLaunch, finished: Path) -> Job:
+    """Return a copy of a project with a complete cache, which the test may change."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     cached_job = Job(recipe_of(tmp_path, tiny_sd), in_process_launch)
-    if finished.is_dir():
-        shutil.rmtree(photos)
-        shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-        cached_job.cache()  # encodes nothing, but records the stats of the copies
-        assert in_process_launch.modules == []
-    else:
-        cached_job.run()
-        shutil.copytree(tmp_path, finished)
+    cached_job.cache()  # encodes nothing, but records the stats of the copies
+    assert in_process_launch.modules == []
     return cached_job
 
 

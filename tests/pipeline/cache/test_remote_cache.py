@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from pipeline.maintenance.verify import needed_entries, verify
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import check_isolation
+from pipeline.storage.addresses import Url
+from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
@@ -41,10 +44,24 @@ def address(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def job(address: str, tiny_sd: Path, photos: Path, in_process_launch: Any) -> Job:
-    cached_job = Job(recipe_of(photos.parent, tiny_sd, cache_dir=address), in_process_launch)
-    cached_job.run()
+def job(address: str, tiny_sd: Path, tmp_path: Path, finished: Path, in_process_launch: Any) -> Job:
+    """Return a copy of the finished project with its entries in the remote cache."""
+    for name in ("photos", "out"):
+        shutil.copytree(finished / name, tmp_path / name)
+    remote = RemoteFolder(Url(address))
+    for path in (finished / "cache").rglob("*"):
+        if path.is_file():
+            remote.put(path.relative_to(finished / "cache").as_posix(), path.read_bytes())
+    cached_job = Job(recipe_of(tmp_path, tiny_sd, cache_dir=address), in_process_launch)
+    cached_job.cache()
+    assert in_process_launch.modules == []
     return cached_job
+
+
+@pytest.fixture
+def local_job(finished: Path, tiny_sd: Path, forbidden_launch: Any) -> Job:
+    """Return the finished project, which the test only reads."""
+    return Job(recipe_of(finished, tiny_sd), forbidden_launch)
 
 
 def files(job: Job) -> Any:
@@ -63,10 +80,10 @@ def name_of(job: Job, asset: str) -> str:
 
 
 def test_a_remote_cache_gets_the_entries_and_tables_of_a_local_one_and_a_warm_run_encodes_nothing(
-    job: Job, tmp_path: Path, tiny_sd: Path, in_process_launch: Any, forbidden_launch: Any
+    address: str, photos: Path, tiny_sd: Path, local_job: Job, in_process_launch: Any, forbidden_launch: Any
 ) -> None:
-    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), in_process_launch)
-    local_job.run()
+    job = Job(recipe_of(photos.parent, tiny_sd, cache_dir=address), in_process_launch)
+    job.run()
     warm = Job(job.recipe, forbidden_launch)
     for asset in ASSETS:
         local_table = local_job.tables.read(asset).drop(STAT_COLUMNS)
@@ -143,10 +160,8 @@ def test_explain_shows_the_addresses_of_a_samples_entries(job: Job, address: str
 
 
 def test_training_reads_the_same_tensors_from_a_remote_cache_as_from_a_local_one(
-    job: Job, tmp_path: Path, tiny_sd: Path, in_process_launch: Any
+    job: Job, local_job: Job, tiny_sd: Path
 ) -> None:
-    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), in_process_launch)
-    local_job.run()
     family = load_family(tiny_sd)
 
     def read(job: Job) -> list[Any]:

@@ -58,7 +58,9 @@ class EditJob(Job):
 
 
 @pytest.fixture
-def job(tmp_path: Path, photos: Path, tiny_edit: Path, in_process_launch: InProcessLaunch) -> EditJob:
+def job(
+    tmp_path: Path, photos: Path, tiny_edit: Path, in_process_launch: InProcessLaunch, module_entries: Path
+) -> EditJob:
     for path in photos.glob("*"):
         if path.stem not in ("cat", "coffee"):
             path.unlink()
@@ -70,7 +72,7 @@ def job(tmp_path: Path, photos: Path, tiny_edit: Path, in_process_launch: InProc
             Image.fromarray(255 - np.asarray(image)).save(folders["negative"] / path.name)
             image.resize((image.width // 2, image.height // 2)).save(folders["half"] / path.name)
     job = EditJob(edit_recipe(tmp_path, tiny_edit), in_process_launch)
-    job.run()
+    job.run_with(module_entries)
     return job
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ class MaskedJob(Job):
 
 
 @pytest.fixture
-def masked(tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InProcessLaunch) -> MaskedJob:
+def masked(
+    tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InProcessLaunch, module_entries: Path
+) -> MaskedJob:
     """A finished cache job of five photographs with masks of gradients, mirrored too."""
     for path in photos.glob("*.png"):
         with Image.open(path) as image:
@@ -62,7 +65,7 @@ def masked(tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InPro
     job = MaskedJob(
         recipe_of(tmp_path, tiny_sd, datasets=[dataset], latents={"flip": True}), in_process_launch
     )
-    job.run()
+    job.run_with(module_entries)
     return job
 
 
@@ -73,6 +76,8 @@ def mask_entry(entries: RecipeEntries, row: dict[str, Any]) -> tuple[EntrySpec, 
 
 
 def test_entries_hold_the_area_means_of_the_mask_in_the_crop_of_the_image(masked: MaskedJob) -> None:
+    shutil.rmtree(masked.recipe.cache_dir)
+    masked.run()
     assert masked.counters() == {"encoded": 10, "masks_encoded": 10, "masks_reused": 0, "masks_failed": 0}
     entries = RecipeEntries(masked.recipe)
     weights: dict[tuple[str, bool], np.ndarray] = {}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def referenced(
     tiny_sd: Path,
     in_process_launch: InProcessLaunch,
     monkeypatch: pytest.MonkeyPatch,
+    module_entries: Path,
 ) -> ReferencedJob:
     """A finished cache job of two photographs with two references each, mirrored too."""
     with_references(monkeypatch)
@@ -92,7 +94,7 @@ def referenced(
     }
     sections = {"datasets": [dataset], "latents": {"flip": True, "dtype": "float32"}}
     job = ReferencedJob(recipe_of(tmp_path, tiny_sd, **sections), in_process_launch)
-    job.run()
+    job.run_with(module_entries)
     return job
 
 
@@ -103,6 +105,8 @@ def root(job: ReferencedJob) -> Path:
 def test_an_entry_is_the_mean_that_the_vae_gives_for_the_cropped_pixels(
     referenced: ReferencedJob, tiny_sd: Path
 ) -> None:
+    shutil.rmtree(Path(str(referenced.recipe.cache_dir)))
+    referenced.run()
     entries = RecipeEntries(referenced.recipe)
     rows = REFERENCES.entry_rows(entries, referenced.result.table)
     assert len(rows) == 8
