@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from ruamel.yaml import YAML
 from tests.e2e.daemon import ROOT, running, until
 from tests.e2e.postgres_server import PASSWORD, USER, postgres_server, programs
 from tests.e2e.served import LAUNCH
+from tests.free_ports import free_port
 
 if TYPE_CHECKING:
     from tests.e2e.workspace import Workspace
@@ -46,12 +46,6 @@ pytestmark = [
         os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare for a host name"
     ),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @dataclass(frozen=True)

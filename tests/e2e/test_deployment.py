@@ -51,6 +51,7 @@ def table_contents(workspace: Any) -> dict[str, str]:
     return {file.stem: content_version(pl.read_parquet(file)) for file in files}
 
 
+@pytest.mark.slow
 def test_a_broken_deployment_ends_each_kind_of_command_with_its_error(fresh: Any) -> None:
     variables = deployment(fresh, BROKEN)
     latentline = [sys.executable, "-c", "from pipeline.cli.main import main; main()"]

@@ -1,17 +1,14 @@
 """O02: the exit status and the last lines of the real command, for each way that a job can fail.
 
-See also test_gates for a closed gate, test_commands for a broken recipe, and test_processes for a good run.
+See also test_gates for a closed gate, test_commands for a broken recipe, and test_run_command for a good run.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
-import struct
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +56,7 @@ def test_the_error_of_a_killed_trainer_names_its_signal(cached) -> None:
     assert "memory" in problem.fix
 
 
+@pytest.mark.slow
 def test_the_error_of_a_full_disk_names_the_path_that_could_not_be_written(cached) -> None:
     command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
     problem = problem_of(cached.run(on_small_disk(str(cached.out), "24k", command)))
@@ -228,82 +226,6 @@ def test_each_failure_of_the_job_ends_with_its_cause(cached, kind: str) -> None:
     problem = problem_of(job(cached))
     assert expected in problem.what
     assert not (cached.out / "lora").exists()
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def change_dtype(path: Path) -> None:
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = data[8 : 8 + length].replace(b'"F16"', b'"I16"')
-    path.write_bytes(data[:8] + header + data[8 + length :])
-
-
-def change_values(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-2:] = b"\x00\x7e"
-    path.write_bytes(bytes(data))
-
-
-DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (Path.unlink, "completeness"),
-    "truncated": (truncate, "file_size_outliers"),
-    "of another dtype": (change_dtype, "shape_uniformity"),
-    "of other values": (change_values, "finite_values"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["latents", "text"])
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_O10_training_alone_fails_on_a_damaged_entry_as_its_gate_does(cached, kind: str, damage: str) -> None:
-    change, gate = DAMAGED[damage]
-    entry = cached.entries(kind)[0]
-    change(entry)
-    completed = cached.dagster(
-        "asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora"
-    )
-    problem = problem_of(completed)
-    asset = {"latents": "vae_latents", "text": "text_embeddings"}[kind]
-    assert problem.what.startswith("GateClosedError: ")
-    assert f"{gate}: " in problem.what
-    assert f"asset small/{asset}\n" in problem.where
-    assert entry.name in problem.where
-    assert "latentline run small --cache-only" in problem.fix
-    assert not (cached.out / "runs").exists()
-
-
-RECIPES = {
-    "invalid YAML": "datasets: [",
-    "empty": "",
-    "a list": "- 1",
-    "an unknown key": '{"trainin": {}}',
-    "a word instead of a number": '{"training": {"steps": "many"}}',
-    "a text instead of a boolean": '{"recache": {"enabled": "False"}}',
-    "min above max": '{"buckets": {"resolution": 64, "step": 8, "min_size": 128, "max_size": 64}}',
-    "not a multiple": '{"buckets": {"resolution": 100, "step": 8}}',
-    "sizes that the model cannot divide": '{"buckets": {"resolution": 60, "step": 4}}',
-    "an unknown gate": '{"checks": {"allow": ["no_such_gate"]}}',
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", RECIPES)
-def test_each_broken_recipe_ends_the_command_with_its_error(fresh, kind: str) -> None:
-    text = RECIPES[kind]
-    if text.startswith("{"):
-        good = json.loads(fresh.file.read_text("utf-8"))
-        text = json.dumps({**good, **json.loads(text)}, indent=1)
-    fresh.file.write_text(text, encoding="utf-8")
-    completed = job(fresh)
-    assert completed.returncode == 1
-    message = completed.stderr[completed.stderr.rindex("\nRecipeError: ") :]
-    assert "Traceback" not in message
-    assert "small.yaml" in message
-    assert "fix:" in message
-    assert not fresh.out.exists()
 
 
 @pytest.mark.slow

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from dagster import AssetKey, AssetSelection
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,26 +50,7 @@ def test_a_warm_run_encodes_nothing_and_imports_no_torch(cached) -> None:
     assert after == before
 
 
-def test_an_edited_caption_encodes_one_text_embedding_and_no_latent(cached) -> None:
-    (cached.data / "photo3.txt").write_text("another caption\n", encoding="utf-8")
-    assert cached.execute("cache").success
-    assert counts(cached, "vae_latents") == (0, 5, 0, 0)
-    assert cached.report("text_embeddings")["encoded"] == 1
-
-
-def test_L04_an_image_edited_in_place_encodes_one_latent(cached) -> None:
-    file = cached.data / "photo2.png"
-    size = file.stat().st_size
-    with Image.open(file) as image:
-        pixels = 255 - np.asarray(image)
-    Image.fromarray(pixels).save(file, compress_level=0)
-    assert file.stat().st_size == size
-    assert cached.execute("cache").success
-    assert counts(cached, "vae_latents")[:2] == (1, 4)
-    assert cached.report("text_embeddings")["encoded"] == 0
-
-
-def test_an_unchanged_run_keeps_the_data_version_of_every_asset(cached) -> None:
+def test_unchanged_files_keep_all_data_versions_and_an_edited_caption_encodes_one_text(cached) -> None:
     def versions() -> dict[str, str]:
         result = cached.execute("cache")
         assert result.success
@@ -85,3 +66,26 @@ def test_an_unchanged_run_keeps_the_data_version_of_every_asset(cached) -> None:
     (cached.data / "photo0.txt").write_text("another caption\n", encoding="utf-8")
     after = versions()
     assert {name for name in first if first[name] != after[name]} == {"validated_dataset", "text_embeddings"}
+    assert counts(cached, "vae_latents") == (0, 5, 0, 0)
+    assert cached.report("text_embeddings")["encoded"] == 1
+
+
+def test_training_needs_only_the_cache_and_is_not_repeated(cached) -> None:
+    def weights() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (cached.out / "runs").rglob("*.safetensors")}
+
+    training = AssetSelection.assets(AssetKey(["small", "trained_lora"]))
+    shutil.rmtree(cached.data)
+    assert cached.select(training).success
+    assert cached.report("trained_lora")["steps"] == 4
+    assert {path.name for path in (cached.out / "lora").glob("*.safetensors")} == {
+        "pytorch_lora_weights.safetensors",
+        "small_comfyui.safetensors",
+        "small_kohya.safetensors",
+    }
+    before = weights()
+    assert len(before) >= 3
+
+    assert cached.select(training).success
+    assert weights() == before
+    assert not cached.data.exists()

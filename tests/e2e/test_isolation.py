@@ -46,17 +46,3 @@ def test_L01_a_cache_that_overlaps_the_dataset_closes_the_gate_before_any_write(
     assert cache_dir.rstrip("/") in str(evaluation.description)
     assert str(fresh.data) in str(evaluation.description)
     assert [event.step_key for event in result.get_step_failure_events()] == ["small__raw_images"]
-
-
-def test_L01_the_command_fails_and_its_last_lines_name_both_paths(fresh) -> None:
-    fresh.recipe(cache_dir=str(fresh.data / "cache"))
-    before = contents(fresh.root)
-    process = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
-    assert process.returncode != 0
-    assert contents(fresh.root) == before
-    message = process.stderr.rstrip().rsplit("\n\n", 1)[-1]
-    assert message.startswith("PathIsolationError: ")
-    assert str(fresh.data / "cache") in message
-    assert "  where: " in message
-    assert "  fix:   " in message
-    assert "Traceback" not in message

@@ -54,6 +54,7 @@ def test_masks_are_added_to_a_cache_and_trained(masked: Workspace) -> None:
     assert "masks" in facts["samples"]
 
 
+@pytest.mark.slow
 def test_a_missing_mask_stops_the_job_and_a_lost_entry_stops_training(masked: Workspace) -> None:
     lost = masked.data / "masks" / "photo0.png"
     drawn = lost.read_bytes()

@@ -43,15 +43,13 @@ def test_after_a_dataset_moved_to_remote_storage_only_changed_samples_are_encode
     assert cached.report("vae_latents")["encoded"] == 0
 
 
-def test_a_wrong_address_fails_the_job_with_what_where_and_fix(cached: Any) -> None:
-    cached.recipe(datasets=[{"name": "photos", "path": "zip://photos::none.zip"}])
-    process = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
-    assert process.returncode == 1
-    what, where, fix, last = process.stderr.rstrip().splitlines()[-4:]
-    assert "the dataset address does not exist" in what
-    assert where.split() == ["where:", f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"]
-    assert "in datasets[].path" in fix
-    assert "resulted in failure" in last, "the last line of Dagster"
+def test_a_wrong_address_fails_the_job_with_what_where_and_fix(fresh: Any) -> None:
+    fresh.recipe(datasets=[{"name": "photos", "path": "zip://photos::none.zip"}])
+    [failure] = fresh.execute("cache").get_step_failure_events()
+    facts = failure.step_failure_data.user_failure_data.metadata
+    assert "the dataset address does not exist" in str(facts["what"].value)
+    assert facts["where"].value == f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"
+    assert "in datasets[].path" in str(facts["fix"].value)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from pipeline.recipe.check_specs import SPECS
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
+from tests.command_line import latentline
 from tests.e2e.finished_runs import lora_weights
 
 CACHE_ASSETS = [asset for asset in SPECS if asset != "trained_lora"]
@@ -61,7 +62,7 @@ def on_a_new_machine(workspace: Any, recipe: Recipe, asset: str) -> Any:
 
 
 def test_each_step_finds_its_inputs_with_an_empty_scratch_folder(
-    cached: Any, remote: Recipe, bucket: str, tmp_path: Path
+    cached: Any, remote: Recipe, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for asset in CACHE_ASSETS:
         assert on_a_new_machine(cached, remote, asset).success, asset
@@ -77,11 +78,12 @@ def test_each_step_finds_its_inputs_with_an_empty_scratch_folder(
 
     # The commands find the same outputs, on another machine.
     shutil.rmtree(remote.output_dir)
-    planned = cached.latentline("plan", "small", "--no-memory")
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(cached.file.parent))
+    planned = latentline("plan", "small", "--no-memory")
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.count(" 0 to encode") == 2, planned.stdout
     shutil.rmtree(remote.output_dir)
-    collected = cached.latentline("gc").stdout
+    collected = latentline("gc").stdout
     assert "11 used in the last 30 days" in collected, collected
 
 

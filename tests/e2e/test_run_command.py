@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,9 @@ def test_a_run_prints_a_line_per_asset_and_a_summary_and_is_in_the_instance(fres
     assert transcript.lines[-1] == f"  LoRA      {fresh.out / 'lora'}"
     assert "DEBUG" not in transcript.raw
     assert "steps, loss" in transcript.raw, "a progress bar was drawn"
+    assert re.search(r"loss [0-9.]+ \(first\) to [0-9.]+ \(last\)", transcript.text), (
+        "the summary has the loss"
+    )
 
     instance = DagsterInstance.from_config(str(home))
     [run] = instance.get_runs()
@@ -85,6 +89,7 @@ def test_O02_a_closed_gate_is_printed_once_and_without_a_traceback(cached, home)
     assert "small_cache: failed after" in transcript.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, home) -> None:
     cached.recipe(training=ENDLESS)
     transcript = run_small(cached, home, press_ctrl_c=lambda: training_has_started(cached))

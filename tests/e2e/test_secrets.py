@@ -100,6 +100,7 @@ launcher: {kind: local}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_H05_a_secret_to_which_the_deployment_refers_is_in_no_output(fresh: Any, tmp_path: Path) -> None:
     """The executor's configuration refers to a variable; its value stays in the process."""

@@ -49,7 +49,9 @@ def overlapping(instance: DagsterInstance) -> list[str]:
 def test_O05_O06_settled_and_reverted_files_run_once_each_and_unchanged_files_never(
     cached, tmp_path: Path
 ) -> None:
+    """The daemon also runs if another recipe is broken."""
     cached.recipe(recache={"cron": None, "on_change": True, "enabled": True, "settle_s": 5})
+    (cached.file.parent / "bad.yaml").write_text("datasets: [\n", encoding="utf-8")
     home, log = make_home(tmp_path / "home"), tmp_path / "daemon.log"
     arrived: list[datetime] = []
     stop = threading.Event()
@@ -100,3 +102,4 @@ def test_O05_O06_settled_and_reverted_files_run_once_each_and_unchanged_files_ne
         reasons = [tick.skip_reason or "" for tick in ticks_of(instance)]
         settling = re.compile(r"files are changing \(state [0-9a-f]{16}\): waiting until they settle")
         assert any(settling.fullmatch(reason) for reason in reasons), reasons
+    assert "recipe bad is excluded" in log.read_text("utf-8")

@@ -62,17 +62,16 @@ def test_an_equal_result_leaves_downstream_assets_fresh(history: History) -> Non
     assert history.stale() == {}, "a new time stamp does not change the content"
 
 
-def test_a_changed_caption_makes_its_downstream_assets_stale(history: History) -> None:
+def test_a_changed_setting_or_caption_makes_the_assets_it_decides_stale(history: History) -> None:
+    history.workspace.recipe(latents={"dtype": "float32"})
+    assert history.stale() == {"vae_latents": ["has a new code version"]}
+    history.workspace.recipe()
+
     (history.workspace.data / "photo0.txt").write_text("a photograph of a dog", encoding="utf-8")
     history.materialize("raw_images", "validated_dataset")
     assert set(history.stale()) == {"aspect_buckets", "text_embeddings"}
     history.materialize("aspect_buckets")
     assert set(history.stale()) == {"text_embeddings"}, "buckets and latents do not depend on captions"
-
-
-def test_a_changed_setting_makes_the_asset_it_decides_stale(history: History) -> None:
-    history.workspace.recipe(latents={"dtype": "float32"})
-    assert history.stale() == {"vae_latents": ["has a new code version"]}
 
 
 @pytest.mark.slow

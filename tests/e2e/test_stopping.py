@@ -2,7 +2,7 @@
 
 Every process of the run must end in time, `latentline verify` must find no damage, and the same job started
 again must end with the weights of an uninterrupted run, bit for bit. The faster tests of the parts are in
-test_processes, tests/resources/test_launcher and test_run_worker.
+tests/resources/test_local_launcher and test_run_worker.
 """
 
 from __future__ import annotations

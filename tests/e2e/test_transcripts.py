@@ -1,9 +1,8 @@
-"""Lines that commands print: the demo, a closed gate and a stopped run, on a terminal and without one."""
+"""Lines that commands print without a terminal; test_run_command has the transcripts of a terminal."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from demo.experiments import copy_demo
 from pipeline.recipe import load_recipe
 from pipeline.recipe.check_specs import SPECS
 from tests.e2e.daemon import make_home
-from tests.e2e.pseudo_terminal import run_on_terminal
 
 COMMAND = [sys.executable, "-c", "from pipeline.cli.main import main; main()", "run"]
 
@@ -24,17 +22,6 @@ MAX_DEMO_LINES = 40
 NORMAL_DEMO_S = 90.0
 SECONDS_PER_LINE = 15.0
 """A log has a line for work of some seconds, so a busy machine prints more of them: one in this time."""
-
-MAX_GATE_LINES = 25
-MAX_STOPPED_LINES = 10
-
-ENDLESS = {
-    "steps": 100_000,
-    "batch_size": 2,
-    "checkpoint_every": 100_000,
-    "sample_every": 0,
-    "lora": {"rank": 2, "alpha": 2.0},
-}
 
 
 @pytest.fixture
@@ -84,19 +71,6 @@ def test_the_demo_prints_less_than_40_lines_without_a_terminal(tmp_path: Path, h
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
-def test_the_demo_prints_less_than_40_lines_on_a_terminal(tmp_path: Path, home: Path) -> None:
-    copy_demo(tmp_path)
-    transcript = run_on_terminal(
-        [*COMMAND, "demo"], environment=demo_environment(tmp_path, home), cwd=tmp_path, timeout_s=800
-    )
-    assert transcript.status == 0, transcript.text
-    assert len(transcript.lines) < MAX_DEMO_LINES, transcript.text
-    assert [line.split()[0] for line in transcript.lines].count("trained_lora") == 1
-    assert transcript.lines[-1] == f"  LoRA      {tmp_path / 'out' / 'lora'}"
-
-
 def test_a_small_job_without_a_terminal_prints_the_messages_of_its_stages_in_less_than_40_lines(
     cached: Any, home: Path
 ) -> None:
@@ -109,46 +83,3 @@ def test_a_small_job_without_a_terminal_prints_the_messages_of_its_stages_in_les
     assert completed.stdout.startswith("\nsmall_cache: done after ")
     assert "\x1b" not in output, "a progress bar was drawn"
     assert "DEBUG" not in output
-
-
-@pytest.mark.slow
-def test_O02_a_closed_gate_prints_its_message_once_in_less_than_25_lines_without_a_terminal(
-    cached: Any, home: Path
-) -> None:
-    (cached.data / "photo1.txt").unlink()
-    completed = cached.run([*COMMAND, "small"], DAGSTER_HOME=str(home))
-    assert completed.returncode == 1
-    output = completed.stderr + completed.stdout
-    assert len(nonempty_lines(output)) < MAX_GATE_LINES, output
-    assert output.count(": 1 image has no caption") == 1
-    assert output.count("GateClosedError: ") == output.count("  fix:   ") == 1
-    assert "Traceback" not in output
-
-
-@pytest.mark.slow
-def test_a_stopped_run_prints_less_than_10_lines_after_the_signal_without_a_terminal(
-    cached: Any, home: Path
-) -> None:
-    """Before the signal, a log has the messages of the stages that have ended."""
-    cached.recipe(training=ENDLESS)
-    log = cached.root / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*COMMAND, "small"],
-            env={**cached.environment(), "DAGSTER_HOME": str(home)},
-            cwd=cached.root,
-            stdout=file,
-            stderr=file,
-        )
-    while not any(path.stat().st_size for path in cached.out.glob("runs/*/logs/metrics.jsonl")):
-        assert process.poll() is None, log.read_text("utf-8")
-        time.sleep(0.1)
-    num_before = len(nonempty_lines(log.read_text("utf-8")))
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-
-    lines = nonempty_lines(log.read_text("utf-8"))[num_before:]
-    assert len(lines) < MAX_STOPPED_LINES, lines
-    assert lines[-4].startswith("Stopped: the run was stopped by SIGINT")
-    assert lines[-1] == "  fix:   run latentline run small again; it resumes from this checkpoint"
-    assert [line for line in lines if "Traceback" in line or "failed" in line] == []

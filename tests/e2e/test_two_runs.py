@@ -33,7 +33,8 @@ def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[
 
 # Dagster captures logs with `tail` processes, which it ends without waiting for them.
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-@pytest.mark.parametrize("step", ["vae_latents", pytest.param("text_embeddings", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["vae_latents", "text_embeddings"])
 def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, step: str) -> None:
     with DagsterInstance.from_config(str(make_home(tmp_path / "home"))) as instance:
         storage = instance.event_log_storage
@@ -56,12 +57,13 @@ def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, 
         assert holders(instance) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "way"),
     [
         ("in_process", "Terminate"),
-        pytest.param("in_process", "death of the code server", marks=pytest.mark.slow),
-        pytest.param("multiprocess", "death of the code server", marks=pytest.mark.slow),
+        ("in_process", "death of the code server"),
+        ("multiprocess", "death of the code server"),
     ],
 )
 def test_a_run_that_waits_for_the_gpu_is_stopped(cached, tmp_path: Path, executor: str, way: str) -> None:
