@@ -13,3 +13,8 @@ def free_ports(number: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def free_port() -> int:
+    """Return a port that no process uses at the moment."""
+    return free_ports(1)[0]

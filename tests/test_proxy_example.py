@@ -18,6 +18,8 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.free_ports import free_port
+
 CONFIGURATION = Path(__file__).resolve().parents[1] / "configs" / "examples" / "deployment" / "nginx.conf"
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 SITE = "latentline.example"
@@ -29,12 +31,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

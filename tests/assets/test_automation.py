@@ -24,7 +24,8 @@ from assets.automation import IN_PROGRESS, SensorState, find_active_run, watched
 from assets.definitions import build_definitions
 from assets.names import RECIPE_TAG
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import Recipe
+from tests.small_recipe import small_recipe
 
 NOT_ACTIVE = {"SUCCESS", "FAILURE", "CANCELED", "MANAGED"}
 """Statuses of runs that Dagster will not change any more."""
@@ -32,14 +33,7 @@ NOT_ACTIVE = {"SUCCESS", "FAILURE", "CANCELED", "MANAGED"}
 
 def recipe(folder: Path, **recache: object) -> Recipe:
     (folder / "data").mkdir(exist_ok=True)
-    values = {
-        "datasets": [{"name": "photos", "path": folder / "data"}],
-        "cache_dir": folder / "cache",
-        "output_dir": folder / "out",
-        "model": {"base": "models/none"},
-        "recache": recache,
-    }
-    return recipe_from_mapping("flowers", values)
+    return small_recipe(folder, recache=recache)
 
 
 def repository_of(recipe: Recipe) -> RepositoryDefinition:
@@ -205,17 +199,14 @@ def test_O04_the_sensor_watches_a_manifest_and_its_folders_of_images_masks_and_r
     (tmp_path / "before").mkdir()
     for name in ("list.csv", "images/a.png", "images/a.txt", "masks/a.png", "before/a.png"):
         (tmp_path / name).write_text("before")
-    values = recipe(tmp_path).model_dump(mode="json", exclude={"name", "source", "output_address"})
-    values["datasets"] = [
-        {
-            "name": "photos",
-            "path": str(tmp_path / "list.csv"),
-            "images": str(tmp_path / "images"),
-            "mask": {"path": str(tmp_path / "masks")},
-            "references": [{"path": str(tmp_path / "before")}],
-        }
-    ]
-    watched = watched_addresses(recipe_from_mapping("flowers", values))
+    dataset = {
+        "name": "photos",
+        "path": str(tmp_path / "list.csv"),
+        "images": str(tmp_path / "images"),
+        "mask": {"path": str(tmp_path / "masks")},
+        "references": [{"path": str(tmp_path / "before")}],
+    }
+    watched = watched_addresses(small_recipe(tmp_path, datasets=[dataset]))
     before = scan_fingerprint(watched)
     (tmp_path / changed).write_text("afterwards")
     assert scan_fingerprint(watched) != before, f"a change of {changed} is not visible in {watched}"
@@ -270,9 +261,8 @@ def test_a_remote_dataset_that_cannot_be_listed_skips_the_tick(
     tmp_path: Path, instance: DagsterInstance
 ) -> None:
     ticks = Ticks(tmp_path, instance)
-    values = recipe(tmp_path).model_dump(mode="json", include={"cache_dir", "output_dir", "model"})
-    values["datasets"] = [{"name": "photos", "path": f"zip://photos::{tmp_path}/gone.zip"}]
-    ticks.repository = repository_of(recipe_from_mapping("flowers", values))
+    gone = [{"name": "photos", "path": f"zip://photos::{tmp_path}/gone.zip"}]
+    ticks.repository = repository_of(small_recipe(tmp_path, datasets=gone))
     ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
     assert "cannot be listed" in ticks.evaluate()
 

@@ -19,8 +19,9 @@ from assets.checks import check_specs
 from assets.definitions import build_definitions
 from assets.names import GPU_POOL
 from assets.recipe_graph import recipe_assets
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import SPECS, specs_of
+from tests.small_recipe import small_recipe
 
 
 def recipe(
@@ -31,13 +32,8 @@ def recipe(
 ) -> Recipe:
     for name in datasets:
         (folder / name).mkdir(exist_ok=True)
-    values = {
-        "datasets": [{"name": name, "path": folder / name} for name in datasets],
-        "cache_dir": folder / cache_dir,
-        "output_dir": folder / "out",
-        "model": {"base": base},
-    }
-    return recipe_from_mapping("flowers", values)
+    named = [{"name": name, "path": folder / name} for name in datasets]
+    return small_recipe(folder, datasets=named, cache_dir=folder / cache_dir, model={"base": base})
 
 
 def run(recipe: Recipe, selection: AssetSelection) -> ExecuteInProcessResult:

@@ -12,23 +12,14 @@ from dagster import AssetKey
 
 from assets.definitions import build_definitions
 from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG
-from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.check_specs import PATH_ISOLATION, SPECS
+from tests.small_recipe import small_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def recipe(name: str, folder: Path) -> Recipe:
-    values = {
-        "datasets": [{"name": "photos", "path": folder / "data"}],
-        "output_dir": folder / name,
-        "model": {"base": "models/none"},
-    }
-    return recipe_from_mapping(name, values)
-
-
 def test_a_recipe_has_six_assets_in_its_group_two_jobs_a_schedule_and_a_sensor(tmp_path: Path) -> None:
-    repository = build_definitions([recipe("flowers", tmp_path)]).get_repository_def()
+    repository = build_definitions([small_recipe(tmp_path)]).get_repository_def()
     graph = repository.asset_graph
     assert graph.get_all_asset_keys() == {AssetKey(["flowers", name]) for name in SPECS}
     assert {graph.get(key).group_name for key in graph.get_all_asset_keys()} == {"flowers"}
@@ -38,13 +29,13 @@ def test_a_recipe_has_six_assets_in_its_group_two_jobs_a_schedule_and_a_sensor(t
 
 
 def test_each_asset_explains_the_label_unsynced(tmp_path: Path) -> None:
-    graph = build_definitions([recipe("flowers", tmp_path)]).get_repository_def().asset_graph
+    graph = build_definitions([small_recipe(tmp_path)]).get_repository_def().asset_graph
     for key in graph.get_all_asset_keys():
         assert "*Unsynced* means that the recipe, the code or" in str(graph.get(key).description)
 
 
 def test_the_cache_job_selects_every_asset_except_the_lora(tmp_path: Path) -> None:
-    repository = build_definitions([recipe("flowers", tmp_path)]).get_repository_def()
+    repository = build_definitions([small_recipe(tmp_path)]).get_repository_def()
     selected = repository.get_job("flowers_cache").asset_layer.selected_asset_keys
     assert {key.path[-1] for key in selected} == set(SPECS) - {"trained_lora"}
 
@@ -52,7 +43,7 @@ def test_the_cache_job_selects_every_asset_except_the_lora(tmp_path: Path) -> No
 def test_the_runs_of_both_jobs_have_the_tag_of_the_recipe_and_log_messages_to_the_terminal(
     tmp_path: Path,
 ) -> None:
-    repository = build_definitions([recipe("flowers", tmp_path)]).get_repository_def()
+    repository = build_definitions([small_recipe(tmp_path)]).get_repository_def()
     descriptions = {
         "flowers_cache": "Brings tables, latents and text embeddings up to date.",
         "flowers_train": "Brings the cache up to date, then trains the LoRA.",
@@ -65,7 +56,7 @@ def test_the_runs_of_both_jobs_have_the_tag_of_the_recipe_and_log_messages_to_th
 
 
 def test_every_gate_blocks_and_no_warning_does(tmp_path: Path) -> None:
-    graph = build_definitions([recipe("flowers", tmp_path)]).get_repository_def().asset_graph
+    graph = build_definitions([small_recipe(tmp_path)]).get_repository_def().asset_graph
     blocking = {(key.asset_key.path[-1], key.name): graph.get(key).blocking for key in graph.asset_check_keys}
     expected = {(asset, spec.name): spec.gate for asset, specs in SPECS.items() for spec in specs}
     assert blocking == {**expected, ("raw_images", PATH_ISOLATION.name): True}
@@ -78,7 +69,7 @@ def test_all_six_assets_have_the_two_founding_checks() -> None:
 
 def test_two_recipes_share_one_code_location(tmp_path: Path) -> None:
     repository = build_definitions(
-        [recipe("flowers", tmp_path), recipe("faces", tmp_path)]
+        [small_recipe(tmp_path), small_recipe(tmp_path, "faces", output_dir=tmp_path / "faces")]
     ).get_repository_def()
     assert len(repository.asset_graph.get_all_asset_keys()) == 2 * len(SPECS)
     for job, assets in (("flowers_cache", 5), ("faces_train", 6)):
@@ -89,7 +80,7 @@ def test_two_recipes_share_one_code_location(tmp_path: Path) -> None:
 
 def test_steps_pools_and_kinds_keep_their_names(tmp_path: Path) -> None:
     """Run configuration, pool limits and saved searches of the UI refer to them."""
-    definitions = build_definitions([recipe("flowers", tmp_path)])
+    definitions = build_definitions([small_recipe(tmp_path)])
     nodes = {node.name: node.definition for node in definitions.resolve_job_def("flowers_train").nodes}
     assert set(nodes) == {f"flowers__{asset}" for asset in SPECS}
     assert {name.removeprefix("flowers__") for name, op in nodes.items() if op.pool == "gpu"} == {
@@ -104,7 +95,7 @@ def test_steps_pools_and_kinds_keep_their_names(tmp_path: Path) -> None:
 
 
 def test_a_run_can_set_the_grace_period_and_the_machines_of_a_training(tmp_path: Path) -> None:
-    job = build_definitions([recipe("flowers", tmp_path)]).resolve_job_def("flowers_train")
+    job = build_definitions([small_recipe(tmp_path)]).resolve_job_def("flowers_train")
     resources = job.run_config_schema.config_type.fields["resources"].config_type.fields
     assert resources.keys() == {"tables", "launcher", "io_manager"}, "Dagster adds the last one"
     tables, launcher = (

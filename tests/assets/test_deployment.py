@@ -18,20 +18,12 @@ import assets.deployment
 from assets.definitions import build_definitions
 from assets.deployment import LAUNCHERS, build_executor, build_launcher, gpu_pool
 from pipeline.errors import DeploymentError
-from pipeline.recipe import Recipe, project_root, recipe_from_mapping
+from pipeline.recipe import project_root
 from pipeline.recipe.deployment import Deployment, LauncherSettings, read_deployment
 from resources.local_launcher import AccelerateLauncher
+from tests.small_recipe import small_recipe
 
 GPU_ASSETS = {"vae_latents", "text_embeddings", "trained_lora"}
-
-
-def recipe(folder: Path) -> Recipe:
-    values = {
-        "datasets": [{"name": "photos", "path": folder / "data"}],
-        "output_dir": folder / "out",
-        "model": {"base": "models/none"},
-    }
-    return recipe_from_mapping("flowers", values)
 
 
 def deployment(folder: Path, text: str) -> Deployment:
@@ -42,7 +34,7 @@ def deployment(folder: Path, text: str) -> Deployment:
 
 def pools_of(settings: Deployment, folder: Path) -> dict[str, str | None]:
     """Return the pool of each step of a recipe's job."""
-    job = build_definitions([recipe(folder)], deployment=settings).resolve_job_def("flowers_train")
+    job = build_definitions([small_recipe(folder)], deployment=settings).resolve_job_def("flowers_train")
     return {node.name.removeprefix("flowers__"): node.definition.pool for node in job.nodes}
 
 
@@ -52,7 +44,7 @@ def pools_of(settings: Deployment, folder: Path) -> dict[str, str | None]:
 def test_an_executor_has_a_name(tmp_path: Path, name: str, expected: ExecutorDefinition) -> None:
     settings = deployment(tmp_path, f"executor: {name}")
     assert build_executor(settings) is expected
-    job = build_definitions([recipe(tmp_path)], deployment=settings).resolve_job_def("flowers_cache")
+    job = build_definitions([small_recipe(tmp_path)], deployment=settings).resolve_job_def("flowers_cache")
     assert job.executor_def.name == expected.name
 
 
@@ -86,7 +78,7 @@ def test_a_launcher_without_its_package_is_an_error_with_the_extra_to_install(
 def test_an_executor_of_another_package_has_an_import_path_and_config(tmp_path: Path) -> None:
     text = "executor: {import: dagster.multiprocess_executor, config: {max_concurrent: 2}}"
     settings = deployment(tmp_path, text)
-    job = build_definitions([recipe(tmp_path)], deployment=settings).resolve_job_def("flowers_cache")
+    job = build_definitions([small_recipe(tmp_path)], deployment=settings).resolve_job_def("flowers_cache")
     resolved = validate_run_config(job, {})
     assert resolved is not None
     assert resolved["execution"]["multiprocess"]["max_concurrent"] == 2

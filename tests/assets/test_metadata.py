@@ -31,19 +31,15 @@ from assets.metadata import (
     table_metadata,
 )
 from pipeline.escaping import markdown_text
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import Recipe
 from pipeline.reporting.reports import StageResult, report_path
 from pipeline.storage.tables import SCHEMAS, Tables, frame
+from tests.small_recipe import small_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    values = {
-        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
-        "output_dir": tmp_path / "out",
-        "model": {"base": "models/none"},
-    }
-    return recipe_from_mapping("flowers", values)
+    return small_recipe(tmp_path)
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -246,14 +242,8 @@ def test_the_dataset_page_is_linked_from_both_assets(tmp_path: Path, tiny_sd: Pa
     (tmp_path / "data").mkdir()
     Image.new("RGB", (64, 48), "red").save(tmp_path / "data" / "rose.png")
     (tmp_path / "data" / "rose.txt").write_text("a red rose")
-    values = {
-        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
-        "cache_dir": tmp_path / "cache",
-        "output_dir": tmp_path / "out",
-        "model": {"base": tiny_sd},
-        "buckets": {"resolution": 64, "step": 8},
-    }
-    graph = build_definitions([recipe_from_mapping("flowers", values)]).get_repository_def().asset_graph
+    recipe = small_recipe(tmp_path, model={"base": tiny_sd}, buckets={"resolution": 64, "step": 8})
+    graph = build_definitions([recipe]).get_repository_def().asset_graph
     names = ["raw_images", "validated_dataset", "aspect_buckets"]
     selection = AssetSelection.assets(*(AssetKey(["flowers", name]) for name in names)).without_checks()
     result = materialize([*graph.assets_defs], selection=selection)

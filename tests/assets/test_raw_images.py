@@ -12,19 +12,15 @@ from PIL import Image
 from assets.definitions import build_definitions
 from assets.names import GPU_POOL
 from assets.recipe_graph import recipe_assets
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import Recipe
+from tests.small_recipe import small_recipe
 
 
 def recipe_of(folder: Path, base: Path, **values: Any) -> Recipe:
     (folder / "data").mkdir()
     Image.new("RGB", (8, 8)).save(folder / "data" / "photo.png")
-    settings = {
-        "datasets": [{"name": "photos", "path": folder / "data", **values.pop("dataset", {})}],
-        "cache_dir": folder / "cache",
-        "output_dir": folder / "out",
-        "model": {"base": base},
-    }
-    return recipe_from_mapping("flowers", settings | values)
+    dataset = {"name": "photos", "path": folder / "data", **values.pop("dataset", {})}
+    return small_recipe(folder, datasets=[dataset], model={"base": base}, **values)
 
 
 def failure_of(recipe: Recipe) -> str:

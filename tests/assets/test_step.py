@@ -12,16 +12,12 @@ from assets.definitions import build_definitions
 from assets.step import code_version
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.check_specs import SPECS
+from tests.small_recipe import small_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    values = {
-        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
-        "output_dir": tmp_path / "out",
-        "model": {"base": "models/none"},
-    }
-    return recipe_from_mapping("flowers", values)
+    return small_recipe(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from dagster import (
 
 from assets.definitions import build_definitions
 from assets.trained_lora import observe_training
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import Recipe
 from resources.local_launcher import AccelerateLauncher
 from tests.refused_events import MESSAGE, events_refused
+from tests.small_recipe import small_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = AssetKey(["flowers", "trained_lora"])
@@ -30,40 +31,39 @@ KEY = AssetKey(["flowers", "trained_lora"])
 WORKER = """
 import json, pathlib, sys, time
 from dagster_pipes import open_dagster_pipes
+from PIL import Image
 
 pipes = open_dagster_pipes()
 folder = pathlib.Path(sys.argv[1]).parent
 (folder / "logs").mkdir()
 line = {"step": 0, "samples": 4, "loss": 0.5, "learning_rate": 1e-4, "seconds": 0.5, "memory_bytes": 2**30}
 (folder / "logs" / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+(folder / "samples").mkdir()
+Image.new("RGB", (8, 8)).save(folder / "samples" / "step-00000001-00.png")
 
 end_s = time.monotonic() + 240
 while not (folder / "observed").exists() and time.monotonic() < end_s:
     time.sleep(0.05)
 pipes.close()
 """
-"""A worker that logs one step and then waits until the test has seen its observation."""
+"""A worker that logs one step, draws a preview and then waits until the test has seen its observation."""
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     (tmp_path / "data").mkdir()
-    values = {
-        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
-        "cache_dir": tmp_path / "cache",
-        "output_dir": tmp_path / "out",
-        "model": {"base": "models/none"},
-    }
-    return recipe_from_mapping("flowers", values)
+    return small_recipe(tmp_path)
 
 
 @pytest.fixture
 def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "worker_under_test.py").write_text(WORKER, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    # Accelerate's launcher takes seconds to import torch, and adds nothing to these tests.
+    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ("worker_under_test",))
     file = tmp_path / "run" / "order.json"
     file.parent.mkdir()
-    job = {"recipe": {"training": {"steps": 100}}, "prompts": []}
+    job = {"recipe": {"training": {"steps": 100}}, "prompts": ["a cat"]}
     file.write_text(json.dumps(job), encoding="utf-8")
     return file
 
@@ -122,15 +122,17 @@ def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
         run = train(recipe, job_file, instance)
         watcher.join()
 
-        (record,) = instance.fetch_observations(KEY, limit=10).records
-        assert record.asset_observation is not None
-        values = {name: value.value for name, value in record.asset_observation.metadata.items()}
+        # The step and the picture are in one observation or in two.
+        records = instance.fetch_observations(KEY, limit=10, ascending=True).records
+        observed = [record.asset_observation.metadata for record in records if record.asset_observation]
+        values = {name: value.value for metadata in observed for name, value in metadata.items()}
+        assert str(values.pop("previews")).startswith("![previews](data:image/jpeg;base64,")
         numbers = {"step": 1, "steps": 100, "loss": 0.5, "learning_rate": 1e-4, "steps_per_second": 2.0}
         assert values == {**numbers, "samples_per_second": 8.0, "memory_gib": 1.0, "dagster_run": run}
 
         assert is_materialized == [False], "an observation must not count as a materialization"
         (materialization,) = instance.fetch_materializations(KEY, limit=10).records
-        assert record.storage_id < materialization.storage_id
+        assert max(record.storage_id for record in records) < materialization.storage_id
         assert [ticks.num_requests(), ticks.num_requests()] == [0, 0], "an observation requests no run"
         assert [each.run_id for each in instance.get_runs()] == [run]
 

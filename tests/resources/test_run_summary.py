@@ -36,6 +36,7 @@ from pipeline.reporting.reports import write_report
 from resources.failures import errors_as_failures
 from resources.problems import BUG
 from resources.run_summary import RunSummary, summarize_run, write_parts, write_summary
+from tests.small_recipe import small_recipe
 
 GOOD = RunSummary(["demo_train: done \u2714"], [])
 BAD = RunSummary(["demo_train: failed"], ["StoreError: one", "StoreError: two"])
@@ -63,19 +64,9 @@ def test_a_closed_stream_is_not_an_error(tmp_path: Path) -> None:
     write_parts(GOOD.numbers, stream)
 
 
-def make_recipe(name: str, output_dir: Path) -> Recipe:
-    values = {
-        "datasets": [{"name": "photos", "path": output_dir / "data"}],
-        "cache_dir": output_dir / "cache",
-        "output_dir": output_dir / "out",
-        "model": {"base": "models/none"},
-    }
-    return recipe_from_mapping(name, values)
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Recipe:
-    return make_recipe("small", tmp_path)
+    return small_recipe(tmp_path, "small")
 
 
 @pytest.fixture
@@ -98,7 +89,7 @@ def run_step(small: Recipe, tmp_path: Path) -> Any:
             except BaseException:
                 [record] = instance.get_run_records()
                 run_id = record.dagster_run.run_id
-            return summarize_run(instance, run_id, [small, make_recipe("other", tmp_path / "other")])
+            return summarize_run(instance, run_id, [small, small_recipe(tmp_path / "other", "other")])
 
     return run
 

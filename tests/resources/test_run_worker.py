@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
+
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,13 +36,6 @@ if __name__ == "__main__":
     child.start()
     child.join()
 """
-
-
-def until(condition: object, seconds: float = 20.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end_s, "timed out"
-        time.sleep(0.02)
 
 
 def test_O08_a_run_stops_after_a_checkpoint_when_its_code_server_is_killed(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,15 +22,11 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from pipeline.processes.tree import ProcessTree
 from pipeline.reporting import tensorboard
 from tests.e2e.daemon import make_home
+from tests.free_ports import free_port
+from tests.waiting import until
 from tools.ui import end, link_runs, start_tensorboard, tensorboard_problem
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def get(url: str) -> bytes | None:
@@ -40,13 +35,6 @@ def get(url: str) -> bytes | None:
             return response.read()
     except OSError:
         return None
-
-
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s, "timed out"
-        time.sleep(0.2)
 
 
 def write_recipe(folder: Path, name: str) -> Path:

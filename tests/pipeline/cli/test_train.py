@@ -7,8 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ from click.testing import CliRunner
 from pipeline.cli.train import command
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.recipe import recipe_from_mapping
+from tests.free_ports import free_port
+from tests.waiting import until
 
 RUN = "0123456789abcdef"
 
@@ -58,12 +58,6 @@ def train(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_job_that_is_not_on_this_machine_is_an_error(tmp_path: Path, job_file: Path) -> None:
     missing = invoke(tmp_path / "order.json").exception
     assert isinstance(missing, TrainingError)
@@ -82,6 +76,7 @@ def test_processes_that_the_machines_cannot_share_equally_are_an_error(job_file:
     assert "must be divisible by the number of machines, got 2 on 3 machines" in error.what
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_others_ends_with_the_address_and_a_fix(job_file: Path) -> None:
     port = free_port()
     alone = train(job_file, "--machines", 2, "--rank", 0, "--master", f"127.0.0.1:{port}", "--wait", 1)
@@ -136,10 +131,3 @@ def test_the_command_and_its_processes_end_with_the_process_that_started_it(job_
         parent.kill()
         parent.communicate()
     until(lambda: not any(each.is_running() for each in processes), seconds=60)
-
-
-def until(condition: Callable[[], object], *, seconds: float) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s, "timed out"
-        time.sleep(0.05)

@@ -17,10 +17,10 @@ from pipeline.maintenance.old_runs import RunSurvey
 from pipeline.maintenance.remote_runs import SILENCE_S, RemoteRuns
 from pipeline.outputs.folder import OutputFolder
 from pipeline.outputs.lease import STALE_S, Clock, Lease
-from pipeline.recipe import recipe_from_mapping
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, run_folder
+from tests.small_recipe import small_recipe
 
 OTHER, FINISHED, PUBLISHED, NEWEST = ("1" * 16, "2" * 16, "3" * 16, "4" * 16)
 
@@ -274,13 +274,6 @@ def test_a_job_waits_for_a_deletion_and_finds_no_run(
 
 def test_a_start_file_in_the_working_copy_keeps_its_run(address: Url, tmp_path: Path) -> None:
     file = run_folder(tmp_path, OTHER) / "lora/pytorch_lora_weights.safetensors"
-    values = {
-        "datasets": [{"name": "d", "path": str(tmp_path / "photos")}],
-        "cache_dir": str(tmp_path / "cache"),
-        "output_dir": str(tmp_path / "elsewhere"),
-        "model": {"base": "a/b"},
-        "training": {"lora": {"start_from": str(file)}},
-    }
-    recipe = recipe_from_mapping("birds", values)
+    recipe = small_recipe(tmp_path / "elsewhere", "birds", training={"lora": {"start_from": str(file)}})
     surveyed = machine(address, tmp_path).survey(num_newest=0, recipes=[recipe], will_delete=False)
     assert kept(surveyed)[OTHER] == "start_from of birds"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from pipeline.processes.tree import ProcessTree
+from tests.waiting import until
 
 SLEEPER = "import time; time.sleep(600)"
 STUBBORN = """
@@ -69,14 +69,6 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def until(condition: object, seconds: float = 20.0) -> None:
-    assert callable(condition)
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_the_members_are_the_root_and_its_descendants(processes: Processes) -> None:

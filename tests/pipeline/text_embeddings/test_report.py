@@ -8,18 +8,14 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import Recipe
 from pipeline.text_embeddings.report import TOKENS_FILE, write_caption_report
+from tests.small_recipe import small_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    values = {
-        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
-        "output_dir": tmp_path / "out",
-        "model": {"base": "models/none"},
-    }
-    return recipe_from_mapping("flowers", values)
+    return small_recipe(tmp_path)
 
 
 def table(tokens: list[int], cut: list[int]) -> pl.DataFrame:
