@@ -33,6 +33,7 @@ def test_centre_square_scales_by_the_shorter_edge_and_crops_the_centre(tmp_path:
     assert centre_square(tmp_path / "middle.png", 32).shape == (3, 32, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("in_memory", "images_encoded"), [(False, 3 * 4), (True, 4)])
 def test_the_loop_uses_each_sample_once_per_epoch_and_caching_in_memory_saves_encodings(
     tiny_sd: Path, paths: list[Path], in_memory: bool, images_encoded: int

@@ -7,7 +7,7 @@ from PIL import Image
 from demo.photographs import SHOTS, write_photographs
 
 
-def test_each_photograph_has_a_caption_and_aspect_ratios_vary(tmp_path: Path) -> None:
+def test_each_photograph_has_a_caption_and_is_written_once(tmp_path: Path) -> None:
     assert write_photographs(tmp_path) == 2 * len(SHOTS) == 48
     aspect_ratios: list[float] = []
     for shot in SHOTS:
@@ -19,9 +19,7 @@ def test_each_photograph_has_a_caption_and_aspect_ratios_vary(tmp_path: Path) ->
     assert min(aspect_ratios) < 0.6
     assert max(aspect_ratios) >= 2.0
 
-
-def test_a_second_call_writes_nothing_and_keeps_edited_files(tmp_path: Path) -> None:
-    write_photographs(tmp_path)
+    # A second call writes nothing and keeps edited files.
     caption = tmp_path / f"{SHOTS[0].name}.txt"
     caption.write_text("mine", encoding="utf-8")
     assert write_photographs(tmp_path) == 0

@@ -123,8 +123,9 @@ def pair(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests of this folder, and allow them more time: two machines share the processors of one."""
+    """Mark all tests here as slow, and allow them more time: two machines share the processors of one."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.machines)
+            item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(1800))

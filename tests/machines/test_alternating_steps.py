@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tests.machines.pair import Pair
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_steps_alternating_between_machines_make_the_tables_and_the_lora_of_one_machine(
     pair: Pair, s3: str, tmp_path: Path

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
-import pytest
 from PIL import Image
 
 from pipeline.encoding.jobs import read_encoding, share
@@ -89,7 +88,6 @@ def start_worker(project: Project, encoding: str, number: int, log: str) -> Chil
     return project.start(latentline("encode", encoding, "--shard", f"{number}/{NUM_SHARDS}"), log=log)
 
 
-@pytest.mark.slow
 def test_a_killed_worker_of_four_on_two_machines_leaves_only_its_rest_to_a_restart(
     pair: Pair, s3: str, tmp_path: Path
 ) -> None:

@@ -64,7 +64,6 @@ class Measured:
         return self._proxy.counts(), report
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
 def test_H02_one_new_image_takes_few_requests_and_entries_of_others_take_no_memory(
     gateway: ceph.Gateway, s3: str, proxy: CountingProxy, tiny_sd: Path, tmp_path: Path

@@ -107,7 +107,6 @@ def outage(
     return Outage(status, folder / "after_rerun" / "out")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("service", "part"),
     [
@@ -130,7 +129,6 @@ def test_O13_a_cache_job_survives_an_outage_or_ends_with_a_fix_and_nothing_is_lo
         assert (latents["encoded"], text["encoded"]) == (0, 0), "finished work is not repeated"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("service", ["database", "gateway"])
 def test_O13_a_training_survives_an_outage_or_ends_with_a_fix_and_nothing_is_lost(
     pair: Pair, gateway: Gateway, database: PostgresServer, tmp_path: Path, *, service: str

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import pytest
-
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import RemoteFolder
 from tests.machines import ceph
@@ -22,7 +20,6 @@ FILES = ("run.json", "finished.json", "lora/lora.safetensors", *(f"logs/{number}
 GC = ("gc", "small", "--keep-runs", "1", "--delete")
 
 
-@pytest.mark.slow
 def test_a_killed_deletion_on_one_machine_is_finished_by_another(
     two_machines: list[Machine], s3: str, proxy: CountingProxy, tiny_sd: Path
 ) -> None:

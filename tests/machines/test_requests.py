@@ -19,13 +19,6 @@ from tests.machines.counting_proxy import CountingProxy
 from tests.machines.filling import fill
 
 
-def test_the_first_of_two_writers_wins_and_the_second_is_refused(s3: str) -> None:
-    folder = RemoteFolder(Url(f"{s3}/cache"))
-    assert folder.put_if_absent("a/b", b"first") is True
-    assert folder.put_if_absent("a/b", b"second") is False
-    assert folder.read("a/b") == b"first"
-
-
 def test_of_many_concurrent_writers_exactly_one_creates_the_file(s3: str) -> None:
     folder = RemoteFolder(Url(f"{s3}/cache"))
     answers: list[bool | None] = []

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import pytest
 from dagster import DagsterEventType, DagsterRun, DagsterRunStatus
 
 from resources.run_worker import MACHINE_TAG
@@ -40,7 +39,6 @@ def is_tagged(run: DagsterRun | None) -> bool:
     return run is not None and MACHINE_TAG in run.tags
 
 
-@pytest.mark.slow
 def test_O11_a_daemon_on_another_machine_leaves_a_run_alone_and_its_own_machine_ends_a_killed_one(
     pair: Pair,
 ) -> None:

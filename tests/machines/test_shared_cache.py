@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import fsspec
-import pytest
 
 from tests.machines.ceph import Gateway
 from tests.machines.machine import Machine
@@ -70,7 +69,6 @@ def run(machine: Machine, gateway: Gateway, script: str, *arguments: str) -> lis
     return completed.stdout.split()
 
 
-@pytest.mark.slow
 def test_H01_gc_on_one_machine_keeps_the_entries_that_any_machine_uses(
     two_machines: list[Machine], gateway: Gateway, s3: str
 ) -> None:
@@ -114,7 +112,6 @@ def test_H01_what_a_job_finds_while_another_machine_collects_is_never_deleted(
     assert found <= keys_in(cache) <= set(keys[:40])
 
 
-@pytest.mark.slow
 def test_H01_gc_on_one_machine_keeps_the_entries_of_another_with_the_same_paths(
     pair: Pair, gateway: Gateway
 ) -> None:

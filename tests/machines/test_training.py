@@ -75,7 +75,6 @@ def assert_ended_with_fix(process: Child) -> None:
     assert "start the same commands again on all machines" in process.output()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_machines_train_the_lora_of_one_although_each_dies_once_and_its_disk_is_lost(
     pair: Pair, s3: str, tmp_path: Path

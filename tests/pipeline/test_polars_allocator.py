@@ -27,7 +27,12 @@ def setting(code: str, configured: str | None) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["pipeline.storage.tables", "assets.definitions, polars", "bench.workload"]
+    "module",
+    [
+        "pipeline.storage.tables",
+        pytest.param("assets.definitions, polars", marks=pytest.mark.slow),
+        pytest.param("bench.workload", marks=pytest.mark.slow),
+    ],
 )
 def test_the_allocator_has_one_arena_for_every_module_that_loads_polars(module: str) -> None:
     assert setting(f"import {module}", None).endswith("narenas:1")

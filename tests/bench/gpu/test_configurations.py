@@ -73,11 +73,13 @@ def test_a_denoiser_has_the_published_number_of_weights(name: str, tmp_path: Pat
     assert num_weights(name, tmp_path) == EXACT[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BILLIONS)
 def test_a_denoiser_has_about_the_size_that_the_model_is_known_by(name: str, tmp_path: Path) -> None:
     assert num_weights(name, tmp_path) == pytest.approx(BILLIONS[name] * 1e9, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEXT_BILLIONS)
 def test_a_text_encoder_has_about_the_size_that_it_is_known_by(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

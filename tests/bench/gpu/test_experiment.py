@@ -121,6 +121,7 @@ def test_a_failure_is_reported_and_other_results_are_stored(tmp_path: Path) -> N
     assert set(load(out)["figures"]) == {"it", "it: loader"}, "results of the same commit are merged"
 
 
+@pytest.mark.slow
 def test_models_in_a_given_folder_are_written_once_and_only_when_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def test_a_random_network_has_finite_weights() -> None:
     assert [name for name, weight in network.named_parameters() if not torch.isfinite(weight).all()] == []
 
 
+@pytest.mark.slow
 def test_a_written_model_has_the_right_family_and_geometry_and_encodes_captions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from bench.gpu.experiment import Experiment, run
 from bench.gpu.rig import TINY, Bench
 from bench.gpu.session import EXPERIMENTS
 
-BOUNDED = ("SDXL LoRA step, bf16",)
 NEEDS = {"nf4": "a CUDA GPU", "fp8 products": "a GPU", "int8": "torchao", "adamw8bit": "bitsandbytes"}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,13 +21,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("gpu bench"), "cpu", replace(TINY, images=2, steps=1))
 
 
-@pytest.mark.parametrize(
-    "experiment",
-    [
-        pytest.param(each, id=each.name, marks=[] if each.name in BOUNDED else [pytest.mark.slow])
-        for each in EXPERIMENTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=[each.name for each in EXPERIMENTS])
 def test_an_experiment_measures_all_of_its_parts(bench: Bench, experiment: Experiment) -> None:
     ended = run(experiment, bench, rounds=1)
     need = NEEDS.get(experiment.name.rpartition(", ")[2])

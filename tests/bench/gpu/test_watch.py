@@ -26,6 +26,7 @@ def test_only_the_work_is_measured_and_a_reading_has_seconds_and_bytes() -> None
     assert "share" not in watch.reading
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_recorded_pass_measures_the_idle_share() -> None:
     idle, busy = Watch("cpu", recorded=True), Watch("cpu", recorded=True)

@@ -50,6 +50,7 @@ def test_plan_forecasts_a_published_model_from_its_configuration_files(configs: 
     assert 2 * GIB < memory["change"]["device_bytes"] < 4 * GIB
 
 
+@pytest.mark.slow
 def test_missing_configuration_files_are_named(configs: Path) -> None:
     folder = next(each for each in PUBLISHED if each.name == "SDXL").write(configs / "model")
     (folder / "unet" / "config.json").unlink()
