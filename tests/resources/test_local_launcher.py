@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 from pipeline.recipe import AccelerateSettings
 from resources.local_launcher import AccelerateLauncher, Observer
 from tests.refused_events import MESSAGE, events_refused
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,13 +115,6 @@ def launch_in_process(
         result = materialize([work], resources=resources, instance=instance)
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
     return messages, errors[0] if errors else None
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.05)
 
 
 def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -294,9 +287,13 @@ def test_the_log_of_a_worker_is_printed_while_the_event_log_refuses_it(
     assert any(line.startswith("INFO: session ") for line in lines), "later lines are printed too"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_R12_a_stopped_step_leaves_a_checkpoint_and_no_process(tmp_path: Path, number: int) -> None:
-    num_processes = 1 if number == signal.SIGINT else 2
+@pytest.mark.parametrize(
+    ("number", "num_processes"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)],
+)
+def test_R12_a_stopped_step_leaves_a_checkpoint_and_no_process(
+    tmp_path: Path, number: int, num_processes: int
+) -> None:
     step, processes = start_step(job_file(tmp_path, "sleep"), num_processes)
     step.send_signal(number)
     step.wait(60)
@@ -306,6 +303,7 @@ def test_R12_a_stopped_step_leaves_a_checkpoint_and_no_process(tmp_path: Path, n
     ] * num_processes
 
 
+@pytest.mark.slow
 def test_R12_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     step, processes = start_step(job_file(tmp_path, "ignore"), 1, grace_s=0.5)
     step.send_signal(signal.SIGTERM)
@@ -342,7 +340,7 @@ def test_encoding_uses_the_processes_of_this_machine_alone(tmp_path: Path) -> No
     assert "divisible by the number of machines" in error.what
 
 
-@pytest.mark.parametrize("outputs", ["/shared/out", "s3://bucket/out"])
+@pytest.mark.parametrize("outputs", [pytest.param("/shared/out", marks=pytest.mark.slow), "s3://bucket/out"])
 def test_a_training_waits_for_the_other_machines_and_logs_their_command(tmp_path: Path, outputs: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

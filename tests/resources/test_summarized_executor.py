@@ -112,11 +112,13 @@ def status(folder: Path) -> DagsterRunStatus:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_good_run_is_summarized_once(tmp_path: Path, executor: str) -> None:
-    completed = execute(tmp_path, executor)
+def test_O08_a_good_run_is_summarized_once_and_names_its_machine(tmp_path: Path, executor: str) -> None:
+    """No step creates a resource, like a step that waits for a pool."""
+    completed = execute(tmp_path, executor, resources=())
     assert completed.returncode == 0, completed.stderr[-3000:]
     assert completed.stdout.startswith("\nsmall_cache: done after ")
     assert completed.stdout.endswith("\n  images  3 found, 0 rejected, 3 kept\n")
+    assert only_run(tmp_path).tags[MACHINE_TAG] == platform.node()
 
 
 @pytest.mark.parametrize("executor", [EXECUTORS[0], pytest.param(EXECUTORS[1], marks=pytest.mark.slow)])
@@ -133,7 +135,11 @@ def test_a_summary_that_fails_leaves_a_good_run_good(tmp_path: Path, executor: s
     ("executor", "failing_event"),
     [
         ("in_process_executor", "RESOURCE_INIT_SUCCESS"),
-        ("multiprocess_executor", "Executing steps using multiprocess executor"),
+        pytest.param(
+            "multiprocess_executor",
+            "Executing steps using multiprocess executor",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_error_outside_of_the_steps_is_not_printed_as_a_stop(
@@ -203,13 +209,3 @@ def test_a_signal_ends_a_wait_for_a_pool(tmp_path: Path, moment: str) -> None:
         assert "Stopped: the run was stopped" in completed.stderr, completed.stderr[-3000:]
         assert status(tmp_path) == DagsterRunStatus.FAILURE
         assert [step.run_id for step in storage.get_concurrency_info("gpu").pending_steps] == ["another"]
-
-
-@pytest.mark.parametrize("executor", [EXECUTORS[0], pytest.param(EXECUTORS[1], marks=pytest.mark.slow)])
-def test_O08_a_run_names_its_machine_before_a_step_creates_its_resources(
-    tmp_path: Path, executor: str
-) -> None:
-    """A step that waits for a pool has created none."""
-    completed = execute(tmp_path, executor, resources=())
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    assert only_run(tmp_path).tags[MACHINE_TAG] == platform.node()
