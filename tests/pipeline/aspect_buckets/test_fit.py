@@ -75,5 +75,6 @@ def test_a_fitted_list_stays_good_when_images_are_added() -> None:
 def _aged(seed: int) -> tuple[FitQuality, FitQuality]:
     images = population(seed, 550)
     first = Dataset(images.height[:500], images.width[:500], 4)
-    placement = placement_in(fit(first, mirrored=True)[20].sizes)
+    fitted = fitted_lists(first, SizeConstraints(1024, 8, 3.0, mirrored=True), [20])
+    placement = placement_in(fitted[20].sizes)
     return measure_fit(placement, first), measure_fit(placement, images)

@@ -370,14 +370,6 @@ def test_an_entry_is_discarded_but_not_a_folder_at_its_path(backend: Backend) ->
     assert backend.names() == ["kept.txt"]
 
 
-def test_the_first_of_two_writers_to_an_object_store_wins(s3: str) -> None:
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("two-writers")
-    folder = RemoteFolder(Url("s3://two-writers/cache"))
-    assert folder.put_if_absent("a/b", b"first") is True
-    assert folder.put_if_absent("a/b", b"second") is False
-    assert folder.read("a/b") == b"first"
-
-
 def test_paths_and_file_urls_give_a_local_folder_and_other_urls_a_remote_one(tmp_path: Path) -> None:
     for text in (tmp_path.as_uri(), str(tmp_path)):
         store = Store(absolute(text, Path("/project")))

@@ -189,7 +189,7 @@ def damaged(rng: random.Random) -> bytes:
 def test_no_damage_raises_another_error_or_returns_a_wrong_tensor(folder: LocalFolder) -> None:
     rng, num_valid, num_wrong, num_missing = random.Random(0), 0, 0, 0
     path = Path(folder.where(NAME))
-    for _ in range(3_000):
+    for _ in range(1_500):
         path.write_bytes(damaged(rng))
         index = PackIndex(folder, "latents")
         for spec in SPECS:
@@ -208,7 +208,7 @@ def test_no_damage_raises_another_error_or_returns_a_wrong_tensor(folder: LocalF
                 continue
             num_valid += 1
             assert np.array_equal(values, values_of(NUMBERS[spec.key])["latent"])
-    assert min(num_valid, num_wrong, num_missing) > 500, "the damages reach all three outcomes"
+    assert min(num_valid, num_wrong, num_missing) > 250, "the damages reach all three outcomes"
 
 
 def test_packs_are_listed_with_their_keys_and_problems(folder: LocalFolder) -> None:

@@ -33,16 +33,6 @@ def write_entry(store: Store, spec: EntrySpec = SPEC) -> Path:
     return store.path(spec)
 
 
-def test_an_entry_reads_back_exactly_as_written(store: Store) -> None:
-    write_entry(store)
-    assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
-    state = store.check(SPEC)
-    assert state.valid
-    assert state.metadata is not None
-    assert state.metadata["original_size"] == [512, 384]
-    assert state.metadata["key"] == SPEC.key
-
-
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -131,14 +121,6 @@ def test_a_check_computes_the_checksum_of_an_entry_and_a_read_does_not(store: St
     assert store.check(SPEC).status == "wrong"
 
 
-def test_a_folder_at_an_entrys_path_is_moved_aside_with_its_contents(store: Store) -> None:
-    path = write_entry(store)
-    _replace_with_folder(path)
-    store.write(SPEC, VALUES, FACTS)
-    (displaced,) = path.parent.glob("*.displaced")
-    assert (displaced / "kept.txt").read_text() == "x"
-
-
 @pytest.mark.timeout(20)
 def test_a_fifo_at_an_entrys_path_does_not_block_reads(store: Store) -> None:
     path = store.path(SPEC)
@@ -161,14 +143,6 @@ def test_L02_reading_a_file_of_the_wrong_size_or_entry_raises_an_error_with_its_
             store.read(SPEC)
         path.unlink()
         write_entry(store)
-
-
-def test_reading_a_missing_entry_raises_an_error_with_a_fix(
-    store: Store,
-) -> None:
-    assert store.check(SPEC).status == "missing"
-    with pytest.raises(StoreError, match="start the cache job again"):
-        store.read(SPEC)
 
 
 def test_a_different_shape_or_dtype_is_wrong_even_if_the_size_matches(store: Store) -> None:

@@ -377,7 +377,7 @@ def test_gc_of_a_remote_cache_deletes_nothing_after_half_of_that_time(remote: Ur
 
 
 @pytest.mark.parametrize("place", ["local", "remote"])
-def test_an_entry_that_a_job_finds_after_recording_it_is_never_deleted(
+def test_H01_an_entry_that_a_job_finds_after_recording_it_is_never_deleted(
     tmp_path: Path, remote: Url, place: str
 ) -> None:
     """Jobs start while gc deletes everything that no job uses."""

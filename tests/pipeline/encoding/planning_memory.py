@@ -1,8 +1,8 @@
 """Measure the peak memory of planning a cold cache of many samples, up to the start of the encoder.
 
-    python -m tests.pipeline.encoding.planning_memory <base model> <folder> <kind> <count>
+    python -m tests.pipeline.encoding.planning_memory <base model> <folder> <kind> <count>...
 
-prints the peak memory of planning in bytes, in addition to the process with the stage's input table loaded.
+prints the peak memory of each planning in bytes, beyond the process with the stage's input table loaded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PlannedError(Exception):
     """Raised where the encoder would start."""
 
 
-def main(base: str, folder: str, kind: str, count: int) -> None:
+def main(base: str, folder: Path, kind: str, count: int) -> None:
     """Plan one stage and print the peak memory."""
-    recipe = recipe_of(base, Path(folder))
+    recipe = recipe_of(base, folder / str(count))
     table = table_of("aspect_buckets" if kind == "latents" else "validated_dataset", count)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -41,7 +41,7 @@ def main(base: str, folder: str, kind: str, count: int) -> None:
     try:
         stage(recipe, table, Tables(recipe.output_dir), launch=launch, log=lambda _: None)
     except PlannedError:
-        sys.stdout.write(str(memory("VmHWM") - before))
+        sys.stdout.write(f"{memory('VmHWM') - before}\n")
 
 
 def launch(module: str, encoding: Path, meanwhile: Meanwhile) -> None:
@@ -80,4 +80,6 @@ def table_of(asset: str, count: int) -> pl.DataFrame:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    model, folder, kind, *counts = sys.argv[1:]
+    for count in counts:
+        main(model, Path(folder), kind, int(count))

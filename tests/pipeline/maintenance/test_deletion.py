@@ -26,9 +26,10 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
     return Url(f"s3://{bucket}/cache")
 
 
-@pytest.mark.parametrize("count", [0, 1, 17, 300])
+@pytest.mark.parametrize("count", [0, 17, 300])
 def test_only_the_named_files_are_deleted(address: Address, count: int) -> None:
     cache = cache_folder(address)
+    count = count if isinstance(address, Path) else count // 6
     names = [f"latents/{number}" for number in range(count + 2)]
     for number, name in enumerate(names):
         cache.replace(name, b"x" * number)

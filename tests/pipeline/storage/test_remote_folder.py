@@ -19,7 +19,8 @@ from pipeline.validated_dataset.report import write_dataset_report
 from tests.pipeline.dataset_folder import Folder
 from tests.remote_folders import PublishedFolder, published_in_archive, published_in_bucket, web_server
 
-BACKENDS = ("zip", "tar", "tar.gz", "dir", "memory", "web", "s3", "zip on s3")
+BACKENDS = ("zip", "tar", "memory", "web", "s3")
+COMBINED = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tar.gz", "dir", "zip on s3")]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def filled(folder: Folder) -> Folder:
     return folder
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*BACKENDS, *COMBINED])
 def remote(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> Iterator[PublishedFolder]:
     kind = request.param
     if "s3" in kind:

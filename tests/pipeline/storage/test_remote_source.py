@@ -25,6 +25,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> StoppableS3Server:
     return server
 
 
+@pytest.mark.slow
 def test_O13_a_dataset_waits_for_an_s3_server_that_restarts(server: StoppableS3Server) -> None:
     server.start()
     files = fsspec.filesystem("s3", skip_instance_cache=True)

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -337,6 +334,7 @@ def test_the_last_progress_line_counts_all_latents(cache, in_process_launch) -> 
     assert in_process_launch.lines[-1] == "5/5 latents encoded"
 
 
+@pytest.mark.slow
 def test_L10_two_jobs_on_an_empty_cache_write_equal_entries(cache, in_process_launch, entry_bytes) -> None:
     """Both jobs run real child processes and start at the same time."""
     cached(cache, in_process_launch)
@@ -356,31 +354,3 @@ def test_L10_two_jobs_on_an_empty_cache_write_equal_entries(cache, in_process_la
     assert not list(cache.recipe.cache_dir.rglob("*.tmp"))
     for result in (first, second):
         assert result.report["encoded"] + result.report["reused"] == 5
-
-
-def test_a_warm_run_imports_no_torch(cache, in_process_launch) -> None:
-    cached(cache, in_process_launch)
-    cache.tables.write("aspect_buckets", cache.buckets())
-    recipe_file = cache.recipe.output_dir / "recipe.json"
-    recipe_file.write_text(cache.recipe.model_dump_json())
-    code = (
-        "import sys, pathlib\n"
-        "from pipeline.recipe import Recipe\n"
-        "from pipeline.storage.tables import Tables\n"
-        "from pipeline.vae_latents.stage import cache_latents\n"
-        "recipe = Recipe.model_validate_json(pathlib.Path(sys.argv[1]).read_text())\n"
-        "tables = Tables(recipe.output_dir)\n"
-        "result = cache_latents(recipe, tables.read('aspect_buckets'), tables, launch=None, log=print)\n"
-        "assert result.report['reused'] == 5, result.report\n"
-        "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
-    )
-    root = Path(__file__).parents[3]
-    completed = subprocess.run(
-        [sys.executable, "-c", code, str(recipe_file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.splitlines()[-1] == "[]"

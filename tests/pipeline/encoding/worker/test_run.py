@@ -52,9 +52,8 @@ class RecordingLaunch:
 FORBIDDEN_MODULES = {"polars", "dagster", "pandera"}
 
 
-@pytest.mark.parametrize(
-    "stage", [cache_latents, pytest.param(cache_text, marks=pytest.mark.slow)], ids=["latents", "text"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [cache_latents, cache_text], ids=["latents", "text"])
 def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
     cache: Any, entry_bytes: Any, in_process_launch: Any, stage: Any
 ) -> None:
