@@ -62,6 +62,7 @@ def publish(
     Tables(recipe.output_dir).write_rejected(asset, result.rejected)
     report = write_report(recipe.output_dir, asset, result.report)
 
+    # The funnel shows the reasons as a table.
     values = report_metadata({**result.report, "rejected_by_reason": None})
 
     # The UI shows metadata in this order.

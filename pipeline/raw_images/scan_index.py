@@ -78,6 +78,7 @@ when it was listed, the time of reading, the hash of its bytes, and its size. A 
 SIDECAR = "sidecar:"
 """Prefix of `caption_from` for a sidecar file; its path follows."""
 
+# Another name would discard what existing output folders remember.
 _REJECTED_FILE = "refused.parquet"
 
 BATCH_FILES = 2_000
