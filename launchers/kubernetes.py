@@ -6,7 +6,7 @@ executor runs its step.
 `.ci/clusters` tests it with dagster-k8s 0.29.27, kubernetes 36.0.3 and a substitute for the API server
 (tests/launchers/kubernetes_api.py). If LATENTLINE_KUBERNETES is set, tests/launchers/control_plane.py starts
 the real API server and job controller; its tests passed with Kubernetes 1.36.2. In both, pods are local
-processes. Not tested: scheduler, kubelet, images, volumes, permissions, GPUs.
+processes. Not tested: scheduler, kubelet, images, volumes, GPUs.
 """
 
 from __future__ import annotations

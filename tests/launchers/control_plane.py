@@ -34,6 +34,7 @@ VARIABLE = "LATENTLINE_KUBERNETES"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
 NAMESPACE = "default"
 TOKEN = "a-token-of-the-tests"
+LIMITED_USER, LIMITED_TOKEN = "latentline", "a-token-of-a-user-without-permissions"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
@@ -179,7 +180,8 @@ def _write_files(folder: Path, server: str) -> Path:
     certificate = ["-nodes", "-keyout", files / "node.key", "-out", files / "node.crt", "-subj", "/CN=node"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", *certificate]
     subprocess.run(command, check=True, capture_output=True)
-    (files / "tokens.csv").write_text(f'{TOKEN},tests,1,"system:masters"\n')
+    tokens = f'{TOKEN},tests,1,"system:masters"\n{LIMITED_TOKEN},{LIMITED_USER},2\n'
+    (files / "tokens.csv").write_text(tokens)
     kubeconfig = {
         "current-context": "test",
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],

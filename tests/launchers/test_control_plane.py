@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,20 @@ from tests.launchers.steps import encode, in_step
 
 pytest.importorskip("kubernetes", reason="needs the extra [k8s]")
 
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+
 from launchers.kubernetes import KubernetesLauncher
-from tests.launchers.control_plane import INDEX, NAMESPACE, ControlPlane, control_plane, why_no_control_plane
+from tests.launchers.control_plane import (
+    INDEX,
+    LIMITED_TOKEN,
+    LIMITED_USER,
+    NAMESPACE,
+    TOKEN,
+    ControlPlane,
+    control_plane,
+    why_no_control_plane,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,6 +125,41 @@ def test_R12_a_stopped_step_leaves_no_job_no_pod_and_no_process(cache: Any, plan
     assert isinstance(error, DagsterExecutionInterruptedError)
     wait_until(lambda: nothing_left(plane))
     assert all(pod.has_ended() for pod in plane.node.pods.values())
+
+
+def test_the_permissions_in_the_documentation_suffice_for_a_job_with_a_failing_pod(
+    cache: Any, plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "launchers.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^(apiVersion: rbac.*?)^```", page, re.DOTALL | re.MULTILINE)
+    role = YAML(typ="safe").load(text)
+    role["metadata"]["namespace"] = NAMESPACE
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role["metadata"]["name"]}
+    user = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": LIMITED_USER}
+    rbac = client.RbacAuthorizationV1Api(plane.core.api_client)
+    rbac.create_namespaced_role(NAMESPACE, role, field_validation="Strict")
+    binding = {"metadata": {"name": "latentline"}, "roleRef": reference, "subjects": [user]}
+    rbac.create_namespaced_role_binding(NAMESPACE, binding, field_validation="Strict")
+
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(plane.kubeconfig.read_text().replace(TOKEN, LIMITED_TOKEN))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    core = client.CoreV1Api(config.new_client_from_config(str(kubeconfig)))
+    with pytest.raises(ApiException, match="Forbidden"):
+        core.list_namespaced_service(NAMESPACE)
+
+    def is_in_effect() -> bool:
+        with suppress(ApiException):
+            return core.list_namespaced_pod(NAMESPACE).items == []
+        return False
+
+    wait_until(is_in_effect)
+    plane.node.command_of = lambda command: [sys.executable, "-c", "raise SystemExit('no module pipeline')"]
+    messages, error = in_step(KubernetesLauncher(image="x"), lambda launch: encode(cache, launch))
+    assert isinstance(error, LaunchError)
+    assert ": no module pipeline" in error.where
+    assert [message for message in messages if "could not be deleted" in message] == []
+    wait_until(lambda: nothing_left(plane))
 
 
 def test_the_manifest_of_a_training_starts_two_pods_with_the_names_and_ranks_of_machines(
