@@ -23,6 +23,7 @@ from pipeline.storage.remote_source import RemoteSource
 IGNORED_PREFIX = "."
 """Prefix of names that do not belong to a dataset."""
 
+# An entry takes about 240 bytes.
 MAX_ENTRIES_IN_MEMORY = 500_000
 """Largest part of a folder that is sorted in memory at once. All names are read again for each part."""
 
