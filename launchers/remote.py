@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,22 +14,12 @@ from pydantic import Field
 from pipeline.encoding.collecting import encode_on_workers
 from pipeline.encoding.fill import WORKERS
 from pipeline.encoding.shared_encoding import SharedEncoding
-from pipeline.processes.launch import (
-    ERROR_FILE_VARIABLE,
-    PARENT_VARIABLE,
-    TRAINING_MODULE,
-    Launch,
-    Meanwhile,
-    launch_environment,
-)
+from pipeline.processes.launch import TRAINING_MODULE, Launch, Meanwhile
 from resources.local_launcher import AccelerateLauncher, Observer
 from resources.step_log import StepLog
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
-
-RESUME = "start the job again: the run resumes from its last checkpoint"
-"""Fix in the error of a training that failed or was cancelled."""
 
 
 class RemoteLauncher(AccelerateLauncher):
@@ -53,7 +44,7 @@ class RemoteLauncher(AccelerateLauncher):
             if module in WORKERS.values():
                 encode_on_workers(
                     job_file,
-                    lambda encoding, num_shards: self.encode(context, settings, encoding, num_shards),
+                    partial(self.encode, context, settings),
                     max_workers=self.workers,
                     cpu_threads=settings.cpu_threads,
                     log=StepLog(context).info,
@@ -86,13 +77,3 @@ class RemoteLauncher(AccelerateLauncher):
     ) -> None:
         """Run a training until it has ended, by default on the machine of the step; see `Launch`."""
         super().bind(context, settings, observer)(TRAINING_MODULE, job_file)
-
-
-def remote_environment(settings: AccelerateSettings) -> dict[str, str]:
-    """Return `launch_environment` without the variables that refer to a process or file of this machine."""
-    variables = launch_environment(settings, Path())
-
-    # A process on another machine would not find its parent, and end at once.
-    return {
-        name: value for name, value in variables.items() if name not in (PARENT_VARIABLE, ERROR_FILE_VARIABLE)
-    }

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,11 +21,17 @@ from typing import TYPE_CHECKING
 from dagster import AssetExecutionContext
 from pydantic import Field
 
-from launchers.remote import RemoteLauncher, remote_environment
+from launchers.remote import RemoteLauncher
 from launchers.slurm_job import answer, job_error, job_id_in, read_job_end
 from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.errors import LaunchError
-from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status
+from pipeline.processes.launch import (
+    ERROR_FILE_VARIABLE,
+    OUTPUT_TAIL_LINES,
+    PARENT_VARIABLE,
+    describe_status,
+    launch_environment,
+)
 from pipeline.processes.machines import Machines
 from resources.local_launcher import Observer
 from resources.process_output import ForwardedOutput, uninterrupted
@@ -61,11 +67,6 @@ _TRAINING_STEP = (
     "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} "
 )
 
-WITHOUT_SLURM = (
-    "run the steps on a machine that has Slurm's commands and may submit jobs, or use another launcher in "
-    "the deployment file"
-)
-
 
 class SlurmLauncher(RemoteLauncher):
     """Starts encoding as a job array and training as a job of several nodes."""
@@ -93,7 +94,7 @@ class SlurmLauncher(RemoteLauncher):
             submission=ForwardedOutput(folder / "sbatch.txt"),
         )
 
-        status = job.run(context, remote_environment(settings), grace_s=self.grace_s)
+        status = job.run(context, settings, grace_s=self.grace_s)
         last_output = job.last_output()
         if status == 0:
             shutil.rmtree(folder)
@@ -124,7 +125,7 @@ class SlurmLauncher(RemoteLauncher):
         )
 
         observe = None if observer is None else observer(job_file)
-        status = job.run(context, remote_environment(settings), grace_s=self.grace_s, observe=observe)
+        status = job.run(context, settings, grace_s=self.grace_s, observe=observe)
         if status != 0:
             job_id = job_id_in(job.submission.lines())
             assert job_id is not None, "a job without id was rejected, which is another error"
@@ -160,7 +161,7 @@ class _Job:
     def run(
         self,
         context: AssetExecutionContext,
-        environment: Mapping[str, str],
+        settings: AccelerateSettings,
         *,
         grace_s: float,
         observe: Callable[[bool], object] | None = None,
@@ -170,7 +171,7 @@ class _Job:
         sbatch += ["--wrap", self.script]
         log = StepLog(context)
         log.info(f"submitting the Slurm job {self.name}")
-        process = self._start(sbatch, environment)
+        process = self._start(sbatch, settings)
         queue = _QueueLog(self, log)
 
         try:
@@ -217,7 +218,13 @@ class _Job:
             )
         return process.returncode
 
-    def _start(self, sbatch: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, sbatch: Sequence[str], settings: AccelerateSettings) -> subprocess.Popen[bytes]:
+        environment = launch_environment(settings, Path())
+
+        # Slurm passes the variables on to tasks, which would not find this parent and end at once.
+        for name in (PARENT_VARIABLE, ERROR_FILE_VARIABLE):
+            del environment[name]
+
         with self.submission.file.open("wb") as file:
             # A session of its own: Ctrl-C at a terminal reaches only this process, which cancels the job.
             try:
@@ -225,8 +232,12 @@ class _Job:
                     sbatch, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                 )
             except FileNotFoundError as err:
-                what = "sbatch does not exist on this machine"
-                raise LaunchError(what, where="launcher: slurm", fix=WITHOUT_SLURM) from err
+                raise LaunchError(
+                    "sbatch does not exist on this machine",
+                    where="launcher: slurm",
+                    fix="run the steps on a machine that has Slurm's commands and may submit jobs, or use "
+                    "another launcher in the deployment file",
+                ) from err
 
     def _cancel(self, process: subprocess.Popen[bytes], grace_s: float) -> str | None:
         """Cancel the job, wait until it has ended, and return why it may still be running, or None."""

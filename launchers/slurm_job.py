@@ -11,9 +11,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from launchers.remote import RESUME
 from pipeline.errors import LatentlineError, LaunchError
 from pipeline.processes.launch import OUTPUT_TAIL_LINES, describe_status, error_in_output
+
+RESUME = "start the job again: the run resumes from its last checkpoint"
+"""Fix in the error of a training that failed or was cancelled."""
 
 SUBMITTED = "Submitted batch job"
 """Beginning of the line that `sbatch` prints when Slurm has accepted the job; the id follows."""

@@ -92,7 +92,7 @@ class AccelerateLauncher(ConfigurableResource):
             machines = all_machines if is_training else ONE_MACHINE
             used = settings if is_training else all_machines.on_one(settings)
             command = launch_command(used, module, job_file, machines)
-            observe = _observe_nothing if observer is None else observer(job_file)
+            observe = (lambda final: None) if observer is None else observer(job_file)
             log = StepLog(context)
             if machines.number > 1:
                 from pipeline.trained_lora.joining import job_for_others  # imports Polars
@@ -123,10 +123,6 @@ class AccelerateLauncher(ConfigurableResource):
             return ONE_MACHINE
         host, port = parse_master(self.master, where="launcher.master")
         return Machines(self.machines, 0, host, port, self.wait_s)
-
-
-def _observe_nothing(final: bool) -> None:
-    """Accept a call without an observer."""
 
 
 @contextmanager

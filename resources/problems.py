@@ -15,8 +15,6 @@ from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
 
 BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
-STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
-FINISHED_WORK = "finished work is kept"
 INTERRUPTIONS = (DagsterExecutionInterruptedError, KeyboardInterrupt)
 
 _OUR_ERRORS = "pipeline.errors."
@@ -121,11 +119,12 @@ def stopped_step_problem(
 def stopped_problem(where: str, restart: str, checkpoint: Path | None = None) -> str:
     """Return what, where and how to continue for an interrupted run; `restart` is an imperative."""
     if checkpoint is None:
-        fix = f"{restart}; {FINISHED_WORK}"
+        fix = f"{restart}; finished work is kept"
     else:
         where = f"{where}\n         checkpoint {checkpoint}"
         fix = f"{restart}; it resumes from this checkpoint"
-    return f"Stopped: the run was {STOPPED}\n  where: {where}\n  fix:   {fix}"
+    what = "the run was stopped by SIGINT, SIGTERM or Dagster"
+    return f"Stopped: {what}\n  where: {where}\n  fix:   {fix}"
 
 
 def _step_asset(event: DagsterEvent) -> tuple[str, str]:
