@@ -122,6 +122,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         try:
             listed = scan_slice(watched_addresses(recipe), position, seconds=SLICE_S)
         except (OSError, DatasetError) as err:
+            # With the same cursor, the next tick continues where this one began.
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
 
         if isinstance(listed, ScanPosition):

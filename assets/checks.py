@@ -111,6 +111,8 @@ def _check_result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
     rows = {"rows": table_metadata(finding.rows)} if finding.rows else {}
     fix = {"fix": MetadataValue.text(printable_lines(finding.fix))} if finding.fix else {}
     description = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
+
+    # The UI shows descriptions as Markdown, and names of files may contain its syntax.
     return AssetCheckResult(
         asset_key=key,
         check_name=finding.name,
