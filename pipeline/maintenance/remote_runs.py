@@ -25,8 +25,8 @@ from pipeline.storage.file_systems import stat_from_info
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.run_folder import (
-    MARKER,
     RunLayout,
+    complete_steps,
     hold_idle_run,
     hold_training,
     is_being_trained,
@@ -67,8 +67,7 @@ class _Files:
     @property
     def last_step(self) -> int | None:
         """Step of the newest complete checkpoint."""
-        markers = (PurePosixPath(name) for name in self.versions if PurePosixPath(name).name == MARKER)
-        return max((int(path.parent.name.removeprefix("step-")) for path in markers), default=None)
+        return max(complete_steps(self.versions), default=None)
 
 
 class RemoteRuns:

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.reporting.grids import picture_grid
 from pipeline.reporting.pictures import jpeg
 from pipeline.trained_lora.previews import Preview, read_previews
-from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics
+from pipeline.trained_lora.run_folder import MARKER, Metrics, RunLayout, complete_steps, read_metrics
 
 INTERVAL_S = 30.0
 """Shortest time between two states without a new checkpoint or new previews."""
@@ -143,10 +143,7 @@ class LiveRun:
             self._step = self._metrics[-1]["step"] + 1 if self._metrics else self._step
 
     def _checkpoints(self) -> set[int]:
-        markers = self._layout.checkpoints.glob("step-*/COMPLETE")
-
-        # Step 0 is the checkpoint of the pre-flight, which is only a test.
-        return {int(marker.parent.name.removeprefix("step-")) for marker in markers} - {0}
+        return complete_steps(self._layout.checkpoints.glob(f"*/{MARKER}"))
 
     def _preview_files(self) -> list[Preview]:
         return read_previews(self._layout.previews)

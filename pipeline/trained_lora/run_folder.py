@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -27,6 +28,9 @@ ADAPTER_FILE = "adapter.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 """File in the folder of a checkpoint with the state of optimizer and learning-rate scheduler."""
 
+STATE_FILES = (MARKER, OPTIMIZER_FILE, ADAPTER_FILE)
+"""Files of a checkpoint that a run resumes from, in the order in which they are deleted."""
+
 LORA_RECORD = "lora.json"
 """File in the folder of each checkpoint that holds LoRA files, with their hashes."""
 
@@ -34,6 +38,8 @@ TRAINING_LOCK_S = 30.0
 """Longest wait of a training for the end of the run's earlier training, which may still be stopping."""
 
 _POLL_S = 0.5
+
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
 def run_folder(output_dir: Path, run: str) -> Path:
@@ -76,6 +82,31 @@ class RunLayout:
         self.previews = folder / "samples"
         self.report = folder / "report"
         self.last_good = folder / "last_good_lora"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, the step with at least eight digits: `step-00000500`."""
+    return f"step-{step:08d}"
+
+
+def checkpoint_step(folder: PurePath) -> int | None:
+    """Return the step in a checkpoint's name; None for other folders, such as temporary ones."""
+    match = _CHECKPOINT.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
+def checkpoints_with(layout: RunLayout, file: str) -> dict[int, Path]:
+    """Return the folder of each checkpoint that holds `file`, by step in ascending order."""
+    folders = [path.parent for path in layout.checkpoints.glob(f"*/{file}")]
+    numbered = ((checkpoint_step(folder), folder) for folder in folders)
+    return dict(sorted((step, folder) for step, folder in numbered if step is not None))
+
+
+def complete_steps(files: Iterable[str | PurePath]) -> set[int]:
+    """Return the steps of complete checkpoints, whose markers are among `files`."""
+    steps = {checkpoint_step(file.parent) for file in map(PurePath, files) if file.name == MARKER}
+    # Step 0 is the checkpoint of the pre-flight, which is only a test.
+    return {step for step in steps if step}
 
 
 @contextmanager
@@ -190,18 +221,15 @@ def read_record(path: Path) -> dict[str, Any]:
 def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:
     """Return the `step` and total `bytes` of each complete checkpoint, newest first."""
     rows: list[dict[str, Any]] = []
-    for marker in sorted(layout.checkpoints.glob(f"step-*/{MARKER}"), reverse=True):
-        step = int(marker.parent.name.removeprefix("step-"))
-        files = [path for path in marker.parent.rglob("*") if path.is_file()]
+    for step, folder in reversed(checkpoints_with(layout, MARKER).items()):
+        files = [path for path in folder.rglob("*") if path.is_file()]
         rows.append({"step": step, "bytes": sum(path.stat().st_size for path in files)})
     return rows
 
 
 def lora_steps(layout: RunLayout) -> dict[int, Path]:
     """Return the folder of each checkpoint with LoRA files, by step in ascending order."""
-    records = layout.checkpoints.glob(f"step-*/{LORA_RECORD}")
-    folders = {int(path.parent.name.removeprefix("step-")): path.parent for path in records}
-    return dict(sorted(folders.items()))
+    return checkpoints_with(layout, LORA_RECORD)
 
 
 def read_metrics(path: Path, num_steps: int) -> list[Metrics]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.background import in_background
@@ -23,7 +23,13 @@ from pipeline.outputs.stage_files import EXPORTED_STEP
 from pipeline.trained_lora.export.earlier_step import exported_step
 from pipeline.trained_lora.export.publish import read_finished
 from pipeline.trained_lora.fingerprint import file_sha256
-from pipeline.trained_lora.run_folder import ADAPTER_FILE, MARKER, OPTIMIZER_FILE, RunLayout
+from pipeline.trained_lora.run_folder import (
+    MARKER,
+    STATE_FILES,
+    RunLayout,
+    checkpoint_name,
+    complete_steps,
+)
 
 if TYPE_CHECKING:
     from pipeline.processes.launch import Launch, Meanwhile
@@ -31,13 +37,10 @@ if TYPE_CHECKING:
 
 LEASE_FILE = "lease"
 
-_STATE_FILES = (MARKER, OPTIMIZER_FILE, ADAPTER_FILE)
-"""Files of a checkpoint that a run resumes from, in the order in which they are deleted."""
-
 # Locks and requests between processes of this machine.
 _LOCAL_FILES = ("lock", "training.lock", "stop_request")
 
-_PREFLIGHT = "checkpoints/step-00000000/"
+_PREFLIGHT = f"checkpoints/{checkpoint_name(0)}/"
 """Checkpoint of the pre-flight, which is only a test."""
 
 _POLL_S = 1.0
@@ -148,7 +151,7 @@ class RunUpload:
             folder = self._folder_of(step)
             if not _is_undamaged(folder):
                 self._log(f"warning: deleted the damaged checkpoint {folder}")
-                for name in _STATE_FILES:
+                for name in STATE_FILES:
                     (folder / name).unlink(missing_ok=True)
 
     def _is_up_to_date(self, infos: Mapping[str, Any]) -> bool:
@@ -165,12 +168,12 @@ class RunUpload:
             return True
 
         local = max(self._within_plan(self._local_steps()), default=0)
-        remote = max(self._within_plan(_steps_with_marker(infos)), default=0)
+        remote = max(self._within_plan(complete_steps(infos)), default=0)
         if local != remote or remote == 0:
             return local >= remote
 
         # Checkpoints of one step from two machines are interchangeable, but their files must not be mixed.
-        marker = f"{self._top}/checkpoints/step-{remote:08d}/{MARKER}"
+        marker = f"{_checkpoint_at(self._layout, remote)}/{MARKER}"
         return self._outputs.read(marker) == (self._layout.folder.parents[1] / marker).read_bytes()
 
     def _fetch_state(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
@@ -181,8 +184,8 @@ class RunUpload:
         if self._read_finished() is not None:
             return
 
-        for step in sorted(self._within_plan(_steps_with_marker(infos)), reverse=True):
-            top = f"{self._top}/checkpoints/step-{step:08d}/"
+        for step in sorted(self._within_plan(complete_steps(infos)), reverse=True):
+            top = f"{_checkpoint_at(self._layout, step)}/"
             files = {name: info for name, info in infos.items() if name.startswith(top)}
             self._outputs.fetch_listed(files)
             if _is_undamaged(self._folder_of(step)):
@@ -234,10 +237,10 @@ class RunUpload:
         return {step for step in steps if step <= self._num_steps}
 
     def _folder_of(self, step: int) -> Path:
-        return self._layout.checkpoints / f"step-{step:08d}"
+        return self._layout.checkpoints / checkpoint_name(step)
 
     def _local_steps(self) -> set[int]:
-        return _steps_with_marker(str(path) for path in self._layout.checkpoints.glob(f"step-*/{MARKER}"))
+        return complete_steps(self._layout.checkpoints.glob(f"*/{MARKER}"))
 
     def _remove_expired(self) -> None:
         keep = self._recipe.training.keep_checkpoints
@@ -247,10 +250,10 @@ class RunUpload:
 
         # As in `prune_checkpoints`, later checkpoints than the newest local one do not count: a longer run
         # with this id can resume from them.
-        names = set(self._outputs.names(f"{self._top}/checkpoints"))
-        expired = sorted(step for step in _steps_with_marker(names) if step <= max(local))[:-keep]
-        folders = [f"{self._top}/checkpoints/step-{step:08d}" for step in expired]
-        state = [f"{folder}/{name}" for folder in folders for name in _STATE_FILES]
+        names = self._outputs.names(f"{self._top}/checkpoints")
+        expired = sorted(step for step in complete_steps(names) if step <= max(local))[:-keep]
+        folders = [_checkpoint_at(self._layout, step) for step in expired]
+        state = [f"{folder}/{name}" for folder in folders for name in STATE_FILES]
         self._outputs.remove(*state, guard=self._require_lease)
 
     @contextmanager
@@ -314,8 +317,8 @@ def uploaded_run(recipe: Recipe, layout: RunLayout, log: Log) -> Generator[RunUp
 
 def fetch_lora(outputs: OutputFolder, layout: RunLayout, step: int) -> None:
     """Fetch the LoRA files of a checkpoint, without the state that a run resumes from."""
-    top = f"runs/{layout.folder.name}/checkpoints/step-{step:08d}"
-    state = {f"{top}/{name}" for name in _STATE_FILES}
+    top = _checkpoint_at(layout, step)
+    state = {f"{top}/{name}" for name in STATE_FILES}
     outputs.fetch_listed({name: info for name, info in outputs.infos(top).items() if name not in state})
 
 
@@ -343,10 +346,8 @@ def require_idle_at_address(outputs: OutputFolder, run: str) -> None:
         )
 
 
-def _steps_with_marker(names: Iterable[str]) -> set[int]:
-    """Return the steps of the markers among the names, without the step of the pre-flight."""
-    markers = (PurePosixPath(name) for name in names if name.endswith(f"/{MARKER}"))
-    return {int(path.parent.name.removeprefix("step-")) for path in markers} - {0}
+def _checkpoint_at(layout: RunLayout, step: int) -> str:
+    return f"runs/{layout.folder.name}/checkpoints/{checkpoint_name(step)}"
 
 
 def _steps_in(finished: bytes) -> int | None:

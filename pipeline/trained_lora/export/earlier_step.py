@@ -30,7 +30,14 @@ from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.export.publish import publish, publish_files, read_finished
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.job import JOB_FILE, read_job
-from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, read_record, run_folder
+from pipeline.trained_lora.run_folder import (
+    LORA_RECORD,
+    RunLayout,
+    checkpoint_step,
+    lora_steps,
+    read_record,
+    run_folder,
+)
 
 if TYPE_CHECKING:
     from pipeline.trained_lora.job import TrainingJob
@@ -64,7 +71,11 @@ def exportable_run(output_dir: Path) -> str:
     if published and lora_steps(RunLayout(run_folder(output_dir, published))):
         return str(published)
 
-    records = list((output_dir / "runs").glob(f"*/checkpoints/step-*/{LORA_RECORD}"))
+    records = [
+        path
+        for path in (output_dir / "runs").glob(f"*/checkpoints/*/{LORA_RECORD}")
+        if checkpoint_step(path.parent) is not None
+    ]
     if not records:
         raise TrainingError(
             "no checkpoint holds LoRA files",

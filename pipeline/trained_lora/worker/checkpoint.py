@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -33,9 +32,15 @@ from pipeline.errors import TrainingError
 from pipeline.storage.atomic import TEMP_SUFFIX, sync_file, sync_folder
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.fingerprint import file_sha256
-from pipeline.trained_lora.run_folder import ADAPTER_FILE, LORA_RECORD, MARKER, OPTIMIZER_FILE
-
-_NAME = re.compile(r"step-(\d{8,})")
+from pipeline.trained_lora.run_folder import (
+    ADAPTER_FILE,
+    LORA_RECORD,
+    MARKER,
+    OPTIMIZER_FILE,
+    STATE_FILES,
+    checkpoint_name,
+    checkpoint_step,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class TrainingState:
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Return `folder/step-<step>`, the step with at least eight digits."""
-    return folder / f"step-{step:08d}"
+    return folder / checkpoint_name(step)
 
 
 def save_checkpoint(
@@ -115,7 +120,7 @@ def _write_record(path: Path, run: str, step: int, names: list[str]) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete the partial checkpoints of killed processes; no other process may train the run meanwhile."""
-    for path in folder.glob(f".step-*{TEMP_SUFFIX}*"):
+    for path in folder.glob(f".*{TEMP_SUFFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -134,7 +139,7 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
         # The LoRA files stay, so that users can choose among the LoRAs of all steps.
         if (path / LORA_RECORD).is_file():
             # The marker is removed first: without it, the folder is not a checkpoint to resume from.
-            for name in (MARKER, OPTIMIZER_FILE, ADAPTER_FILE):
+            for name in STATE_FILES:
                 (path / name).unlink(missing_ok=True)
             continue
 
@@ -193,7 +198,7 @@ def newest_checkpoint(
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
 
 
 def _holds_only_lora(path: Path) -> bool:

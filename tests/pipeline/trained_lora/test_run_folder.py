@@ -15,6 +15,8 @@ from pipeline.errors import TrainingError
 from pipeline.trained_lora.run_folder import (
     RunLayout,
     checkpoint_list,
+    checkpoint_name,
+    checkpoint_step,
     hold_idle_run,
     hold_run,
     hold_training,
@@ -41,6 +43,14 @@ def test_complete_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
     checkpoint(layout, "step-00000500", complete=False)
     checkpoint(layout, ".step-00000750-1-ab.tmp")
     assert checkpoint_list(layout) == [{"step": 1000, "bytes": 102}, {"step": 250, "bytes": 102}]
+
+
+def test_the_name_of_a_checkpoint_gives_its_step() -> None:
+    names = {1: "step-00000001", 12_345_678: "step-12345678", 100_000_000: "step-100000000"}
+    assert {step: checkpoint_name(step) for step in names} == names
+    assert {checkpoint_step(Path("checkpoints", name)) for name in names.values()} == set(names)
+    others = (".step-00000750-1-ab.tmp", "step-1", "step-00000500-01.png", "lora")
+    assert {checkpoint_step(Path(name)) for name in others} == {None}
 
 
 def test_the_steps_with_lora_files_are_listed_in_ascending_order(tmp_path: Path) -> None:
