@@ -364,24 +364,6 @@ def read_inputs(path: Path) -> TrainingInputs:
     return TrainingInputs(read_rows(path))
 
 
-_ENTRY_COLUMNS = ("latents", "texts", *SIDE_INPUT_COLUMNS, "empty_text")
-
-
-def entry_keys(table: pl.DataFrame) -> pl.Series:
-    """Return the keys of all cache entries that a table of training inputs refers to, without nulls."""
-    columns = [table[name] for name in _ENTRY_COLUMNS if name in table.columns]
-    return pl.concat([_flat(column).cast(pl.String).drop_nulls().unique().alias("key") for column in columns])
-
-
-def _flat(column: pl.Series) -> pl.Series:
-    return _flat(column.explode()) if isinstance(column.dtype, pl.List) else column
-
-
-def read_entry_keys(path: Path) -> set[str]:
-    """Return the keys of all cache entries that the inputs in a file of `write_inputs` refer to."""
-    return set(entry_keys(read_rows(path, set(_ENTRY_COLUMNS))))
-
-
 def _empty_text(row: Mapping[str, Any]) -> EntrySpec | None:
     key = row.get("empty_text")
     return None if key is None else EntrySpec("text", key, parsed_tensors(row["empty_tensors"]))

@@ -25,7 +25,7 @@ from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import DrawingError
 from pipeline.models.worker.family import load_family
 from pipeline.text_embeddings.caption_rows import text_rows
-from pipeline.trained_lora.inputs import read_entry_keys
+from pipeline.trained_lora.inputs import read_inputs
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
@@ -104,7 +104,7 @@ def test_a_run_trains_on_captions_with_references_and_its_lora_changes_the_pipel
     item = job.inputs[0]
     assert item.empty_text is not None
     assert item.empty_text.key != job.empty_text.key
-    assert item.empty_text.key in read_entry_keys(job.folder / "inputs.parquet")
+    assert read_inputs(job.folder / "inputs.parquet")[0].empty_text == item.empty_text
 
     # Dropped captions are the empty one with the references of the sample.
     engine = Engine(job, family)

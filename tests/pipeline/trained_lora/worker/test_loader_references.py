@@ -20,7 +20,6 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.fingerprint import run_facts, run_id
 from pipeline.trained_lora.inputs import (
     TrainingInput,
-    read_entry_keys,
     read_inputs,
     training_inputs,
     write_inputs,
@@ -73,8 +72,6 @@ def test_inputs_have_the_references_of_the_table_in_order_and_survive_their_file
 
     write_inputs(inputs, tmp_path / "inputs.parquet")
     assert read_inputs(tmp_path / "inputs.parquet") == inputs
-    every_reference = {key for each in keys.values() if each is not None for key in each.split()}
-    assert every_reference <= read_entry_keys(tmp_path / "inputs.parquet")
 
 
 def test_the_order_of_rows_does_not_decide_which_view_gets_the_mirrored_references(
