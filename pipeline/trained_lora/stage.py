@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
-from pipeline.storage.atomic import write_atomically, write_bytes, write_text
+from pipeline.storage.atomic import write_atomically, write_bytes
 from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.text_embeddings.caption_rows import with_seen_images
@@ -38,19 +37,17 @@ from pipeline.trained_lora.export.earlier_step import (
     publish_step,
 )
 from pipeline.trained_lora.export.lora_files import (
-    CARD_FILE,
     LORA_FOLDER,
-    PROVENANCE_FILE,
     SAMPLES_FILE,
     SHEET_FILE,
 )
-from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.export.publish import (
     accept_result,
     mark_finished,
     mirror_folder,
     publish,
     read_finished,
+    write_companions,
 )
 from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
 from pipeline.trained_lora.inputs import training_inputs
@@ -316,28 +313,16 @@ def _train(
     # written, so the pictures of the shorter run must not remain.
     shutil.rmtree(layout.report, ignore_errors=True)
     write_run_report(job, layout)
-    _write_companions(job, layout, table, result=result)
+    sheet = layout.report / SHEET_FILE
+    if sheet.is_file():
+        write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())
+    record = {name: result[name] for name in ("run", "steps", "device", "files")}
+    record["step"] = result["steps"]
+    write_companions(layout.exported, job, table, record, has_sheet=sheet.is_file())
 
     # The marker comes last: a run with it is never launched again, so all of its files must exist.
     mark_finished(layout, result)
     return result
-
-
-def _write_companions(
-    job: TrainingJob, layout: RunLayout, table: pl.DataFrame, *, result: dict[str, Any]
-) -> None:
-    write_atomically(layout.exported / SAMPLES_FILE, table.write_parquet)
-    sheet = layout.report / SHEET_FILE
-    if sheet.is_file():
-        write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())
-
-    headings = [prompt.heading for prompt in job.prompts]
-    card = model_card(job.provenance, steps=result["steps"], headings=headings, has_sheet=sheet.is_file())
-    write_text(layout.exported / CARD_FILE, card)
-
-    record = {name: result[name] for name in ("run", "steps", "device", "files")}
-    record |= {"step": result["steps"], **job.provenance}
-    write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def _publish(job: TrainingJob, finished: dict[str, Any], *, launched: bool, log: Log) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.errors import TrainingError, counted
-from pipeline.storage.atomic import write_atomically, write_text
+from pipeline.storage.atomic import write_text
 from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
@@ -26,8 +26,7 @@ from pipeline.trained_lora.export.lora_files import (
     SAMPLES_FILE,
     SHEET_FILE,
 )
-from pipeline.trained_lora.export.model_card import model_card
-from pipeline.trained_lora.export.publish import publish, publish_files, read_finished
+from pipeline.trained_lora.export.publish import publish, publish_files, read_finished, write_companions
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.job import JOB_FILE, read_job
 from pipeline.trained_lora.run_folder import (
@@ -134,12 +133,6 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
     """Write the files that accompany the LoRA of a step; return the path of each published name."""
     job = read_job(layout.folder / JOB_FILE)
     folder, sheet = layout.folder / _COMPANIONS_FOLDER, layout.exported / SHEET_FILE
-    write_atomically(folder / SAMPLES_FILE, _samples_at(layout, job, step).write_parquet)
-
-    headings = [prompt.heading for prompt in job.prompts]
-    card = model_card(job.provenance, steps=step, headings=headings, has_sheet=sheet.is_file())
-    write_text(folder / CARD_FILE, card)
-
     files = [
         {"name": name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for name, path in lora_files.items()
@@ -150,9 +143,8 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
         "step": step,
         "device": read_record(layout.finished).get("device"),
         "files": files,
-        **job.provenance,
     }
-    write_text(folder / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_companions(folder, job, _samples_at(layout, job, step), record, has_sheet=sheet.is_file())
     return {
         SAMPLES_FILE: folder / SAMPLES_FILE,
         SHEET_FILE: sheet,

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import write_atomically, write_text
@@ -18,8 +18,14 @@ from pipeline.trained_lora.export.lora_files import (
     SHEET_FILE,
     layout_file,
 )
+from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import RunLayout
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from pipeline.trained_lora.job import TrainingJob
 
 
 def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any]:
@@ -71,6 +77,23 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return finished if is_intact else None
+
+
+def write_companions(
+    folder: Path, job: TrainingJob, table: pl.DataFrame, record: Mapping[str, Any], *, has_sheet: bool
+) -> None:
+    """Write the files that accompany LoRA files: their samples, model card and provenance.
+
+    `record` begins the provenance; its `steps` is the number of steps that trained the LoRA.
+    """
+    write_atomically(folder / SAMPLES_FILE, table.write_parquet)
+
+    headings = [prompt.heading for prompt in job.prompts]
+    card = model_card(job.provenance, steps=record["steps"], headings=headings, has_sheet=has_sheet)
+    write_text(folder / CARD_FILE, card)
+
+    values = {**record, **job.provenance}
+    write_text(folder / PROVENANCE_FILE, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str]:
