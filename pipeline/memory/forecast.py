@@ -13,21 +13,17 @@ from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import AccelerateSettings
 
 if TYPE_CHECKING:
-    from pipeline.processes.launch import Launch
     from pipeline.recipe import Recipe
 
 ENTRY_MODULE = "pipeline.memory.worker"
 
 
-def forecast_memory(
-    recipe: Recipe, *, card_bytes: int | None = None, launch: Launch | None = None
-) -> MemoryForecast:
+def forecast_memory(recipe: Recipe, *, card_bytes: int | None = None) -> MemoryForecast:
     """Return the peak memory of each stage of a recipe, and the changes that make it fit.
 
     Args:
         recipe: Recipe to forecast.
         card_bytes: Memory of the GPU to compare with; None for the GPU of this machine, if there is one.
-        launch: Runs the process; None for one on this machine.
 
     Raises:
         ModelError: A configuration file is missing and cannot be downloaded, or the forecast does not support
@@ -37,20 +33,15 @@ def forecast_memory(
     """
     # No weights are read, so a base model on the Hub is not downloaded, except its configuration files.
     folder, replaced = config_folder(recipe)
-    return forecast_folder(recipe, folder, replaced, card_bytes=card_bytes, launch=launch)
+    return forecast_folder(recipe, folder, replaced, card_bytes=card_bytes)
 
 
 def forecast_folder(
-    recipe: Recipe,
-    folder: Path,
-    replaced: Mapping[str, Path],
-    *,
-    card_bytes: int | None = None,
-    launch: Launch | None = None,
+    recipe: Recipe, folder: Path, replaced: Mapping[str, Path], *, card_bytes: int | None = None
 ) -> MemoryForecast:
     """Return `forecast_memory` for a base model in a known folder."""
     with tempfile.TemporaryDirectory(prefix="latentline-") as work:
         job_file = Path(work) / "job.json"
         write_job(MemoryJob(recipe, folder, replaced, card_bytes), job_file)
-        (launch or LocalLaunch(AccelerateSettings()))(ENTRY_MODULE, job_file)
+        LocalLaunch(AccelerateSettings())(ENTRY_MODULE, job_file)
         return read_result(job_file)
