@@ -39,7 +39,7 @@ def run(context: CheckContext) -> list[Finding]:
     problems = Problems(
         entries.store,
         "text",
-        _entry_rows(context, entries, table, sizes),
+        _entry_rows(entries, table, sizes),
         lambda row: entries.text_spec(row["caption"], row["text_length"], row.get(SEEN)),
         log=entries.log,
     )
@@ -94,9 +94,7 @@ def _requests(
     return entries.text_requests(texts["caption"], previous, images=images)
 
 
-def _entry_rows(
-    context: CheckContext, entries: RecipeEntries, table: pl.DataFrame, sizes: pl.DataFrame
-) -> pl.DataFrame:
+def _entry_rows(entries: RecipeEntries, table: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
     columns = ("sample_id", *_text_columns(entries), "key", "text_length", "num_bytes", *STAT_COLUMNS)
 
     # Rows with another key are reported by completeness; their entries belong to another caption.

@@ -117,14 +117,12 @@ def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
     # a file that only a regular exit removes, would outlive a killed process.
     lock = FileLock(layout.lock, poll_interval=_POLL_S, fallback_to_soft=False)
     try:
-        lock.acquire(blocking=False)
+        held = lock.acquire(blocking=False)
     except Timeout:
         log(f"another process is training this run; waiting for it to finish ({layout.lock})")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -138,19 +136,17 @@ def hold_training(layout: RunLayout, wait_s: float = TRAINING_LOCK_S) -> Generat
     # The lock of `hold_run` does not exclude it, because the step that holds it may run on another machine.
     lock = FileLock(layout.training_lock, poll_interval=_POLL_S, fallback_to_soft=False)
     try:
-        lock.acquire(timeout=wait_s)
+        held = lock.acquire(timeout=wait_s)
     except Timeout as err:
         raise TrainingError(
             f"run {layout.folder.name} is already being trained",
             where=str(layout.training_lock),
             fix="stop the other training, for example an earlier job of the scheduler, or wait until it ends",
         ) from err
-    try:
+    with held:
         # A request that an earlier training has left would stop this one at once.
         layout.stop_request.unlink(missing_ok=True)
         yield
-    finally:
-        lock.release()
 
 
 def require_run(layout: RunLayout) -> None:
@@ -175,18 +171,15 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
     require_run(layout)
     lock = FileLock(layout.lock, fallback_to_soft=False)
     try:
-        lock.acquire(blocking=False)
+        held = lock.acquire(blocking=False)
     except Timeout as err:
         raise TrainingError(
             f"run {layout.folder.name} is being trained, and replaces lora/ when it finishes",
             where=str(layout.lock),
             fix=f"wait until it has finished, stop it, or use the files in {layout.checkpoints}/step-*",
         ) from err
-
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def is_being_trained(layout: RunLayout) -> bool:

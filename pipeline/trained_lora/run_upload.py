@@ -177,8 +177,7 @@ class RunUpload:
         return self._outputs.read(marker) == (self._layout.folder.parents[1] / marker).read_bytes()
 
     def _fetch_state(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
-        excluded = (f"{self._top}/checkpoints/", f"{self._top}/{LEASE_FILE}")
-        self._outputs.fetch_listed({name: infos[name] for name in infos if not name.startswith(excluded)})
+        self._outputs.fetch_listed(_without_checkpoints(self._top, infos))
 
         # A finished run is never resumed, so its checkpoints stay at the address until a command needs one.
         if self._read_finished() is not None:
@@ -324,9 +323,8 @@ def fetch_lora(outputs: OutputFolder, layout: RunLayout, step: int) -> None:
 
 def fetch_run(outputs: OutputFolder, run: str) -> None:
     """Fetch the files of a run, without its checkpoints."""
-    top, infos = f"runs/{run}", outputs.infos(f"runs/{run}")
-    excluded = (f"{top}/checkpoints/", f"{top}/{LEASE_FILE}")
-    outputs.fetch_listed({name: info for name, info in infos.items() if not name.startswith(excluded)})
+    top = f"runs/{run}"
+    outputs.fetch_listed(_without_checkpoints(top, outputs.infos(top)))
 
 
 def require_idle_at_address(outputs: OutputFolder, run: str) -> None:
@@ -344,6 +342,11 @@ def require_idle_at_address(outputs: OutputFolder, run: str) -> None:
             where=outputs.where(name),
             fix="wait until it has finished; if that machine has stopped for good, delete this file",
         )
+
+
+def _without_checkpoints(top: str, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    excluded = (f"{top}/checkpoints/", f"{top}/{LEASE_FILE}")
+    return {name: info for name, info in infos.items() if not name.startswith(excluded)}
 
 
 def _checkpoint_at(layout: RunLayout, step: int) -> str:

@@ -114,12 +114,9 @@ def _require_file(path: Path, where: str) -> None:
 
     names = [each.name for each in path.parent.glob("*.safetensors")] if path.parent.is_dir() else []
     closest = difflib.get_close_matches(path.name, names, n=1)
-    fix = (
-        f"did you mean {path.with_name(closest[0])}?"
-        if closest
-        else f"set {START_KEY} to an existing LoRA file"
-    )
-    fix += "" if closest else ", relative to the project root"
+    fix = f"set {START_KEY} to an existing LoRA file, relative to the project root"
+    if closest:
+        fix = f"did you mean {path.with_name(closest[0])}?"
     raise TrainingError("the LoRA to start from does not exist", where=where, fix=fix)
 
 

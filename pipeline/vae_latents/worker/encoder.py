@@ -178,10 +178,6 @@ class LatentEncoder:
                 self._sources[root] = source_at(address(root), max_file_bytes=limit)
         return self._sources[root].file(path)
 
-    def picture(self, latent: Tensor) -> Tensor | None:
-        """See `VaeBatches.decode`."""
-        return self.batches.decode(latent)
-
     def _start(self, batch: _Batch, pending: _Pending) -> None:
         pending.append((batch, self.batches.start([(job.name, pixels) for job, pixels in batch])))
 

@@ -67,7 +67,7 @@ def _image_and_decoded(
         top, left = (start * factor for start in starts)
         image = image[top : top + latent.shape[1] * factor, left : left + latent.shape[2] * factor]
 
-    decoded = encoder.picture(latent.unsqueeze(0))
+    decoded = encoder.batches.decode(latent.unsqueeze(0))
     if decoded is None:
         return None
     if not torch.isfinite(decoded).all():
