@@ -46,6 +46,8 @@ def run(context: CheckContext) -> list[Finding]:
     captions = text_rows(entries, context.tables.read("validated_dataset", CAPTION_COLUMNS))
     rejected = context.tables.read_rejected(STAGE)
     captions = captions.join(rejected, on="sample_id", how="anti", maintain_order="left")
+
+    # The empty caption with a sample's references has a row too, but it is not a caption of the dataset.
     num_captions = int((captions["variant"] > EMPTY_CAPTION).sum())
 
     count = counted(problems.num_entries, "entry", "entries")

@@ -225,6 +225,8 @@ def _reload_equals(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
         recorded = result.recorded.get(file.path.name, {})
+
+        # The run has compared the file with this hash to the trained weights.
         if recorded.get("sha256") != file_sha256(file.path):
             reason = "the file changed after the run verified it"
             rows.append({"file": file.path.name, "module": "", "reason": reason})

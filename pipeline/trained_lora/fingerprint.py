@@ -36,7 +36,7 @@ class RecipeFact(NamedTuple):
         name: Dotted name of the fact.
         key: Dotted name of the recipe key, outside of lists.
         default: Value at which the fact is absent.
-        since: Release whose runs are the first with this key.
+        since: First release with this key.
     """
 
     name: str

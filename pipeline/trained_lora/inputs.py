@@ -149,7 +149,7 @@ Two images are a pair only if both are trained on, or both held out.
 """
 
 EMPTY_COLUMNS: dict[str, Any] = {"empty_text": pl.String, "empty_tensors": pl.String}
-"""Further columns of recipes whose text encoder sees references: key and tensors of the empty caption.
+"""Further columns if the text encoder sees references: key and tensors of the empty caption.
 
 Both are null for inputs without references, which use the empty caption of the job.
 """
@@ -259,6 +259,8 @@ def training_inputs(
     if scales := slider_scales(recipe):
         joined = with_pairs(joined, scales, "held_out")
         columns = {**columns, **SLIDER_COLUMNS}
+
+    # The columns follow from the recipe, whichever samples remain.
     return TrainingInputs(joined.select(columns.keys()).sort("variant_id"))
 
 

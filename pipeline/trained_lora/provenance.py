@@ -170,6 +170,8 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
     image, captions = _hashes_of(wanted)
     samples = record["samples"]
     table = (lora if lora.is_dir() else lora.parent) / SAMPLES_FILE
+
+    # The record of a run with more than `MAX_LISTED` samples has only a digest.
     if "images" not in samples and not table.is_file():
         raise TrainingError(
             f"the LoRA file holds only a digest of its {counted(samples['number'], 'sample')}",

@@ -103,7 +103,7 @@ def checkpoints_with(layout: RunLayout, file: str) -> dict[int, Path]:
 
 
 def complete_steps(files: Iterable[str | PurePath]) -> set[int]:
-    """Return the steps of complete checkpoints, whose markers are among `files`."""
+    """Return the steps of complete checkpoints; `files` contains their markers."""
     steps = {checkpoint_step(file.parent) for file in map(PurePath, files) if file.name == MARKER}
     # Step 0 is the checkpoint of the pre-flight, which is only a test.
     return {step for step in steps if step}

@@ -63,7 +63,8 @@ class _Module:
 
     @property
     def is_text(self) -> bool:
-        # "te", "te1" and "te2" in kohya's layout, "text_encoder" or "text_encoders" in the other two.
+        # "te", "te1" and "te2" in kohya's layout, "text_encoder" or "text_encoders" in the layouts of
+        # diffusers and ComfyUI.
         return self.network.startswith("te")
 
     @property
@@ -228,6 +229,7 @@ def _kind_differences(
     if not has_convolution and lora.conv_rank is not None:
         yield _Difference("it adapts no convolution", "remove training.lora.conv_rank, or use another file")
 
+    # Only diffusers' keys distinguish a UNet from a transformer: kohya's begin with lora_unet for both.
     networks = {module.network for module in contents.modules if not module.is_text}
     if family is not None and contents.layout == "diffusers" and networks - {family.spec.denoiser_name}:
         spec = family.spec

@@ -141,6 +141,7 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
         "run": job.run,
         "steps": step,
         "step": step,
+        # A run that has not finished has no record of its device yet.
         "device": read_record(layout.finished).get("device"),
         "files": files,
     }

@@ -11,7 +11,7 @@ of the adapted weight is then divided by its norm and multiplied by a trained ma
     comfyui    <comfyui key>.lora_down.weight      <comfyui key>.lora_up.weight        <comfyui key>.alpha
 
 DoRA magnitudes are <denoiser>.<module>.lora_magnitude_vector in the diffusers layout, as in peft, and
-<key>.dora_scale (out, 1) in the others. ComfyUI divides a row by its norm in the base model instead of the
+<key>.dora_scale (out, 1) otherwise. ComfyUI divides a row by its norm in the base model instead of the
 adapted one (`weight_decompose` in comfy/weight_adapter/base.py). Its file therefore stores each magnitude
 multiplied by the base norm over the adapted norm, which gives the same weights.
 

@@ -54,6 +54,8 @@ class FileAdapter:
         """
         layers = list(_all_layers(family, networks))
         self._layout: Layout = _detect_layout(family, layers, file)
+
+        # sd-scripts trains one adapter for a layer of query, key and value; the model here has three.
         file = with_separate_parts(file, layers, self._layout)
         self._modules = _modules_in(file, layers, self._layout)
         file = without_zero_modules(file, self._modules, self._layout)
