@@ -1,7 +1,4 @@
-"""Reference images: what an editing model sees next to the noisy image, such as the picture before an edit.
-
-A reference does not have the geometry of its image: pipelines of editing models scale it by their own rules.
-"""
+"""Reference images: what an editing model sees next to the noisy image, such as a picture before an edit."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ class References(EncodedImages):
     """The description of reference images."""
 
     def entry_rows(self, entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
-        """See `SideInput.entry_rows`.
-
-        Raises:
-            RecipeError: The base model does not see the recipe's references.
-        """
+        """See `SideInput.entry_rows`; RecipeError if the base model sees no references."""
         each = self._with_resolutions(entries, rows)
 
         # The geometry of a pipeline is computed in Python, so once per size instead of once per row.
@@ -55,11 +48,7 @@ class References(EncodedImages):
         return each.with_columns(_resolutions(entries.recipe, each))
 
     def refused(self, entries: RecipeEntries, rows: pl.DataFrame) -> dict[str, BucketError]:
-        """Return why the family's pipeline refuses a reference, by the sample_id of each such row.
-
-        Raises:
-            RecipeError: The base model does not see the recipe's references.
-        """
+        """See `SideInput.refused`; RecipeError if the base model sees no references."""
         each = self._with_resolutions(entries, rows)
         refused: dict[str, BucketError] = {}
 
@@ -98,6 +87,8 @@ IMAGES = REFERENCES.hash_column
 
 def reference_geometry(family: Family, original_size: Size, resolution: int | None = None) -> Geometry:
     """Return the geometry of a reference; `resolution` None stands for the size that the pipeline uses.
+
+    Pipelines of editing models scale a reference by rules of their own, not by the geometry of its image.
 
     Raises:
         BucketError: The family's pipeline refuses a reference of this size.
