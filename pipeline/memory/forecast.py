@@ -21,9 +21,7 @@ ENTRY_MODULE = "pipeline.memory.worker"
 def forecast_memory(recipe: Recipe, *, card_bytes: int | None = None) -> MemoryForecast:
     """Return the peak memory of each stage of a recipe, and the changes that make it fit.
 
-    Args:
-        recipe: Recipe to forecast.
-        card_bytes: Memory of the GPU to compare with; None for the GPU of this machine, if there is one.
+    `card_bytes` is the memory of the GPU to compare with; None for the GPU of this machine, if there is one.
 
     Raises:
         ModelError: A configuration file is missing and cannot be downloaded, or the forecast does not support

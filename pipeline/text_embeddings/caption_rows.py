@@ -37,8 +37,7 @@ CAPTION_COLUMNS = ("sample_id", "dataset", "path", "caption", "more_captions", I
 def caption_variants(validated: pl.DataFrame) -> pl.DataFrame:
     """Return one row per caption of a sample, sorted by `sample_id` and `variant`, which counts from 0.
 
-    Args:
-        validated: Table validated_dataset, or some of its columns including `caption` and `more_captions`.
+    `validated` needs the columns `caption` and `more_captions` of validated_dataset.
     """
     more_captions = pl.col("more_captions").str.json_decode(pl.List(pl.String))
     captions = pl.concat_list("caption", more_captions)
@@ -54,9 +53,7 @@ def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
     encodes the empty caption with images too, it is the variant `EMPTY_CAPTION` of a sample. Samples with a
     reference that the base model refuses have no rows.
 
-    Args:
-        entries: Entries of the recipe.
-        validated: Table validated_dataset, or some of its columns including `CAPTION_COLUMNS`.
+    `validated` needs the columns `CAPTION_COLUMNS` of validated_dataset.
     """
     rows = caption_variants(validated)
     if entries.text_images is None:

@@ -44,14 +44,8 @@ def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
 def needed_texts(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     """Return the distinct captions in `rows`, the prompts of the previews, and the empty caption, sorted.
 
-    If the text encoder sees references, equal captions with different images are distinct.
-
-    Args:
-        entries: Entries of the recipe.
-        rows: Rows of `text_rows`, or of text_embeddings after `with_seen_images`.
-
-    Returns:
-        `caption`, and if the text encoder sees references also `SEEN` and `FILES`.
+    `rows` are rows of `text_rows`, or of text_embeddings after `with_seen_images`. If the text encoder sees
+    references, the result also has `SEEN` and `FILES`, and equal captions with different images are distinct.
 
     Raises:
         ImageError: A reference of a preview cannot be read.
@@ -85,16 +79,9 @@ def cache_text(
 ) -> StageResult:
     """Bring the text embeddings of all captions, the empty one and the previews' prompts up to date.
 
-    Nothing is launched if nothing is missing. A sample with a reference that changed or cannot be read is
-    rejected.
-
-    Args:
-        recipe: The recipe. Its `text` settings and base model decide the keys.
-        validated_table: Table validated_dataset.
-        tables: Tables of earlier runs; entries with the stat recorded there are trusted.
-        launch: Starts the encoding processes.
-        log: Receives a summary of missing and damaged entries.
-        seal_packs: Whether to copy new entries into packs.
+    Nothing is launched if nothing is missing. Entries with the stat that earlier `tables` recorded are
+    trusted. `seal_packs` copies new entries into packs. A sample with a reference that changed or cannot be
+    read is rejected.
 
     Raises:
         DatasetError: A reference of a preview prompt cannot be used.

@@ -17,12 +17,9 @@ _JOB_FILES = (INPUTS_FILE, JOB_FILE)
 
 
 def local_job_file(job: Address, folder: Path, *, rank: int) -> Path:
-    """Return the path of a job file on this machine; files at an address are copied to the empty `folder`.
+    """Return the path of a job file on the machine of this rank; files at an address are copied to `folder`.
 
-    Args:
-        job: The job file or the folder of its run.
-        folder: Empty folder on this machine.
-        rank: Rank of this machine.
+    `job` is the job file or the folder of its run.
 
     Raises:
         TrainingError: A file is missing, or this is machine 0 and the job is at an address.

@@ -153,15 +153,10 @@ def caption_hashes_of(path: Path) -> list[str]:
 
 
 def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> list[str]:
-    """Look up whether a LoRA was trained on an image or a caption.
-
-    Args:
-        record: The provenance record.
-        lora: The LoRA file or its folder, which also holds the table of samples.
-        wanted: An image, or a text file with a caption.
+    """Look up whether a LoRA, a file or its folder, was trained on an image or a text file with a caption.
 
     Returns:
-        One line if the record lists `wanted`, and one per matching row of the table.
+        One line if the record lists `wanted`, and one per matching row of the table of samples in the folder.
 
     Raises:
         TrainingError: The record holds only a digest and the table is missing, or `wanted` is not a regular

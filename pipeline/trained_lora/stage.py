@@ -98,13 +98,7 @@ def train_lora(
 ) -> StageResult:
     """Train the recipe's LoRA unless its run is already finished, and publish it to `output_dir/lora`.
 
-    Args:
-        recipe: Recipe with absolute paths.
-        latents: Table vae_latents.
-        text: Table text_embeddings.
-        launch: Starts the worker processes and waits for them.
-        log: Receives progress lines.
-        overrides: Settings of this run that replace the recipe's, by names in `recipe.OVERRIDABLE`.
+    `overrides` are settings of this run that replace the recipe's, by names in `recipe.OVERRIDABLE`.
 
     Raises:
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.

@@ -52,13 +52,8 @@ def cache_masks(
 ) -> FillResult | None:
     """Bring the entries of all masks up to date; return None if the recipe has no masks.
 
-    Args:
-        entries: Entries of the recipe.
-        masks: `MASKS.entry_rows` of all rows of vae_latents.
-        recorded: `MASKS.recorded` of the previous table; entries with the recorded stat are trusted.
-        log: Receives the progress.
-        watch: As for `fill`.
-        seal_packs: Whether to copy new entries into packs.
+    `masks` are `MASKS.entry_rows` of all rows of vae_latents, and `recorded` is `MASKS.recorded` of the
+    previous table; entries with the stat recorded there are trusted.
     """
     recipe = entries.recipe
     if not MASKS.numbers(recipe):

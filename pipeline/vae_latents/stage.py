@@ -72,15 +72,8 @@ def cache_latents(
 ) -> StageResult:
     """Bring the latents of all rows of `buckets` up to date, with mirrored ones if the recipe enables them.
 
-    Nothing is launched if nothing is missing.
-
-    Args:
-        recipe: The recipe. Its `latents` settings and base model decide the keys.
-        buckets: Table aspect_buckets.
-        tables: Tables of earlier runs; entries with the stat recorded there are trusted.
-        launch: Starts the encoding processes.
-        log: Receives a summary of missing and damaged entries.
-        seal_packs: Whether to copy new entries into packs.
+    Nothing is launched if nothing is missing. Entries with the stat that earlier `tables` recorded are
+    trusted. `seal_packs` copies new entries into packs.
 
     Raises:
         ModelError: The base model cannot be found.

@@ -76,11 +76,7 @@ class Mix:
     ) -> None:
         """Prepare the mix; epochs are shuffled on first use.
 
-        Args:
-            samples: At least one.
-            seed: Seed of every shuffle.
-            weights: Positive weight of each dataset with samples, of any sum; empty to mix by repeats.
-            exhausted: Ignored without weights.
+        `weights` are positive, of any sum, for each dataset with samples, or empty to mix by repeats.
         """
         self._seed = seed
         self._samples = samples
