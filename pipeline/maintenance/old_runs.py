@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -88,13 +88,31 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
             num_bytes, changed_s = _size_and_change(folder)
             survey.runs.append(Run(folder, num_bytes, changed_s, _state(RunLayout(folder))))
 
-    survey.runs.sort(key=lambda run: run.changed_s, reverse=True)
-    starts = start_files(survey.runs, recipes)
-    survey.runs = [
-        replace(run, kept=_reason_to_keep(run, starts) or ("newest" if number < num_newest else ""))
-        for number, run in enumerate(survey.runs)
-    ]
+    def in_use(folder: Path) -> str:
+        return published_reason(folder) or ("being trained" if is_being_trained(RunLayout(folder)) else "")
+
+    survey.runs = with_reasons(survey.runs, recipes, num_newest=num_newest, in_use=in_use)
     return survey
+
+
+def with_reasons(
+    runs: Iterable[Run], recipes: Iterable[Recipe], *, num_newest: int, in_use: Callable[[Path], str]
+) -> list[Run]:
+    """Return the runs with the reasons why they are kept, the one changed last first.
+
+    `in_use` returns why a run's LoRA may be in `lora/` or which process uses its folder; empty for neither.
+    """
+    newest_first = sorted(runs, key=lambda run: run.changed_s, reverse=True)
+    starts = _start_files(newest_first, recipes)
+    return [
+        replace(
+            run,
+            kept=in_use(run.folder)
+            or _start_reason(run.folder, starts)
+            or ("newest" if number < num_newest else ""),
+        )
+        for number, run in enumerate(newest_first)
+    ]
 
 
 def delete_run(folder: Path) -> None:
@@ -135,14 +153,6 @@ def delete_leftover(folder: Path) -> None:
         raise _not_deletable(folder, err) from err
 
 
-def _reason_to_keep(run: Run, starts: Iterable[tuple[Path, str]]) -> str:
-    if reason := published_reason(run.folder):
-        return reason
-    if is_being_trained(RunLayout(run.folder)):
-        return "being trained"
-    return start_reason(run.folder, starts)
-
-
 def published_reason(folder: Path) -> str:
     """Return why the run's LoRA may be in `lora/`; empty if another run's LoRA is there, or none."""
     output_dir = folder.parents[1]
@@ -159,7 +169,7 @@ def published_reason(folder: Path) -> str:
     return "in lora/" if published == folder.name else ""
 
 
-def start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Path, str]]:
+def _start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Path, str]]:
     """Return the files that recipes and runs in training start from, each with the name of its user."""
     named = [
         (recipe.training.lora.start_from, recipe.name)
@@ -176,8 +186,7 @@ def start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Pa
     return [(file.resolve(), user) for file, user in named]
 
 
-def start_reason(folder: Path, starts: Iterable[tuple[Path, str]]) -> str:
-    """Return which of `start_files` needs a run; empty if none does."""
+def _start_reason(folder: Path, starts: Iterable[tuple[Path, str]]) -> str:
     folder = folder.resolve()
     return next((f"start_from of {user}" for file, user in starts if file.is_relative_to(folder)), "")
 

@@ -13,9 +13,8 @@ from pipeline.maintenance.old_runs import (
     delete_run_folder,
     needed_error,
     published_reason,
-    start_files,
-    start_reason,
     training_state,
+    with_reasons,
 )
 from pipeline.outputs.folder import OutputFolder
 from pipeline.outputs.lease import DELETING, STALE_S, Lease, holder_text, kept, lease_at, still_held
@@ -110,15 +109,14 @@ class RemoteRuns:
             elif not self._published(folder):
                 survey.leftovers[folder] = files.num_bytes
 
-        survey.runs.sort(key=lambda run: run.changed_s, reverse=True)
-        starts = start_files(survey.runs, recipes)
-        survey.runs = [
-            replace(
-                run,
-                kept=self._reason_to_keep(run, training, starts) or _reason_of_age(run, number, num_newest),
-            )
-            for number, run in enumerate(survey.runs)
-        ]
+        def in_use(folder: Path) -> str:
+            return self._published(folder) or training.get(folder.name, "")
+
+        survey.runs = with_reasons(survey.runs, recipes, num_newest=num_newest, in_use=in_use)
+
+        # The next job of the recipe resumes the newest run, on whatever machine that runs.
+        if survey.runs and not survey.runs[0].kept and survey.runs[0].state.startswith("unfinished"):
+            survey.runs[0] = replace(survey.runs[0], kept="newest, and can be resumed")
         return survey
 
     def delete(self, folder: Path) -> None:
@@ -213,14 +211,6 @@ class RemoteRuns:
             raise self._outputs.error(f"the output folder cannot be written: {err}", _CLOCK_FILE) from err
         return time_ns
 
-    def _reason_to_keep(
-        self, run: Run, training: Mapping[str, str], starts: Iterable[tuple[Path, str]]
-    ) -> str:
-        """Return why something needs the run; empty if nothing does."""
-        if reason := self._published(run.folder) or training.get(run.folder.name):
-            return reason
-        return start_reason(run.folder, starts)
-
     def _fetch_published(self) -> None:
         # A LoRA without provenance hides which run it belongs to, so every run is kept.
         names = self._outputs.names(LORA_FOLDER)
@@ -229,14 +219,6 @@ class RemoteRuns:
 
     def _published(self, folder: Path) -> str:
         return f"{_PROVENANCE} does not exist" if self._hides_run else published_reason(folder)
-
-
-def _reason_of_age(run: Run, number: int, num_newest: int) -> str:
-    if number < num_newest:
-        return "newest"
-
-    # The next job of the recipe resumes it, on whatever machine that runs.
-    return "newest, and can be resumed" if number == 0 and run.state.startswith("unfinished") else ""
 
 
 def _files_by_run(outputs: OutputFolder) -> dict[str, _Files]:
