@@ -105,14 +105,11 @@ class RemoteFolder:
         self._answers_versions = bool(protocols_of(self.files) & _ANSWERING_PROTOCOLS)
         self._is_memory = "memory" in protocols_of(self.files)
 
-        pipe_file: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
-        self._can_create_exclusively = "mode" in inspect.signature(pipe_file).parameters
-        cat_file: Any = getattr(self.files, "_cat_file", self.files.cat_file)
+        self._can_create_exclusively = "mode" in inspect.signature(self.files.pipe_file).parameters
         # Without it, s3fs requests the size first, to read large files in several parts.
-        is_concurrent = "max_concurrency" in inspect.signature(cat_file).parameters
+        is_concurrent = "max_concurrency" in inspect.signature(self.files.cat_file).parameters
         self._at_once = {"max_concurrency": 1} if is_concurrent else {}
-        find: Any = getattr(self.files, "_find", self.files.find)
-        self.lists_prefixes = "prefix" in inspect.signature(find).parameters
+        self.lists_prefixes = "prefix" in inspect.signature(self.files.find).parameters
         self._lock = request_lock(self.files)
 
         # A cached listing would hide files written by other machines.
