@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import polars as pl
 
 from pipeline.cache.entry_format import LATENT, MOMENTS, TEXT
 from pipeline.cache.keys import KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
-from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
+from pipeline.cache.store import EntrySpec, Kind, Store, TensorSpec
 from pipeline.images.geometry import Geometry, Size
 from pipeline.log import Log, discard
 from pipeline.models.components import resolve_components
@@ -362,11 +361,6 @@ def is_unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
     for name in STAT_COLUMNS:
         unchanged &= current[name].eq_missing(rows[name].cast(pl.Int64))
     return unchanged
-
-
-def stat_columns(stat: EntryStat) -> dict[str, int]:
-    """Return an entry's stat as the columns in which a table records it."""
-    return dict(zip(STAT_COLUMNS, astuple(stat), strict=True))
 
 
 def _num_images() -> pl.Expr:

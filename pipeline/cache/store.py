@@ -74,8 +74,8 @@ class EntryState:
         status: "valid", "missing" or "wrong".
         reason: Defect of a wrong entry, without its path; empty otherwise.
         stat: Stat of the file; None if there is no regular file.
-        metadata: Metadata of a valid entry that was read; None if its stat was trusted.
-        shapes: Shapes of the tensors of such an entry, by name.
+        metadata: Metadata of a valid entry.
+        shapes: Shapes of the tensors of a valid entry, by name.
         place_in_pack: Location of an entry in a pack, for messages; empty for a single file.
     """
 
@@ -123,41 +123,33 @@ class Store:
         """Return the location of the entry's file for messages."""
         return self.folder.where(entry_name(spec.kind, spec.key))
 
-    def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
-        """Check whether the entry exists and satisfies its specification.
+    def check(self, spec: EntrySpec) -> EntryState:
+        """Read and verify an entry: size, header, key, shapes, dtypes, checksum, and finite values.
 
-        A file with the stat `trusted` is not read. Any other file is read and verified: size, header, key,
-        shapes, dtypes, checksum, and finite values. A packed entry counts only if it has no single file.
+        A packed entry counts only if it has no single file.
 
         Raises:
             StoreError: The file or its folder cannot be read.
         """
         name = entry_name(spec.kind, spec.key)
-        stat: EntryStat | None = None
         try:
-            if trusted is not None:
-                stat = EntryStat(*self.folder.stat(name))
-                if stat == trusted and spec.may_have(stat.num_bytes):
-                    return EntryState("valid", stat=stat)
-
             raw, file_stat = self.folder.read_with_stat(name)
-            stat = EntryStat(*file_stat)
-            return _verified(spec, raw, stat)
         except FileNotFoundError:
-            return self._check_packed(spec, trusted) or EntryState("missing")
+            return self._check_packed(spec) or EntryState("missing")
         except NotAFileError as err:
-            return self._check_packed(spec, trusted) or EntryState("wrong", str(err))
-        except WrongEntryError as err:
-            return EntryState("wrong", str(err), stat)
+            return self._check_packed(spec) or EntryState("wrong", str(err))
         except OSError as err:
             raise self._access_error(name, err, "read") from err
 
-    def _check_packed(self, spec: EntrySpec, trusted: EntryStat | None) -> EntryState | None:
+        stat = EntryStat(*file_stat)
+        try:
+            return _verified(spec, raw, stat)
+        except WrongEntryError as err:
+            return EntryState("wrong", str(err), stat)
+
+    def _check_packed(self, spec: EntrySpec) -> EntryState | None:
         def check(packed: PackedEntry) -> EntryState:
-            stat = EntryStat(*packed.stat)
-            if stat == trusted and spec.may_have(packed.length):
-                return EntryState("valid", stat=stat, place_in_pack=self._place(packed))
-            return _verified(spec, self._read_member(packed), stat, self._place(packed))
+            return _verified(spec, self._read_member(packed), EntryStat(*packed.stat), self._place(packed))
 
         index = self.packs[spec.kind]
         with self._packs_readable(spec.kind):

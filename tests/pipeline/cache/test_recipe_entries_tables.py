@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.recipe_entries import (
     SEEN,
     STAT_COLUMNS,
+    STATS,
     RecipeEntries,
     is_unchanged,
-    stat_columns,
     with_recorded,
 )
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
@@ -209,11 +210,8 @@ def test_an_entry_is_unchanged_only_if_its_size_and_complete_stat_are_those_reco
     for spec in specs:
         store.write(spec, {"latent": np.zeros((4, 8, 6), "<f2")}, {})
     stats = [stat for spec in specs if (stat := store.check(spec).stat)]
-    recorded = pl.DataFrame(
-        [
-            {"key": spec.key, "num_bytes": spec.file_bytes, **stat_columns(stat)}
-            for spec, stat in zip(specs, stats, strict=True)
-        ]
+    recorded = pl.DataFrame([astuple(stat) for stat in stats], schema=STATS, orient="row").with_columns(
+        key=pl.Series([spec.key for spec in specs]), num_bytes=pl.lit(specs[0].file_bytes)
     )
     assert is_unchanged(store, "latents", recorded).to_list() == [True] * 4
 

@@ -87,9 +87,8 @@ DAMAGES = [
 def test_L06_L07_each_kind_of_damage_is_detected_and_the_next_write_repairs_it(store: Store, damage) -> None:
     path = write_entry(store)
     sound = path.read_bytes()
-    trusted = store.check(SPEC).stat
     damage(path)
-    state = store.check(SPEC, trusted)
+    state = store.check(SPEC)
     assert not state.valid
     assert state.status == ("missing" if damage is _replace_with_broken_link else "wrong")
     assert store.write(SPEC, VALUES, FACTS)
@@ -151,24 +150,6 @@ def test_a_different_shape_or_dtype_is_wrong_even_if_the_size_matches(store: Sto
     retyped = EntrySpec("latents", SPEC.key, {"latent": TensorSpec("bfloat16", (4, 8, 6))})
     assert "expected latent float16 (4, 6, 8)" in store.check(transposed).reason
     assert "bfloat16" in store.check(retyped).reason
-
-
-def test_a_file_is_not_read_again_while_its_stat_matches_the_recorded_one(store: Store) -> None:
-    path = write_entry(store)
-    trusted = store.check(SPEC).stat
-    state = store.check(SPEC, trusted)
-    assert state.valid
-    assert state.metadata is None
-    os.utime(path, ns=(1, 1))
-    assert store.check(SPEC, trusted).metadata is not None
-
-
-def test_the_recorded_stat_of_a_damaged_file_is_not_trusted(store: Store) -> None:
-    path = write_entry(store)
-    _cut(path)
-    recorded_stat = store.check(SPEC).stat
-    assert recorded_stat is not None
-    assert store.check(SPEC, recorded_stat).status == "wrong"
 
 
 def test_a_valid_entry_is_never_replaced(store: Store) -> None:

@@ -70,15 +70,6 @@ def test_stats_of_packed_single_and_missing_entries_equal_the_stats_of_check(any
     assert stats[-1] == NO_STAT
 
 
-def test_a_packed_entry_with_a_trusted_stat_is_not_read(tmp_path: Path) -> None:
-    store = Store(tmp_path / "cache")
-    specs = write_entries(store, 2)
-    seal_and_remove(store, specs)
-    stat = reopened(store).check(specs[0]).stat
-    state = reopened(store).check(specs[0], trusted=stat)
-    assert (state.valid, state.metadata) == (True, None)
-
-
 def test_a_single_entry_precedes_a_packed_one(any_store: Store) -> None:
     (spec,) = write_entries(any_store, 1)
     single_stat = any_store.check(spec).stat

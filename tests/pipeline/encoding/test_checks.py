@@ -19,7 +19,7 @@ import pytest
 from pipeline.cache.entry_format import DATA_START, serialise
 from pipeline.cache.local_folder import LocalFolder
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.cache.store import EntrySpec, EntryStat, EntryState, Store, TensorSpec
+from pipeline.cache.store import EntrySpec, EntryState, Store, TensorSpec
 from pipeline.encoding import checks
 from pipeline.encoding.checks import check_entries
 from pipeline.log import discard
@@ -374,9 +374,9 @@ class StoreOfFourThreads(Store):
         self.threads = 4
         self.barrier = threading.Barrier(4, timeout=10)
 
-    def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
+    def check(self, spec: EntrySpec) -> EntryState:
         self.barrier.wait()
-        return super().check(spec, trusted)
+        return super().check(spec)
 
 
 def test_entries_are_checked_at_the_same_time_and_yielded_in_order(

@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.cache.folder import entry_name
 from pipeline.cache.packs import read_members
-from pipeline.cache.recipe_entries import stat_columns
+from pipeline.cache.recipe_entries import STAT_COLUMNS
 from pipeline.cache.sealing import seal
-from pipeline.cache.store import EntryStat, Store
+from pipeline.cache.store import Store
 from pipeline.maintenance import verify as verification
 from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.verify import BadEntry, needed_entries, verify
@@ -39,9 +39,8 @@ def rot(job: Job, path: Path) -> None:
     for asset in ASSETS:
         table = job.tables.read(asset)
         concerned = pl.col("key") == path.stem
-        stat = stat_columns(
-            EntryStat(*Store(job.recipe.cache_dir).stats(path.parents[1].name, [path.stem])[0].tolist())
-        )
+        (values,) = Store(job.recipe.cache_dir).stats(path.parents[1].name, [path.stem]).tolist()
+        stat = dict(zip(STAT_COLUMNS, values, strict=True))
         changed = [pl.when(concerned).then(value).otherwise(name).alias(name) for name, value in stat.items()]
         job.tables.write(asset, table.with_columns(changed))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from pipeline.cache.recipe_entries import RecipeEntries, stat_columns
+from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
@@ -215,7 +215,7 @@ def put_mask(entries: RecipeEntries, row: dict[str, Any]) -> dict[str, Any]:
     entries.store.write(spec, {"mask": np.round(weights).astype(np.float16)}, {"made_by": "a test"})
     stat = entries.store.check(spec).stat
     assert stat is not None
-    columns = {f"mask_{name}": value for name, value in stat_columns(stat).items()}
+    columns = dict(zip([f"mask_{name}" for name in STAT_COLUMNS], astuple(stat), strict=True))
     names = ("mask_path", "mask_hash")
     return (
         {name: row[name] for name in names}
@@ -256,7 +256,7 @@ def put(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:
     stat = entries.store.check(spec).stat
     assert stat is not None
     dtype = next(iter(spec.tensors.values())).dtype
-    return {"key": spec.key, "dtype": dtype, **stat_columns(stat)}
+    return {"key": spec.key, "dtype": dtype, **dict(zip(STAT_COLUMNS, astuple(stat), strict=True))}
 
 
 def write_tables(project: Project) -> None:
