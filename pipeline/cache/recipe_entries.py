@@ -180,7 +180,7 @@ class RecipeEntries:
         if rows.is_empty():
             return pl.Series(dtype=pl.String)
 
-        # All inputs of the first row are common to all rows, except those in these columns.
+        # All inputs of the first row are common to all rows, except the inputs in these columns.
         inputs = vars(self.latent_inputs(rows.row(0, named=True)))
         resized = ("resized_height", "resized_width")
         crop = ("crop_top", "crop_left", *TARGET)

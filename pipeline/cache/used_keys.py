@@ -136,7 +136,8 @@ class KeyLists:
             # On a local disk, the lock has excluded a deletion.
             while not isinstance(self._folder.address, Path):
                 self._wait_for_deletions()
-                # A gc that listed expired lists may have deleted those that were written after its listing.
+                # A gc that listed expired lists may have deleted the ones that were written after its
+                # listing.
                 if not was_written or not self._write_old():
                     break
 
@@ -378,7 +379,7 @@ def _listed(folder: CacheFolder) -> tuple[float | None, list[CacheFile]]:
 
 
 def is_used_file(name: str) -> bool:
-    """Return whether a file in `FOLDER` is one of those that this module writes."""
+    """Return whether this module writes a file of this name in `FOLDER`."""
     is_named = name.endswith(LIST_SUFFIX) or name.startswith(_ANNOUNCEMENT)
     return is_named or name in (_SINCE, _CLOCK, _LOCK)
 

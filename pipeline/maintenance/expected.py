@@ -71,6 +71,8 @@ def unusable_entries(
     """Yield (row, entry, status) for missing and damaged entries, and count valid ones in `expected`."""
     with phase("comparing cache entries with the last run", log=entries.log):
         unchanged = is_unchanged(entries.store, expected.kind, with_recorded(requests, known))
+
+    # As in a job, an entry with an unchanged stat counts as valid without a read.
     expected.there = int(unchanged.sum())
     changed = requests.filter(~unchanged)
     for part in check_entries(entries.store, changed, spec_of, log=entries.log):

@@ -121,6 +121,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     require_references(recipe)
     require_start_file(recipe)
 
+    # A forecast leaves the output folder as it is, also the indexes of the files that it reads.
     raw = scan(recipe, tables, log=log, remember=False)
     valid = validate(recipe, raw.table, tables, log=log, remember=False)
     buckets = assign_buckets(recipe, valid.table, log=lambda _: None)

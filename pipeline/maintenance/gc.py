@@ -106,6 +106,7 @@ class Survey:
             if not is_used and self.is_old(file):
                 self.orphans[file.name] = file.num_bytes
             elif pack is not None:
+                # Readers also find the entry in its pack, so its single file is not needed.
                 pack.single[file.name] = file.num_bytes
             elif not is_used:
                 self.young += 1

@@ -1,4 +1,4 @@
-"""Old training runs: list the folders in `output_dir/runs`, and delete those that are not needed."""
+"""Old training runs: list the folders in `output_dir/runs`, and delete the runs that nothing needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lease at an address: one process at a time holds it, and no holder can block others after its death.
+"""A lease at an address: one process at a time holds it, and a dead holder does not block it.
 
 The lease is a small file. Its holder replaces it every `HEARTBEAT_S` seconds. Another process that sees the
 same version for `STALE_S` seconds takes it over.

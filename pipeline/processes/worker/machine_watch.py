@@ -151,7 +151,7 @@ class MachineStore:
         return kind(parts["what"] + place, where=parts["where"], fix=parts["fix"])
 
     def confirm(self) -> None:
-        """Count this machine among those that have read the failure."""
+        """Announce that this machine has read the failure."""
         self._request(lambda store: store.add("seen", 1))
 
     def announce(self, err: LatentlineError, wait_s: float) -> None:
