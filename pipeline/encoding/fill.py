@@ -144,24 +144,18 @@ def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([ordered[probes], others]).drop("position")
 
 
+@dataclass
 class _Fill:
-    def __init__(
-        self,
-        entries: RecipeEntries,
-        requests: EntryRequests,
-        used: KeyLists,
-        launch: Launch,
-        log: Log,
-        watch: Stopwatch,
-    ) -> None:
-        self._entries = entries
-        self._store = entries.store
-        self._requests = requests
-        self._used = used
-        self._launch = launch
-        self._log = log
-        self._watch = watch
-        schema = {"key": pl.String, **STATS, **dict.fromkeys(requests.facts, pl.Int32)}
+    _entries: RecipeEntries
+    _requests: EntryRequests
+    _used: KeyLists
+    _launch: Launch
+    _log: Log
+    _watch: Stopwatch
+
+    def __post_init__(self) -> None:
+        self._store = self._entries.store
+        schema = {"key": pl.String, **STATS, **dict.fromkeys(self._requests.facts, pl.Int32)}
         self._result = FillResult(pl.DataFrame(schema=schema))
 
     def run(self) -> FillResult:

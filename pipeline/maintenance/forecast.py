@@ -19,7 +19,7 @@ from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import PathIsolationError
-from pipeline.log import Log
+from pipeline.log import Log, discard
 from pipeline.maintenance.expected import (
     DAMAGED,
     GEOMETRY,
@@ -124,7 +124,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     # A forecast leaves the output folder as it is, also the indexes of the files that it reads.
     raw = scan(recipe, tables, log=log, remember=False)
     valid = validate(recipe, raw.table, tables, log=log, remember=False)
-    buckets = assign_buckets(recipe, valid.table, log=lambda _: None)
+    buckets = assign_buckets(recipe, valid.table, log=discard)
     results = {"raw_images": raw, "validated_dataset": valid, "aspect_buckets": buckets}
 
     entries = RecipeEntries(recipe, log=log)
