@@ -112,8 +112,8 @@ class Store:
         self.folder = cache_folder(address)
         self.packs: dict[Kind, PackIndex] = {kind: PackIndex(self.folder, kind) for kind in KINDS}
         self.threads, self.readers = self.folder.threads, self.folder.readers
-        is_used = copies is not None and self.folder.reads_packs_first
-        self.copies = PackCopies(copies, self.folder.download) if copies and is_used else None
+        is_remote = self.folder.reads_packs_first
+        self.copies = PackCopies(copies, self.folder.download) if copies and is_remote else None
 
     def path(self, spec: EntrySpec) -> Path:
         """Return the path of the entry's file in a cache on a disk, whether or not it exists."""
