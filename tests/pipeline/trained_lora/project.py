@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.side_inputs import MASKS, REFERENCES
-from pipeline.storage.tables import SCHEMAS, Tables, columns_in, frame
+from pipeline.storage.tables import SCHEMAS, Tables, columns_in, row_names
 from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.prompts import preview_prompts
@@ -38,6 +40,15 @@ FEW_MODULES = {"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.attn?.to_?", "m
 
 Half of the time of a run with all modules is spent on files that are written and read back.
 """
+
+INFERENCE_STEPS = 3
+"""Denoising steps of pictures; 20, the default, would give the same comparison in six times the time."""
+
+PROMPTS = tuple({"prompt": prompt, "steps": INFERENCE_STEPS} for prompt in ("a red cat", "a blue rocket"))
+"""Prompts of previews."""
+
+WRITTEN = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
+"""Tables of a project."""
 
 PLACEMENT = Placement((ladder(64, 32, 3.0),))
 
@@ -78,9 +89,12 @@ class Project:
             "accelerate": accelerate,
             "output_dir": self.recipe.output_dir.with_name(output),
         }
-        recipe = self.recipe.model_copy(update=update)
-        other = Project(recipe, self.latents, self.text)
-        write_tables(other)
+        other = Project(self.recipe.model_copy(update=update), self.latents, self.text)
+        before, after = (Tables(each.recipe.output_dir) for each in (self, other))
+        for asset in WRITTEN:
+            if not after.path(asset).exists():
+                after.path(asset).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(before.path(asset), after.path(asset))
         return other
 
 
@@ -98,46 +112,44 @@ def tiny_bases(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path) -> dic
 
 @pytest.fixture
 def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., Project]:
-    """Return a function that creates a project in the test's folder.
+    """Return `project_in` for the test's folder."""
+    return partial(project_in, tmp_path, tiny_bases)
 
-    Extra keyword arguments are settings of `training`. Samples are assigned to the datasets in rotation.
-    """
 
-    def make(
-        *,
-        prediction: str = "epsilon",
-        sizes: dict[str, int] | None = None,
-        dropout: float = 0.25,
-        datasets: dict[str, dict[str, Any]] | None = None,
-        **training: Any,
-    ) -> Project:
-        settings = {"steps": 6, "batch_size": 2, "gradient_accumulation": 2, "seed": 7, "learning_rate": 1e-2}
-        settings |= {
-            "sample_every": 0,
-            "checkpoint_every": 100,
-            "lora": FEW_MODULES if prediction in UNETS else ALL_MODULES,
-            **training,
-        }
-        values = {
-            "datasets": [
-                {"name": name, "path": tmp_path / name, **settings}
-                for name, settings in (datasets or {"photos": {}}).items()
-            ],
-            "cache_dir": tmp_path / "cache",
-            "output_dir": tmp_path / "output",
-            "model": {"base": str(tiny_bases[prediction])},
-            "buckets": {"resolution": 64, "step": 32},
-            "text": {"caption_dropout": dropout},
-            "accelerate": {"mixed_precision": "no"},
-            "training": settings,
-        }
-        recipe = recipe_from_mapping("demo", values)
-        latents, text = fill_cache(recipe, sizes or SIZES)
-        project = Project(recipe, latents, text)
-        write_tables(project)
-        return project
-
-    return make
+def project_in(
+    folder: Path,
+    bases: dict[str, Path],
+    *,
+    prediction: str = "epsilon",
+    sizes: dict[str, int] | None = None,
+    dropout: float = 0.25,
+    datasets: dict[str, dict[str, Any]] | None = None,
+    **training: Any,
+) -> Project:
+    """Create a project. Extra arguments are settings of `training`; datasets get samples in rotation."""
+    settings = {"steps": 6, "batch_size": 2, "gradient_accumulation": 2, "seed": 7, "learning_rate": 1e-2}
+    settings |= {
+        "sample_every": 0,
+        "checkpoint_every": 100,
+        "lora": FEW_MODULES if prediction in UNETS else ALL_MODULES,
+        **training,
+    }
+    values = {
+        "datasets": [
+            {"name": name, "path": folder / name, **own} for name, own in (datasets or {"photos": {}}).items()
+        ],
+        "cache_dir": folder / "cache",
+        "output_dir": folder / "output",
+        "model": {"base": str(bases[prediction])},
+        "buckets": {"resolution": 64, "step": 32},
+        "text": {"caption_dropout": dropout},
+        "accelerate": {"mixed_precision": "no"},
+        "training": settings,
+    }
+    recipe = recipe_from_mapping("demo", values)
+    project = Project(recipe, *fill_cache(recipe, sizes or SIZES))
+    write_tables(project)
+    return project
 
 
 def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -171,7 +183,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
             length = next(iter(spec.tensors.values())).shape[0]
             counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": length}
             text.append({**ids, "caption": caption, **counts, **put(entries, spec)})
-    table = frame("vae_latents", latents)
+    table = unchecked("vae_latents", latents)
     if any(dataset.references for dataset in recipe.datasets):
         table = put_references(entries, table)
     if masks:
@@ -179,7 +191,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
         table = table.select(
             pl.col(name).cast(kind) for name, kind in columns_in("vae_latents", table).items()
         )
-    return table, frame("text_embeddings", text)
+    return table, unchecked("text_embeddings", text)
 
 
 def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
@@ -264,16 +276,21 @@ def write_tables(project: Project) -> None:
     tables = Tables(project.recipe.output_dir)
     scanned = {"channels": 3, "file_bytes": 10_000}
     images = [as_row("raw_images", {**row, **scanned}) for row in project.latents.to_dicts()]
-    tables.write("raw_images", frame("raw_images", images).unique("sample_id"))
+    tables.write("raw_images", unchecked("raw_images", images).unique("sample_id"))
     captions = dict(project.text.select("sample_id", "caption").iter_rows())
     rows = [
         {**row, "caption": captions[row["sample_id"]], "more_captions": "[]"}
         for row in project.latents.to_dicts()
     ]
     for asset in ("validated_dataset", "aspect_buckets"):
-        tables.write(asset, frame(asset, [as_row(asset, row) for row in rows]))
+        tables.write(asset, unchecked(asset, [as_row(asset, row) for row in rows]))
     tables.write("vae_latents", project.latents)
     tables.write("text_embeddings", project.text)
+
+
+def unchecked(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
+    """Return a table in the order of `frame`, without its checks: writing the table checks it."""
+    return pl.DataFrame(rows, schema=SCHEMAS[asset]).sort(row_names(asset))
 
 
 def as_row(asset: str, known: dict[str, Any]) -> dict[str, Any]:

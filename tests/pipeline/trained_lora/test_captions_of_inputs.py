@@ -22,21 +22,21 @@ from PIL import Image
 from demo.tiny_models import make_tiny_qwen_image_edit
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.errors import DrawingError
+from pipeline.errors import DrawingError, LaunchError
 from pipeline.models.worker.family import load_family
+from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.caption_rows import text_rows
 from pipeline.trained_lora.inputs import read_inputs
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
-from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import StopRequest, train
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
-from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until
+from tests.pipeline.trained_lora.runs import RecordingReport, outcome, run_until
 
 QUIET: dict[str, Any] = {"log": lambda _: None}
 
@@ -188,17 +188,22 @@ def train_killed(job_file: Path, steps: int, threads: int) -> None:
     train(read_job(job_file), report, StopRequest())
 
 
-def outcome(job: TrainingJob) -> tuple[list[tuple[float, float]], dict[str, str]]:
-    """Return the loss and gradient norm of each step, and the hashes of the LoRA."""
-    layout = RunLayout(job.folder)
-    lines = read_metrics(layout.metrics, 5)
-    state = load_checkpoint(checkpoint_path(layout.checkpoints, 5), job.run)
-    return [(line["loss"], line["grad_norm"]) for line in lines], bits(state.adapter)
+class OrderOnly(InProcessLaunch):
+    """A launch that encodes, but refuses to train."""
+
+    def _train(self, job_file: Path) -> None:
+        raise LaunchError("not trained", where=str(job_file), fix="")
 
 
-def test_samples_whose_caption_was_rejected_are_not_trained_on(
-    tmp_path: Path, photos: Path, launch: InProcessLaunch
-) -> None:
+def ordered(root: Path, photos: Path, **arguments: Any) -> TrainingJob:
+    """Return the job of `trained`, without training."""
+    launch = OrderOnly()
+    with pytest.raises(LaunchError, match="not trained"):
+        trained(root, photos, launch, **arguments)
+    return read_job(launch.job_files[-1])
+
+
+def test_samples_whose_caption_was_rejected_are_not_trained_on(tmp_path: Path, photos: Path) -> None:
     def change_a_reference(job: Job) -> None:
         entries = RecipeEntries(job.recipe)
         row = text_rows(entries, job.tables.read("validated_dataset")).row(-1, named=True)
@@ -207,16 +212,13 @@ def test_samples_whose_caption_was_rejected_are_not_trained_on(
         (tmp_path / "negative" / "coffee.png").write_bytes(b"changed")
         job.cache()
 
-    recipe = {"batch_size": 1, "sample_every": 0}
-    cache, job = trained(tmp_path, photos, launch, meanwhile=change_a_reference, **recipe)
-    assert len(cache.tables.read("vae_latents")) == 2
+    job = ordered(tmp_path, photos, meanwhile=change_a_reference, batch_size=1, sample_every=0)
+    assert len(Tables(job.recipe.output_dir).read("vae_latents")) == 2
     assert {item.sample_id for item in job.inputs} == {"photos/cat.png"}
 
 
-def test_default_previews_have_the_references_of_their_samples(
-    tmp_path: Path, photos: Path, launch: InProcessLaunch
-) -> None:
-    _, job = trained(tmp_path, photos, launch)
+def test_default_previews_have_the_references_of_their_samples(tmp_path: Path, photos: Path) -> None:
+    job = ordered(tmp_path, photos)
     by_caption = {item.variants[0].caption: item for item in job.inputs}
     assert len(job.prompts) == 2
     for prompt in job.prompts:
@@ -225,4 +227,3 @@ def test_default_previews_have_the_references_of_their_samples(
         assert prompt.negative is not None
         assert prompt.negative.text == item.empty_text
         assert [path.name for path in prompt.references] == [Path(item.sample_id).name]
-    assert len(list(RunLayout(job.folder).previews.glob("*.png"))) == 4

@@ -18,7 +18,7 @@ from tests.pipeline.used_case import OLD_S, forget_use, lists, used
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
-PREVIEW = {"prompt": "a cat", "negative_prompt": "a dog"}
+PREVIEW = {"prompt": "a cat", "negative_prompt": "a dog", "steps": 2}
 
 
 class RecordingLaunch(InProcessLaunch):
@@ -68,7 +68,7 @@ def test_L13_masks_and_references_of_a_run_are_among_its_entries(
 
 
 def test_L13_a_resumed_run_marks_its_entries_again(make_project: Callable[..., Project]) -> None:
-    project = make_project()
+    project = make_project(steps=4)
     launch = RecordingLaunch(project.recipe.cache_dir)
     launch.stop_after = 2
     with pytest.raises(LaunchError):
@@ -96,7 +96,7 @@ def test_L13_a_running_training_keeps_its_entries_marked(
         return kept_marked(self)
 
     monkeypatch.setattr(KeyLists, "kept_marked", recorded)
-    run(make_project(), Launch())
+    run(make_project(steps=1), Launch())
     assert events == ["kept marked", "launched"]
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
-from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.engine import Engine
+from tests.pipeline.trained_lora.project import FEW_MODULES
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -21,19 +20,19 @@ ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_a
 
 
 def settings(**text: Any) -> LoraSettings:
-    return LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, "text_encoders": text}))
+    return LoraSettings.model_validate_json(json.dumps({**FEW_MODULES, "text_encoders": text}))
 
 
 def project_of(
-    make_project: Callable[..., Project], prediction: str = "epsilon", text: Any = None, **training: Any
+    make_project: Callable[..., Project],
+    prediction: str = "epsilon",
+    text: Any = None,
+    modules: dict[str, Any] = FEW_MODULES,
+    **training: Any,
 ) -> Project:
-    """Return a project that trains text encoders."""
-    lora = {"rank": 4, "alpha": 2.0, "text_encoders": {} if text is None else text}
+    """Return a project that trains text encoders, and `modules` of the denoiser."""
+    lora = {**modules, "text_encoders": {} if text is None else text}
     return make_project(prediction=prediction, lora=lora, **training)
-
-
-def engine_of(job: TrainingJob) -> Engine:
-    return Engine(job, load_family(job.base))
 
 
 def with_large_weights(engine: Engine) -> Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,24 +11,15 @@ from PIL import Image
 from pipeline.storage.atomic import temp_path_for
 from pipeline.trained_lora.pictures.draw import draw, num_drawn
 from pipeline.trained_lora.pictures.prepare import Request, prepare_drawing
-from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.pictures.drawings import InProcessDrawing
-from tests.pipeline.trained_lora.runs import run
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
 
-@pytest.fixture
-def trained(make_project: Callable[..., Project]) -> Project:
-    project = make_project(steps=2, checkpoint_every=1, sample_prompts=["a red cat"])
-    run(project, InProcessLaunch())
-    return project
-
-
 def test_a_grid_of_steps_strengths_and_prompts_is_one_picture_each_and_a_sheet(trained: Project) -> None:
     request = Request(
-        steps=(1, 2), strengths=(0.0, 0.5), prompts=("a red cat", "prompt outside of the cache")
+        steps=(2, 4), strengths=(0.0, 0.5), prompts=("a red cat", "prompt outside of the cache")
     )
     job = prepare_drawing(trained.recipe, request)
     launch = InProcessDrawing()
@@ -39,7 +29,7 @@ def test_a_grid_of_steps_strengths_and_prompts_is_one_picture_each_and_a_sheet(t
         ["sheet.jpg"]
         + [
             f"step-0000000{step}-strength-{strength}-prompt-0{number}.png"
-            for step in (1, 2)
+            for step in (2, 4)
             for strength in ("0", "0.5")
             for number in (1, 2)
         ]
@@ -48,9 +38,9 @@ def test_a_grid_of_steps_strengths_and_prompts_is_one_picture_each_and_a_sheet(t
     assert "loading the text encoders" in launch.phases, "one prompt was encoded"
     assert sorted(Path(str(trained.recipe.cache_dir)).rglob("*.safetensors")) == entries
 
-    with Image.open(job.folder / "step-00000002-strength-0.5-prompt-02.png") as picture:
+    with Image.open(job.folder / "step-00000004-strength-0.5-prompt-02.png") as picture:
         facts = {"prompt": "prompt outside of the cache", "strength": "0.5", "seed": "7", "steps": "20"}
-        assert picture.info.items() >= {**facts, "lora": f"run {job.run}, step 2"}.items()
+        assert picture.info.items() >= {**facts, "lora": f"run {job.run}, step 4"}.items()
         assert picture.size == (64, 64)
     with Image.open(sheet) as image:
         assert image.width > 2 * 256, "a column for each prompt"
@@ -59,7 +49,7 @@ def test_a_grid_of_steps_strengths_and_prompts_is_one_picture_each_and_a_sheet(t
 
 @pytest.mark.slow
 def test_with_one_prompt_the_columns_of_the_sheet_are_strengths(trained: Project) -> None:
-    job = prepare_drawing(trained.recipe, Request(strengths=(0.5, 0.75, 1.0)))
+    job = prepare_drawing(trained.recipe, Request(prompts=("a red cat",), strengths=(0.5, 0.75, 1.0)))
     with Image.open(draw(job, InProcessDrawing())) as image:
         assert image.width > 3 * 256
         assert image.height < 2 * 256
@@ -76,7 +66,7 @@ def test_an_interrupted_drawing_keeps_complete_pictures_and_removes_partial_file
     with pytest.raises(KeyboardInterrupt):
         draw(job, Interrupted())
     assert num_drawn(job) == 1
-    assert [path.name for path in job.folder.iterdir()] == ["step-00000002-strength-0.5-prompt-01.png"]
+    assert [path.name for path in job.folder.iterdir()] == ["step-00000004-strength-0.5-prompt-01.png"]
 
     class InterruptedAtStart(InProcessDrawing):
         def phase(self, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +13,10 @@ from pipeline.recipe import PreviewPrompt
 from pipeline.trained_lora.pictures.job import DrawingJob, read_drawing_job
 from pipeline.trained_lora.pictures.prepare import MAX_PICTURES, Request, prepare_drawing
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
-from tests.in_process_worker import InProcessLaunch
-from tests.pipeline.trained_lora.runs import run, run_folders
+from tests.pipeline.trained_lora.runs import run_folders
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
-
-PROMPTS = ("a red cat", "a blue rocket")
-
-
-@pytest.fixture
-def trained(make_project: Callable[..., Project]) -> Project:
-    """A project with a finished run of 4 steps, which has LoRAs of the steps 2 and 4."""
-    project = make_project(steps=4, checkpoint_every=2, sample_prompts=PROMPTS)
-    run(project, InProcessLaunch())
-    return project
 
 
 def prepared(project: Project, **request: Any) -> DrawingJob:
@@ -51,9 +39,10 @@ def test_a_request_without_options_draws_the_published_lora_with_the_recipe_s_pr
         4,
     )
     assert job.run == run_folders(trained)[0].name
-    assert tuple((prompt.caption, prompt.size_hw) for prompt in job.prompts) == tuple(
-        (prompt, (64, 64)) for prompt in PROMPTS
-    )
+    assert [(prompt.caption, prompt.size_hw) for prompt in job.prompts] == [
+        ("a red cat", (64, 64)),
+        ("a blue rocket", (64, 64)),
+    ]
     assert (job.strengths, job.seed) == ((1.0,), 7)
     assert job.folder == trained.recipe.output_dir / "reports" / "pictures" / "001"
     assert not job.folder.exists(), "nothing is written"
@@ -82,7 +71,7 @@ def test_steps_and_runs_are_chosen_by_name_and_an_unknown_one_names_the_closest(
 
 
 def test_a_recipe_that_was_not_trained_or_has_no_prompts_is_an_error_with_a_fix(
-    make_project: Callable[..., Project], trained: Project
+    trained: Project,
 ) -> None:
     with pytest.raises(TrainingError) as raised:
         prepared(trained.changed("untrained"))
@@ -168,13 +157,12 @@ def test_no_existing_picture_is_replaced_and_each_call_gets_a_new_folder(
     assert prepared(trained, output=output, seed=3, prompts=("a",), strengths=(0.5,)).folder == output
 
 
-def test_the_output_folder_must_not_overlap_a_dataset_the_cache_or_a_run(
-    trained: Project, tmp_path: Path
-) -> None:
-    (tmp_path / "photos").mkdir()
+def test_the_output_folder_must_not_overlap_a_dataset_the_cache_or_a_run(trained: Project) -> None:
+    root = trained.recipe.output_dir.parent
+    (root / "photos").mkdir()
     for name in ("photos", "photos/new", "cache", "output", "output/lora", "output/runs/x", ""):
         with pytest.raises(PathIsolationError) as raised:
-            prepared(trained, output=tmp_path / name)
+            prepared(trained, output=root / name)
         assert "--output" in raised.value.where, name
     assert prepared(trained, output=trained.recipe.output_dir / "comparison")
 

@@ -11,37 +11,23 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import before_training
 from pipeline.trained_lora.worker.before_training import perturbed_weights
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint
 from pipeline.trained_lora.worker.export import exporter
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.pipeline.trained_lora.project import PROMPTS
+from tests.pipeline.trained_lora.runs import run_until
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
 
-class Silent:
-    """A report that discards everything."""
-
-    def info(self, text: str) -> None: ...
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None: ...
-
-
-def trained(job: TrainingJob) -> bool:
-    return train(job, Silent(), StopRequest())
-
-
 def test_R08_saving_reloading_and_exporting_are_checked_before_the_first_step(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_project(sample_every=4).job()
+    job = make_project(sample_every=4, sample_prompts=PROMPTS).job()
 
     def broken(path: Path, run: str) -> Any:
         state = load_checkpoint(path, run)
@@ -50,11 +36,11 @@ def test_R08_saving_reloading_and_exporting_are_checked_before_the_first_step(
 
     monkeypatch.setattr(before_training, "load_checkpoint", broken)
     with pytest.raises(TrainingError, match="does not read back"):
-        trained(job)
+        run_until(job)
     monkeypatch.undo()
     assert not RunLayout(job.folder).metrics.exists()
     shutil.rmtree(job.folder)
-    assert trained(job)
+    assert run_until(job)[0]
     drawn = sorted(path.name for path in (job.folder / "samples").iterdir())
     assert [name[5:13] for name in drawn[::2]] == ["00000000", "00000004", "00000006"]
     assert json.loads(RunLayout(job.folder).result.read_text())["warnings"] == []
@@ -73,7 +59,7 @@ def test_R08_a_file_with_another_scale_is_detected_before_the_first_step(
     monkeypatch.setattr(exporter, "layout_tensors", doubled)
     job = make_project().job()
     with pytest.raises(TrainingError, match="in the file differs from the trained one"):
-        trained(job)
+        run_until(job)
     assert not RunLayout(job.folder).metrics.exists()
 
 

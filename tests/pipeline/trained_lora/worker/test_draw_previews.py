@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from pipeline.trained_lora.worker.draw_previews import draw_previews
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
 from tests.pipeline.packs_case import pack_everything
+from tests.pipeline.trained_lora.project import FEW_MODULES, PROMPTS
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(
     make_project: Callable[..., Project],
 ) -> None:
     job = make_project(sample_every=2).job()
+    job = replace(job, prompts=tuple(replace(prompt, steps=2) for prompt in job.prompts))
     family = load_family(job.base)
     engine = Engine(job, family)
     warnings: list[str] = []
@@ -54,7 +57,7 @@ def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(
 def test_previews_and_training_read_the_headers_of_packs_once(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project = make_project(sample_every=2)
+    project = make_project(sample_every=2, sample_prompts=PROMPTS)
     pack_everything(project.recipe.cache_dir)
     job = project.job()
     family = load_family(job.base)
@@ -74,7 +77,7 @@ def test_previews_and_training_read_the_headers_of_packs_once(
 
 
 def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Project]) -> None:
-    job = make_project(sample_every=2).job()
+    job = make_project(sample_every=2, sample_prompts=PROMPTS).job()
     family = load_family(job.base)
     engine = Engine(job, family)
     Store(job.recipe.cache_dir).path(job.prompts[0].text).unlink()
@@ -89,7 +92,7 @@ def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Proje
 def test_previews_are_decoded_in_tiles_and_bfloat16_after_memory_ran_out(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_project(sample_every=2).job()
+    job = make_project(sample_every=2, sample_prompts=PROMPTS).job()
     family = load_family(job.base)
     engine = Engine(job, family)
     load, attempts = family.vae.load, list[tuple[str, Any]]()
@@ -121,7 +124,7 @@ def test_previews_are_decoded_in_tiles_and_bfloat16_after_memory_ran_out(
 def test_the_vae_is_loaded_once_for_all_previews_and_then_released(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
-    job = make_project(sample_every=2).job()
+    job = make_project(sample_every=2, sample_prompts=PROMPTS).job()
     family = load_family(job.base)
     engine = Engine(job, family)
     load, loaded = family.vae.load, list[weakref.ref[Any]]()
@@ -159,7 +162,7 @@ def test_previews_are_decoded_in_float32_although_training_uses_half_precision(
     make_project: Callable[..., Project],
 ) -> None:
     """SDXL's VAE overflows in float16, which draws a black picture."""
-    job = make_project(sample_every=2).job()
+    job = make_project(sample_every=2, sample_prompts=PROMPTS).job()
     family = load_family(job.base)
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     dtypes: list[torch.dtype] = []
@@ -193,7 +196,7 @@ def test_a_lora_scale_changes_the_preview_alone(
 ) -> None:
     """Scale 0 draws the base model, and the adapter is afterwards as before, trainable weights included."""
     prompts = [{"prompt": "a red cat", "steps": 2, "lora_scale": scale} for scale in (0.0, 1.0, -1.0)]
-    settings = {"lora": {"rank": 4, "alpha": 2.0, **lora}, "sample_prompts": prompts}
+    settings = {"lora": {**FEW_MODULES, **lora}, "sample_prompts": prompts}
     job = make_project(sample_every=2, **settings).job()
     family = load_family(job.base)
     engine = Engine(job, family)

@@ -14,6 +14,7 @@ from pipeline.trained_lora.previews import preview_file
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import loop, validation
 from pipeline.trained_lora.worker.validation import MissingResults
+from tests.pipeline.trained_lora.project import PROMPTS
 from tests.pipeline.trained_lora.runs import outcome, run_until
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ EVERY: dict[str, Any] = {
     "validate_every": 2,
     "sample_every": 2,
     "checkpoint_every": 2,
-    "sample_prompts": ["a cat", "a dog"],
+    "sample_prompts": PROMPTS,
     "datasets": {"photos": {"validation_fraction": 0.3}},
 }
 

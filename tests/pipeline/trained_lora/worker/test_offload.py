@@ -29,6 +29,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.base_model import stream_denoiser
 from pipeline.trained_lora.worker.engine import Engine
 from tests.pipeline.models.worker.offload.streamed import PoisoningStore
+from tests.pipeline.trained_lora.project import PROMPTS
 from tests.pipeline.trained_lora.runs import run_until
 from tests.pipeline.trained_lora.worker.engine_steps import engine_of, one_step
 from tests.tensor_differences import differing_tensors
@@ -207,6 +208,7 @@ def test_a_run_with_previews_and_validation_that_resumes_exports_the_same_files(
         lora={"rank": 4, "alpha": 2.0, **lora},
         steps=4,
         sample_every=2,
+        sample_prompts=PROMPTS,
         validate_every=2,
         gradient_checkpointing=True,
     )

@@ -23,27 +23,25 @@ from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
 from pipeline.trained_lora.fingerprint import run_facts
-from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
-from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.micro_input import MicroInput
-from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import Validation
 from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.project import ALL_MODULES
 from tests.pipeline.trained_lora.rank_server import RankServer
+from tests.pipeline.trained_lora.runs import run_until
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,
-    engine_of,
     project_of,
     settings,
     with_large_weights,
 )
+from tests.pipeline.trained_lora.worker.engine_steps import engine_of, inputs_of, one_step
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -51,18 +49,6 @@ if TYPE_CHECKING:
 
 # diffusers' Euler scheduler converts a tensor in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-def inputs_of(job: TrainingJob, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
-    batch = job.plan()[step]
-    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
-    device = engine.accelerator.device
-    return [(batch, maker.make(batch.step, micro[0]).to(device)) for micro in batch.micro_batches]
-
-
-def step_of(engine: Engine, job: TrainingJob, step: int) -> Any:
-    inputs = inputs_of(job, engine, step)
-    return engine.step(inputs[0][0], iter(inputs), stop=False)
 
 
 @pytest.mark.slow
@@ -77,18 +63,9 @@ def test_without_the_key_training_loads_no_text_encoder_and_no_vae(
 
     for part, name in ((family.vae, "load"), (family.text, "load"), (family.drawing, "load_pipeline")):
         monkeypatch.setattr(type(part), name, loads)
-    assert train(job, Silent(), StopRequest())
+    assert run_until(job)[0]
     with pytest.raises(pytest.fail.Exception, match="was loaded"):
         engine_of(replace(job, recipe=project_of(make_project).recipe))
-
-
-class Silent:
-    """A report that discards everything."""
-
-    def info(self, text: str) -> None: ...
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None: ...
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
@@ -99,7 +76,7 @@ def test_with_zero_adapters_the_denoiser_gets_the_embeddings_that_the_cache_woul
     engine, family = engine_of(job), load_family(job.base)
     assert engine.text is not None
     plain = family.text.load("float32", "cpu")
-    micros = [micro for step in range(6) for _, micro in inputs_of(job, engine, step)]
+    micros = [micro for step in range(6) for _, micro in inputs_of(job, engine, job.plan()[step])]
     assert {"text_embedding", "pooled_text_embedding"}.isdisjoint(micros[0].conditions), "no cache is read"
     captions = {caption for micro in micros for caption in micro.captions}
     assert "" in captions
@@ -119,14 +96,13 @@ def test_one_step_equals_an_independent_step_with_diffusers(
     make_project: Callable[..., Project], prediction: str
 ) -> None:
     text = {"rank": 2, "alpha": 3.0, "learning_rate": 2e-3, "targets": "blocks"}
-    project = project_of(
-        make_project, prediction, text, gradient_accumulation=1, steps=3, max_grad_norm=0.05, dropout=0.5
-    )
+    few_steps = {"gradient_accumulation": 1, "steps": 3, "max_grad_norm": 0.05, "dropout": 0.5}
+    project = project_of(make_project, prediction, text, ALL_MODULES, **few_steps)
     job = project.job()
     engine = with_large_weights(engine_of(job))
-    ((_, micro),) = inputs_of(job, engine, 0)
+    ((_, micro),) = inputs_of(job, engine, job.plan()[0])
     before = collect(engine.networks, adapter_state)
-    outcome = step_of(engine, job, 0)
+    outcome = one_step(engine, job, 0)
 
     xl = prediction == "sdxl"
     pipe: Any = (StableDiffusionXLPipeline if xl else StableDiffusionPipeline).from_pretrained(job.base)
@@ -209,7 +185,7 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit(
     uninterrupted = engine_of(job)
     checkpoint = None
     for step in range(4):
-        step_of(uninterrupted, job, step)
+        one_step(uninterrupted, job, step)
         if step == 1:
             checkpoint = save_checkpoint(tmp_path / "checkpoints", job.run, uninterrupted.state(2))
     assert checkpoint is not None
@@ -218,7 +194,7 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit(
     for step in (2, 3):
         with resumed.result_weights():
             assert resumed.embed_caption("a cat") is not None, "evaluating the result changes nothing"
-        step_of(resumed, job, step)
+        one_step(resumed, job, step)
     with uninterrupted.result_weights(), resumed.result_weights():
         same_bits(uninterrupted, resumed)
     same_bits(uninterrupted, resumed)
@@ -252,7 +228,7 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
     shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
     rank_server.train(pair)
-    assert train(alone, Silent(), StopRequest())
+    assert run_until(alone)[0]
     expected, actual = (
         load_checkpoint(checkpoint_path(RunLayout(job.folder).checkpoints, 3), job.run).adapter
         for job in (alone, pair)
@@ -264,7 +240,7 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
 
 def test_a_complete_run_passes_its_gates(make_project: Callable[..., Project]) -> None:
     text = {"rank": 2, "learning_rate": 1e-2}
-    drawn = {"sample_every": 2, "sample_prompts": ["a cat"]}
+    drawn = {"sample_every": 2, "sample_prompts": [{"prompt": "a cat", "steps": 2}]}
     project = project_of(make_project, "sdxl", text, steps=2, gradient_accumulation=1, **drawn)
     log: list[str] = []
     result = train_lora(
@@ -326,7 +302,7 @@ def test_a_family_without_trainable_text_encoders_is_an_error_before_launch(
 ) -> None:
     TINY["FLUX.2 klein"](tmp_path / "klein")
     tiny_bases["klein"] = tmp_path / "klein"
-    project = project_of(make_project, "klein")
+    project = project_of(make_project, "klein", modules=ALL_MODULES)
 
     def launch(module: str, job_file: Path) -> None:
         pytest.fail("the training process was launched")

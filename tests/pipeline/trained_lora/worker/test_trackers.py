@@ -12,33 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.errors import TrainingError
 from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora import supported_settings
-from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.pipeline.trained_lora.project import PROMPTS
+from tests.pipeline.trained_lora.runs import run_until
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
-
-
-class StopsAt:
-    """A report that requests a stop after a number of steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.stop, self.steps = StopRequest(), steps
-
-    def info(self, text: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        if done + 1 >= self.steps:
-            self.stop.requested = True
-
-
-def trained(job: TrainingJob, steps: int) -> bool:
-    report = StopsAt(steps)
-    return train(job, report, report.stop)
 
 
 def shown(folder: Path) -> EventAccumulator:
@@ -51,9 +30,10 @@ def test_tensorboard_has_each_step_preview_and_validation_loss_once_also_after_a
     make_project: Callable[..., Project],
 ) -> None:
     half = {"photos": {"validation_fraction": 0.5}}
-    job = make_project(datasets=half, sample_every=2, validate_every=3, checkpoint_every=2).job()
-    assert not trained(job, 3)
-    assert trained(job, 99)
+    settings = {"sample_every": 2, "validate_every": 3, "checkpoint_every": 2}
+    job = make_project(datasets=half, sample_prompts=PROMPTS, **settings).job()
+    assert not run_until(job, 3)[0]
+    assert run_until(job)[0]
     layout = RunLayout(job.folder)
     events = shown(layout.metrics.parent)
     metrics = read_metrics(layout.metrics, 6)
@@ -66,8 +46,8 @@ def test_tensorboard_has_each_step_preview_and_validation_loss_once_also_after_a
 
 
 def test_without_trackers_only_json_lines_are_written(make_project: Callable[..., Project]) -> None:
-    job = make_project(trackers=()).job()
-    assert trained(job, 99)
+    job = make_project(trackers=(), steps=1).job()
+    assert run_until(job)[0]
     logs = RunLayout(job.folder).metrics.parent
     assert {path.suffix for path in logs.iterdir()} == {".jsonl"}
 
@@ -98,10 +78,10 @@ class FakeWandb(ModuleType):
 def test_wandb_gets_the_run_its_metrics_and_its_previews(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_project(trackers=("wandb",), sample_every=6, sample_prompts=["a cat"]).job()
+    job = make_project(trackers=("wandb",), sample_every=6, sample_prompts=PROMPTS[:1]).job()
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    assert trained(job, 99)
+    assert run_until(job)[0]
     folder = str(RunLayout(job.folder).metrics.parent)
     expected = {"project": "latentline", "name": f"demo-{job.run}", "id": job.run, "resume": "allow"}
     assert wandb.started.items() >= {**expected, "dir": folder}.items()

@@ -23,21 +23,20 @@ from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.loader import read_entry
 from tests.in_process_worker import InProcessLaunch
 from tests.in_process_worker import run as encode
-from tests.pipeline.trained_lora.pictures.drawings import InProcessDrawing, all_pixels, drawn, pixels
+from tests.pipeline.trained_lora.pictures.drawings import (
+    InProcessDrawing,
+    all_pixels,
+    drawn,
+    pixels,
+)
+from tests.pipeline.trained_lora.project import ALL_MODULES, FEW_MODULES, INFERENCE_STEPS, PROMPTS
 from tests.pipeline.trained_lora.runs import run, run_folders
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
-LORA = {"rank": 4, "alpha": 2.0}
-
 # numpy 2 deprecates how diffusers' Euler schedule converts a tensor to an array.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-INFERENCE_STEPS = 3
-"""Denoising steps in these tests; 20 would give the same comparison in six times the time."""
-
-PROMPTS = tuple({"prompt": prompt, "steps": INFERENCE_STEPS} for prompt in ("a red cat", "a blue rocket"))
 
 OWN_SETTINGS = {
     "prompt": "a red cat",
@@ -53,16 +52,11 @@ OWN_SETTINGS = {
 
 @pytest.fixture
 def train(make_project: Callable[..., Project], any_precision: None) -> Callable[..., Project]:
-    """Return a function that trains a project with previews and checkpoints every 2 steps."""
+    """Return a function that trains a project with previews and checkpoints in each of 2 steps."""
 
     def make(prediction: str = "epsilon", mixed_precision: str = "no", **training: Any) -> Project:
-        settings = {
-            "checkpoint_every": 2,
-            "sample_every": 2,
-            "sample_prompts": PROMPTS,
-            "steps": 4,
-            **training,
-        }
+        every_step = {"steps": 2, "gradient_accumulation": 1, "checkpoint_every": 1, "sample_every": 1}
+        settings = {"sample_prompts": PROMPTS, "learning_rate": 3e-2, **every_step, **training}
         project = make_project(prediction=prediction, **settings)
         if mixed_precision != "no":
             project = project.changed("other output", mixed_precision=mixed_precision)
@@ -72,48 +66,35 @@ def train(make_project: Callable[..., Project], any_precision: None) -> Callable
     return make
 
 
+OWN: dict[str, Any] = {"sample_prompts": [OWN_SETTINGS]}
+TEXT = {**FEW_MODULES, "text_encoders": {}}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "plain": ("epsilon", "no", {}),
+    "bf16": ("epsilon", "bf16", {}),
+    "rslora": ("epsilon", "no", {"lora": {"rank": 3, "alpha": 1.0, "rslora": True, "conv_rank": 2}}),
+    "dora": ("epsilon", "no", {"lora": {**FEW_MODULES, "dora": True}}),
+    "text": ("epsilon", "no", {"lora": {**FEW_MODULES, "text_encoders": {"rank": 2}}}),
+    "text-bf16": ("epsilon", "bf16", {"lora": TEXT}),
+    "sdxl": ("sdxl", "no", {"lora": {**ALL_MODULES, "ranks": [{"modules": "*to_k", "rank": 2}]}}),
+    "own-settings": ("epsilon", "no", OWN),
+    "own-settings-dora": ("epsilon", "no", {**OWN, "lora": {**FEW_MODULES, "dora": True}}),
+    "own-settings-sdxl-text-ema": ("sdxl", "no", {**OWN, "lora": TEXT, "ema_decay": 0.5}),
+}
+"""Base model, precision and settings of training; the last case runs by default."""
+
+
 @pytest.mark.parametrize(
     ("prediction", "mixed_precision", "training"),
     [
-        pytest.param("epsilon", "no", {}, marks=pytest.mark.slow),
-        pytest.param("epsilon", "bf16", {}, marks=pytest.mark.slow),
-        ("epsilon", "no", {"ema_decay": 0.5}),
-        pytest.param(
-            "epsilon",
-            "no",
-            {"lora": {"rank": 3, "alpha": 1.0, "rslora": True, "conv_rank": 2}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("epsilon", "no", {"lora": {**LORA, "dora": True}}, marks=pytest.mark.slow),
-        pytest.param(
-            "epsilon", "no", {"lora": {**LORA, "text_encoders": {"rank": 2}}}, marks=pytest.mark.slow
-        ),
-        pytest.param("epsilon", "bf16", {"lora": {**LORA, "text_encoders": {}}}, marks=pytest.mark.slow),
-        pytest.param(
-            "sdxl",
-            "no",
-            {"lora": {**LORA, "ranks": [{"modules": "*to_k", "rank": 2}]}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("epsilon", "no", {"sample_prompts": [OWN_SETTINGS]}, marks=pytest.mark.slow),
-        pytest.param(
-            "epsilon",
-            "no",
-            {"sample_prompts": [OWN_SETTINGS], "lora": {**LORA, "dora": True}},
-            marks=pytest.mark.slow,
-        ),
-        ("sdxl", "no", {"sample_prompts": [OWN_SETTINGS], "lora": {**LORA, "text_encoders": {}}}),
-    ],
-    ids=[
-        *("plain", "bf16", "ema", "rslora", "dora", "text", "text-bf16", "sdxl"),
-        *("own-settings", "own-settings-dora", "own-settings-sdxl-text"),
+        pytest.param(*case, marks=[pytest.mark.slow] if name != "own-settings-sdxl-text-ema" else [], id=name)
+        for name, case in CASES.items()
     ],
 )
 def test_pictures_equal_the_previews_of_their_step_bit_for_bit(
     train: Callable[..., Project], prediction: str, mixed_precision: str, training: dict[str, Any]
 ) -> None:
     project = train(prediction, mixed_precision, **training)
-    job = drawn(project, steps=(2, 4), strengths=(0.0, 1.0))
+    job = drawn(project, steps=(1, 2), strengths=(0.0, 1.0))
     samples = RunLayout(run_folders(project)[0]).previews
     for cell in job.cells():
         assert cell.lora.step is not None
@@ -129,28 +110,29 @@ def test_pictures_equal_the_previews_of_their_step_bit_for_bit(
 @pytest.mark.parametrize(
     "lora",
     [
-        {**LORA, "kind": "loha"},
-        pytest.param({**LORA, "kind": "lokr"}, marks=pytest.mark.slow),
-        pytest.param({**LORA, "init": "pissa"}, marks=pytest.mark.slow),
+        pytest.param({"kind": "loha"}, id="loha"),
+        pytest.param({"kind": "lokr"}, id="lokr", marks=pytest.mark.slow),
+        pytest.param({"init": "pissa"}, id="pissa", marks=pytest.mark.slow),
     ],
-    ids=["loha", "lokr", "pissa"],
 )
 def test_pictures_of_a_converted_lora_equal_the_previews_up_to_rounding(
     train: Callable[..., Project], lora: dict[str, Any]
 ) -> None:
-    project = train(lora=lora, sample_prompts=[*PROMPTS, {**OWN_SETTINGS, "lora_scale": -1.5}])
-    job = drawn(project, steps=(4,))
+    prompts = [*PROMPTS, {**OWN_SETTINGS, "lora_scale": -1.5}]
+    project = train(lora={**FEW_MODULES, **lora}, sample_prompts=prompts, sample_every=2, checkpoint_every=2)
+    job = drawn(project, steps=(2,))
     samples = RunLayout(run_folders(project)[0]).previews
     for cell in job.cells():
-        preview = pixels(preview_file(samples, 4, cell.number))
+        preview = pixels(preview_file(samples, 2, cell.number))
         difference = np.abs(pixels(cell.path).astype(int) - preview.astype(int))
         assert difference.max() <= 2
         assert difference.mean() < 0.02
 
 
-def test_a_strength_multiplies_the_scale_of_a_prompt(train: Callable[..., Project]) -> None:
-    half, whole = ({**PROMPTS[0], "lora_scale": scale} for scale in (0.5, 1.0))
-    project = train(sample_prompts=[half, whole], sample_every=0)
+def test_a_strength_multiplies_the_scale_of_a_prompt(trained: Project) -> None:
+    prompt = trained.recipe.training.sample_prompts[0]
+    prompts = tuple(prompt.model_copy(update={"lora_scale": scale}) for scale in (0.5, 1.0))
+    project = trained.changed("output", sample_prompts=prompts)
     job = drawn(project, strengths=(0.0, 0.5, 1.0))
     pictures = {
         (cell.strength, job.prompts[cell.number].lora_scale): pixels(cell.path) for cell in job.cells()
@@ -162,9 +144,9 @@ def test_a_strength_multiplies_the_scale_of_a_prompt(train: Callable[..., Projec
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_pictures_equal_those_of_diffusers_with_the_exported_file(
-    train: Callable[..., Project], *, dora: bool
+    trained: Project, train: Callable[..., Project], *, dora: bool
 ) -> None:
-    project = train(lora={**LORA, "dora": dora}, sample_every=0)
+    project = train(lora={**FEW_MODULES, "dora": True}, sample_every=0) if dora else trained
     job = drawn(project, strengths=(0.0, 1.0, 0.5, -1.0), seed=11)
 
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
@@ -198,13 +180,13 @@ def test_pictures_with_references_equal_the_previews_and_those_of_diffusers(
     for file, size in zip(files, ((64, 96, 3), (99, 75, 3)), strict=True):
         Image.fromarray(noise.integers(0, 256, size, dtype=np.uint8)).save(file)
     prompts = [{**PROMPTS[0], "references": [str(file) for file in order]} for order in (files, files[::-1])]
-    project = train("klein", sample_prompts=[*prompts, PROMPTS[0]])
+    project = train("klein", sample_prompts=[*prompts, PROMPTS[0]], sample_every=2, checkpoint_every=2)
     job = drawn(project)
 
     samples = RunLayout(run_folders(project)[0]).previews
     for cell in job.cells():
-        assert np.array_equal(pixels(cell.path), pixels(preview_file(samples, 4, cell.number)))
-    with Image.open(preview_file(samples, 4, 0)) as picture:
+        assert np.array_equal(pixels(cell.path), pixels(preview_file(samples, 2, cell.number)))
+    with Image.open(preview_file(samples, 2, 0)) as picture:
         assert picture.info["references"] == "before.png, style.png"
 
     pipeline: Any = diffusers.Flux2KleinPipeline.from_pretrained(job.base)
@@ -242,10 +224,9 @@ def test_pictures_with_references_equal_the_previews_and_those_of_diffusers(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_prompt_outside_of_the_cache_gets_the_values_that_the_cache_would_store(
-    make_project: Callable[..., Project], tmp_path: Path, dtype: str
+    trained: Project, tmp_path: Path, dtype: str
 ) -> None:
-    project = make_project(steps=1)
-    run(project, InProcessLaunch())
+    project = trained
     file = project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors"
     text = project.recipe.text.model_copy(update={"dtype": dtype, "offload": 0})
     recipe = project.recipe.model_copy(update={"text": text})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,18 +15,19 @@ from pipeline.trained_lora.worker.adapter.lora import delta_weights
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
 from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.project import Project, project_in
 from tests.pipeline.trained_lora.runs import run
 from tests.tensor_differences import differing_tensors
-
-if TYPE_CHECKING:
-    from tests.pipeline.trained_lora.project import Project
 
 NAMES = ("pytorch_lora_weights.safetensors", "demo_kohya.safetensors", "demo_comfyui.safetensors")
 
 
-@pytest.fixture
-def trained(make_project: Callable[..., Project]) -> Project:
-    project = make_project(steps=2, lora={"rank": 3, "alpha": 1.5, "conv_rank": 2})
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_bases: dict[str, Path]) -> Project:
+    """A finished run, which tests only read."""
+    modules = ["mid_block.*.to_q", "*.conv_shortcut"]
+    lora = {"rank": 3, "alpha": 1.5, "conv_rank": 2, "modules": modules}
+    project = project_in(tmp_path_factory.mktemp("adapter"), tiny_bases, steps=1, lora=lora)
     run(project, InProcessLaunch())
     return project
 
