@@ -84,7 +84,7 @@ def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
             "learning_rate": 1e-1,
             "sample_every": 2,
             "seed": 7,
-            "sample_prompts": ["a cat"],
+            "sample_prompts": [{"prompt": "a cat", "steps": 2}],
             "lora": {"rank": 4, "alpha": 2.0},
         },
     }

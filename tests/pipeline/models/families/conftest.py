@@ -8,18 +8,22 @@ import torch
 
 from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.complete_job import check_case
-from tests.pipeline.models.families.cover import cover
-from tools.docs.families_page import module_of
 
 FOLDER = Path(__file__).parent
 
+BY_DEFAULT = ("test_flux2.py", "test_sd.py", "test_sdxl.py")
+"""Families whose complete jobs run by default: both kinds of denoisers, of noise and of text encoders.
+
+The classes of all families are compared with diffusers one by one in `models/worker/`: codecs in
+`test_vae.py`, text in `test_text.py`, noise in `test_noise.py`.
+"""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the complete jobs of families outside of the cover as slow."""
-    by_default = {f"test_{module_of(spec)}.py" for spec in cover()}
+    """Mark the complete jobs of all other families as slow."""
     for item in items:
         is_complete_job = item.path.parent == FOLDER and "the_complete_job" in item.name
-        if is_complete_job and item.path.name not in by_default:
+        if is_complete_job and item.path.name not in BY_DEFAULT:
             item.add_marker(pytest.mark.slow)
 
 
