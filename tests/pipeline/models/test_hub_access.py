@@ -17,20 +17,24 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 CODE = """\
-import sys
+import json, os, sys
 from pathlib import Path
 from pipeline.errors import ModelError
 from pipeline.models.resolve import resolve_base
 from tests.pipeline.model_recipe import recipe
-try:
-    revision = sys.argv[3] if sys.argv[3:] else None
-    resolve_base(recipe(Path(sys.argv[1]), sys.argv[2], revision=revision))
-except ModelError as err:
-    print(err)
+errors = []
+for base, revision, token in json.loads(sys.argv[2]):
+    os.environ.pop("HF_TOKEN", None)
+    os.environ.update({"HF_TOKEN": token} if token else {})
+    try:
+        resolve_base(recipe(Path(sys.argv[1]), base, revision=revision))
+    except ModelError as err:
+        errors.append(str(err))
+print(json.dumps(errors))
 """
 
 COMPONENT_CODE = """\
-import sys
+import json, sys
 from pathlib import Path
 from pipeline.errors import ModelError
 from pipeline.models.components import resolve_components
@@ -38,7 +42,7 @@ from tests.pipeline.model_recipe import recipe
 try:
     resolve_components(recipe(Path(sys.argv[1]), "models/tiny", components={"vae": sys.argv[2]}))
 except ModelError as err:
-    print(err)
+    print(json.dumps([str(err)]))
 """
 
 INVALID_TOKEN = "Invalid credentials in Authorization header"
@@ -103,14 +107,14 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def resolve(folder: Path, *arguments: str, code: str = CODE, **environment: str) -> str:
-    """Resolve a base model, or what `code` resolves, in another process, and return its error.
+def resolve(folder: Path, argument: str, *, code: str = CODE, **environment: str) -> list[str]:
+    """Resolve base models, or what `code` resolves, in another process, and return their errors.
 
     The test fails if a request is repeated: huggingface_hub then logs "Retrying in 1s".
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     process = subprocess.run(
-        [sys.executable, "-c", code, str(folder), *arguments],
+        [sys.executable, "-c", code, str(folder), argument],
         cwd=ROOT,
         env={**inherited, "HF_HOME": str(folder / "hf"), **environment},
         capture_output=True,
@@ -118,63 +122,66 @@ def resolve(folder: Path, *arguments: str, code: str = CODE, **environment: str)
         check=True,
     )
     assert "Retrying" not in process.stderr, process.stderr
-    return process.stdout
+    return json.loads(process.stdout)
 
 
-REFUSED: dict[str, tuple[tuple[str, ...], str | None, str, str]] = {
-    "gated without a token": (("someone/gated",), None, "is gated, and this machine is not", "hf auth login"),
-    "gated with a token": (
-        ("someone/gated",),
-        "hf_valid",
-        "is gated, and the account",
-        "accept the licence on",
-    ),
-    "an invalid token": (("someone/tiny",), "hf_expired", "refuses the access token", "unset HF_TOKEN"),
-    "not found": (("someone/tniy",), "hf_valid", "does not exist on the Hub", "check the spelling of"),
-    "not found without a token": (("someone/tniy",), None, "is not logged in", "check the spelling of"),
-    "an unknown revision": (("someone/tiny", "none"), None, "have the requested revision", "branch, tag or"),
-    "a repository without an index": (("someone/single",), None, "lacks a file", "in the diffusers format"),
-}
+def one_base(name: str) -> str:
+    """Return the argument of `CODE` for a base model without revision and token."""
+    return json.dumps([[name, None, None]])
 
 
-@pytest.mark.parametrize("cause", REFUSED)
+REFUSED = [
+    ("someone/gated", None, None, "is gated, and this machine is not", "hf auth login"),
+    ("someone/gated-2", None, "hf_valid", "is gated, and the account", "accept the licence on"),
+    ("someone/tiny-2", None, "hf_expired", "refuses the access token", "unset HF_TOKEN"),
+    ("someone/tniy", None, "hf_valid", "does not exist on the Hub", "check the spelling of"),
+    ("someone/tniy-2", None, None, "is not logged in", "check the spelling of"),
+    ("someone/tiny", "none", None, "have the requested revision", "branch, tag or"),
+    ("someone/single", None, None, "lacks a file", "in the diffusers format"),
+]
+"""Repository, revision and token, with parts of the message and of the fix."""
+
+
 def test_each_refusal_of_the_hub_has_its_own_message_and_fix_without_retries(
-    tmp_path: Path, hub: tuple[str, list[str]], cause: str
+    tmp_path: Path, hub: tuple[str, list[str]]
 ) -> None:
-    arguments, token, message, fix = REFUSED[cause]
     address, requests = hub
-    environment = {"HF_ENDPOINT": address} | ({} if token is None else {"HF_TOKEN": token})
-    error = resolve(tmp_path, *arguments, **environment)
-    what, where, fixes = error.partition("\n  where: ")[0], error, error.partition("\n  fix:   ")[2]
-    assert what.startswith(f"{arguments[0]} is not a local folder and ")
-    assert message in what
-    assert ", model.base" in where
-    assert fix in fixes
-    # Other requests are huggingface_hub's own: it may ask for a list of coding agents once a day.
-    attempts = [request for request in requests if arguments[0] in request]
-    assert len(attempts) <= 2, attempts
+    errors = resolve(tmp_path, json.dumps([case[:3] for case in REFUSED]), HF_ENDPOINT=address)
+    for (name, _, _, message, fix), error in zip(REFUSED, errors, strict=True):
+        what, fixes = error.partition("\n  where: ")[0], error.partition("\n  fix:   ")[2]
+        assert what.startswith(f"{name} is not a local folder and ")
+        assert message in what
+        assert ", model.base" in error
+        assert fix in fixes
+        # Other requests are huggingface_hub's own: it may ask for a list of coding agents once a day.
+        attempts = [request for request in requests if f"{name}/" in f"{request}/"]
+        assert 1 <= len(attempts) <= 2, attempts
 
 
 def test_without_a_network_there_is_one_attempt(tmp_path: Path) -> None:
-    error = resolve(tmp_path, "someone/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    (error,) = resolve(tmp_path, one_base("someone/tiny"), HF_ENDPOINT="http://127.0.0.1:9")
     assert "could not be downloaded from the Hub: " in error
     assert "Connection refused" in error
     assert "check the network" in error
 
 
-@pytest.mark.parametrize("code", [CODE, COMPONENT_CODE], ids=["base model", "component"])
+@pytest.mark.parametrize(
+    ("code", "argument"),
+    [(CODE, one_base("someone/down")), (COMPONENT_CODE, "someone/down")],
+    ids=["base model", "component"],
+)
 def test_a_hub_that_is_unavailable_gets_one_request(
-    tmp_path: Path, hub: tuple[str, list[str]], code: str
+    tmp_path: Path, hub: tuple[str, list[str]], code: str, argument: str
 ) -> None:
     address, requests = hub
-    error = resolve(tmp_path, "someone/down", code=code, HF_ENDPOINT=address)
+    (error,) = resolve(tmp_path, argument, code=code, HF_ENDPOINT=address)
     assert "could not be downloaded from the Hub: " in error
     assert len([request for request in requests if "someone/down" in request]) == 1
 
 
 def test_offline_mode_requests_nothing(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
     address, requests = hub
-    error = resolve(tmp_path, "someone/tiny", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
+    (error,) = resolve(tmp_path, one_base("someone/tiny"), HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
     assert "because HF_HUB_OFFLINE is set" in error
     assert "unset HF_HUB_OFFLINE" in error
     assert requests == []
