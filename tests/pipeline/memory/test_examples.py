@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "configs" / "examples"
 PROMISE = re.compile(r"^# Fits a GPU of (\d+) GB", re.MULTILINE)
 BASE = re.compile(r"^  base: (\S+)", re.MULTILINE)
 BY_BASE = {each.hub_id: each for each in PUBLISHED}
-FAST = ("flowers_sd15", "flowers_flux2_klein")
+FAST = ("flowers_sd15",)
 NAMES = [
     pytest.param(path.stem, marks=[] if path.stem in FAST else [pytest.mark.slow])
     for path in sorted(EXAMPLES.glob("*.yaml"))

@@ -17,9 +17,11 @@ from pipeline.recipe import recipe_from_mapping
 GIB = 2**30
 
 
-@pytest.fixture
-def forecast(tmp_path: Path) -> Any:
-    """Return the forecast of a recipe with changed sections."""
+@pytest.fixture(scope="module")
+def forecast(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the forecast of a recipe with changed sections; equal ones are computed once."""
+    tmp_path = tmp_path_factory.mktemp("forecast")
+    known: dict[str, MemoryForecast] = {}
     published = next(each for each in PUBLISHED if each.name == "FLUX.1 dev")
     transformer = {**published.networks["transformer"], "num_layers": 2, "num_single_layers": 4}
     networks = {**published.networks, "transformer": transformer}
@@ -33,7 +35,10 @@ def forecast(tmp_path: Path) -> Any:
             "training": {"gradient_checkpointing": True},
         }
         recipe = recipe_from_mapping("memory", values | sections)
-        return forecast_stages(MemoryJob(recipe, folder, {}, card_bytes))
+        key = f"{card_bytes} {recipe.model_dump_json()}"
+        if key not in known:
+            known[key] = forecast_stages(MemoryJob(recipe, folder, {}, card_bytes))
+        return known[key]
 
     return run
 
