@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
 from pipeline.models.worker.family import load_family
@@ -15,7 +14,7 @@ from pipeline.trained_lora.run_folder import RunLayout, lora_steps
 from pipeline.trained_lora.worker import loop
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint
-from tests.pipeline.trained_lora.adapters import delta_weights
+from tests.pipeline.trained_lora.adapters import delta_weights, unet_pipeline
 from tests.pipeline.trained_lora.runs import bits, run_until, steps_kept
 from tests.tensor_differences import differing_tensors
 
@@ -39,7 +38,7 @@ def test_every_checkpoint_loads_in_diffusers_as_the_lora_of_its_step(
         for each in LAYOUTS:
             metadata = read_lora_file(folder / layout_file(each, "demo")).metadata
             assert (metadata["ss_steps"], metadata["ss_max_train_steps"]) == (str(step), "5")
-        pipe = StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
+        pipe = unet_pipeline(job.base)
         pipe.load_lora_weights(folder)
         loaded[step] = delta_weights(pipe.unet, "default_0")
 

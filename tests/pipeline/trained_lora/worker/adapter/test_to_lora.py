@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from peft.tuners.lokr.layer import factorization
 from safetensors.torch import load_file
 
-from demo.tiny_models import TINY
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
@@ -33,9 +32,9 @@ from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_denoiser
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from tests.in_process_worker import InProcessLaunch
-
-if TYPE_CHECKING:
-    from tests.pipeline.trained_lora.project import Project
+from tests.pipeline.trained_lora.adapters import unet_pipeline
+from tests.pipeline.trained_lora.project import FEW_MODULES, Project, project_in
+from tests.tiny_models import TinyModel
 
 # diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -64,17 +63,18 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Loose:
-    """A denoiser with large adapter weights, and its exported files."""
+    """A denoiser with large adapter weights."""
 
-    def __init__(self, project: Project, folder: Path, lora: dict[str, Any]) -> None:
-        settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
+    def __init__(self, project: Project, kind: str) -> None:
+        lora = {"rank": 4, "alpha": 2.0, **KINDS[kind]}
+        settings = LoraSettings.model_validate_json(json.dumps(lora))
         self.job = project.changed("kind", lora=settings).job()
-        family = load_family(self.job.base)
-        self.denoiser: Any = Engine(self.job, family).denoiser.eval()
+        self.denoiser: Any = Engine(self.job, load_family(self.job.base)).denoiser.eval()
         loosen(self.denoiser)
-        self.exporter = Exporter(family, "demo", header_metadata(self.job, family))
-        self.files = self.exporter.export({"": self.denoiser}, folder)
-        self.folder = folder
+
+    def export(self, folder: Path) -> None:
+        family = load_family(self.job.base)
+        Exporter(family, "demo", header_metadata(self.job, family)).export({"": self.denoiser}, folder)
 
     def modules(self) -> list[LoraModule]:
         return describe_denoiser(load_family(self.job.base), self.denoiser)
@@ -98,7 +98,7 @@ def output(unet: Any) -> torch.Tensor:
 
 
 def loaded(base: Path, folder: Path, name: str | None = None) -> Any:
-    pipe = StableDiffusionPipeline.from_pretrained(base, safety_checker=None)
+    pipe = unet_pipeline(base)
     pipe.load_lora_weights(folder, **({"weight_name": name} if name else {}))
     return pipe.unet.eval()
 
@@ -118,10 +118,10 @@ def by_formula(weight: torch.Tensor, tensors: Tensors, key: str, *, base_rows: b
     return adapted * (tensors[f"{key}.dora_scale"].flatten() / lengths).reshape(-1, *[1] * (weight.ndim - 1))
 
 
-def merged(loose: Loose, layout: Any) -> Any:
+def merged(loose: Loose, folder: Path, layout: Any) -> Any:
     """Return the base model with a file's weights merged."""
     unet = UNet2DConditionModel.from_pretrained(loose.job.base / "unet").eval()
-    tensors = load_file(loose.folder / layout_file(layout, "demo"))
+    tensors = load_file(folder / layout_file(layout, "demo"))
     for module in loose.modules():
         key = module.kohya if layout == "kohya" else module.comfyui
         weight = unet.get_submodule(module.name).weight.data
@@ -129,44 +129,51 @@ def merged(loose: Loose, layout: Any) -> Any:
     return unet
 
 
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, tiny_bases: dict[str, Path]) -> Project:
+    """A project whose base model and cache tests only read."""
+    return project_in(tmp_path_factory.mktemp("project"), tiny_bases)
+
+
+@pytest.fixture(scope="module")
+def plain(project: Project) -> torch.Tensor:
+    """The output of the base model."""
+    return output(UNet2DConditionModel.from_pretrained(Path(project.recipe.model.base) / "unet").eval())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_R06_the_base_model_with_any_file_equals_the_trained_model(
-    make_project: Callable[..., Project], tmp_path: Path, kind: str
+    project: Project, plain: torch.Tensor, tmp_path: Path, kind: str
 ) -> None:
-    loose = Loose(make_project(), tmp_path / "lora", KINDS[kind])
+    loose = Loose(project, kind)
+    loose.export(tmp_path)
     expected = output(loose.denoiser)
-    plain = output(UNet2DConditionModel.from_pretrained(loose.job.base / "unet").eval())
     assert (expected - plain).abs().max() > 0.05
-    torch.testing.assert_close(output(loaded(loose.job.base, loose.folder)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output(loaded(loose.job.base, tmp_path)), expected, rtol=0, atol=1e-4)
     for layout in ("kohya", "comfyui"):
-        torch.testing.assert_close(output(merged(loose, layout)), expected, rtol=0, atol=1e-4)
-    if kind in {
-        "patterns",
-        "attention",
-        "blocks",
-        "locon",
-    }:  # diffusers reads no DoRA and one alpha per network
-        kohya = loaded(loose.job.base, loose.folder, "demo_kohya.safetensors")
+        torch.testing.assert_close(output(merged(loose, tmp_path, layout)), expected, rtol=0, atol=1e-4)
+    if kind in {"patterns", "attention", "blocks", "locon"}:  # diffusers reads no DoRA, and one alpha
+        kohya = loaded(loose.job.base, tmp_path, "demo_kohya.safetensors")
         torch.testing.assert_close(output(kohya), expected, rtol=0, atol=1e-4)
 
 
-def test_ranks_and_scales_follow_the_recipe(make_project: Callable[..., Project], tmp_path: Path) -> None:
-    loose = Loose(make_project(), tmp_path / "lora", KINDS["ranks"])
+def test_ranks_and_scales_follow_the_recipe(project: Project) -> None:
+    loose = Loose(project, "ranks")
     sizes = {module.name: (module.rank, module.alpha) for module in loose.modules()}
     attn2 = {size for name, size in sizes.items() if ".attn2." in name}
     assert attn2 == {(8, 4.0)}  # the first matching pattern wins; alpha is scaled in proportion
     assert {size for name, size in sizes.items() if "mid" in name and ".attn1." in name} == {(2, 6.0)}
     assert {size for name, size in sizes.items() if "mid" not in name and ".attn1." in name} == {(4, 2.0)}
-    roots = Loose(make_project(), tmp_path / "roots", KINDS["rslora"])
+    roots = Loose(project, "rslora")
     scales = {name: module.scaling["default"] for name, module in lora_modules(roots.denoiser)}
     assert {scale for name, scale in scales.items() if name.endswith("to_k")} == {3.0 / 9**0.5}
     assert {scale for name, scale in scales.items() if name.endswith("to_q")} == {2.0 / 4**0.5}
 
 
 def test_a_loha_is_a_product_of_two_products_and_its_files_hold_a_lora_of_squared_rank(
-    make_project: Callable[..., Project], tmp_path: Path
+    project: Project,
 ) -> None:
-    loose = Loose(make_project(), tmp_path / "lora", KINDS["loha"])
+    loose = Loose(project, "loha")
     name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     layer = loose.denoiser.get_submodule(name)
     a, b, c, d = (getattr(layer, f"hada_w{side}")["default"] for side in ("1_a", "1_b", "2_a", "2_b"))
@@ -178,9 +185,9 @@ def test_a_loha_is_a_product_of_two_products_and_its_files_hold_a_lora_of_square
 
 
 def test_a_lokr_is_a_kronecker_product_and_its_files_hold_a_lora_of_the_product_of_ranks(
-    make_project: Callable[..., Project], tmp_path: Path
+    project: Project,
 ) -> None:
-    loose = Loose(make_project(), tmp_path / "lora", KINDS["lokr"])
+    loose = Loose(project, "lokr")
     block = "mid_block.attentions.0.transformer_blocks.0"
     factored, full = (loose.denoiser.get_submodule(f"{block}.{name}.to_q") for name in ("attn1", "attn2"))
     left, a, b = (getattr(factored, f"lokr_{side}")["default"] for side in ("w1", "w2_a", "w2_b"))
@@ -213,14 +220,12 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     make_project: Callable[..., Project], kind: str
 ) -> None:
     lora = {"rank": 4, "alpha": 2.0, **KINDS[kind], "targets": "blocks"}
-    plain = kind == "dora ranks rslora"
-    if plain:
-        lora["dropout"] = 0.2
-    cuts = (1, 3) if plain else (2,)
-    project = make_project(lora=lora, gradient_accumulation=1, steps=2 + 2 * len(cuts))
+    if kind == "dora ranks rslora":
+        lora = {**FEW_MODULES, **KINDS[kind], "dropout": 0.2}
+    project = make_project(lora=lora, gradient_accumulation=1, steps=4)
 
-    def files(which: Project, *stops: int) -> dict[str, list[bytes]]:
-        for stop in stops:
+    def files(which: Project, stop: int | None = None) -> dict[str, list[bytes]]:
+        if stop is not None:
             with pytest.raises(LaunchError, match="stopped"):
                 train_lora(which.recipe, which.latents, which.text, launch=InProcessLaunch(stop), log=print)
         train_lora(which.recipe, which.latents, which.text, launch=InProcessLaunch(), log=print)
@@ -230,7 +235,7 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     uninterrupted = files(project)
     findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
     assert [finding.name for finding in findings if not finding.passed] == []
-    assert files(project.changed("cut"), *cuts) == uninterrupted
+    assert files(project.changed("cut"), stop=2) == uninterrupted
     if kind == "loha":
         expected_text = {"trained_as": {"algo": "loha", "dim": 4, "alpha": 2.0}}
     elif kind == "lokr":
@@ -249,7 +254,7 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
 def test_R06_the_gates_find_an_adapter_that_never_left_its_initial_weights(
     make_project: Callable[..., Project], init: str
 ) -> None:
-    lora = {"rank": 4, "alpha": 2.0, "init": init}
+    lora = {**FEW_MODULES, "init": init}
     project = make_project(lora=lora, gradient_accumulation=1, steps=1, learning_rate=1e-60)
     train_lora(project.recipe, project.latents, project.text, launch=InProcessLaunch(), log=print)
     findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
@@ -264,7 +269,7 @@ def test_R06_in_bfloat16_training_changes_the_output_and_svd_initialisation_does
     make_project: Callable[..., Project], lora: dict[str, Any]
 ) -> None:
     """Autocast caches cast weights, so a change within one context would go unnoticed."""
-    project = make_project(lora={"rank": 4, "alpha": 2.0, **lora})
+    project = make_project(lora={**FEW_MODULES, **lora})
     job = project.changed("half", mixed_precision="bf16").job()
     family = load_family(job.base)
     engine = Engine(job, family)
@@ -318,9 +323,10 @@ def effective(module: Any) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_R06_fused_layers_hold_the_trained_parts(tmp_path: Path, kind: str, lora: dict[str, Any]) -> None:
-    TINY[kind](tmp_path / "base")
-    family = load_family(tmp_path / "base")
+def test_R06_fused_layers_hold_the_trained_parts(
+    tiny_model: TinyModel, tmp_path: Path, kind: str, lora: dict[str, Any]
+) -> None:
+    family = load_family(tiny_model(kind))
     denoiser: Any = family.denoiser.load("float32", "cpu")
     settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)

@@ -47,11 +47,6 @@ def engine(project: Project, **lora: Any) -> Engine:
     return Engine(job, load_family(job.base))
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return KINDS[request.param]
-
-
 def files(project: Project, folder: Path, **lora: Any) -> Engine:
     """Export a trained adapter to `folder` and return its engine."""
     source = engine(project, **lora)
@@ -63,19 +58,19 @@ def files(project: Project, folder: Path, **lora: Any) -> Engine:
     return source
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
-    make_project: Callable[..., Project], tmp_path: Path, kind: dict[str, Any], layout: Any
+    make_project: Callable[..., Project], tmp_path: Path, kind: str
 ) -> None:
-    project = make_project()
-    source = files(project, tmp_path / "lora", **kind)
-    path = tmp_path / "lora" / layout_file(layout, "demo")
-    require_start_file(project.changed("started", lora=settings(start_from=path, **kind)).recipe)
-    started = engine(project, start_from=path, **kind)
-    expected, actual = adapter_state(source.denoiser), adapter_state(started.denoiser)
-    assert set(actual) == set(expected)
-    for name, weight in actual.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
+    project, lora = make_project(), KINDS[kind]
+    expected = adapter_state(files(project, tmp_path / "lora", **lora).denoiser)
+    for layout in LAYOUTS:
+        path = tmp_path / "lora" / layout_file(layout, "demo")
+        require_start_file(project.changed("started", lora=settings(start_from=path, **lora)).recipe)
+        actual = adapter_state(engine(project, start_from=path, **lora).denoiser)
+        assert set(actual) == set(expected)
+        for name, weight in actual.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
 
 
 def test_another_alpha_rescales_the_weights_and_half_precision_files_are_read(

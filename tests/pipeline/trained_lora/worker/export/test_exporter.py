@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
@@ -30,7 +31,7 @@ from pipeline.trained_lora.worker.export import exporter, layouts
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from tests.pipeline.trained_lora.adapters import delta_weights
-from tests.pipeline.trained_lora.project import ALL_MODULES
+from tests.pipeline.trained_lora.project import ALL_MODULES, project_in
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -54,9 +55,23 @@ class Trained:
         return self.exporter.export(self.engine.networks, folder)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_bases: dict[str, Path]) -> Trained:
+    """An adapter of all modules, which tests do not change."""
+    return Trained(project_in(tmp_path_factory.mktemp("trained"), tiny_bases, lora=ALL_MODULES))
+
+
+@pytest.fixture(scope="module")
+def exported_once(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    trained.export(folder)
+    return folder
+
+
 @pytest.fixture
-def trained(make_project: Callable[..., Project]) -> Trained:
-    return Trained(make_project(lora=ALL_MODULES))
+def files(exported_once: Path, tmp_path: Path) -> Path:
+    """A folder with the files of `trained`, which the test may change."""
+    return shutil.copytree(exported_once, tmp_path / "files")
 
 
 def picture(base: Path, lora: Path | None, weight_name: str | None = None) -> np.ndarray[Any, Any]:
@@ -70,13 +85,12 @@ def picture(base: Path, lora: Path | None, weight_name: str | None = None) -> np
 
 
 def test_R06_load_lora_weights_draws_the_same_picture_from_folder_and_kohya_file(
-    trained: Trained, tmp_path: Path
+    trained: Trained, files: Path
 ) -> None:
-    trained.export(tmp_path / "lora")
     base = trained.job.base
     plain = picture(base, None)
-    adapted = picture(base, tmp_path / "lora")
-    kohya = picture(base, tmp_path / "lora", "demo_kohya.safetensors")
+    adapted = picture(base, files)
+    kohya = picture(base, files, "demo_kohya.safetensors")
     assert np.abs(adapted - plain).max() > 0.02
     np.testing.assert_allclose(kohya, adapted, atol=1e-4)
 
@@ -130,9 +144,8 @@ def test_E09_a_file_that_comfyui_applies_with_another_strength_says_so(
     assert {layout: note for layout, note in notes.items() if "ComfyUI" not in note} == {}
 
 
-def test_each_layout_has_the_keys_of_its_loader(trained: Trained, tmp_path: Path) -> None:
-    trained.export(tmp_path)
-    keys = {layout: set(read_lora_file(tmp_path / layout_file(layout, "demo")).tensors) for layout in LAYOUTS}
+def test_each_layout_has_the_keys_of_its_loader(files: Path) -> None:
+    keys = {layout: set(read_lora_file(files / layout_file(layout, "demo")).tensors) for layout in LAYOUTS}
     path = "attentions.0.transformer_blocks.0.attn2.to_k"
     assert f"unet.down_blocks.0.{path}.lora_A.weight" in keys["diffusers"]
     assert f"lora_unet_down_blocks_0_{path.replace('.', '_')}.lora_down.weight" in keys["kohya"]
@@ -179,8 +192,9 @@ def test_files_of_half_size_hold_the_rounded_factors(
 
 @pytest.mark.parametrize("number", [0, 1], ids=["down", "up"])
 def test_a_number_beyond_float16_is_an_error_and_not_an_infinity(
-    trained: Trained, tmp_path: Path, number: int
+    make_project: Callable[..., Project], tmp_path: Path, number: int
 ) -> None:
+    trained = Trained(make_project())
     with torch.no_grad():
         trained.engine.weights[number][0, 0] = 1e6
     metadata = header_metadata(trained.job, trained.family)
@@ -248,22 +262,20 @@ def cases(values: Iterable[Any], bounded: Set[tuple[str, Any]]) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
 @pytest.mark.parametrize(("layout", "damage"), cases(DAMAGES, BOUNDED_DAMAGES))
 def test_R06_a_file_that_does_not_reproduce_the_adapter_is_an_error(
-    trained: Trained, tmp_path: Path, layout: Layout, damage: str
+    trained: Trained, files: Path, layout: Layout, damage: str
 ) -> None:
-    trained.export(tmp_path)
-    path = tmp_path / layout_file(layout, "demo")
+    path = files / layout_file(layout, "demo")
     damage_file(path, damage)
     with pytest.raises(TrainingError) as excinfo:
-        trained.exporter.verify(trained.engine.networks, tmp_path)
+        trained.exporter.verify(trained.engine.networks, files)
     assert path.name in excinfo.value.where
 
 
 @pytest.mark.parametrize(("layout", "position"), cases(FLIPPED, BOUNDED_FLIPS))
 def test_R06_a_flipped_byte_anywhere_in_the_numbers_is_an_error(
-    trained: Trained, tmp_path: Path, layout: Layout, position: float
+    trained: Trained, files: Path, layout: Layout, position: float
 ) -> None:
-    trained.export(tmp_path)
-    path = tmp_path / layout_file(layout, "demo")
+    path = files / layout_file(layout, "demo")
     file = read_lora_file(path)
     content = bytearray(path.read_bytes())
     # The first byte of a little-endian float32 holds its least significant bits.
@@ -271,7 +283,7 @@ def test_R06_a_flipped_byte_anywhere_in_the_numbers_is_an_error(
     content[file.header_bytes + 4 * int(position * (num_numbers - 1))] ^= 0xFF
     path.write_bytes(content)
     with pytest.raises(TrainingError) as excinfo:
-        trained.exporter.verify(trained.engine.networks, tmp_path)
+        trained.exporter.verify(trained.engine.networks, files)
     assert path.name in excinfo.value.where
 
 
