@@ -28,6 +28,7 @@ from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.packs_case import pack_everything
+from tests.pipeline.trained_lora.project import FEW_MODULES
 from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 from tests.tensor_differences import differing_tensors
 
@@ -71,11 +72,12 @@ def test_a_finished_run_writes_its_files_table_and_provenance(
 def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch = make_project(sample_every=6, sample_prompts=["a `red` cat"]), InProcessLaunch()
+    prompt, launch = {"prompt": "a `red` cat", "steps": 2}, InProcessLaunch()
+    project = make_project(steps=1, sample_every=6, sample_prompts=[prompt])
     run(project, launch)
     lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
     assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
-    assert "1. `` a `red` cat ``" in (lora / "README.md").read_text()
+    assert "1. `` a `red` cat (steps: 2) ``" in (lora / "README.md").read_text()
     assert {path.name for path in report.iterdir()} == {
         "before_after.jpg",
         "loss.png",
@@ -87,26 +89,23 @@ def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     assert not (report / "samples.jpg").exists()
 
 
-def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
-    make_project: Callable[..., Project],
-) -> None:
-    project, launch, log = make_project(), InProcessLaunch(), list[str]()
-    first = run(project, launch)
-    second = run(project, launch, log)
-    assert len(launch.job_files) == 1, "the second run must not launch a training"
+def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(trained: Project) -> None:
+    launch, log = InProcessLaunch(), list[str]()
+    lora = trained.recipe.output_dir / "lora"
+    table, original = pl.read_parquet(lora / "samples.parquet"), load_file(lora / FILES[-1])
+    second = run(trained, launch, log)
+    assert launch.job_files == [], "the second run must not launch a training"
     assert second.report["launched"] is False
     assert "nothing is launched" in "\n".join(log)
-    assert second.table.equals(first.table)
-    original = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
-    (run_folders(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
-    third = run(project, launch)
-    assert len(launch.job_files) == 2
-    assert third.report["resumed_from"] == 6
-    exported = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
-    assert differing_tensors(exported, original) == []
+    assert second.table.equals(table)
+    (run_folders(trained)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
+    third = run(trained, launch)
+    assert len(launch.job_files) == 1
+    assert third.report["resumed_from"] == 4
+    assert differing_tensors(load_file(lora / FILES[-1]), original) == []
 
 
-def test_packing_the_cache_changes_neither_a_finished_run_nor_its_provenance(
+def test_packing_the_cache_changes_neither_a_finished_run_nor_the_lora_of_another_one(
     make_project: Callable[..., Project],
 ) -> None:
     project, launch = make_project(), InProcessLaunch()
@@ -119,11 +118,6 @@ def test_packing_the_cache_changes_neither_a_finished_run_nor_its_provenance(
     assert second.table.equals(first.table)
     assert read_provenance(lora) == record
 
-
-def test_a_training_from_packs_gives_the_lora_of_single_entries(make_project: Callable[..., Project]) -> None:
-    project, launch = make_project(), InProcessLaunch()
-    run(project, launch)
-    pack_everything(project.recipe.cache_dir)
     other = project.changed("from packs")
     run(other, launch)
     assert len(launch.job_files) == 2
@@ -203,11 +197,9 @@ def test_a_training_from_remote_packs_and_their_copies_gives_the_lora_of_single_
     assert differing_tensors(by_ranges, single) == differing_tensors(from_copies, single) == []
 
 
-def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
-    project = make_project()
-    run(project, InProcessLaunch())
+def test_a_finished_run_imports_no_torch(trained: Project, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.json"
-    recipe.write_text(project.recipe.model_dump_json())
+    recipe.write_text(trained.recipe.model_dump_json())
     script = f"""
 import sys
 from pathlib import Path
@@ -233,11 +225,8 @@ assert not heavy, heavy
     assert completed.returncode == 0, completed.stderr
 
 
-def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference(
-    make_project: Callable[..., Project],
-) -> None:
-    project, launch, log = make_project(), InProcessLaunch(), list[str]()
-    run(project, launch)
+def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference(trained: Project) -> None:
+    project, launch, log = trained, InProcessLaunch(), list[str]()
     old = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())["run"]
     other = project.changed("output", learning_rate=2e-2)
     run(other, launch, log)
@@ -245,7 +234,7 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     (difference,) = [line for line in log if "is new; it differs from" in line]
     assert f"differs from {old} in optimizer.learning_rate 0.01 -> 0.02" in difference
     changed_back = run(project, launch)
-    assert len(launch.job_files) == 2
+    assert len(launch.job_files) == 1
     assert changed_back.report["run"] == old
     record = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())
     assert record["run"] == old
@@ -253,24 +242,19 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
 
 @pytest.mark.parametrize("update", [{"checkpoint_every": 3}, {"sample_every": 4}], ids=str)
 def test_preview_and_checkpoint_intervals_do_not_start_a_new_run(
-    make_project: Callable[..., Project], update: dict[str, Any]
+    trained: Project, update: dict[str, Any]
 ) -> None:
-    project, launch = make_project(), InProcessLaunch()
-    run(project, launch)
-    assert not run(project.changed("output", **update), launch).report["launched"]
+    assert not run(trained.changed("output", **update), InProcessLaunch()).report["launched"]
 
 
-def test_more_steps_resume_a_run_if_the_schedule_does_not_depend_on_them(
-    make_project: Callable[..., Project],
-) -> None:
-    project, launch = make_project(), InProcessLaunch()
-    run(project, launch)
-    longer = run(project.changed("output", steps=9), launch)
-    assert longer.report["resumed_from"] == 6
-    assert len(run_folders(project)) == 1
-    shorter = run(project, launch)
-    assert shorter.report["resumed_from"] == 6
-    assert shorter.report["steps"] == 6
+def test_more_steps_resume_a_run_if_the_schedule_does_not_depend_on_them(trained: Project) -> None:
+    launch = InProcessLaunch()
+    longer = run(trained.changed("output", steps=6), launch)
+    assert longer.report["resumed_from"] == 4
+    assert len(run_folders(trained)) == 1
+    shorter = run(trained, launch)
+    assert shorter.report["resumed_from"] == 4
+    assert shorter.report["steps"] == 4
 
 
 def test_epochs_are_converted_to_steps_and_plan_completed_uses_that_number(
@@ -301,11 +285,8 @@ def completed(project: Project) -> bool:
     return next(each.passed for each in trained_lora.run(context) if each.name == "plan_completed")
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_files_of_half_size_pass_all_checks_of_their_run(
-    make_project: Callable[..., Project], name: str
-) -> None:
-    project = make_project(lora={"rank": 4, "alpha": 2.0, "save_dtype": name})
+def test_files_of_half_size_pass_all_checks_of_their_run(make_project: Callable[..., Project]) -> None:
+    project = make_project(steps=2, lora={**FEW_MODULES, "save_dtype": "bfloat16"})
     run(project, InProcessLaunch())
     context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
     findings = trained_lora.run(context)
