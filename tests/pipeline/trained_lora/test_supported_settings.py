@@ -28,6 +28,7 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.runs import run
+from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from pipeline.models.families import Prediction
@@ -108,13 +109,14 @@ def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
 # diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_a_shift_is_an_error_for_exactly_the_families_in_which_it_has_no_effect(tmp_path: Path) -> None:
+def test_a_shift_is_an_error_for_exactly_the_families_in_which_it_has_no_effect(
+    tiny_model: TinyModel,
+) -> None:
     """Compares the timesteps with and without a shift, for every family that uses flow matching."""
     shifted = TrainingSettings.model_validate({"timesteps": {"shift": 9.0}})
     ignored: list[str] = []
-    for name, make in TINY.items():
-        make(tmp_path / name)
-        family = load_family(tmp_path / name)
+    for name in TINY:
+        family = load_family(tiny_model(name))
         require_replaceable_shift(TrainingSettings(), family)
         if family.prediction_type() != "flow":
             continue

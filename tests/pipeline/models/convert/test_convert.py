@@ -120,7 +120,6 @@ def widen_transformer(model: Path, kind: str) -> None:
     ("stored", "written"),
     [
         ({"": torch.float16}, torch.float16),
-        ({"": torch.bfloat16}, torch.bfloat16),
         ({"": torch.bfloat16, "out.": torch.float32}, torch.float32),
         ({"": torch.bfloat16, "out.": torch.float16}, torch.float32),
     ],

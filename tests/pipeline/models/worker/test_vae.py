@@ -18,6 +18,7 @@ from pipeline.errors import ModelError
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.loading import load_component
 from pipeline.models.worker.vae import FrameCodec
+from tests.tiny_models import TinyModel
 
 VAES = ["Stable Diffusion XL", "Qwen-Image", "Qwen-Image 2.1", "Bria FIBO", "Sana", "FLUX.2 klein"]
 """Kinds of models with different classes of VAEs."""
@@ -30,9 +31,8 @@ float16, in which latents are stored, rounds values of this size by up to 2.4e-4
 
 
 @pytest.fixture
-def family(tmp_path: Path, request: pytest.FixtureRequest) -> WorkerFamily:
-    TINY[request.param](tmp_path / "tiny")
-    return load_family(tmp_path / "tiny")
+def family(tiny_model: TinyModel, request: pytest.FixtureRequest) -> WorkerFamily:
+    return load_family(tiny_model(request.param))
 
 
 def pixels(count: int) -> torch.Tensor:

@@ -23,8 +23,7 @@ from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, loss_weights, micro_inputs, prefetch
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.pipeline.trained_lora.runs import run_until
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -98,17 +97,7 @@ def test_T04_training_needs_no_text_encoder_and_no_vae(
     base = shutil.copytree(job.base, tmp_path / "denoiser_only")
     for part in ("text_encoder", "tokenizer", "vae"):
         shutil.rmtree(base / part)
-    assert train(replace(job, base=base), Quiet(), StopRequest())
-
-
-class Quiet:
-    def info(self, text: str) -> None:
-        pass
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        pass
+    assert run_until(replace(job, base=base))[0]
 
 
 def test_a_job_reads_back_as_it_was_written(make_project: Callable[..., Project]) -> None:

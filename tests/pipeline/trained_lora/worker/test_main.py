@@ -20,11 +20,10 @@ from demo.tiny_models import TINY
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stop_request import StopRequest
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS
 from tests.pipeline.trained_lora.project import ALL_MODULES
 from tests.pipeline.trained_lora.rank_server import RankServer
+from tests.pipeline.trained_lora.runs import run_until
 from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.tensor_differences import differing_tensors
 
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
 STEPS = 40
-
-
-class Silent:
-    """A report that discards everything."""
-
-    def info(self, text: str) -> None: ...
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, num_steps_done: int, total: int, text: str, **details: str) -> None: ...
 
 
 def outcome(job: TrainingJob) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
@@ -53,7 +43,7 @@ def in_this_process(job: TrainingJob) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert train(job, Silent(), StopRequest())
+        assert run_until(job)[0]
     finally:
         torch.set_num_threads(threads)
     return outcome(job)

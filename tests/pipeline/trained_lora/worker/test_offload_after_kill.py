@@ -22,11 +22,10 @@ from pipeline.models.worker.offload import streamed_blocks as module
 from pipeline.processes.launch import THREADS_VARIABLE
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
 from tests.pipeline.models.worker.offload.streamed import KillingStore, PoisoningStore
-from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until
+from tests.pipeline.trained_lora.runs import RecordingReport, outcome, run_until
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -40,15 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def project_of(make_project: Callable[..., Project], **training: Any) -> Project:
     settings = {"gradient_checkpointing": True, "gradient_accumulation": 1, **training}
     return make_project(sizes={"64x64": 4}, steps=STEPS, checkpoint_every=2, **settings)
-
-
-def outcome(job: TrainingJob) -> tuple[list[tuple[float, float]], dict[str, str]]:
-    """Return the loss and gradient norm of each step, and the hashes of the LoRA."""
-    layout = RunLayout(job.folder)
-    lines = read_metrics(layout.metrics, STEPS)
-    assert [line["step"] for line in lines] == list(range(STEPS))
-    state = load_checkpoint(checkpoint_path(layout.checkpoints, STEPS), job.run)
-    return [(line["loss"], line["grad_norm"]) for line in lines], bits(state.adapter)
 
 
 def train_killed(job_file: Path, num_slots: int, steps: int, copies: int, threads: int) -> None:
@@ -87,11 +77,8 @@ def kill_and_compare(project: Project, monkeypatch: pytest.MonkeyPatch, copies: 
     assert json.loads(layout.result.read_text(encoding="utf-8"))["resumed_from"] == 2
 
 
-@pytest.mark.parametrize(
-    "copies",
-    [pytest.param(1, marks=pytest.mark.slow), 4],
-    ids=["in the forward pass", "in the backward pass"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [1, 4], ids=["in the forward pass", "in the backward pass"])
 def test_a_run_killed_between_two_copies_resumes_to_the_same_bits(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:

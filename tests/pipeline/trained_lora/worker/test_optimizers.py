@@ -15,8 +15,8 @@ from pipeline.recipe import TrainingSettings
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint, save_checkpoint
-from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.optimizers import fuses_steps, make_lr_scheduler, make_optimizer
+from tests.pipeline.trained_lora.worker.engine_steps import engine_of, one_step
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit_with_every_optimizer(
     job = make_project(steps=4, gradient_accumulation=1, **training).job()
     uninterrupted = engine_of(job)
     for step in range(4):
-        step_of(uninterrupted, job, step)
+        one_step(uninterrupted, job, step)
         if step == 1:
             checkpoint = save_checkpoint(tmp_path / "checkpoints", job.run, uninterrupted.state(2))
     resumed = engine_of(job)
@@ -193,28 +193,12 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit_with_every_optimizer(
         with resumed.result_weights():
             averaged = adapter_state(resumed.denoiser)
         assert averaged, "evaluating the result between two steps leaves no trace"
-        step_of(resumed, job, step)
+        one_step(resumed, job, step)
     with uninterrupted.result_weights(), resumed.result_weights():
         left, right = adapter_state(uninterrupted.denoiser), adapter_state(resumed.denoiser)
     assert differing_tensors(left, right) == []
     left, right = adapter_state(uninterrupted.denoiser), adapter_state(resumed.denoiser)
     assert differing_tensors(left, right) == []
-
-
-def engine_of(job: Any) -> Engine:
-    from pipeline.models.worker.family import load_family
-
-    return Engine(job, load_family(job.base))
-
-
-def step_of(engine: Engine, job: Any, step: int) -> None:
-    from pipeline.models.worker.family import load_family
-    from pipeline.trained_lora.worker.loader import MicroBatchMaker
-
-    batch = job.plan()[step]
-    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
-    inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
-    engine.step(batch, iter(inputs), stop=False)
 
 
 @pytest.mark.parametrize(

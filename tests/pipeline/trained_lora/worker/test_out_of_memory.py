@@ -7,34 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.errors import TrainingError
-from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
-from pipeline.trained_lora.worker.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
-
-
-class Silent:
-    def info(self, text: str) -> None:
-        pass
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        pass
-
-
-def test_running_out_of_memory_in_a_step_names_the_settings(
-    make_project: Callable[..., Project],
-) -> None:
-    job = make_project(optimizer="tests.pipeline.trained_lora.oversized_optimizer.OversizedStep").job()
-    with pytest.raises(TrainingError, match="memory ran out in the trial step before training") as excinfo:
-        train(job, Silent(), StopRequest())
-    assert "training.batch_size 2" in excinfo.value.where
-    assert "gradient_checkpointing: true" in excinfo.value.fix
-    assert "batch_size: 1 and gradient_accumulation: 4" in excinfo.value.fix
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect, tr
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.optimizers import weight_groups
-from tests.pipeline.trained_lora.project import ALL_MODULES
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -58,13 +57,13 @@ def updates(project: Project) -> dict[str, torch.Tensor]:
 def test_without_settings_there_is_one_group_per_kind_of_network(
     make_project: Callable[..., Project],
 ) -> None:
-    project = make_project(lora=ALL_MODULES)
+    project = make_project()
     engine = engine_of(project)
-    assert shapes(weight_groups(engine.networks, project.recipe.training)) == [(64, None)]
+    assert shapes(weight_groups(engine.networks, project.recipe.training)) == [(16, None)]
     text = project.changed("text", lora=_lora(project, text_encoders={"learning_rate": 1e-5}))
     engine = engine_of(text)
     groups = shapes(weight_groups(engine.networks, text.recipe.training))
-    assert groups == [(64, None), (len(engine.weights) - 64, 1e-5)]
+    assert groups == [(16, None), (len(engine.weights) - 16, 1e-5)]
 
 
 def _lora(project: Project, **settings: Any) -> LoraSettings:
@@ -72,28 +71,23 @@ def _lora(project: Project, **settings: Any) -> LoraSettings:
     return LoraSettings.model_validate_json(json.dumps({**values, **settings}))
 
 
-@pytest.mark.parametrize("ratio", [None, 16.0])
 def test_each_weight_moves_by_the_rate_of_its_module_and_matrix(
-    make_project: Callable[..., Project], ratio: float | None
+    make_project: Callable[..., Project],
 ) -> None:
     """Plain gradient descent at rate r moves a weight r times as far as at rate 1."""
     plain = make_project(**SGD)
     expected = updates(plain)
-    changed = updates(
-        plain.changed("own rates", lora=_lora(plain, learning_rates=PATTERNS, loraplus_ratio=ratio))
-    )
-    factors: set[float] = set()
-    for name, update in expected.items():
-        rates = (
-            each["learning_rate"]
-            for each in PATTERNS
-            if fnmatchcase(name.split(".lora_")[0], each["modules"])
-        )
-        factor = next(rates, 1.0) * ((ratio or 1.0) if ".lora_B." in name else 1.0)
-        factors.add(factor)
-        assert float(update.abs().max()) > 0
-        torch.testing.assert_close(changed[name], factor * update, rtol=1e-2, atol=5e-6)
-    assert len(factors) == (3 if ratio is None else 6)
+    for ratio, num_factors in ((None, 3), (16.0, 6)):
+        lora = _lora(plain, learning_rates=PATTERNS, loraplus_ratio=ratio)
+        changed, factors = updates(plain.changed(f"ratio {ratio}", lora=lora)), set[float]()
+        for name, update in expected.items():
+            module = name.split(".lora_")[0]
+            rates = (each["learning_rate"] for each in PATTERNS if fnmatchcase(module, each["modules"]))
+            factor = next(rates, 1.0) * ((ratio or 1.0) if ".lora_B." in name else 1.0)
+            factors.add(factor)
+            assert float(update.abs().max()) > 0
+            torch.testing.assert_close(changed[name], factor * update, rtol=1e-2, atol=5e-6)
+        assert len(factors) == num_factors
 
 
 def test_all_modules_may_have_their_own_rate_and_the_schedule_applies_to_them(

@@ -20,7 +20,7 @@ from pipeline.models.families import Family, detect
 from pipeline.models.families.parts.references import KONTEXT_RESOLUTIONS
 from pipeline.models.worker.loading import empty_components
 
-NUM_SIZES = 40
+NUM_SIZES = 16
 
 MODELS: dict[str, tuple[Callable[[Path], None], Any, str]] = {
     "FLUX.2 klein": (make_tiny_flux2_klein, Flux2KleinPipeline, "prepare_image_latents"),

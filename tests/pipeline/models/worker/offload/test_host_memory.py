@@ -14,7 +14,7 @@ from tests.pipeline.models.worker.offload.shared_process import SIZES
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 
 
-@pytest.mark.parametrize("num_machines", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_machines", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_two_processes_of_a_machine_read_the_same_bytes_from_memory_that_they_map_once(
     tmp_path: Path, num_machines: int
 ) -> None:
