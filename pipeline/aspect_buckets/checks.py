@@ -139,7 +139,7 @@ def _full_batch(recipe: Recipe) -> str:
 
 
 def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
-    """Check that training uses every bucket; `drop` skips those without a full batch (FAILURES B01, B09)."""
+    """Check that training uses every bucket, even with `underfilled: drop` (FAILURES B01, B09)."""
     recipe = context.recipe
     if table.is_empty():
         stages = ("raw_images", "validated_dataset", STAGE)

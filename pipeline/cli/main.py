@@ -70,7 +70,7 @@ def latentline() -> None:
 
     To start, use new, validate, plan and run, in this order.
     """
-    # Every command reports a broken deployment file, also those that do not need it.
+    # Every command reports a broken deployment file, even a command that does not need it.
     if os.environ.get(DEPLOYMENT_VARIABLE):
         from pipeline.recipe.deployment import load_deployment
 
@@ -89,6 +89,7 @@ def main() -> None:
     except OSError as error:
         from pipeline.storage.os_errors import as_file_access_error
 
+        # Only errors with a number come from the operating system. For any other, the traceback helps.
         access_error = as_file_access_error(error)
         if access_error is None:
             raise

@@ -64,6 +64,7 @@ def command(recipe: Recipe, as_json: bool, vram: float | None, no_memory: bool, 
             show_memory(memory)
         return
 
+    # If paths overlap, the forecast stops before it reads the datasets, and has nothing but this gate.
     result = forecast(recipe, Tables(recipe.output_dir), log=log_to_stderr)
     is_isolated = not any(gate.name == PATH_ISOLATION.name for gate in result.closed)
     memory = _memory(recipe, vram) if is_isolated and not no_memory else None
