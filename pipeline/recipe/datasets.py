@@ -173,8 +173,7 @@ class DatasetSettings(Settings):
         default=1.0,
         gt=0.0,
         description="Factor of the loss of this dataset's images, and so of what training learns from each "
-        "of them: 0.5 halves their gradient. It is not normalised, and the losses that are reported are "
-        "those without it.",
+        "of them: 0.5 halves their gradient. It is not normalised, and reported losses do not include it.",
     )
 
     follow_links: bool = Field(
@@ -182,7 +181,7 @@ class DatasetSettings(Settings):
         description="Whether caption files may be links to files outside the dataset's folder. Captions are "
         "published with the LoRA, and archives and repositories of strangers can contain links to private "
         "files. With false, an image with such a caption is rejected as `caption_outside_dataset`. Images "
-        "may be links in both cases; the check oddities lists those that lead outside.",
+        "may be links in both cases; the check oddities lists links that lead outside.",
     )
     duplicates: Literal["keep_first", "keep_all"] = Field(
         default="keep_first",
