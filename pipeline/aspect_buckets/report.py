@@ -21,6 +21,7 @@ import polars as pl
 from pipeline.images.geometry import Geometry
 from pipeline.log import Log
 from pipeline.raw_images.sources import sources_of
+from pipeline.reporting.grids import evenly_spaced
 from pipeline.reporting.pictures import SheetImage, SheetRow, chart, contact_sheet, png
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.source import Source
@@ -129,9 +130,7 @@ def _crops_sheet(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame, log
         samples = by_loss.filter(pl.col("bucket") == bucket)
 
         # Evenly spaced, so that the row shows the bucket's largest loss, its smallest, and losses between.
-        number = min(IMAGES_PER_ROW, len(samples))
-        indices = [round(index * (len(samples) - 1) / max(1, number - 1)) for index in range(number)]
-        images = _sheet_images(samples[indices], sources)
+        images = _sheet_images(samples[evenly_spaced(len(samples), IMAGES_PER_ROW)], sources)
         sheet_rows.append(SheetRow(f"{bucket}: {num_samples:,}", images))
     title = "Buckets (height x width) and their number of images; the crop removes the dark parts"
     return contact_sheet(sheet_rows, title=title, log=log)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path, bytes_text, echo, report_broken_recipes
+from pipeline.cli.conventions import as_recipe_path, bytes_text, echo, log_to_stderr, report_broken_recipes
 
 if TYPE_CHECKING:
     from pipeline.models.convert.convert import Plan
@@ -73,7 +73,7 @@ def command(
         lambda: _folder_bytes(plan.building) // _MB,
         plan.num_bytes // _MB,
         "MB written",
-        log=lambda line: echo(line, err=True),
+        log=log_to_stderr,
     ):
         family = convert(plan)
 

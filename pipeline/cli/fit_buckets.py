@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.aspect_buckets.fit import FittedList, SizeConstraints, fitted_lists
 from pipeline.aspect_buckets.fit_cost import Dataset, FitQuality, measure_fit, placement_in
-from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
 from pipeline.errors import BucketError, LatentlineError, counted
 from pipeline.images.geometry import Placement, placement_of
 from pipeline.models.size_multiple import local_family
@@ -117,7 +117,7 @@ def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
     table = tables.read_previous("validated_dataset")
     if table is None or table.is_empty():
         source = "a new scan"
-        table = scan(recipe, tables, log=lambda line: echo(line, err=True), remember=False).table
+        table = scan(recipe, tables, log=log_to_stderr, remember=False).table
         # Near duplicates are unknown before validation.
         table = table.with_columns(duplicate_group="content_hash")
     times = times_drawn(table, recipe.datasets).to_numpy()

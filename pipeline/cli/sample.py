@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo
+from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
 from pipeline.errors import DrawingError, counted
 from pipeline.recipe import Recipe
 
@@ -153,7 +153,7 @@ def _draw(job: DrawingJob) -> Path:
     from pipeline.trained_lora.pictures.draw import draw
 
     # On a terminal, the launched process draws a bar, and its lines would disturb it.
-    log = None if TERMINAL_VARIABLE in os.environ else _echo
+    log = None if TERMINAL_VARIABLE in os.environ else log_to_stderr
     return draw(job, LocalLaunch(job.recipe.accelerate, log))
 
 
@@ -162,11 +162,7 @@ def _upload(recipe: Recipe, job: DrawingJob) -> None:
 
     # With --output, the pictures are in a folder of the user's choice and stay there.
     if job.folder.is_relative_to(recipe.output_dir):
-        outputs_of(recipe, _echo).upload(f"{job.folder.relative_to(recipe.output_dir).as_posix()}/")
-
-
-def _echo(line: str) -> None:
-    echo(line, err=True)
+        outputs_of(recipe, log_to_stderr).upload(f"{job.folder.relative_to(recipe.output_dir).as_posix()}/")
 
 
 def _summary(job: DrawingJob) -> str:

@@ -327,7 +327,7 @@ def _diffusion_pipe_entry(settings: dict[str, Any]) -> ForeignDataset:
 
 
 def _linked(name: Any, file: Path) -> Any:
-    linked = next((path for path in candidate_paths(str(name), file) if path.is_file()), None)
+    linked = _existing_file(str(name), file)
     if linked is None:
         fix = "pass that file instead"
         raise DatasetError(f"the file {name} does not exist", where=str(file.absolute()), fix=fix)
@@ -335,10 +335,14 @@ def _linked(name: Any, file: Path) -> Any:
 
 
 def _lines(name: str, file: Path) -> list[str]:
-    path = next((path for path in candidate_paths(name, file) if path.is_file()), None)
+    path = _existing_file(name, file)
     if path is None:
         return []
     return [line.strip() for line in path.read_text("utf-8", "replace").splitlines() if line.strip()]
+
+
+def _existing_file(name: str, file: Path) -> Path | None:
+    return next((path for path in candidate_paths(name, file) if path.is_file()), None)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

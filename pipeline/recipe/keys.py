@@ -38,25 +38,12 @@ def field_below(model: type[BaseModel], path: KeyPath, data: Any = None) -> Fiel
 
     `data` is the content of the file, which selects the models of unions.
     """
-    section: type[BaseModel] | None = model
-    info = None
-    for part in path:
-        data = child(data, part)
-        if isinstance(part, int):
-            continue
-        info = None if section is None else keys_of(section).get(part)
-        section = None if info is None else _section(info, data)
-    return info
+    return _found(model, path, data)[0]
 
 
 def section_below(model: type[BaseModel], path: KeyPath, data: Any = None) -> type[BaseModel] | None:
     """Return the model of the section at `path`, or None if there is no such section; see `field_below`."""
-    if not path:
-        return model
-    info = field_below(model, path, data)
-    for part in path:
-        data = child(data, part)
-    return None if info is None else _section(info, data)
+    return _found(model, path, data)[1]
 
 
 def without_kinds(model: type[BaseModel], location: KeyPath, data: Any) -> KeyPath:
@@ -87,6 +74,21 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         return
     for argument in get_args(annotation):
         yield from sections_in(argument)
+
+
+def _found(
+    model: type[BaseModel], path: KeyPath, data: Any
+) -> tuple[FieldInfo | None, type[BaseModel] | None]:
+    """Return the field at `path`, and the model of the section there."""
+    info: FieldInfo | None = None
+    section: type[BaseModel] | None = model
+    for part in path:
+        data = child(data, part)
+        # The field of a list is also the field of its items.
+        if isinstance(part, str):
+            info = None if section is None else keys_of(section).get(part)
+        section = None if info is None else _section(info, data)
+    return info, section
 
 
 def _section(info: FieldInfo, data: Any) -> type[BaseModel] | None:

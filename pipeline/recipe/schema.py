@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
-from pydantic.fields import FieldInfo
 
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.check_specs import GATES
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
-from pipeline.recipe.keys import all_keys_of, field_below
+from pipeline.recipe.keys import all_keys_of
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_violations
 from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate
-from pipeline.recipe.yaml_document import KeyPath
 from pipeline.storage.addresses import Address, Url
 
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -365,11 +363,6 @@ class Recipe(RecipeFile):
     def registered_output(self) -> Address:
         """Address of the outputs, or their folder if they are local."""
         return self.output_address if isinstance(self.output_address, Url) else self.output_dir
-
-
-def field_at(path: KeyPath) -> FieldInfo | None:
-    """Return the field of a recipe's key at `path`, or None for an unknown key."""
-    return field_below(RecipeFile, path)
 
 
 def all_keys() -> Iterator[str]:

@@ -95,11 +95,6 @@ def _check_protocols(url: Url) -> None:
             )
 
 
-def check_folder(value: object) -> object:
-    """Return `value` unless it is a string that does not name a local folder."""
-    return check_path(check_not_manifest(value))
-
-
 def check_not_manifest(value: object) -> object:
     """Return `value` unless it is a string that names a manifest."""
     if isinstance(value, str) and PurePath(value).suffix.lower() in MANIFEST_SUFFIXES:
@@ -207,4 +202,4 @@ else:
     _wrap, *_checks = _PATH_OR_URL
     _output = (BeforeValidator(check_output), *_checks, BeforeValidator(check_not_manifest))
     OutputFolder = Annotated[Path, _wrap, *_output]
-FolderPath = Annotated[Path, BeforeValidator(check_folder)]
+FolderPath = Annotated[Path, BeforeValidator(check_path), BeforeValidator(check_not_manifest)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.reporting.lettering import font, line_height_px, wrapped
+from pipeline.reporting.lettering import line_height_px, wrapped, write_lines
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -56,17 +56,15 @@ def picture_grid(
     canvas = Image.new("RGB", (width_px, top_px + len(rows) * (cell_px + _GAP_PX)), "white")
     draw = ImageDraw.Draw(canvas)
 
-    def write(left_px: int, top_px: int, lines: Sequence[str]) -> None:
-        for number, line in enumerate(lines):
-            draw.text((left_px, top_px + number * line_px), line, fill="black", font=font(TEXT_PX))
-
-    write(_GAP_PX, _GAP_PX, title_lines)
+    write_lines(draw, title_lines, left_px=_GAP_PX, top_px=_GAP_PX, size_px=TEXT_PX)
     for column, lines in enumerate(heading_lines):
-        write(label_px + column * (cell_px + _GAP_PX), title_px, lines)
+        left_px = label_px + column * (cell_px + _GAP_PX)
+        write_lines(draw, lines, left_px=left_px, top_px=title_px, size_px=TEXT_PX)
 
     for row, (label, pictures) in enumerate(rows):
         row_px = top_px + row * (cell_px + _GAP_PX)
-        write(_GAP_PX, row_px, wrapped(label, TEXT_PX, width_px=label_px - 2 * _GAP_PX, max_lines=6))
+        lines = wrapped(label, TEXT_PX, width_px=label_px - 2 * _GAP_PX, max_lines=6)
+        write_lines(draw, lines, left_px=_GAP_PX, top_px=row_px, size_px=TEXT_PX)
         for column, picture in enumerate(pictures):
             if picture is not None:
                 canvas.paste(fitted(picture, cell_px), (label_px + column * (cell_px + _GAP_PX), row_px))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.escaping import printable
 
 if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont
 
 ELLIPSIS = "…"
@@ -32,6 +34,13 @@ def font(size_px: int) -> FreeTypeFont:
 def line_height_px(size_px: int) -> int:
     """Return the height of one line of text at a font size, in pixels."""
     return round(size_px * LINE_HEIGHT)
+
+
+def write_lines(draw: ImageDraw, lines: Sequence[str], *, left_px: int, top_px: int, size_px: int) -> None:
+    """Draw lines of black text below one another."""
+    for number, line in enumerate(lines):
+        top_of_line_px = top_px + number * line_height_px(size_px)
+        draw.text((left_px, top_of_line_px), line, fill="black", font=font(size_px))
 
 
 def shortened(text: str, size_px: int, width_px: int) -> str:

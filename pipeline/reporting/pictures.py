@@ -14,7 +14,7 @@ from pipeline.images.decode import DecodeLimits, File, decoded
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.formats import ImageError
 from pipeline.log import Log
-from pipeline.reporting.lettering import font, line_height_px, shortened, wrapped
+from pipeline.reporting.lettering import line_height_px, shortened, wrapped, write_lines
 from pipeline.reporting.progress import progress
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ class SheetRow:
     images: Sequence[SheetImage]
 
 
-def contact_sheet(
-    rows: Sequence[SheetRow], *, title: str = "", log: Log, max_bytes: int = MAX_SHEET_BYTES
-) -> bytes:
+def contact_sheet(rows: Sequence[SheetRow], *, title: str = "", log: Log) -> bytes:
     """Return a JPEG with a line of thumbnails for each row, and names and captions below them.
 
     Every image is decoded, on all cores. Dozens of images take seconds; `log` receives the progress.
@@ -110,26 +108,25 @@ def contact_sheet(
     canvas = Image.new("RGB", (width_px, title_px + sum(rows_px)), "white")
     draw = ImageDraw.Draw(canvas)
 
-    def write(left_px: int, top_px: int, texts: Sequence[str], colour: str = "black") -> None:
-        for number, text in enumerate(texts):
-            draw.text((left_px, top_px + number * line_px), text, fill=colour, font=font(NAME_PX))
-
-    write(_MARGIN_PX, _GAP_PX, [shortened(title, NAME_PX, width_px)] if title else [])
+    title_lines = [shortened(title, NAME_PX, width_px)] if title else []
+    write_lines(draw, title_lines, left_px=_MARGIN_PX, top_px=_GAP_PX, size_px=NAME_PX)
     remaining = iter(thumbnails)
     top_px = title_px
     for row, row_lines, height_px in zip(rows, lines, rows_px, strict=True):
         label_width_px = LABEL_PX - 2 * _MARGIN_PX
         label = wrapped(row.label, NAME_PX, width_px=label_width_px, max_lines=MAX_LABEL_LINES)
-        write(_MARGIN_PX, top_px + THUMBNAIL_PX // 2 - _MARGIN_PX, label)
+        label_top_px = top_px + THUMBNAIL_PX // 2 - _MARGIN_PX
+        write_lines(draw, label, left_px=_MARGIN_PX, top_px=label_top_px, size_px=NAME_PX)
 
         for column, image_lines in enumerate(row_lines):
             small = next(remaining)
             left_px = LABEL_PX + column * THUMBNAIL_PX
             offset_px = ((THUMBNAIL_PX - small.width) // 2, (THUMBNAIL_PX - small.height) // 2)
             canvas.paste(small, (left_px + offset_px[0], top_px + offset_px[1]))
-            write(left_px + _MARGIN_PX // 2, top_px + THUMBNAIL_PX, image_lines)
+            text_left_px, text_top_px = left_px + _MARGIN_PX // 2, top_px + THUMBNAIL_PX
+            write_lines(draw, image_lines, left_px=text_left_px, top_px=text_top_px, size_px=NAME_PX)
         top_px += height_px
-    return jpeg(canvas, max_bytes)
+    return jpeg(canvas, MAX_SHEET_BYTES)
 
 
 def for_each_image(images: Sequence[T], draw: Callable[[T], R], *, log: Log) -> list[R]:

@@ -171,7 +171,6 @@ def progress(
     *,
     log: Log,
     measure: str = "",
-    clock: Callable[[], float] = time.monotonic,
 ) -> Generator[None]:
     """Report the progress of the work in the body until it ends; see `ProgressLines.count`.
 
@@ -181,10 +180,9 @@ def progress(
         doing: Description of the items, such as "images decoded".
         log: Receives the lines, from another thread, if there is no terminal.
         measure: Unit of work that is measured instead of counted, such as "MB".
-        clock: Returns the time in seconds.
     """
     bar = terminal.open_progress_bar()
-    lines = ProgressLines(log, bar=bar, clock=clock)
+    lines = ProgressLines(log, bar=bar)
 
     def update() -> None:
         lines.count(done(), total() if callable(total) else total, doing, measure=measure)

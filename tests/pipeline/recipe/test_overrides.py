@@ -16,7 +16,8 @@ from pipeline.recipe import (
     recipe_values,
     with_overrides,
 )
-from pipeline.recipe.schema import field_at
+from pipeline.recipe.keys import field_below
+from pipeline.recipe.schema import RecipeFile
 
 
 def recipe(**training: Any) -> Recipe:
@@ -31,7 +32,7 @@ def recipe(**training: Any) -> Recipe:
 
 def test_every_overridable_name_is_a_key_with_a_value() -> None:
     assert set(recipe_values(recipe())) == set(OVERRIDABLE)
-    assert [name for name, path in OVERRIDABLE.items() if field_at(path) is None] == []
+    assert [name for name, path in OVERRIDABLE.items() if field_below(RecipeFile, path) is None] == []
 
 
 def test_the_values_of_the_recipe_change_nothing() -> None:

@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.recipe.schema import all_keys, field_at
+from pipeline.recipe.keys import field_below
+from pipeline.recipe.schema import RecipeFile, all_keys
 
 SMALLEST: dict[str, Any] = {
     "datasets": [{"name": "photos", "path": "data/photos"}],
@@ -56,6 +57,6 @@ def test_the_defaults_are_those_of_the_design():
 
 def test_every_key_has_a_description():
     for key in all_keys():
-        info = field_at(tuple(key.split(".")))
+        info = field_below(RecipeFile, tuple(key.split(".")))
         assert info is not None
         assert info.description, key
