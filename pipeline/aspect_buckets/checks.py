@@ -109,16 +109,11 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
 
 
-def _draws(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
-    # Held-out samples are drawn 0 times: a bucket of them alone is not trained and needs no batch.
-    draws = table.select("bucket", draws=times_drawn(table, recipe.datasets))
-    counts = draws.group_by("bucket").agg(pl.col("draws").sum())
-    return counts.filter(pl.col("draws") > 0).sort("draws", "bucket")
-
-
 def _batches(recipe: Recipe, table: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, Any]]:
     """Return the buckets that do not fill a batch of all processes, and figures about batches."""
-    draws = _draws(recipe, table)
+    # Held-out samples are drawn 0 times: a bucket of them alone is not trained and needs no batch.
+    draws = table.select("bucket", draws=times_drawn(table, recipe.datasets)).group_by("bucket").sum()
+    draws = draws.filter(pl.col("draws") > 0).sort("draws", "bucket")
 
     # All processes of a step draw from one bucket, so together they need this many samples.
     capacity = recipe.training.batch_size * recipe.accelerate.num_processes

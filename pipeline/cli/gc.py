@@ -123,7 +123,11 @@ def command(
     if not caches:
         echo("no recipes were found, so no cache is known; pass one with --cache-dir")
     if keep_s == 0 and do_delete:
-        _require_readable(folder)
+        _require_readable(
+            folder,
+            "nothing was deleted, because a recipe with mistakes may need entries",
+            fix="correct the recipe, move its file to another folder, or pass --keep with a longer time",
+        )
 
     # At least the age up to which a list of used entries may belong to a running job.
     age_s = max(KEEP_S if keep_s is None else keep_s, RUNNING_S)
@@ -153,24 +157,19 @@ def _keys_of_recipes(recipes: Iterable[Recipe], cache_dir: Address) -> list[pl.S
     return groups
 
 
-def _require_readable(folder: RecipeFolder) -> None:
-    # The entries that a recipe with mistakes needs are unknown.
+def _require_readable(folder: RecipeFolder, what: str, *, fix: str) -> None:
+    # What a recipe with mistakes needs is unknown.
     if folder.broken:
         names = ", ".join(broken.name for broken in folder.broken)
-        raise RecipeError(
-            f"nothing was deleted, because a recipe with mistakes may need entries: {names}",
-            where=str(folder.broken[0].file.parent),
-            fix="correct the recipe, move its file to another folder, or pass --keep with a longer time",
-        )
+        raise RecipeError(f"{what}: {names}", where=str(folder.broken[0].file.parent), fix=fix)
 
 
 def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool) -> None:
     folder = reported_recipes()
-    if folder.broken and do_delete:
-        names = ", ".join(broken.name for broken in folder.broken)
-        raise RecipeError(
-            f"no run was deleted, because start_from of a recipe with mistakes may name one: {names}",
-            where=str(folder.broken[0].file.parent),
+    if do_delete:
+        _require_readable(
+            folder,
+            "no run was deleted, because start_from of a recipe with mistakes may name one",
             fix="correct the recipe, or move its file to another folder",
         )
 

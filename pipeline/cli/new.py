@@ -12,7 +12,7 @@ import click
 from pipeline.cli.conventions import as_recipe_path, echo, report_broken_recipes
 from pipeline.errors import RUN_RECIPE, LatentlineError, RecipeError, counted
 from pipeline.recipe import recipes_dir
-from pipeline.recipe.schema import NAME_PATTERN
+from pipeline.recipe.schema import NAME_PATTERN, valid_name
 
 DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 
@@ -51,11 +51,10 @@ def command(recipe: str, images: Path, base: str) -> None:
     report_broken_recipes()
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
-        valid_name = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "flowers"
         raise RecipeError(
             f"a recipe's name must consist of letters, digits and _, got {name!r}",
             where=str(recipes_dir()),
-            fix=shlex.join(["latentline", "new", valid_name, "--images", str(images), "--base", base]),
+            fix=shlex.join(["latentline", "new", valid_name(name), "--images", str(images), "--base", base]),
         )
     file = recipes_dir() / f"{name}.yaml"
     if file.exists():

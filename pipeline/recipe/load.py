@@ -16,7 +16,7 @@ from pipeline.recipe.datasets import side_input_sections
 from pipeline.recipe.deployment import scratch_folder
 from pipeline.recipe.errors import RECIPE, Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.project import path_in_recipe, project_root
-from pipeline.recipe.schema import NAME_PATTERN, Recipe
+from pipeline.recipe.schema import NAME_PATTERN, Recipe, valid_name
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.recipe.yaml_file import read_yaml_file
@@ -153,9 +153,8 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
 def _name_mistakes(name: str) -> list[Mistake]:
     if re.fullmatch(NAME_PATTERN, name):
         return []
-    better = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "flowers"
     what = f"the name of a recipe must contain only letters, digits and _, got {name!r}"
-    return [Mistake((), what, f"rename the file, for example to {better}.yaml")]
+    return [Mistake((), what, f"rename the file, for example to {valid_name(name)}.yaml")]
 
 
 def _shared_outputs(recipes: list[Recipe]) -> dict[Path, list[PlacedMistake]]:

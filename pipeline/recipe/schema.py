@@ -5,6 +5,7 @@ Editors (through configs/recipe.schema.json) and docs/recipes.md show the field 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,6 +30,11 @@ Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum
 # The name becomes part of asset, job and file names.
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Pattern of a recipe's name."""
+
+
+def valid_name(text: str) -> str:
+    """Return a valid name of a recipe that resembles `text`."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_") or "flowers"
 
 
 class ComponentSources(Settings):
