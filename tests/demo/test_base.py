@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,6 @@ def test_the_recorded_scores_reach_their_targets(provenance: dict[str, Any]) -> 
         for name, minimum in MIN_SCORES.items():
             assert row[name] >= minimum, (name, row)
         assert row["concept"] <= MAX_BEFORE
-
-
-@pytest.mark.slow
-def test_a_sample_of_the_pictures_scores_as_recorded(provenance: dict[str, Any]) -> None:
-    """The tolerance is three standard deviations of the sample's mean."""
-    number = 32
-    expected = base_prompts()[:number]
-    pictures = draw_prompts(load_pipeline(BASE), [scene.caption for scene in expected], seed=0)
-    recorded = provenance["scores"][0]["all_three"]
-    tolerance = 3 * math.sqrt(max(recorded * (1 - recorded), 0.02) / number)
-    assert score(pictures, expected).all_three == pytest.approx(recorded, abs=tolerance)
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def text_keys(workspace: Workspace) -> dict[tuple[str, int], str]:
     return {(sample_id, variant): key for sample_id, variant, key in rows}
 
 
-def test_E01_a_missing_reference_stops_the_job_before_a_caption_is_encoded(tmp_path: Path) -> None:
+def test_E01_E03_a_missing_reference_stops_the_job_before_a_caption_is_encoded(tmp_path: Path) -> None:
     workspace = prepared(tmp_path, make_tiny_qwen_image_edit)
     (tmp_path / "before" / "7.webp").unlink()
     assert not workspace.execute("train").success

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 from dagster import AssetKey, DagsterInstance, DagsterRunStatus
 
-from assets.names import GPU_POOL
 from pipeline.recipe.check_specs import SPECS
 from resources.run_worker import MACHINE_TAG
 from tests.command_line import latentline_command
 from tests.e2e.daemon import make_home
-from tests.e2e.gpu_pool import is_blocked, waiting
 from tests.e2e.problems import problem_of
 from tests.e2e.pseudo_terminal import Transcript, run_on_terminal
 
@@ -104,27 +102,6 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
     ]
     assert "Traceback" not in transcript.raw
     assert "failed" not in transcript.text
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_a_run_that_waits_for_another_one_to_leave_the_pool(cached, home) -> None:
-    with DagsterInstance.from_config(str(home)) as instance:
-        storage = instance.event_log_storage
-        storage.set_concurrency_slots(GPU_POOL, 1)
-        storage.claim_concurrency_slot(GPU_POOL, "another", "its_trained_lora")
-        transcript = run_small(
-            cached,
-            home,
-            "--cache-only",
-            press_ctrl_c=lambda: any(is_blocked(instance, run.run_id) for run in instance.get_runs()),
-            timeout_s=90,
-        )
-        assert transcript.status == 130, transcript.text
-        assert "Stopped: the run was stopped by SIGINT, SIGTERM or Dagster" in transcript.lines
-        assert "Traceback" not in transcript.raw
-        [run] = instance.get_runs()
-        assert run.status == DagsterRunStatus.FAILURE, "Dagster's status of a run that a signal stopped"
-        assert waiting(instance) == {"another"}
 
 
 @pytest.mark.slow

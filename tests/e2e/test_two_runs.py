@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -29,32 +28,6 @@ def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[
     return {
         entry.get_dagster_event().event_type: entry.timestamp for entry in entries if entry.step_key == step
     }
-
-
-# Dagster captures logs with `tail` processes, which it ends without waiting for them.
-@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-@pytest.mark.slow
-@pytest.mark.parametrize("step", ["vae_latents", "text_embeddings"])
-def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, step: str) -> None:
-    with DagsterInstance.from_config(str(make_home(tmp_path / "home"))) as instance:
-        storage = instance.event_log_storage
-        storage.set_concurrency_slots(GPU_POOL, 1)
-        storage.claim_concurrency_slot(GPU_POOL, "another", "its_trained_lora")
-        results: list[bool] = []
-        job = threading.Thread(target=lambda: results.append(cached.execute("cache", instance).success))
-        job.start()
-        log = tmp_path / "none.log"
-        log.touch()
-        try:
-            until(lambda: "validated_dataset" in _ended(instance), "the earlier steps", seconds=60, log=log)
-            until(lambda: len(waiting(instance)) == 2, "a pending step", seconds=60, log=log)
-            assert step not in _started(instance)
-        finally:
-            storage.free_concurrency_slots_for_run("another")
-            job.join()
-        assert results == [True]
-        assert step in _ended(instance)
-        assert holders(instance) == set()
 
 
 @pytest.mark.slow
@@ -86,19 +59,6 @@ def test_a_run_that_waits_for_the_gpu_is_stopped(cached, tmp_path: Path, executo
         assert status(server.instance, run) == expected
         assert holders(server.instance) == {"another"}
         assert waiting(server.instance) == {"another"}
-
-
-def _started(instance: DagsterInstance) -> set[str]:
-    return _assets_of(instance, DagsterEventType.STEP_START)
-
-
-def _ended(instance: DagsterInstance) -> set[str]:
-    return _assets_of(instance, DagsterEventType.STEP_SUCCESS)
-
-
-def _assets_of(instance: DagsterInstance, kind: DagsterEventType) -> set[str]:
-    entries = [entry for run in runs_of(instance) for entry in instance.all_logs(run.run_id, of_type=kind)]
-    return {str(entry.step_key).removeprefix("small__") for entry in entries}
 
 
 @pytest.mark.slow

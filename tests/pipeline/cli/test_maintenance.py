@@ -322,7 +322,7 @@ def test_gc_deletes_no_run_while_a_recipe_has_mistakes(cli: Any, job: Job, tmp_p
         ["--keep-runs", "1", "--keep", "30d"],
         ["--keep", "30"],
         ["--keep", "-1d"],
-        ["sample", "--cache-dir", "x"],
+        ["demo", "--cache-dir", "x"],
         ["--keep-runs", "-1"],
     ],
     ids=" ".join,

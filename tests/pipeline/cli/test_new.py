@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -261,17 +258,3 @@ def test_the_recipe_for_photographs_can_be_cached(
     assert (job.recipe.buckets.resolution, job.recipe.buckets.step) == (64, 8)
     job.run()
     assert len(job.tables.read("vae_latents")) == len(job.tables.read("text_embeddings")) == 5
-
-
-@pytest.mark.slow
-def test_the_recipe_for_photographs_can_be_trained(
-    configs: Path, tmp_path: Path, photos: Path, tiny_sd: Path
-) -> None:
-    new("photos", photos, "--base", str(tiny_sd))
-    on_this_disk(configs, tmp_path)
-    words = ["dagster", "job", "execute", "-m", "assets.definitions", "-j", "photos_train"]
-    completed = subprocess.run(
-        [sys.executable, "-m", *words], env={**os.environ}, capture_output=True, text=True, check=False
-    )
-    assert completed.returncode == 0, completed.stderr[-2000:]
-    assert (tmp_path / "outputs" / "photos" / "lora" / "pytorch_lora_weights.safetensors").is_file()
