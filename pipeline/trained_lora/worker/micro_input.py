@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 
 
@@ -77,16 +78,6 @@ class MicroInput:
         return self._map(Tensor.pin_memory)
 
     def _map(self, convert: Callable[[Tensor], Tensor]) -> MicroInput:
-        return replace(
-            self, **{each.name: _converted(getattr(self, each.name), convert) for each in fields(self)}
-        )
-
-
-def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return convert(value)
-    if isinstance(value, dict):
-        return {name: _converted(each, convert) for name, each in cast("dict[str, Any]", value).items()}
-    if isinstance(value, tuple):
-        return tuple(_converted(each, convert) for each in cast("tuple[Any, ...]", value))
-    return value
+        # Values without tensors, such as ids and captions, stay as they are.
+        values = {each.name: recursively_apply(convert, getattr(self, each.name)) for each in fields(self)}
+        return replace(self, **values)

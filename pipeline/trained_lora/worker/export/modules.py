@@ -42,8 +42,9 @@ def describe_networks(family: WorkerFamily, networks: Networks) -> list[LoraModu
         role = prefix.removesuffix(".")
         for name, module in lora_modules(network):
             diffusers, kohya, comfyui = text_encoders[role].keys(role, name)
-            keys = {"diffusers": diffusers, "kohya": kohya, "comfyui": comfyui}
-            described.append(_describe(f"{prefix}{name}", module, **keys))
+            described.append(
+                _describe(f"{prefix}{name}", module, diffusers=diffusers, kohya=kohya, comfyui=comfyui)
+            )
     return described
 
 
@@ -52,18 +53,10 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
     described: list[LoraModule] = []
     for name, module in lora_modules(denoiser):
         layer = family.kohya_layer(name)
-        keys = {
-            "diffusers": f"{family.spec.denoiser_name}.{name}",
-            "kohya": layer.key,
-            "comfyui": family.comfyui_key(name),
-        }
-        described.append(
-            replace(
-                _describe(name, module, **keys),
-                kohya_part=layer.modules.index(name),
-                kohya_outs=fused_outs(denoiser, layer),
-            )
-        )
+        key = f"{family.spec.denoiser_name}.{name}"
+        alone = _describe(name, module, diffusers=key, kohya=layer.key, comfyui=family.comfyui_key(name))
+        part, outs = layer.modules.index(name), fused_outs(denoiser, layer)
+        described.append(replace(alone, kohya_part=part, kohya_outs=outs))
     _require_fusible(described)
     return described
 

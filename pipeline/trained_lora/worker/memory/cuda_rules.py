@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
@@ -252,14 +253,12 @@ class _EightBitProduct(Function):
 
 def _cast(values: Any, dtype: torch.dtype, packed: Mapping[int, Packing]) -> Any:
     """Return arguments with all floating-point tensors in `dtype`, except packed weights."""
-    if isinstance(values, Tensor):
-        keep = not values.is_floating_point() or values.dtype == dtype or id(values) in packed
-        return values if keep else values.to(dtype)
-    if isinstance(values, dict):
-        return {name: _cast(each, dtype, packed) for name, each in values.items()}
-    if type(values) in (list, tuple):
-        return type(values)(_cast(each, dtype, packed) for each in values)
-    return values
+
+    def convert(tensor: Tensor) -> Tensor:
+        keep = not tensor.is_floating_point() or tensor.dtype == dtype or id(tensor) in packed
+        return tensor if keep else tensor.to(dtype)
+
+    return recursively_apply(convert, values)
 
 
 def _any_meta(values: Iterable[Any]) -> bool:
@@ -272,10 +271,8 @@ def _any_meta(values: Iterable[Any]) -> bool:
 
 def _to_meta(values: Any) -> Any:
     """Return arguments with tensors of the CPU, such as masks, on the meta device; numbers stay."""
-    if isinstance(values, Tensor):
-        return values.to("meta") if values.device.type == "cpu" and values.dim() > 0 else values
-    if isinstance(values, dict):
-        return {name: _to_meta(each) for name, each in values.items()}
-    if type(values) in (list, tuple):
-        return type(values)(_to_meta(each) for each in values)
-    return values
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to("meta") if tensor.device.type == "cpu" and tensor.dim() > 0 else tensor
+
+    return recursively_apply(convert, values)

@@ -44,7 +44,7 @@ def tensors_of(network: nn.Module) -> list[Tensor]:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the size of tensors in bytes."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @contextmanager

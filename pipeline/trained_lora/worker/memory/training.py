@@ -144,7 +144,7 @@ class TrainingForecast:
         base = [weight for weight in tensors_of(denoiser) if not weight.requires_grad]
         packed = _packable(denoiser, variant) if variant.packing else {}
         packed_bytes = sum(_packed_bytes(weight, variant.quantize) for weight in packed.values())
-        largest = max(map(_unpacked_bytes, packed.values()), default=0)
+        largest = max((weight.nbytes for weight in packed.values()), default=0)
         plain_bytes = num_bytes(weight for weight in base if id(weight) not in packed)
 
         blocks = _streamed_bytes(denoiser, variant, packed)
@@ -152,7 +152,7 @@ class TrainingForecast:
 
         # Weights that are packed on the GPU move there one at a time, all other weights together.
         one_at_a_time = packed and (not blocks or variant.quantize == "nf4")
-        host = max(map(_unpacked_bytes, base)) + sum(blocks) if one_at_a_time else num_bytes(base)
+        host = max(weight.nbytes for weight in base) + sum(blocks) if one_at_a_time else num_bytes(base)
         on_device = packed_bytes + plain_bytes - sum(blocks) + slots
         if self._recipe.accelerate.shard:
             on_device = _sharded_bytes(denoiser, base, self._recipe.accelerate.num_processes)
@@ -280,7 +280,7 @@ def _streamed_bytes(denoiser: nn.Module, variant: Variant, packed: Container[int
     blocks = [denoiser.get_submodule(name) for name in streamed_names(denoiser, variant.offload)]
     return [
         sum(
-            _packed_bytes(weight, variant.quantize) if id(weight) in packed else _unpacked_bytes(weight)
+            _packed_bytes(weight, variant.quantize) if id(weight) in packed else weight.nbytes
             for weight in block.parameters()
             if not weight.requires_grad
         )
@@ -298,10 +298,6 @@ def _sharded_bytes(denoiser: nn.Module, base: Sequence[Tensor], num_processes: i
 
     # Weights outside of blocks stay gathered for the complete pass.
     return total // num_processes + total - sum(blocks) + _NUM_GATHERED * max(blocks, default=0)
-
-
-def _unpacked_bytes(weight: Tensor) -> int:
-    return weight.numel() * weight.element_size()
 
 
 def _packed_bytes(weight: Tensor, kind: str) -> int:
