@@ -122,12 +122,8 @@ def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
 
     Values of all images that the denoiser sees count too. Only the first `_NUM_STEPS` steps are compared.
     """
-    # Each epoch is shuffled for this, so a long plan is not compared completely.
-    return max((plan[number] for number in range(min(len(plan), _NUM_STEPS))), key=_largest_share(inputs))
 
-
-def _largest_share(inputs: TrainingInputs) -> Callable[[StepPlan], int]:
-    def values(share: tuple[Slot, ...]) -> int:
+    def num_values(share: tuple[Slot, ...]) -> int:
         # All samples of a micro-batch are from one bucket, and their references have the same shapes.
         view = inputs.named(share[0].variant_id).views[share[0].view]
         return len(share) * sum(
@@ -135,7 +131,11 @@ def _largest_share(inputs: TrainingInputs) -> Callable[[StepPlan], int]:
             for entry in (view.entry, *view.images)
         )
 
-    return lambda step: max(values(share) for micro in step.micro_batches for share in micro)
+    def largest_share(step: StepPlan) -> int:
+        return max(num_values(share) for micro in step.micro_batches for share in micro)
+
+    # Each epoch is shuffled for this, so a long plan is not compared completely.
+    return max((plan[number] for number in range(min(len(plan), _NUM_STEPS))), key=largest_share)
 
 
 def run_trial_step(

@@ -57,5 +57,4 @@ def may_need_base_prediction(recipe: Recipe) -> bool:
 
 def share_bytes(denoiser: nn.Module) -> int:
     """Return the bytes of this process's share of a sharded denoiser."""
-    shares = [weight.to_local() for weight in denoiser.parameters() if isinstance(weight, DTensor)]
-    return sum(share.numel() * share.element_size() for share in shares)
+    return sum(weight.to_local().nbytes for weight in denoiser.parameters() if isinstance(weight, DTensor))
