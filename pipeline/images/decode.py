@@ -136,11 +136,9 @@ def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
         )
 
 
-def decode(
-    source: bytes | File, background: Background, *, max_px: int = MAX_IMAGE_PX, draft_px: int | None = None
-) -> Image.Image:
+def decode(source: bytes | File, background: Background, *, max_px: int = MAX_IMAGE_PX) -> Image.Image:
     """Return the image of `decoded`, and release its memory from the budget of the process."""
-    with decoded(source, background, limits=DecodeLimits(max_px), draft_px=draft_px) as image:
+    with decoded(source, background, limits=DecodeLimits(max_px)) as image:
         return image
 
 

@@ -401,8 +401,10 @@ def test_a_draft_of_a_jpeg_is_the_smallest_that_is_not_smaller_than_asked(
     draft_px: int | None, edge_px: int
 ) -> None:
     image = Image.fromarray(pattern()).resize((512, 512))
-    assert decode(saved(image, "JPEG"), WHITE, draft_px=draft_px).size == (edge_px, edge_px)
-    assert decode(saved(image, "PNG"), WHITE, draft_px=draft_px).size == (512, 512)
+    for image_format, expected_px in (("JPEG", edge_px), ("PNG", 512)):
+        data = saved(image, image_format)
+        with decoded_within(data, WHITE, limits=DecodeLimits(), draft_px=draft_px) as draft:
+            assert draft.size == (expected_px, expected_px)
 
 
 def test_reading_a_header_reserves_memory_only_if_pixels_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,6 @@ from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Protocol
 
-MAX_SLOTS = 3
-"""Largest number of slots; more would hold weights that are not needed soon."""
-
 
 class Copier(Protocol):
     """Moves weights between host and device."""
