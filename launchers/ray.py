@@ -238,14 +238,15 @@ class _Job:
         with uninterrupted():
             problem = self._stop()
 
-        # After the stop, because a line of the log waits for Dagster's database.
-        if problem is None:
-            log.info(f"stopped the Ray job {self.name} ({because})")
-        else:
-            log.warning(
-                f"the Ray job {self.name} could not be stopped ({problem}); stop it: "
-                f"ray job stop --address {self.address} {self.name}"
-            )
+            # After the stop, because a line of the log waits for Dagster's database. In the block,
+            # because a second Ctrl-C must not lose it.
+            if problem is None:
+                log.info(f"stopped the Ray job {self.name} ({because})")
+            else:
+                log.warning(
+                    f"the Ray job {self.name} could not be stopped ({problem}); stop it: "
+                    f"ray job stop --address {self.address} {self.name}"
+                )
 
     def _stop(self) -> str | None:
         """Stop the job, wait until its commands have ended, and return why it may still run, or None."""

@@ -196,14 +196,15 @@ class _Job:
                 problem = self._cancel(process, grace_s)
                 self._forward(final=True)
 
-            # After the cancellation, because a line of the log waits for Dagster's database.
-            if problem is None:
-                log.info(f"cancelled the Slurm job {self.name} ({type(err).__name__})")
-            else:
-                log.warning(
-                    f"the Slurm job {self.name} may still be running ({problem}); cancel it: "
-                    f"scancel --name={self.name}"
-                )
+                # After the cancellation, because a line of the log waits for Dagster's database. In the
+                # block, because a second Ctrl-C must not lose it.
+                if problem is None:
+                    log.info(f"cancelled the Slurm job {self.name} ({type(err).__name__})")
+                else:
+                    log.warning(
+                        f"the Slurm job {self.name} may still be running ({problem}); cancel it: "
+                        f"scancel --name={self.name}"
+                    )
             raise
 
         self._forward(final=True)

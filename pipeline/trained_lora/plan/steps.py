@@ -1,5 +1,8 @@
 """The optimizer steps of a run, as a sequence of exact length.
 
+A plan is a pure function of the inputs, the seed and the sizes of a step. Every process computes it, and a
+run resumes by index.
+
 Terms, from the inside out:
 
     slot          one sample at an index of a step's global batch; seeds the noise
