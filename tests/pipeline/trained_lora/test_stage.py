@@ -73,7 +73,7 @@ def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     make_project: Callable[..., Project],
 ) -> None:
     prompt, launch = {"prompt": "a `red` cat", "steps": 2}, InProcessLaunch()
-    project = make_project(steps=1, sample_every=6, sample_prompts=[prompt])
+    project = make_project(steps=2, sample_every=6, sample_prompts=[prompt])
     run(project, launch)
     lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
     assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
