@@ -1,6 +1,6 @@
 """The checks of each asset: name, gate or warning, description and advice.
 
-A check is implemented under the same name, and in the same order, in `pipeline/<asset>/checks.py`.
+A check is implemented under the same name in `pipeline/<asset>/checks.py`.
 """
 
 from __future__ import annotations

@@ -298,6 +298,9 @@ class Engine:
             step_values[:2].index_add_(1, micro.indices, values)
 
         totals = cast("Tensor", self.accelerator.reduce(step_values, reduction="sum"))
+
+        # This also unscales fp16's gradients, which is possible once per step, and the norm shows whether all
+        # of them are finite. So nothing may change a gradient before.
         norm = cast("Tensor", self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm))
         step = QueuedStep(
             batch,
