@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := configs/demo.yaml
-# Tests wait for other processes a third of the time, so three workers keep two cores busy.
-PYTEST_WORKERS ?= 3
+# Two workers keep two cores busy for nine tenths of the time, and another one would spend a minute on imports.
+PYTEST_WORKERS ?= 2
 # A file's tests stay with one worker: others would build its models and fill its caches again.
 PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 UV := uv==0.13.9
