@@ -78,6 +78,16 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def allow_readers(path: Path) -> None:
+    """Give a file the mode of its folder, without the right to execute.
+
+    For files of the safetensors library, which creates all of them with mode 0600. In a folder that this
+    process has created, this is the mode that its umask gives to new files.
+    """
+    # Python can only read the umask by changing it, for all threads.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def remove_old_temp_files(folder: Path) -> None:
     """Remove the temporary files below `folder` that killed writers left at least a day ago, if possible."""
     for path in folder.rglob(f".*{TEMP_SUFFIX}"):

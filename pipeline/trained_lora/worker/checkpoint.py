@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.errors import TrainingError
-from pipeline.storage.atomic import TEMP_SUFFIX, sync_file, sync_folder
+from pipeline.storage.atomic import TEMP_SUFFIX, allow_readers, sync_file, sync_folder
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import (
@@ -91,6 +91,7 @@ def save_checkpoint(
             # torch.save gets an open file, because given a path it hides the reason of a failed write.
             with (temp / OPTIMIZER_FILE).open("wb") as file:
                 save_file(state.adapter, temp / ADAPTER_FILE)
+                allow_readers(temp / ADAPTER_FILE)
                 torch.save(state.optimizer, file)
 
         # The marker comes last: a folder without it is not a checkpoint.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.models.diffusers_folder import read_json
+from pipeline.storage.atomic import allow_readers
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, is_factor, layout_file
 from pipeline.trained_lora.export.metadata import at_step, readers_note
@@ -159,6 +160,8 @@ class Exporter:
                     folder / layout_file(layout, self._recipe_name),
                     metadata=metadata | readers_note(layout, stored.modules, keys),
                 )
+            for path in folder.iterdir():
+                allow_readers(path)
         return self._verify(folder, trained)
 
     def verify(self, networks: Networks, folder: Path) -> list[ExportedFile]:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,17 @@ def test_a_checkpoint_reads_back_as_it_was_saved(tmp_path: Path) -> None:
     assert torch.equal(state.adapter["a.lora_A.weight"], torch.full((2, 3), 7.0))
     assert torch.equal(state.optimizer["optimizer"]["state"][0]["exp_avg"], torch.full((3,), 7.0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664), (0o077, 0o600)])
+def test_the_files_of_a_checkpoint_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        saved(tmp_path, 7)
+    finally:
+        os.umask(before)
+    files = [*(tmp_path / "step-00000007").iterdir()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {mode}
 
 
 @pytest.mark.parametrize("name", [ADAPTER_FILE, OPTIMIZER_FILE, MARKER])

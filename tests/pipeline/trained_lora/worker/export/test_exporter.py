@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import weakref
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
@@ -112,6 +114,18 @@ def test_R06_each_file_has_the_trained_alpha(trained: Trained, tmp_path: Path) -
     assert (adapter["unet.r"], adapter["unet.lora_alpha"]) == (4, 2.0)
     assert adapter["unet.target_modules"] == sorted(adapter["unet.target_modules"])
     assert {"unet.rank_pattern", "unet.use_dora", "unet.lora_dropout"} <= set(adapter)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_exported_files_follow_the_umask(trained: Trained, tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        trained.export(tmp_path / "lora")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "lora").iterdir()}
+    assert len(modes) == len(LAYOUTS)
+    assert {*modes.values()} == {mode}
 
 
 def test_the_header_of_each_file_names_the_step(trained: Trained, tmp_path: Path) -> None:
