@@ -238,6 +238,7 @@ def test_a_cache_that_refuses_access_is_an_error_with_its_location_and_a_fix(
         ACTIONS[message](tmp_path)
     assert excinfo.value.where == f"{tmp_path}/{FOLDER}"
     assert excinfo.value.fix
+    assert "[Errno" not in excinfo.value.what, "the error of the system is put into words"
 
 
 def test_the_fix_of_a_refused_access_follows_from_the_kind_of_cache_and_the_error(tmp_path: Path) -> None:
