@@ -85,7 +85,12 @@ def allow_readers(path: Path) -> None:
     process has created, this is the mode that its umask gives to new files.
     """
     # Python can only read the umask by changing it, for all threads.
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    mode = path.parent.stat().st_mode & 0o666
+
+    # File systems without modes of their own, such as a USB disk's, refuse. All of their files have the mode
+    # with which they are mounted.
+    with suppress(PermissionError):
+        path.chmod(mode)
 
 
 def remove_old_temp_files(folder: Path) -> None:

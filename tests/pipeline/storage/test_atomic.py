@@ -11,6 +11,7 @@ import pytest
 from pipeline.reporting.reports import write_report
 from pipeline.storage.atomic import (
     TEMP_SUFFIX,
+    allow_readers,
     is_temp_name,
     remove_old_temp_files,
     sync_file,
@@ -126,3 +127,10 @@ def test_a_file_and_the_names_in_a_folder_are_synced(tmp_path: Path, disk_calls:
     assert not disk_calls.is_synced(file.parent)
     sync_folder(file.parent)
     assert disk_calls.is_synced(file.parent)
+
+
+def test_a_file_system_that_refuses_modes_is_no_error() -> None:
+    status = Path("/proc/self/status")
+    with pytest.raises(PermissionError):
+        status.chmod(0o644)
+    allow_readers(status)
