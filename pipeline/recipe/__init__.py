@@ -17,7 +17,7 @@ from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
 from pipeline.recipe.preview_prompts import PreviewPrompt
-from pipeline.recipe.project import in_project, path_in_recipe, project_root
+from pipeline.recipe.project import in_project, path_in_recipe, project_root, shareable_path
 from pipeline.recipe.references import ReferenceSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,
@@ -69,5 +69,6 @@ __all__ = [
     "recipe_from_mapping",
     "recipe_values",
     "recipes_dir",
+    "shareable_path",
     "with_overrides",
 ]

@@ -9,16 +9,14 @@ import hashlib
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline.errors import TrainingError, counted
-from pipeline.escaping import without_secrets
 from pipeline.models.families import Use
-from pipeline.recipe import project_root
-from pipeline.recipe.datasets import side_input_sections
+from pipeline.recipe import shareable_path
 from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
 from pipeline.storage.tables import ASSETS, Tables, read_rows
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
@@ -52,10 +50,10 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
         "samples": _samples_record(table),
         "tables_sha256": table_digests,
         "model": {
-            "base": _shareable_path(recipe.model.base),
+            "base": shareable_path(recipe.model.base),
             "revision": recipe.model.revision,
             "components": {
-                role: _shareable_path(path) for role, path in recipe.model.components.given().items()
+                role: shareable_path(path) for role, path in recipe.model.components.given().items()
             },
             "fingerprints": {use: entries.fingerprint(use) for use in _USES},
             **_training_adapter(recipe, facts),
@@ -67,24 +65,18 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
 
 def shareable(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as JSON, without absolute paths, passwords and query strings of addresses."""
-    # A LoRA file is passed on, so it must contain neither absolute paths nor credentials (FAILURES H05).
     values = recipe.model_dump(mode="json", exclude={"output_address"})
     values["output_dir"] = str(recipe.registered_output)
-    for key in ("cache_dir", "output_dir", "source"):
-        values[key] = _shareable_path(values[key])
-    for dataset in values["datasets"]:
-        dataset["path"] = _shareable_path(dataset["path"])
-        if dataset["images"] is not None:
-            dataset["images"] = _shareable_path(dataset["images"])
-        for _, section in side_input_sections(dataset):
-            if section["path"] is not None:
-                section["path"] = _shareable_path(section["path"])
-    model = values["model"]
-    model["base"] = _shareable_path(model["base"])
-    if model["training_adapter"] is not None:
-        model["training_adapter"] = _shareable_path(model["training_adapter"])
-    model["components"] = {role: _shareable_path(path) for role, path in model["components"].items()}
-    return values
+    # Every text, because a list of the keys that hold paths misses the next key (FAILURES H05).
+    return _with_shareable_paths(values)
+
+
+def _with_shareable_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_shareable_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_shareable_paths(each) for each in value]
+    return shareable_path(value) if isinstance(value, str) else value
 
 
 def _training_adapter(recipe: Recipe, facts: Facts) -> dict[str, Any]:
@@ -92,17 +84,7 @@ def _training_adapter(recipe: Recipe, facts: Facts) -> dict[str, Any]:
     if name is None:
         return {}
     digest = facts["model"]["training_adapter"]
-    return {"training_adapter": {"name": _shareable_path(name), "sha256": digest}}
-
-
-def _shareable_path(path: str) -> str:
-    pure = PurePath(path)
-    if not pure.is_absolute():
-        return without_secrets(path)
-    root = project_root()
-
-    # The folders above may name a user.
-    return pure.relative_to(root).as_posix() if pure.is_relative_to(root) else pure.name
+    return {"training_adapter": {"name": shareable_path(name), "sha256": digest}}
 
 
 def _samples_record(table: pl.DataFrame) -> dict[str, Any]:

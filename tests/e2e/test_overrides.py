@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pipeline.trained_lora.export.lora_files import read_provenance
+from tests.e2e.planted_texts import files_with
 
 
 def config_of(overrides: dict[str, object]) -> dict[str, object]:
@@ -32,6 +33,22 @@ def test_overrides_of_a_run_are_used_and_recorded_in_its_files(cached) -> None:
     assert record["facts"]["optimizer"]["learning_rate"] == 0.002
     assert [path.name for path in (cached.out / "runs").iterdir()] == [cached.report("trained_lora")["run"]]
     assert cached.file.read_text("utf-8").count('"steps": 4') == 1
+
+
+def test_H05_no_published_file_names_a_folder_of_this_machine(cached) -> None:
+    cached.recipe(
+        training={
+            "steps": 2,
+            "batch_size": 2,
+            "sample_every": 2,
+            "sample_prompts": [{"prompt": "a photograph", "steps": 2}],
+            "lora": {"rank": 2, "modules": ["mid_block.*.to_q"]},
+        }
+    )
+    assert cached.execute("train").success
+    published = cached.out / "lora"
+    assert {path.suffix for path in published.iterdir()} >= {".safetensors", ".md", ".json", ".parquet"}
+    assert list(files_with(published, [str(cached.root), str(cached.model.parent)])) == []
 
 
 @pytest.mark.slow

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
-from PIL import Image
 
+from tests.e2e.planted_texts import files_with
 from tests.remote_folders import published_in_archive, web_server
 
 URL_SECRET = "s3cr3tOfTheUrl"
@@ -24,30 +19,6 @@ PLANTED = {
 }
 NETRC_SECRET = "s3cr3tOfTheNetrc"
 SECRETS = [*PLANTED.values(), URL_SECRET, NETRC_SECRET]
-
-
-def stored_bytes(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file and, for formats that compress texts, the texts in it."""
-    yield path.read_bytes()
-    if path.suffix == ".parquet":
-        yield str(pl.read_parquet(path).rows()).encode()
-    elif path.suffix in (".png", ".jpg"):
-        with Image.open(path) as image:
-            yield str(image.info).encode()
-    elif path.suffix == ".db":
-        with closing(sqlite3.connect(path)) as database:
-            tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-            rows = [row for (name,) in tables for row in database.execute(f'SELECT * FROM "{name}"')]
-        for value in (value for row in rows for value in row):
-            with suppress(zlib.error, TypeError):
-                yield zlib.decompress(value)
-
-
-def files_with(folder: Path, secrets: Sequence[str]) -> Iterator[str]:
-    """Yield each secret below a folder with the file that contains it."""
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        content = b"".join([str(path).encode(), *stored_bytes(path)])
-        yield from (f"{path}: {secret}" for secret in secrets if secret.encode() in content)
 
 
 @pytest.mark.slow

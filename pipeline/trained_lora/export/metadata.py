@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.recipe import shareable_path
 from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, Layout, LoraModule
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         "ss_network_dim": lora.usual_file_rank,
         "ss_network_alpha": lora.scale_of("", conv=False) * lora.usual_file_rank,
         "ss_output_name": recipe.name,
-        "ss_sd_model_name": recipe.model.base,
+        "ss_sd_model_name": shareable_path(recipe.model.base),
         "ss_num_train_images": int(job.inputs.trained.table["repeats"].sum()),
         "ss_steps": training.num_steps,
         "ss_max_train_steps": training.num_steps,

@@ -16,10 +16,13 @@ from safetensors.numpy import save_file
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli.main import latentline
 from pipeline.errors import TrainingError
-from pipeline.recipe import ReferenceSettings
+from pipeline.models.families import detect
+from pipeline.recipe import PreviewPrompt, ReferenceSettings
+from pipeline.recipe.schema import ComponentSources
 from pipeline.storage.tables import frame, validated
 from pipeline.trained_lora import provenance as module
 from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, SAMPLES_FILE, read_provenance
+from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.fingerprint import run_facts
 from pipeline.trained_lora.provenance import caption_hash, find_in_provenance, provenance, shareable
 
@@ -83,19 +86,35 @@ def test_the_record_is_complete_and_contains_no_absolute_paths(
     assert record == record_of(project)
 
 
-def test_paths_inside_the_project_are_relative_and_others_are_reduced_to_their_name(
-    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_H05_no_key_of_the_recipe_publishes_a_folder(
+    make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
-    paired = {"mask": {"path": str(tmp_path / "masks")}}
-    project = make_project(datasets={"photos": paired})
-    assert shareable(project.recipe)["datasets"][0]["path"] == "photos"
-    assert shareable(project.recipe)["datasets"][0]["mask"]["path"] == "masks"
+    project = make_project(
+        datasets={"photos": {"mask": {"path": str(tmp_path / "masks")}}},
+        lora={"rank": 4, "start_from": str(tmp_path / "first.safetensors")},
+    )
+    recipe = project.recipe
     references = (ReferenceSettings(path=tmp_path / "before"), ReferenceSettings(column="style"))
-    dataset = project.recipe.datasets[0].model_copy(update={"references": references})
-    edits = project.recipe.model_copy(update={"datasets": (dataset,)})
-    assert [each["path"] for each in shareable(edits)["datasets"][0]["references"]] == ["before", None]
-    monkeypatch.setattr(module, "project_root", lambda: tmp_path.parent)
-    assert shareable(project.recipe)["datasets"][0]["path"] == f"{tmp_path.name}/photos"
+    dataset = recipe.datasets[0].model_copy(update={"references": references})
+    prompt = PreviewPrompt(prompt="night", references=(tmp_path / "day.png",))
+    training = recipe.training.model_copy(update={"sample_prompts": (prompt,)})
+    components = ComponentSources.model_validate({"vae": str(tmp_path / "vae")})
+    model = recipe.model.model_copy(update={"components": components})
+    edits = recipe.model_copy(update={"datasets": (dataset,), "training": training, "model": model})
+
+    values = shareable(edits)
+    assert str(tmp_path) not in json.dumps(values)
+    assert values["datasets"][0]["path"] == "photos"
+    assert values["datasets"][0]["mask"]["path"] == "masks"
+    assert [each["path"] for each in values["datasets"][0]["references"]] == ["before", None]
+    assert values["training"]["lora"]["start_from"] == "first.safetensors"
+    assert values["training"]["sample_prompts"][0]["references"] == ["day.png"]
+    assert values["model"]["components"]["vae"] == "vae"
+
+
+def test_R15_the_header_names_the_base_model_without_its_folder(make_project: Callable[..., Project]) -> None:
+    job = make_project().job()
+    assert header_metadata(job, detect(job.base))["ss_sd_model_name"] == "epsilon"
 
 
 def test_large_runs_store_only_a_digest_of_their_samples(
