@@ -32,5 +32,5 @@ def stored_bytes(path: Path) -> Iterator[bytes]:
 def files_with(folder: Path, texts: Sequence[str]) -> Iterator[str]:
     """Yield each of the texts below a folder with the file that contains it."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
-        content = b"".join([str(path).encode(), *stored_bytes(path)])
+        content = b"".join([str(path.relative_to(folder)).encode(), *stored_bytes(path)])
         yield from (f"{path}: {text}" for text in texts if text.encode() in content)

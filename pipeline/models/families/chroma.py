@@ -42,6 +42,7 @@ CHROMA = FamilySpec(
     denoiser_call="families.chroma:ChromaCall",
     lora=FLUX_KEYS,
     architecture="chroma",
+    kohya_version="chroma",
     guidance_scale=5.0,
     # Objective 2 hides the masked tokens. Objective 1 added the mask to the attention scores, as the pipeline
     # of diffusers 0.42 does.

@@ -60,6 +60,8 @@ class FamilySpec:
         denoiser_call: Import path of the denoiser call.
         lora: Modules that get adapters, and their names in LoRA files.
         architecture: The base model's name in the ModelSpec metadata of LoRA files, without "/lora".
+        kohya_version: `ss_base_model_version` as sd-scripts or musubi-tuner writes it; "" if neither trains
+            this model.
         guidance_scale: Guidance scale of previews.
         no_negative_prompts: Why previews of this model cannot have a negative prompt; empty if they can.
         denoiser_name: Component of the denoiser, and prefix of its keys in diffusers' LoRA files.
@@ -81,6 +83,7 @@ class FamilySpec:
     lora: LoraKeys
     architecture: str | Callable[[ModelFolder], str]
     guidance_scale: float
+    kohya_version: str | Callable[[ModelFolder], str] = ""
     denoiser_name: Denoiser = "transformer"
     drawing: str = "inference:PipelineDrawing"
     pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = lambda model: {}
@@ -231,3 +234,7 @@ class Family:
     def modelspec_architecture(self) -> str:
         architecture = self.spec.architecture
         return architecture(self.model) if callable(architecture) else architecture
+
+    def kohya_version(self) -> str:
+        version = self.spec.kohya_version
+        return version(self.model) if callable(version) else version

@@ -57,6 +57,7 @@ FLUX = FamilySpec(
     denoiser_call="families.flux:FluxCall",
     lora=FLUX_KEYS,
     architecture=lambda model: f"flux-1-{'dev' if has_guidance(model) else 'schnell'}",
+    kohya_version="flux1",
     guidance_scale=3.5,
     no_negative_prompts="its guidance is distilled",
     distillation=_distillation,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import Distillation, FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX2_KEYS
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.references import flux2_references
 from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import PatchedLatents
+
+
+def _kohya_version(model: ModelFolder) -> str:
+    # klein 4B has 24 heads, 9B has 32.
+    heads = int(model.config("transformer")["num_attention_heads"])
+    return "flux_2_klein_9b" if heads >= 32 else "flux_2_klein_4b"
+
 
 FLUX2_KLEIN = FamilySpec(
     name="FLUX.2 klein",
@@ -33,6 +41,7 @@ FLUX2_KLEIN = FamilySpec(
     denoiser_call="families.flux2:Flux2Call",
     lora=FLUX2_KEYS,
     architecture="flux-2-klein",
+    kohya_version=_kohya_version,
     guidance_scale=4.0,
     # Objective 1 used the pipelines' shift.
     objective=2,

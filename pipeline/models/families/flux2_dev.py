@@ -33,6 +33,7 @@ FLUX2_DEV = FamilySpec(
     denoiser_call="families.flux2_dev:GuidedFlux2Call",
     lora=FLUX2_KEYS,
     architecture="flux-2-dev",
+    kohya_version="flux_2_dev",
     guidance_scale=4.0,
     # Noise levels and objective are the same as for FLUX.2 klein.
     objective=2,

@@ -17,6 +17,7 @@ FLUX_KONTEXT = FamilySpec(
     drawing="families.flux_kontext:KontextDrawing",
     lora=FLUX.lora,
     architecture="flux-1-dev",  # as musubi-tuner names it: it has the transformer of FLUX.1 dev
+    kohya_version="flux_kontext",
     guidance_scale=2.5,
     no_negative_prompts="its guidance is distilled",
     references=KONTEXT_REFERENCES,

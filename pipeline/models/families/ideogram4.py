@@ -64,6 +64,7 @@ IDEOGRAM4 = FamilySpec(
     # ComfyUI's model has Ideogram's stacked layers, so it reads kohya's keys.
     lora=StackedKeys(_BLOCKS.modules, blocks=(_BLOCKS,), comfyui_as_kohya=True),
     architecture="ideogram-4",
+    kohya_version="ideogram4",
     guidance_scale=7.0,
     no_negative_prompts="its guidance uses a second transformer, which sees no text",
 )

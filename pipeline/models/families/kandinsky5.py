@@ -71,5 +71,6 @@ KANDINSKY5 = FamilySpec(
         ]
     ),
     architecture="kandinsky-5-image",
+    kohya_version="kandinsky5",
     guidance_scale=3.5,
 )

@@ -116,6 +116,7 @@ KREA2 = FamilySpec(
     denoiser_call="families.krea2:Krea2Call",
     lora=Krea2Keys(list(_ORIGINAL)),
     architecture="krea-2",
+    kohya_version="krea2",
     guidance_scale=4.5,
     pipeline_options=lambda model: {"text_encoder_select_layers": select_layers(model)},
     distillation=_distillation,

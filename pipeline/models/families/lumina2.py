@@ -38,6 +38,7 @@ LUMINA2 = FamilySpec(
     # ComfyUI's names of diffusers' modules exist for Z-Image alone, so its file uses the stacked layers.
     lora=StackedKeys(_BLOCKS.modules, blocks=(_BLOCKS,), comfyui_as_kohya=True),
     architecture="lumina-2",
+    kohya_version="lumina2",
     guidance_scale=4.0,
     # Objective 1 used the published schedule.
     objective=2,

@@ -48,5 +48,6 @@ QWEN_IMAGE = FamilySpec(
     denoiser_call="families.qwen_image:QwenImageCall",
     lora=QWEN_IMAGE_KEYS,
     architecture="qwen-image",
+    kohya_version="qwen_image",
     guidance_scale=4.0,
 )

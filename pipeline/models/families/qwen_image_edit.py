@@ -50,6 +50,7 @@ QWEN_IMAGE_EDIT = FamilySpec(
     denoiser_call="families.qwen_image:QwenImageCall",
     lora=QWEN_IMAGE_KEYS,
     architecture="qwen-image-edit-plus",
+    kohya_version="qwen_image_edit",
     guidance_scale=4.0,
     references=QWEN_EDIT_REFERENCES,
 )

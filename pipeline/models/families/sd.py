@@ -45,6 +45,12 @@ def _architecture(model: ModelFolder) -> str:
     return "stable-diffusion-v2-" + ("512" if _NOISE.prediction_type(model) == "epsilon" else "768-v")
 
 
+def _kohya_version(model: ModelFolder) -> str:
+    # As `get_model_version_str_for_sd1_sd2` of sd-scripts.
+    version = "sd_v2" if _architecture(model).startswith("stable-diffusion-v2") else "sd_v1"
+    return f"{version}_v" if _NOISE.prediction_type(model) == "v_prediction" else version
+
+
 STABLE_DIFFUSION = FamilySpec(
     name="Stable Diffusion 1.x and 2.x",
     pipeline_classes=("StableDiffusionPipeline",),
@@ -62,6 +68,7 @@ STABLE_DIFFUSION = FamilySpec(
     denoiser_call="denoiser:UNetCall",
     lora=UNetKeys(),
     architecture=_architecture,
+    kohya_version=_kohya_version,
     guidance_scale=7.5,
     pipeline_options=lambda model: {"requires_safety_checker": False},
 )

@@ -62,6 +62,11 @@ def _architecture(model: ModelFolder) -> str:
     return f"stable-diffusion-3.5-{'medium' if config.get('dual_attention_layers') else 'large'}"
 
 
+def _kohya_version(model: ModelFolder) -> str:
+    # sd-scripts writes medium, 5-medium or 5-large.
+    return _architecture(model).removeprefix("stable-diffusion-").removeprefix("v3-").removeprefix("3.")
+
+
 STABLE_DIFFUSION_3 = FamilySpec(
     name="Stable Diffusion 3 and 3.5",
     pipeline_classes=("StableDiffusion3Pipeline",),
@@ -91,5 +96,6 @@ STABLE_DIFFUSION_3 = FamilySpec(
         blocks=(_BLOCKS,),
     ),
     architecture=_architecture,
+    kohya_version=_kohya_version,
     guidance_scale=7.0,
 )

@@ -63,6 +63,7 @@ STABLE_DIFFUSION_XL = FamilySpec(
     denoiser_call="denoiser:SizedUNetCall",
     lora=UNetKeys(kohya_original=True),
     architecture="stable-diffusion-xl-v1-base",
+    kohya_version="sdxl_base_v1-0",
     guidance_scale=5.0,
     pipeline_options=lambda model: {"add_watermarker": False},
 )

@@ -62,6 +62,7 @@ Z_IMAGE = FamilySpec(
         "_comfyui.",
     ),
     architecture="z-image",
+    kohya_version="z_image",
     guidance_scale=4.0,
     # Objective 1 of Z-Image used the published schedule.
     objective=lambda model: 1 if is_turbo(model) else 2,

@@ -9,15 +9,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from pipeline.recipe import shareable_path
 from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, Layout, LoraModule
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
     from pipeline.models.families.parts.lora_keys import LoraKeys
-    from pipeline.recipe import LoraSettings
+    from pipeline.recipe import LoraSettings, Recipe
     from pipeline.trained_lora.job import TrainingJob
 
+MAX_TAGS = 500
+"""Largest number of tags per dataset in a file."""
 
 READERS_KEY = "latentline.readers"
 """Key in a file's metadata with the programs that apply the file with another strength."""
@@ -58,6 +62,12 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         "latentline.run": job.run,
     }
 
+    # The web UIs show a LoRA only beside base models of the version that these keys name.
+    if version := family.kohya_version():
+        values |= {"ss_base_model_version": version, "ss_v2": version.startswith("sd_v2")}
+    if triggers := _trigger_words(recipe):
+        values["modelspec.trigger_phrase"] = ", ".join(triggers)
+    values["ss_tag_frequency"] = json.dumps(_tag_frequencies(job), ensure_ascii=False)
     if job.provenance:
         values[PROVENANCE_KEY] = json.dumps(job.provenance, sort_keys=True, ensure_ascii=False)
     if arguments := _network_arguments(lora):
@@ -98,6 +108,32 @@ def readers_note(layout: Layout, modules: Sequence[LoraModule], keys: LoraKeys) 
         )
         return {READERS_KEY: note}
     return {}
+
+
+def _trigger_words(recipe: Recipe) -> list[str]:
+    words = [dataset.captions.trigger for dataset in recipe.datasets if dataset.role != "prior"]
+    return list(dict.fromkeys(word for word in words if word is not None))
+
+
+def _tag_frequencies(job: TrainingJob) -> dict[str, dict[str, int]]:
+    """Return the number of images with each tag of several images, per dataset, the most frequent first."""
+    # Tags are in lower case and end at commas, as in `set_tag_frequency` of sd-scripts.
+    frequencies: dict[str, dict[str, int]] = {}
+    samples = job.inputs.trained.table.unique("sample_id", maintain_order=True)
+    for dataset in job.recipe.datasets:
+        if dataset.role == "prior":
+            continue
+        captions = samples.filter(pl.col("dataset") == dataset.name).select("sample_id", "captions")
+        # The captions of one image may be orders of the same tags, so an image counts each tag once.
+        tags = captions.explode("captions").select(
+            "sample_id", tag=pl.col("captions").str.to_lowercase().str.split(",")
+        )
+        tags = tags.explode("tag").with_columns(pl.col("tag").str.strip_chars()).filter(pl.col("tag") != "")
+        counts = tags.unique().group_by("tag").len().sort(["len", "tag"], descending=[True, False])
+        # Parts of single captions, such as sentences, say nothing about the concept and may be private.
+        counts = counts.filter(pl.col("len") > 1)
+        frequencies[dataset.name] = dict(counts.head(MAX_TAGS).iter_rows())
+    return frequencies
 
 
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:
