@@ -20,9 +20,10 @@ their prefix is text_encoder or text_encoder_2, in kohya's lora_te_, lora_te1_ o
 text_encoders (the generic keys of `model_lora_keys_clip`).
 
 Kohya's layout follows the models' original code, where several diffusers modules may be parts of one layer,
-such as query, key and value. For n parts of rank r, the layer's down matrix (n r, in) stacks theirs. Its up
-matrix (sum of outs, n r) is block diagonal. Its alpha is n times theirs, which keeps alpha / rank. The blocks
-of parts that were not trained are zero. The same applies to ComfyUI where its key equals kohya's.
+such as query, key and value. The layer's down matrix (sum of ranks, in) stacks those of its parts. Its up
+matrix (sum of outs, sum of ranks) is block diagonal. Its alpha / rank is theirs, which must be one number. A
+part that was not trained has zero blocks of the others' rank, or of rank 0 if their ranks differ. The same
+applies to ComfyUI where its key equals kohya's.
 
 ComfyUI accepts any weight of its own model by name, without ".weight" (the generic keys of
 `model_lora_keys_unet` in comfy/lora.py of github.com/comfyanonymous/ComfyUI), and scales by alpha / rank
@@ -148,6 +149,7 @@ class LoraModule:
         magnitude: Whether the adapter has DoRA magnitudes.
         kohya_part: Index of the module among the parts of its layer in kohya's layout.
         kohya_outs: Rows of each part's `up` in that layer; empty if the module is the entire layer.
+        kohya_ranks: Rows of each part's `down` in that layer; empty if all have `rank` rows.
     """
 
     name: str
@@ -162,6 +164,7 @@ class LoraModule:
     magnitude: bool = False
     kohya_part: int = 0
     kohya_outs: tuple[int, ...] = ()
+    kohya_ranks: tuple[int, ...] = ()
 
     @property
     def is_convolution(self) -> bool:
@@ -183,8 +186,7 @@ class LoraModule:
     def shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """Return key to shape of each tensor of the module, or of the layer that contains it."""
         down, up, alpha = self.keys(layout)
-        outs = self.outs(layout)
-        rank = self.rank * len(outs)
+        outs, rank = self.outs(layout), sum(self.ranks(layout))
         ones = (1,) * len(self.kernel)
         shapes: dict[str, tuple[int, ...]] = {
             down: (rank, self.in_features, *self.kernel),
@@ -203,13 +205,18 @@ class LoraModule:
         """Return the module's rows in the file's `down` and `up`; rows of `down` are also columns of `up`."""
         outs = self.outs(layout)
         part = self.kohya_part if len(outs) > 1 else 0
-        first = sum(outs[:part])
-        return slice(part * self.rank, (part + 1) * self.rank), slice(first, first + outs[part])
+        first_rank, first_out = sum(self.ranks(layout)[:part]), sum(outs[:part])
+        return slice(first_rank, first_rank + self.rank), slice(first_out, first_out + outs[part])
 
     def outs(self, layout: Layout) -> tuple[int, ...]:
         """Return the rows of each part's `up` in the layer that contains the module."""
         is_part = layout != "diffusers" and self._key(layout) == self.kohya
         return (self.kohya_outs if is_part else ()) or (self.out_features,)
+
+    def ranks(self, layout: Layout) -> tuple[int, ...]:
+        """Return the rows of each part's `down` in the layer that contains the module."""
+        outs = self.outs(layout)
+        return (self.kohya_ranks if len(outs) > 1 else ()) or (self.rank,) * len(outs)
 
     def _key(self, layout: Layout) -> str:
         return {"diffusers": self.diffusers, "kohya": self.kohya, "comfyui": self.comfyui}[layout]
@@ -218,7 +225,12 @@ class LoraModule:
     def from_json(value: Mapping[str, Any]) -> LoraModule:
         """Rebuild the module from its `dataclasses.asdict`, after a round trip through JSON."""
         module = LoraModule(**value)
-        return replace(module, kohya_outs=tuple(module.kohya_outs), kernel=tuple(module.kernel))
+        return replace(
+            module,
+            kernel=tuple(module.kernel),
+            kohya_outs=tuple(module.kohya_outs),
+            kohya_ranks=tuple(module.kohya_ranks),
+        )
 
 
 @dataclass(frozen=True)

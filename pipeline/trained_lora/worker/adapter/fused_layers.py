@@ -30,7 +30,7 @@ def with_separate_parts(file: LoraFile, modules: Sequence[LoraModule], layout: L
         down, up = tensors.get(down_key), tensors.get(up_key)
         if down is None or up is None or up.shape != (sum(outs), len(down)):
             continue  # the reader of the file names tensors that are missing or have another shape
-        if len(down) != module.rank and _is_block_diagonal(up, outs):
+        if len(down) != module.rank and _is_block_diagonal(up, outs, module.ranks(layout)):
             continue
 
         tensors[down_key] = torch.cat([down] * len(outs))
@@ -66,9 +66,12 @@ def _fused_layers(
     return {module.keys(layout): module for module in modules if len(module.outs(layout)) > 1}
 
 
-def _is_block_diagonal(up: Tensor, outs: Sequence[int]) -> bool:
-    rank, remainder = divmod(up.shape[1], len(outs))
-    if remainder:
-        return False
-    blocks = torch.block_diag(*(torch.ones(rows, rank) for rows in outs))
+def _is_block_diagonal(up: Tensor, outs: Sequence[int], ranks: Sequence[int]) -> bool:
+    if up.shape[1] != sum(ranks):
+        # The file has another rank, so its blocks are known only if they have the same width.
+        rank, remainder = divmod(up.shape[1], len(outs))
+        if remainder:
+            return False
+        ranks = [rank] * len(outs)
+    blocks = torch.block_diag(*(torch.ones(rows, rank) for rows, rank in zip(outs, ranks, strict=True)))
     return not bool(up[blocks == 0].any())

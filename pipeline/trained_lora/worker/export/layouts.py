@@ -68,9 +68,8 @@ def layout_tensors(
         down_key, _, alpha_key = module.keys(layout)
         assert alpha_key is not None
 
-        # Readers divide alpha by the rank in the file, which grows with the number of fused modules.
-        num_parts = tensors[down_key].shape[0] // module.rank
-        tensors[alpha_key] = torch.tensor(module.alpha * num_parts)
+        # Readers divide alpha by the rank in the file, which is the sum of the ranks of fused modules.
+        tensors[alpha_key] = torch.tensor(module.alpha * (tensors[down_key].shape[0] / module.rank))
 
         if module.magnitude:
             magnitude = state[f"{module.name}.lora_magnitude_vector"].flatten()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,8 +58,7 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
         alone = _describe(name, module, diffusers=key, kohya=layer.key, comfyui=family.comfyui_key(name))
         part, outs = layer.modules.index(name), fused_outs(denoiser, layer)
         described.append(replace(alone, kohya_part=part, kohya_outs=outs))
-    _require_fusible(described)
-    return described
+    return _with_kohya_ranks(described)
 
 
 def _describe(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui: str) -> LoraModule:
@@ -97,22 +97,37 @@ def _out_features(denoiser: nn.Module, path: str) -> int:
     return int(base.out_channels if isinstance(base, nn.Conv2d) else base.out_features)
 
 
-def _require_fusible(modules: list[LoraModule]) -> None:
-    num_adapted = Counter(module.kohya for module in modules)
-    sizes: dict[str, tuple[int, float]] = {}
+def _with_kohya_ranks(modules: list[LoraModule]) -> list[LoraModule]:
+    """Return the modules with `kohya_ranks`, for layers whose parts have different ranks."""
+    parts: defaultdict[str, list[LoraModule]] = defaultdict(list)
     for module in modules:
-        # A layer of the file has one alpha, and its up matrix has blocks of one width.
-        size = (module.rank, module.alpha)
-        if sizes.setdefault(module.kohya, size) != size:
+        if module.kohya_outs:
+            parts[module.kohya].append(module)
+
+    ranks: dict[str, tuple[int, ...]] = {}
+    for key, fused in parts.items():
+        _require_fusible(fused)
+        by_part = {module.kohya_part: module.rank for module in fused}
+        if len(set(by_part.values())) > 1:
+            ranks[key] = tuple(by_part.get(part, 0) for part in range(len(fused[0].kohya_outs)))
+    return [replace(module, kohya_ranks=ranks.get(module.kohya, ())) for module in modules]
+
+
+def _require_fusible(parts: list[LoraModule]) -> None:
+    first = parts[0]
+    for module in parts:
+        # A layer of the file has one alpha.
+        if not math.isclose(module.alpha / module.rank, first.alpha / first.rank, rel_tol=1e-6):
             raise TrainingError(
-                f"the parts of kohya's layer {module.kohya} must have one rank and alpha, "
+                f"the parts of kohya's layer {module.kohya} must have one alpha / rank, "
                 f"but {module.name} differs",
                 where="training.lora.ranks",
-                fix="match all of its parts with the same entry of training.lora.ranks",
+                fix="match all of its parts with the same entry of training.lora.ranks, or set the same "
+                "alpha / rank for them",
             )
 
         # The magnitudes of a part without an adapter would be zero, and so would its weights.
-        if module.magnitude and module.kohya_outs and num_adapted[module.kohya] < len(module.kohya_outs):
+        if module.magnitude and len(parts) < len(module.kohya_outs):
             raise TrainingError(
                 f"DoRA needs an adapter on every part of kohya's layer {module.kohya}, "
                 f"not only on {module.name}",

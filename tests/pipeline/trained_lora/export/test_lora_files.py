@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -41,5 +42,18 @@ def test_only_kohya_stacks_parts_and_a_separate_layer_is_stored_unchanged() -> N
     assert list(separate.shapes("kohya").values()) == [(2, 5), (6, 2), ()]
 
 
+def test_parts_of_different_ranks_follow_each_other() -> None:
+    query = replace(QUERY, kohya_ranks=(1, 2, 0))
+    assert query.shapes("kohya")["lora_unet_block_qkv.lora_up.weight"] == (13, 3)
+    assert query.slices("kohya") == (slice(1, 3), slice(3, 9))
+    assert query.slices("comfyui") == (slice(0, 2), slice(0, 6))
+
+
 def test_a_module_survives_a_json_round_trip() -> None:
-    assert LoraModule.from_json({**asdict(QUERY), "kohya_outs": [3, 6, 4]}) == QUERY
+    assert LoraModule.from_json(json.loads(json.dumps(asdict(QUERY)))) == QUERY
+    mixed = replace(QUERY, kohya_ranks=(1, 2, 0))
+    assert LoraModule.from_json(json.loads(json.dumps(asdict(mixed)))) == mixed
+
+    # Release 0.2.0 did not write this key.
+    old = {name: value for name, value in asdict(QUERY).items() if name != "kohya_ranks"}
+    assert LoraModule.from_json(old) == QUERY

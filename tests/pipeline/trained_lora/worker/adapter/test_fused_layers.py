@@ -17,8 +17,9 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.pictures.worker.file_adapter import FileAdapter
-from pipeline.trained_lora.worker.adapter.lora import add_lora, delta_weights
+from pipeline.trained_lora.worker.adapter.lora import add_lora, delta_weights, trainable_weights
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors, warm_start
+from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_denoiser
 from pipeline.trained_lora.worker.export.read_back import loaded_weights
 
@@ -160,3 +161,44 @@ def test_scales_in_the_layout_of_diffusers_are_read_as_diffusers_does(
     read = loaded_weights(file, diffusers.FluxPipeline, networks, {}, denoiser_name="transformer")
     by_hand = {name: each.scale * each.up @ each.down for name, each in read.items()}
     require_equal(by_hand, expected)
+
+
+def trained_denoiser(family: WorkerFamily, lora: dict[str, Any]) -> Any:
+    """Return a denoiser whose adapter is not zero, as after training."""
+    denoiser: Any = family.denoiser.load("float32", "cpu")
+    settings = LoraSettings.model_validate_json(json.dumps(lora))
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    with torch.no_grad():
+        for number, weight in enumerate(trainable_weights(denoiser)):
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)))
+    return denoiser
+
+
+@pytest.mark.parametrize(("rank", "factor"), [(4, 4), (8, 2), (6, 4)])
+def test_R06_a_lokr_of_any_rank_is_exported(
+    family: WorkerFamily, tmp_path: Path, rank: int, factor: int
+) -> None:
+    """The feed-forward part of kohya's linear1 is larger than query, key and value, and so is its rank."""
+    denoiser = trained_denoiser(family, {"kind": "lokr", "rank": rank, "lokr_factor": factor})
+    modules = describe_denoiser(family, denoiser)
+    assert {len({*each.kohya_ranks}) for each in modules if each.kohya_ranks} == {2}
+    Exporter(family, "demo", {}).export({"": denoiser}, tmp_path)
+    trained = {name: compute().flatten(1) for name, compute in delta_weights(denoiser).items()}
+    require_equal(of_file_adapter(family, tmp_path / "demo_kohya.safetensors"), trained)
+
+
+def test_R06_parts_of_a_fused_layer_with_different_ranks_are_read_by_all(
+    family: WorkerFamily, tmp_path: Path
+) -> None:
+    # diffusers knows the layers outside of this block at the size of the published model only.
+    modules = [f"{BLOCK}.{part}" for part in PARTS]
+    lora = {"rank": 4, "alpha": 2.0, "modules": modules, "ranks": [{"modules": "*.to_k", "rank": 7}]}
+    denoiser = trained_denoiser(family, lora)
+    assert {module.kohya_ranks for module in describe_denoiser(family, denoiser)} == {(4, 7, 4)}
+    Exporter(family, "demo", {}).export({"": denoiser}, tmp_path)
+
+    trained = {name: compute() for name, compute in delta_weights(denoiser).items()}
+    kohya = tmp_path / "demo_kohya.safetensors"
+    require_equal(of_diffusers(family, kohya), trained)
+    require_equal(of_file_adapter(family, kohya), trained)
+    require_equal(of_warm_start(family, kohya, **lora), trained)

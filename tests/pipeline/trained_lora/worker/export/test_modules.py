@@ -47,10 +47,31 @@ def test_R06_fused_layers_have_the_rows_of_their_parts_even_if_quantised(tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("modules", "ranks"),
+    [
+        (["*.0.attn.to_q", "*.0.attn.to_k", "*.0.attn.to_v"], (2, 8, 8)),
+        (["*.0.attn.to_q", "*.0.attn.to_v"], (2, 0, 8)),
+    ],
+    ids=str,
+)
+def test_parts_of_a_fused_layer_may_have_different_ranks(
+    tmp_path: Path, modules: list[str], ranks: tuple[int, ...]
+) -> None:
+    lora = {"rank": 8, "modules": modules, "ranks": [{"modules": "*.to_q", "rank": 2}]}
+    family, denoiser = sd3_with_lora(tmp_path, lora)
+    described = describe_denoiser(family, denoiser)
+    assert {module.kohya_ranks for module in described} == {ranks}
+    assert {module.shapes("kohya")[module.keys("kohya")[0]][0] for module in described} == {sum(ranks)}
+    starts = {module.name.rpartition("_")[2]: module.slices("kohya")[0].start for module in described}
+    assert starts["v"] == sum(ranks[:2])
+
+
+@pytest.mark.parametrize(
     ("lora", "expected_text"),
     [
         ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs an adapter on every part"),
-        ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "must have one rank and alpha"),
+        ({"ranks": [{"modules": "*.to_q", "rank": 2, "alpha": 1}]}, "must have one alpha / rank"),
+        ({"rslora": True, "ranks": [{"modules": "*.to_q", "rank": 2}]}, "must have one alpha / rank"),
     ],
     ids=str,
 )
