@@ -27,6 +27,7 @@ from pipeline.trained_lora.export.lora_files import (
     LoraFile,
     LoraModule,
     factors,
+    folded,
     is_factor,
     layout_file,
     module_scale,
@@ -51,6 +52,12 @@ RISE = 1.01
 
 _ROUNDING = 1e-12
 """Norm of a product below this share of its factors' norms is rounding error and counts as zero."""
+
+_ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
+"""Relative error of a factor that holds a part of the scale, by `lora.save_dtype`."""
+
+_SUBNORMAL = 2.0**-24
+"""Smallest positive number of float16, the absolute error of smaller numbers."""
 
 _TRAIN_AGAIN = "delete lora/ and start the job again"
 
@@ -255,25 +262,25 @@ def _layout_difference(result: _Result, file: LoraFile, module: LoraModule, *, l
         return err.what
 
     # Two layouts store alpha as float32.
-    if not math.isclose(scale, expected_scale, rel_tol=1e-6):
-        return f"the scale must be {expected_scale}, got {scale}"
-
+    is_in_alpha = math.isclose(scale, expected_scale, rel_tol=1e-6)
     reference = result.files["diffusers"].tensors
     try:
-        for key, expected, actual in zip(
-            module.keys(layout)[:2],
-            factors(reference, module, "diffusers"),
-            factors(file.tensors, module, layout),
-            strict=True,
+        trained = factors(reference, module, "diffusers")
+        expected = trained if is_in_alpha else folded(*trained, expected_scale / scale)
+        tolerance = _ROUNDED[result.settings.save_dtype]
+        for key, each, actual in zip(
+            module.keys(layout)[:2], expected, factors(file.tensors, module, layout), strict=True
         ):
-            if not np.array_equal(expected, actual):
+            if is_in_alpha and not np.array_equal(each, actual):
                 return f"{key} differs from the diffusers layout"
+            if not is_in_alpha and not np.allclose(each, actual, rtol=tolerance, atol=_SUBNORMAL):
+                return f"the scale must be {expected_scale}, got {scale}"
         if module.magnitude:
-            expected = stored_magnitudes(reference, module, "diffusers")
-            actual = stored_magnitudes(file.tensors, module, layout)
+            magnitude = stored_magnitudes(reference, module, "diffusers")
+            stored = stored_magnitudes(file.tensors, module, layout)
             # ComfyUI's magnitudes are relative to the base model's rows, which are not stored.
             comparable = layout != "comfyui"
-            if not np.isfinite(actual).all() or (comparable and not np.array_equal(expected, actual)):
+            if not np.isfinite(stored).all() or (comparable and not np.array_equal(magnitude, stored)):
                 return f"{module.magnitude_key(layout)} differs from the diffusers layout"
     except KeyError as err:
         return f"{err.args[0]} is missing"

@@ -25,6 +25,10 @@ matrix (sum of outs, sum of ranks) is block diagonal. Its alpha / rank is theirs
 part that was not trained has zero blocks of the others' rank, or of rank 0 if their ranks differ. The same
 applies to ComfyUI where its key equals kohya's.
 
+diffusers does not use every alpha: it takes one for a whole UNet in kohya's layout, and alpha = rank for
+FLUX.1 in ComfyUI's. So the separate layers in a file of kohya's layout have the alpha of the first one, and
+ComfyUI's file has alpha = rank. `folded` moves the rest of the scale into the factors.
+
 ComfyUI accepts any weight of its own model by name, without ".weight" (the generic keys of
 `model_lora_keys_unet` in comfy/lora.py of github.com/comfyanonymous/ComfyUI), and scales by alpha / rank
 (`LoRAAdapter.calculate_weight` in comfy/weight_adapter/lora.py).
@@ -35,7 +39,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +61,9 @@ ADAPTER_METADATA_KEY = "lora_adapter_metadata"
 
 PROVENANCE_KEY = "latentline.provenance"
 """Key in a file's metadata of the provenance record as JSON, without the results of the run."""
+
+RUN_KEY = "latentline.run"
+"""Key in a file's metadata of the run that trained it; files of other programs lack it."""
 
 LORA_FOLDER = "lora"
 """Folder in output_dir with the files of the last finished run."""
@@ -311,6 +318,31 @@ def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> t
     down, up, _ = module.keys(layout)
     ranks, outs = module.slices(layout)
     return tensors[down][ranks], tensors[up][outs, ranks]
+
+
+def folded(down: Any, up: Any, factor: float) -> tuple[Any, Any]:
+    """Return (down, up) with a product that is `factor` times as large."""
+    # The numbers of `down` are the larger ones, so they are the last to underflow in float16.
+    return (down * factor, up) if factor < 1.0 else (down, up * factor)
+
+
+def unfolded(down: Any, up: Any, factor: float) -> tuple[Any, Any]:
+    """Undo `folded` with the factor 1 / `factor`."""
+    return (down * factor, up) if factor > 1.0 else (down, up * factor)
+
+
+def stored_alphas(modules: Sequence[LoraModule], layout: Layout) -> dict[str, float]:
+    """Return the alpha of each module in a file, by name, for the rank of the module alone."""
+    if layout == "comfyui":
+        return {module.name: float(module.rank) for module in modules}
+    alphas: dict[str, float] = {}
+    first: dict[str, float] = {}
+    for module in modules:
+        # Readers that take one alpha for a network do not know fused layers.
+        is_separate = layout == "kohya" and not module.kohya_outs
+        network = module.diffusers.partition(".")[0]
+        alphas[module.name] = first.setdefault(network, module.alpha) if is_separate else module.alpha
+    return alphas
 
 
 def stored_magnitudes(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.recipe import shareable_path
-from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, Layout, LoraModule
+from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, RUN_KEY, Layout, LoraModule
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -59,7 +59,7 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         "modelspec.implementation": "diffusers",
         "modelspec.title": recipe.name,
         "modelspec.resolution": f"{recipe.buckets.resolution}x{recipe.buckets.resolution}",
-        "latentline.run": job.run,
+        RUN_KEY: job.run,
     }
 
     # The web UIs show a LoRA only beside base models of the version that these keys name.

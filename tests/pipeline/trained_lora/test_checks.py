@@ -168,6 +168,27 @@ def test_R06_a_file_with_changed_values_or_scale_fails_reload_equals(
         assert result.path(layout).name in reported_files
 
 
+@pytest.mark.parametrize("save_dtype", ["float32", "float16"])
+def test_R06_a_scale_may_be_in_the_factors_instead_of_alpha(tmp_path: Path, save_dtype: str) -> None:
+    """Releases before 0.3.0 wrote the trained alpha into ComfyUI's file, and their runs stay valid."""
+    result = PublishedRun(tmp_path, lora={"save_dtype": save_dtype})
+    assert "reload_equals" not in result.failed()
+    tensors = result.tensors("comfyui")
+    for module in MODULES:
+        down, _, alpha = module.keys("comfyui")
+        tensors[down] = tensors[down] * tensors[down].dtype.type(0.5)
+        tensors[str(alpha)] = np.array(4.0, dtype=np.float32)
+    result.write("comfyui", tensors)
+    result.record()
+    assert "reload_equals" not in result.failed()
+
+    tensors[MODULES[0].keys("comfyui")[0]] *= tensors[down].dtype.type(1.01)
+    result.write("comfyui", tensors)
+    result.record()
+    (row,) = result.findings()["reload_equals"].rows
+    assert (row["module"], row["reason"]) == (MODULES[0].name, "the scale must be 0.5, got 1.0")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_missing_key_is_reported_by_name(result: PublishedRun, layout: Any) -> None:
     tensors = result.tensors(layout)

@@ -14,6 +14,7 @@ from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.export.lora_files import (
     ADAPTER_METADATA_KEY,
     LAYOUTS,
+    RUN_KEY,
     Layout,
     LoraFile,
     LoraModule,
@@ -21,6 +22,7 @@ from pipeline.trained_lora.export.lora_files import (
     is_magnitude,
     module_scale,
     stored_magnitudes,
+    unfolded,
 )
 from pipeline.trained_lora.worker.adapter.fused_layers import partly_adapted, with_separate_parts
 from pipeline.trained_lora.worker.adapter.lora import Networks, load_networks_state, row_norms
@@ -56,10 +58,14 @@ def load_lora_tensors(networks: Networks, modules: list[LoraModule], file: LoraF
     for module in modules:
         down, up = factors(file.tensors, module, layout)
 
-        # The recipe fixes the adapter's scale, so the up matrices absorb the difference to the file's scale.
+        # The recipe fixes the adapter's scale, so the factors absorb the difference to the file's scale. For
+        # files of `Exporter`, this restores the trained factors.
         scale = file_scale(file, module, layout) * module.rank / module.alpha
+        if scale != 1.0:
+            is_folded = layout != "diffusers" and RUN_KEY in file.metadata
+            down, up = unfolded(down, up, scale) if is_folded else (down, up * scale)
         state[f"{module.name}.lora_A.weight"] = down.contiguous()
-        state[f"{module.name}.lora_B.weight"] = up.contiguous() if scale == 1.0 else up * scale
+        state[f"{module.name}.lora_B.weight"] = up.contiguous()
 
     dora_modules = [module for module in modules if module.magnitude]
     for module in dora_modules:

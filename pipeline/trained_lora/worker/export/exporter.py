@@ -43,6 +43,7 @@ from pipeline.trained_lora.worker.export.layouts import (
     RowNorms,
     file_weights,
     layout_tensors,
+    stored_weights,
     trained_weights,
 )
 from pipeline.trained_lora.worker.export.modules import describe_networks
@@ -223,7 +224,9 @@ class Exporter:
             error = conversion_error
             if layout != "diffusers":
                 weights = file_weights(path, trained.modules, layout, trained.norms)
-                error = max(error, largest_error(path, weights, expected, exact=True, tolerance=tolerance))
+                in_file = stored_weights(expected, trained.modules, layout, self._dtype)
+                error = max(error, largest_error(path, weights, in_file, exact=True, tolerance=tolerance))
+                error = max(error, *(module_error(in_file[name], expected[name]) for name in in_file))
 
             # Users load this file with diffusers, so diffusers reads it here too.
             if layout == "diffusers" or (layout == "kohya" and self._diffusers_reads_kohya(trained)):
@@ -243,10 +246,8 @@ class Exporter:
 
     def _diffusers_reads_kohya(self, trained: _TrainedLora) -> bool:
         """Return whether diffusers reads this LoRA from kohya's layout with the trained effect."""
-        # diffusers ignores DoRA's magnitudes there, and all but the most common alpha of a network.
-        alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in trained.modules}
-        has_one_alpha = len(alphas) == len(trained.networks)
-        return self._family.kohya_loads() and not trained.norms and has_one_alpha
+        # diffusers ignores DoRA's magnitudes there.
+        return self._family.kohya_loads() and not trained.norms
 
 
 def _rounding_error(rounded: LoraWeights, exact: LoraWeights, *, where: Path, dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.errors import TrainingError, counted
-from pipeline.trained_lora.export.lora_files import Layout, LoraModule, factors, stored_magnitudes
+from pipeline.trained_lora.export.lora_files import (
+    Layout,
+    LoraModule,
+    factors,
+    folded,
+    stored_alphas,
+    stored_magnitudes,
+)
 
 
 @dataclass(frozen=True)
@@ -55,21 +62,24 @@ def layout_tensors(
     `state` is the result of `lora_state`, and `norms` are the row norms of the same adapter.
     """
     tensors: dict[str, Tensor] = {}
+    alphas = stored_alphas(modules, layout)
     for module in modules:
         for key, shape in module.shapes(layout).items():
             # In a fused layer, the blocks of parts without an adapter stay zero.
             tensors.setdefault(key, torch.zeros(shape))
 
         # `factors` returns views of the module's part of a fused layer.
-        down, up = factors(tensors, module, layout)
-        down.copy_(state[f"{module.name}.lora_A.weight"])
-        up.copy_(state[f"{module.name}.lora_B.weight"])
+        stored_down, stored_up = factors(tensors, module, layout)
+        down, up = state[f"{module.name}.lora_A.weight"], state[f"{module.name}.lora_B.weight"]
+        down, up = folded(down, up, module.alpha / alphas[module.name])
+        stored_down.copy_(down)
+        stored_up.copy_(up)
 
         down_key, _, alpha_key = module.keys(layout)
         assert alpha_key is not None
 
         # Readers divide alpha by the rank in the file, which is the sum of the ranks of fused modules.
-        tensors[alpha_key] = torch.tensor(module.alpha * (tensors[down_key].shape[0] / module.rank))
+        tensors[alpha_key] = torch.tensor(alphas[module.name] * (tensors[down_key].shape[0] / module.rank))
 
         if module.magnitude:
             magnitude = state[f"{module.name}.lora_magnitude_vector"].flatten()
@@ -91,6 +101,21 @@ def trained_weights(modules: list[LoraModule], state: Mapping[str, Tensor], norm
         if module.magnitude:
             rows = state[f"{module.name}.lora_magnitude_vector"].flatten() / norms[module.name][1]
         weights[module.name] = ModuleWeights(down.flatten(1), up.flatten(1), module.alpha / module.rank, rows)
+    return weights
+
+
+def stored_weights(
+    trained: LoraWeights, modules: list[LoraModule], layout: Layout, dtype: torch.dtype
+) -> LoraWeights:
+    """Return the weights that a file in the layout holds for those that `trained_weights` returns."""
+    alphas = stored_alphas(modules, layout)
+    weights: dict[str, ModuleWeights] = {}
+    for module in modules:
+        own, alpha = trained[module.name], alphas[module.name]
+        down, up = folded(own.down, own.up, module.alpha / alpha)
+        weights[module.name] = replace(
+            own, down=down.to(dtype).float(), up=up.to(dtype).float(), scale=alpha / module.rank
+        )
     return weights
 
 

@@ -17,7 +17,6 @@ from pipeline.trained_lora.worker.base_model import load_base
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.project import Project, project_in
 from tests.pipeline.trained_lora.runs import run
-from tests.tensor_differences import differing_tensors
 
 NAMES = ("pytorch_lora_weights.safetensors", "demo_kohya.safetensors", "demo_comfyui.safetensors")
 
@@ -46,7 +45,9 @@ def test_each_layout_has_the_same_effect_and_strength_multiplies_it(trained: Pro
     for name in NAMES[1:]:
         other = deltas(trained, lora / name)
         assert other.keys() == expected.keys()
-        assert differing_tensors(other, expected) == []
+        # ComfyUI's file has the scale in its factors, which rounds them.
+        for key, delta in expected.items():
+            torch.testing.assert_close(other[key], delta, rtol=1e-5, atol=1e-6, msg=key)
     half = deltas(trained, lora / NAMES[1], 0.5)
     assert [key for key in expected if not torch.allclose(half[key], 0.5 * expected[key])] == []
 

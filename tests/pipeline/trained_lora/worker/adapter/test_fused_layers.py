@@ -202,3 +202,20 @@ def test_R06_parts_of_a_fused_layer_with_different_ranks_are_read_by_all(
     require_equal(of_diffusers(family, kohya), trained)
     require_equal(of_file_adapter(family, kohya), trained)
     require_equal(of_warm_start(family, kohya, **lora), trained)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "dtype"), [(2.0, "float32"), (3.0, "float32"), (9.0, "float16"), (0.5, "bfloat16")]
+)
+def test_E09_diffusers_gives_comfyuis_file_the_trained_strength(
+    family: WorkerFamily, tmp_path: Path, alpha: float, dtype: str
+) -> None:
+    """diffusers ignores the alphas of this layout, and so applied them 1.4 to 8 times as strong."""
+    denoiser = trained_denoiser(family, {"rank": 4, "alpha": alpha})
+    Exporter(family, "demo", {}, save_dtype=dtype).export({"": denoiser}, tmp_path)
+    trained = {name: compute() for name, compute in delta_weights(denoiser).items()}
+    read = of_diffusers(family, tmp_path / "demo_comfyui.safetensors")
+    assert read.keys() == trained.keys()
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    for name, delta in trained.items():
+        assert float((read[name] - delta).norm() / delta.norm()) <= 4 * eps, name

@@ -32,6 +32,7 @@ from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export import exporter, layouts
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
+from pipeline.trained_lora.worker.export.read_back import loaded_weights
 from tests.pipeline.trained_lora.adapters import delta_weights
 from tests.pipeline.trained_lora.project import ALL_MODULES, project_in
 from tests.tensor_differences import differing_tensors
@@ -104,7 +105,8 @@ def test_R06_each_file_has_the_trained_alpha(trained: Trained, tmp_path: Path) -
     assert {file.num_modules for file in files} == {32} == {len(modules)}
     for layout in LAYOUTS:
         file = read_lora_file(tmp_path / layout_file(layout, "demo"))
-        assert {module_scale(file, module, layout) for module in modules} == {0.5}
+        scale = 1.0 if layout == "comfyui" else 0.5
+        assert {module_scale(file, module, layout) for module in modules} == {scale}
         assert file.metadata["ss_network_dim"] == "4"
         assert file.metadata["ss_network_alpha"] == "2.0"
         assert file.metadata["modelspec.architecture"].endswith("/lora")
@@ -134,6 +136,36 @@ def test_the_header_of_each_file_names_the_step(trained: Trained, tmp_path: Path
         read_lora_file(tmp_path / layout_file(layout, "demo")).metadata["ss_steps"] for layout in LAYOUTS
     ]
     assert steps == ["3"] * 3
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"rank": 4, "alpha": 2.0, "ranks": [{"modules": "*.attn1.*", "rank": 6}]},
+        {"rank": 4, "alpha": 4.0, "ranks": [{"modules": "*.attn2.*", "rank": 4, "alpha": 1.0}]},
+        {"rank": 4, "alpha": 4.0, "rslora": True, "ranks": [{"modules": "*.to_v", "rank": 9}]},
+    ],
+    ids=str,
+)
+def test_E09_diffusers_gives_kohyas_file_the_trained_strength_with_several_alphas(
+    make_project: Callable[..., Project], tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    """diffusers takes one alpha for all layers of a UNet."""
+    trained = Trained(make_project(lora=lora))
+    trained.export(tmp_path)
+    modules = {each.name: each for each in describe_networks(trained.family, trained.engine.networks)}
+    assert len({module.alpha for module in modules.values()}) == 2
+    read = loaded_weights(
+        tmp_path / "demo_kohya.safetensors",
+        StableDiffusionPipeline,
+        trained.engine.networks,
+        {},
+        denoiser_name="unet",
+    )
+    deltas = delta_weights(trained.engine.networks[""])
+    assert read.keys() == deltas.keys()
+    for name, delta in deltas.items():
+        torch.testing.assert_close(read[name].delta(), delta.flatten(1), rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(

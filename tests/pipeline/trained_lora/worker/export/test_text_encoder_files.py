@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file, read_lora_file
-from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
+from pipeline.trained_lora.worker.adapter.lora import collect
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from tests.pipeline.trained_lora.adapters import delta_weights
@@ -119,12 +119,12 @@ def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
         lora = settings(**text).model_copy(update={"start_from": from_file})
         return engine_of(project.changed("started", lora=lora).job())
 
-    expected = collect(exported.engine.networks, adapter_state)
+    expected = collect(exported.engine.networks, delta_weights)
     for path in paths.values():
-        loaded = collect(started(path, rank=2).networks, adapter_state)
+        loaded = collect(started(path, rank=2).networks, delta_weights)
         assert set(loaded) == set(expected)
-        for name, weight in loaded.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
+        for name, delta in loaded.items():
+            torch.testing.assert_close(delta, expected[name], rtol=1e-6, atol=1e-7)
     rescaled = collect(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
     for name, delta in collect(exported.engine.networks, delta_weights).items():
         torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
