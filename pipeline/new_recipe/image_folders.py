@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.errors import counted
 from pipeline.images.formats import SUFFIXES
+from pipeline.raw_images.folder import holds_copies, is_hidden
 from pipeline.raw_images.walk import excluded_by
 
 SUBFOLDERS = "*/*"
@@ -71,7 +72,7 @@ class _CaptionFiles:
 def scan_folder(
     folder: Path, *, suffixes: Iterable[str] = (), exclude: Iterable[str] = (), count_lines: bool = False
 ) -> ImageFolder:
-    """Return the images and captions below `folder`, without hidden files.
+    """Return the images and captions below `folder`, without files that the scan of a dataset ignores.
 
     Args:
         folder: An existing folder.
@@ -82,8 +83,8 @@ def scan_folder(
     num_images, excluded, captions = 0, Counter[str](), _CaptionFiles()
     preferred, tests = tuple(suffixes), [(pattern, excluded_by([pattern])) for pattern in exclude]
     for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        visible = sorted(name for name in names if not name.startswith("."))
+        folders[:] = sorted(each for each in folders if not _is_ignored(each, parent))
+        visible = sorted(name for name in names if not is_hidden(name))
         images: list[str] = []
         inside = Path(parent).relative_to(folder).as_posix()
         for name in visible:
@@ -201,7 +202,12 @@ def _match_repeats(name: str) -> re.Match[str] | None:
 
 
 def _visible(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    return sorted(each for each in folder.iterdir() if not _is_ignored(each.name, str(folder)))
+
+
+def _is_ignored(name: str, parent: str) -> bool:
+    # As the scan of a dataset, so that the counts agree.
+    return is_hidden(name) or holds_copies(name, parent)
 
 
 def _sub_folders(folder: Path) -> list[Path]:

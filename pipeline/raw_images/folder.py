@@ -18,10 +18,35 @@ from pipeline.storage.regular_files import open_regular
 from pipeline.storage.remote_source import ListedPath, RemoteSource
 from pipeline.storage.source import to_int64
 
-JUNK = frozenset(
-    ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
+JUNK = frozenset(["__macosx", "thumbs.db", "desktop.ini"])
+"""Lower-case names that operating systems leave in folders. They count as hidden, like dot files and `name~`
+backups."""
+
+# Only names that nobody gives a folder of pictures: "Trash" and "Recycle Bin" may be classes of a dataset.
+COPIES = frozenset(
+    (
+        *("$recycle.bin", "recycler", "system volume information"),  # Windows
+        *("network trash folder", "thevolumesettingsfolder", "lost+found"),  # macOS, Linux
+        *("#recycle", "#snapshot", "@eadir", "@tmp", "@sharebin"),  # Synology
+        *("@recycle", "@recently-snapshot", "@__thumb", "@transcode"),  # QNAP
+        *("~snapshot", "trashbox"),  # NetApp, Buffalo
+        *("files_trashbin", "files_versions"),  # Nextcloud
+        "[originals]",  # ACDSee: pictures before they were edited
+    )
 )
-"""Names that operating systems leave in folders. They count as hidden, like dot files and `name~` backups."""
+"""Lower-case names of folders with deleted pictures, snapshots and thumbnails."""
+
+_SNAPSHOT_PREFIX = "@gmt-"
+"""Start of the names of Windows' previous versions on Samba shares."""
+
+_PREVIEWS_SUFFIX = ".lrdata"
+"""Suffix of Lightroom's folders of previews."""
+
+_APPLE_LIBRARIES = (".photoslibrary", ".photolibrary", ".aplibrary")
+"""Suffixes of the folders in which Apple's programs keep originals next to derived pictures."""
+
+_APPLE_COPIES = frozenset(["resources", "thumbnails", "previews", "data.noindex"])
+"""Lower-case names of the folders of derived pictures in Apple's libraries."""
 
 FOREIGN_CACHES = frozenset(["npz", "npy", "pt", "pth", "safetensors", "ckpt"])
 """Suffixes of the cache files that other trainers write next to images."""
@@ -58,10 +83,11 @@ class WalkResult:
         images: Files that may be images, in no particular order, each file once.
         problems: Files and folders that would belong to the dataset but cannot be read.
         passed_over: Number of other files by kind: "hidden", "captions", "not_images", "foreign_caches",
-            "special", "linked_twice", "broken_links", "excluded".
+            "special", "linked_twice", "broken_links", "excluded"; and of folders: "deleted_or_cached".
         suffixes: Number of files that are not images, by lower-case suffix without the dot.
         captions: Paths of the files with a caption suffix.
         foreign_caches: Paths of other trainers' caches.
+        deleted_or_cached: Paths of folders with deleted pictures, snapshots and thumbnails.
         links_out: Paths of followed links that lead out of the root.
     """
 
@@ -71,6 +97,7 @@ class WalkResult:
     suffixes: Counter[str] = field(default_factory=Counter[str])
     captions: list[str] = field(default_factory=list[str])
     foreign_caches: list[str] = field(default_factory=list[str])
+    deleted_or_cached: list[str] = field(default_factory=list[str])
     links_out: list[str] = field(default_factory=list[str])
 
 
@@ -125,9 +152,9 @@ def walk_remote(
     while pending:
         folder = pending.pop()
         for entry in _remote_entries(source, folder, result):
-            if _is_hidden(entry.path.rpartition("/")[2]):
-                result.passed_over["hidden"] += 1
-            elif entry.is_special:
+            if _is_ignored(result, entry.path, str(source.address)):
+                continue
+            if entry.is_special:
                 result.passed_over["special"] += 1
             elif entry.stat is None:
                 pending.append(entry.path)
@@ -165,8 +192,33 @@ def _root_fix(root: Path, err: OSError) -> str:
     return f"{hint}correct datasets[].path in the recipe; relative paths start at the project root"
 
 
-def _is_hidden(name: str) -> bool:
-    return name[0] == "." or name[-1] == "~" or name in JUNK
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder of this name is hidden or left by an operating system."""
+    return name[0] == "." or name[-1] == "~" or name.lower() in JUNK
+
+
+def holds_copies(name: str, parent: str) -> bool:
+    """Return whether a program keeps deleted pictures, snapshots or thumbnails in a folder of this name.
+
+    `parent` is the path or the name of the folder that contains it.
+    """
+    name = name.lower()
+    if name in COPIES or name.startswith(_SNAPSHOT_PREFIX) or name.endswith(_PREVIEWS_SUFFIX):
+        return True
+    return name in _APPLE_COPIES and parent.rstrip("/").lower().endswith(_APPLE_LIBRARIES)
+
+
+def _is_ignored(result: WalkResult, path: str, root: str) -> bool:
+    """Return whether the name of a file or folder shows that it is not part of the dataset, and count it."""
+    parent, _, name = path.rpartition("/")
+    if is_hidden(name):
+        result.passed_over["hidden"] += 1
+    elif holds_copies(name, parent or root):
+        result.passed_over["deleted_or_cached"] += 1
+        result.deleted_or_cached.append(path)
+    else:
+        return False
+    return True
 
 
 def _may_be_image(
@@ -251,9 +303,9 @@ class _LocalWalker:
 
     def _visit_entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
         path = folder + entry.name
-        if _is_hidden(entry.name):
-            self.result.passed_over["hidden"] += 1
-        elif entry.is_symlink():
+        if _is_ignored(self.result, path, self._root):
+            return
+        if entry.is_symlink():
             heapq.heappush(self._links, path)
         elif entry.is_dir(follow_symlinks=False):
             pending.append(path + "/")

@@ -182,6 +182,7 @@ def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl
         "captions_without_image": _names((each.settings, each.orphan_captions) for each in datasets),
         "foreign_caches": _names((each.settings, each.walk.foreign_caches) for each in datasets),
         "links_out": _names((each.settings, each.walk.links_out) for each in datasets),
+        "deleted_or_cached": _names((each.settings, each.walk.deleted_or_cached) for each in datasets),
     }
     passed_over = sum((dataset.walk.passed_over for dataset in datasets), Counter[str]())
     suffixes = sum((dataset.walk.suffixes for dataset in datasets), Counter[str]())

@@ -111,6 +111,7 @@ def _remove_excluded(walk: WalkResult, is_excluded: Callable[[str], bool]) -> No
     walk.problems = [problem for problem in walk.problems if not is_excluded(problem.path)]
     walk.captions = [path for path in walk.captions if not is_excluded(path)]
     walk.foreign_caches = [path for path in walk.foreign_caches if not is_excluded(path)]
+    walk.deleted_or_cached = [path for path in walk.deleted_or_cached if not is_excluded(path)]
     walk.links_out = [path for path in walk.links_out if not is_excluded(path)]
 
     # Images and unreadable files count, because they would belong to the dataset.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.errors import DatasetError
-from pipeline.raw_images.folder import walk_local
+from pipeline.raw_images.folder import walk_local, walk_remote
+from pipeline.storage.addresses import Url
+from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.source import to_int64
 
 
@@ -35,6 +38,70 @@ def test_I06_system_files_and_hidden_files_are_skipped_and_counted(tmp_path: Pat
     result = walk_local(tmp_path)
     assert not result.images
     assert result.passed_over == {"hidden": 8}
+
+
+COPIES = (
+    *("$RECYCLE.BIN", "Recycler", "system volume information"),
+    *("#recycle", "#Snapshot", "@eaDir", "@EADIR", "@tmp"),
+    *("@Recycle", "@Recently-Snapshot", "@__thumb", "@Transcode"),
+    *("~snapshot", "trashbox", "lost+found", "Network Trash Folder", "@GMT-2024.05.01-06.00.00"),
+    *("files_trashbin", "files_versions", "[Originals]", "Lightroom Catalog Previews.lrdata"),
+    *("Holiday.photoslibrary/resources", "Old.aplibrary/Thumbnails", "old.photolibrary/Data.noindex"),
+)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_I32_folders_of_deleted_and_cached_copies_are_ignored_and_listed(tmp_path: Path, name: str) -> None:
+    for folder in (name, f"sub/{name}", "kept"):
+        (tmp_path / folder / "deep").mkdir(parents=True)
+        (tmp_path / folder / "x.jpg").write_bytes(b"x")
+        (tmp_path / folder / "deep" / "y.jpg").write_bytes(b"x")
+    result = walk_local(tmp_path)
+    assert sorted(image.path for image in result.images) == ["kept/deep/y.jpg", "kept/x.jpg"]
+    assert sorted(result.deleted_or_cached) == [name, f"sub/{name}"]
+    assert result.passed_over == {"deleted_or_cached": 2}
+
+
+def test_I32_an_archive_is_walked_by_the_same_rule(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        for name in ("#Recycle/x.jpg", "sub/@EADIR/y.jpg", "__macosx/z.jpg", "sub/kept.jpg"):
+            archive.writestr(name, b"x")
+    result = walk_remote(RemoteSource(Url(f"zip://::{tmp_path}/photos.zip")))
+    assert [image.path for image in result.images] == ["sub/kept.jpg"]
+    assert sorted(result.deleted_or_cached) == ["#Recycle", "sub/@EADIR"]
+    assert result.passed_over == {"deleted_or_cached": 2, "hidden": 1}
+
+
+def test_I32_an_apple_library_is_walked_without_its_derived_pictures(tmp_path: Path) -> None:
+    root = tmp_path / "Photos Library.photoslibrary"
+    for name in ("originals/0/a.jpg", "resources/derivatives/0/a.jpg"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_bytes(b"x")
+    assert names(root) == ["originals/0/a.jpg"]
+
+
+def test_I32_folders_of_a_class_of_pictures_are_read(tmp_path: Path) -> None:
+    folders = ["Trash", "recycle bin", "resources", "thumbnails", "snapshot", "Originals", "cache", "tmp"]
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.jpg").write_bytes(b"x")
+    assert names(tmp_path) == sorted(f"{folder}/x.jpg" for folder in folders)
+
+
+@pytest.mark.parametrize("name", ["__macosx/x.jpg", "THUMBS.DB", "Desktop.ini"])
+def test_I06_names_of_system_files_are_compared_without_case(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"x")
+    assert walk_local(tmp_path).passed_over == {"hidden": 1}
+
+
+def test_I32_the_report_lists_the_ignored_folders(folder: Any) -> None:
+    folder.add("a.png")
+    folder.add("sub/#recycle/b.png")
+    report = folder.scan().report
+    assert report["kept"] == 1
+    assert report["deleted_or_cached"] == report["passed_over"]["deleted_or_cached"] == 1
+    assert report["named"]["deleted_or_cached"] == ["d/sub/#recycle"]
 
 
 def test_I25_fifos_sockets_and_folders_named_like_images_never_block(folder: Any) -> None:
