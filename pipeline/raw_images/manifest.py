@@ -7,6 +7,7 @@ absolute path, a link or another address.
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -61,18 +62,58 @@ def walk_manifest(
         else:
             paths.append(path)
 
-    root = settings.root
-    if isinstance(root, Path):
-        is_inside = _inside_check(root)
-        files = (_local_file(root, path, is_inside) for path in paths)
-    else:
-        files = _remote_files(source, paths)
-    for file in files:
-        if isinstance(file, FoundFile):
-            result.images.append(file)
-        else:
+    files = list(_looked_up(settings, source, paths))
+
+    # macOS spells é with two characters and other systems with one, so a manifest may differ from the disk.
+    find = _finder_of_other_forms(source)
+    unusable = [file.path for file in files if isinstance(file, Problem) and not file.path.isascii()]
+    respelled = {path: found for path in unusable if (found := find(path)) not in (None, path)}
+    in_other_form = dict(zip(respelled, _looked_up(settings, source, list(respelled.values())), strict=True))
+
+    for each in files:
+        file = in_other_form.get(each.path, each) if isinstance(each, Problem) else each
+        if isinstance(file, Problem):
             result.problems.append(file)
+        elif file is not each and file.path in seen:
+            result.passed_over["listed_twice"] += 1
+        else:
+            seen.add(file.path)
+            result.images.append(file)
     return result
+
+
+def composed(path: str) -> str:
+    """Return a path in the Unicode form of sample ids, in which all spellings of a name are equal."""
+    return unicodedata.normalize("NFC", path)
+
+
+def _looked_up(
+    settings: DatasetSettings, source: Source, paths: Sequence[str]
+) -> Iterator[FoundFile | Problem]:
+    root = settings.root
+    if not isinstance(root, Path):
+        return _remote_files(source, paths)
+    is_inside = _inside_check(root)
+    return (_local_file(root, path, is_inside) for path in paths)
+
+
+def _finder_of_other_forms(source: Source) -> Callable[[str], str | None]:
+    """Return a function that finds the file whose path differs from a given one only in Unicode form."""
+
+    @cache
+    def names_in(folder: str) -> dict[str, str]:
+        return {composed(name): name for name in source.sibling_names(folder)}
+
+    def find(path: str) -> str | None:
+        found = ""
+        for part in path.split("/"):
+            name = names_in(found).get(composed(part))
+            if name is None:
+                return None
+            found += f"{name}/"
+        return found.removesuffix("/")
+
+    return find
 
 
 def path_normalizer(settings: DatasetSettings) -> Callable[[str], str]:
@@ -157,8 +198,8 @@ def manifests_with_columns(
 def captions_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[str, ...]]:
     """Return the texts in each path's caption columns, in order.
 
-    A column of lists holds several texts per row. A path with several rows gets the texts of all of them,
-    without duplicates. Rows that `filters.where` excludes do not count.
+    The paths are `composed`. A column of lists holds several texts per row. A path with several rows gets the
+    texts of all of them, without duplicates. Rows that `filters.where` excludes do not count.
 
     Raises:
         DatasetError: A caption column holds neither texts nor lists of texts.
@@ -170,7 +211,7 @@ def captions_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str
     captions: dict[str, tuple[str, ...]] = {}
     for written, *cells in zip(table[settings.path_column].to_list(), *columns, strict=True):
         if written:
-            path = normalize(written)
+            path = composed(normalize(written))
             captions[path] = tuple(dict.fromkeys((*captions.get(path, ()), *_texts(cells))))
     return captions
 
@@ -191,13 +232,13 @@ def _texts(cells: Sequence[_CaptionCell]) -> list[str]:
 
 
 def paths_where(settings: DatasetSettings, table: pl.DataFrame) -> set[str]:
-    """Return the paths of the rows for which `filters.where` is true.
+    """Return the `composed` paths of the rows for which `filters.where` is true.
 
     Raises:
         DatasetError: `filters.where` is not a valid SQL expression over the manifest's columns.
     """
     normalize = path_normalizer(settings)
-    return {normalize(path) for path in _filtered(settings, table)[settings.path_column] if path}
+    return {composed(normalize(path)) for path in _filtered(settings, table)[settings.path_column] if path}
 
 
 def _filtered(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
@@ -217,7 +258,7 @@ def _filtered(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
 def paired_by_path(settings: DatasetSettings, column: str, *, max_bytes: int) -> dict[str, str]:
     """Return the path of each image's mask or reference, as `column` names it; the first row counts.
 
-    Rows that `filters.where` excludes do not count.
+    The images' paths are `composed`. Rows that `filters.where` excludes do not count.
     """
     table = read_manifest(settings, max_bytes=max_bytes)
     if settings.filters.where is not None:
@@ -226,12 +267,12 @@ def paired_by_path(settings: DatasetSettings, column: str, *, max_bytes: int) ->
     paired: dict[str, str] = {}
     for path, other in table.select(settings.path_column, column).rows():
         if path and other:
-            paired.setdefault(normalize(path), normalize(str(other)))
+            paired.setdefault(composed(normalize(path)), normalize(str(other)))
     return paired
 
 
 def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[float, float]]:
-    """Return each path's focus point: the point to keep in view, as fractions of width and height.
+    """Return the focus point of each `composed` path: the point to keep in view, as fractions of its sides.
 
     A missing value is 0.5. If a path has several rows, the first one counts. Rows that `filters.where`
     excludes do not count.
@@ -257,7 +298,7 @@ def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, t
     focuses: dict[str, tuple[float, float]] = {}
     for path, x, y in rows.rows():
         if path:
-            focuses.setdefault(normalize(path), (x, y))
+            focuses.setdefault(composed(normalize(path)), (x, y))
     return focuses
 
 
@@ -267,7 +308,7 @@ def focus_of(focuses: Mapping[str, tuple[float, float]], path: str) -> tuple[flo
     Raises:
         ImageError: The point is outside the image.
     """
-    x, y = focuses.get(path, CENTRE)
+    x, y = focuses.get(composed(path), CENTRE)
     if not (0.0 <= x <= 1.0 and 0.0 <= y <= 1.0):
         raise ImageError(
             "focus_outside",

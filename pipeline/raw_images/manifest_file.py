@@ -6,7 +6,8 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
@@ -23,6 +24,30 @@ if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
 
 
+# UTF-32 comes before UTF-16, because its little-endian mark starts with the mark of UTF-16.
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks and their encodings."""
+
+_QUOTED = rb'"[^"]*(?:""[^"]*)*"(?!")'
+"""A text in quotes, in which two quotes are one."""
+
+_QUOTED_FIELD = re.compile(rb'"(?<![^,\n]")[^"]*(?:""[^"]*)*"(?=,|\r?\n|\r?\Z)')
+"""A field in quotes between commas or line ends, which Polars reads as csv does."""
+
+_FIELD_AND_END = re.compile(
+    rb'(%b(?=[,\r\n]|\Z)|"[^"\r\n]*(?:""[^"\r\n]*)*"(?!")[^,\r\n]+|[^",\r\n][^,\r\n]*|)(,|\r\n?|\n|\Z)'
+    % _QUOTED
+)
+"""A field as csv reads it, and the comma or line end behind it. The field is in quotes, in quotes with text
+behind them on the line, without a quote at its start, or empty."""
+
+
 class _BadLine(NamedTuple):
     number: int
     problem: str
@@ -35,16 +60,7 @@ def read_manifest(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES)
     Raises:
         DatasetError: The manifest cannot be read, or lacks a column that the recipe names.
     """
-    path = settings.path
-    try:
-        with _opened(path, max_bytes) as file:
-            table = _read_table(settings, file)
-    except RefusedFileError as err:
-        raise DatasetError(f"the manifest is not read: {err.detail}", where=str(path), fix=err.fix) from err
-    except (OSError, pl.exceptions.PolarsError, UnicodeError) as err:
-        problem, fix = _diagnose(settings, err, max_bytes)
-        raise DatasetError(f"the manifest cannot be read: {problem}", where=str(path), fix=fix) from err
-
+    path, table = settings.path, read_table(settings, max_bytes=max_bytes)
     _require_columns(settings, table)
     paths = table[settings.path_column]
     if isinstance(paths.dtype, (pl.List, pl.Array, pl.Struct, pl.Binary)):
@@ -53,28 +69,116 @@ def read_manifest(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES)
     return table.with_columns(paths.cast(pl.String))
 
 
-def _read_table(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO) -> pl.DataFrame:
+def read_table(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES) -> pl.DataFrame:
+    """Return the manifest as `read_manifest` does, also if it lacks columns.
+
+    Raises:
+        DatasetError: The manifest cannot be read.
+    """
+    path = settings.path
+    try:
+        with _opened(path, max_bytes) as file:
+            return _parsed(settings, file)
+    except RefusedFileError as err:
+        raise DatasetError(f"the manifest is not read: {err.detail}", where=str(path), fix=err.fix) from err
+    except (OSError, pl.exceptions.PolarsError, UnicodeError, csv.Error) as err:
+        problem, fix = _diagnose(settings, err, max_bytes)
+        raise DatasetError(f"the manifest cannot be read: {problem}", where=str(path), fix=fix) from err
+
+
+def _parsed(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO) -> pl.DataFrame:
     suffix = settings.path.suffix.lower()
     if suffix == ".parquet":
         return read_parquet(file)
+    data = _as_utf8(file.read())
     if suffix == ".jsonl":
-        return _read_json_lines(settings, file)
+        return _read_json_lines(settings, data)
 
     # Text columns are not inferred: a caption of digits such as 007 must not become the number 7.
-    columns = pl.read_csv(file, infer_schema_length=0, n_rows=0).columns
-    file.seek(0)
+    data = plain_csv(data)
+    columns = pl.read_csv(data, infer_schema_length=0, n_rows=0).columns
     text_columns = {settings.path_column, *settings.captions.columns} & set(columns)
     side_inputs = (each.settings for each in settings.side_inputs)
     text_columns |= {each.column for each in side_inputs if each.column in columns}
     overrides = dict.fromkeys(text_columns, pl.String)
-    return pl.read_csv(file, infer_schema_length=None, schema_overrides=overrides)
+    return pl.read_csv(data, infer_schema_length=None, schema_overrides=overrides)
 
 
-def _read_json_lines(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO) -> pl.DataFrame:
-    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-        file.seek(0)
-    start = file.tell()
-    table = pl.read_ndjson(io.BytesIO(file.read()) if start else file, infer_schema_length=None)
+def unicode_encoding(data: bytes) -> str | None:
+    """Return the encoding of a text with a byte order mark, or of UTF-16 without one; otherwise None."""
+    marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
+    if marked is not None or len(data) < 2 or len(data) % 2 or b"\0" not in data:
+        return marked
+
+    # Some Windows programs write no mark. In Western text, every second byte is zero.
+    even, odd = data[0::2].count(0), data[1::2].count(0)
+    if max(even, odd) * 4 < len(data) or min(even, odd) * 4 > max(even, odd):
+        return None
+    return "utf-16-le" if odd > even else "utf-16-be"
+
+
+def _as_utf8(data: bytes) -> bytes:
+    encoding = unicode_encoding(data) or "utf-8"
+    if encoding == "utf-8":
+        return data.removeprefix(codecs.BOM_UTF8)
+    return data.decode(encoding).removeprefix("\ufeff").encode("utf-8")
+
+
+def plain_csv(data: bytes) -> bytes:
+    """Return CSV that Polars reads as Python's csv reads `data`; well-formed data is returned unchanged.
+
+    Polars takes each quote for the start or the end of a text with commas and lines, also the one in
+    `a 3" nail`. Lines may end in a carriage return, as old programs for the Mac write them.
+
+    Raises:
+        csv.Error: A quote is not closed, see `_unclosed_quote`.
+    """
+    is_well_formed = b'"' not in data or b'"' not in _QUOTED_FIELD.sub(b"", data)
+    header_end = next((match[2] for match in _fields(data) if match[2] != b","), b"")
+    if is_well_formed and header_end != b"\r":
+        return data
+
+    parts: list[bytes] = []
+    end = 0
+    for match in _fields(data):
+        parts += [_in_quotes(match[1]), b"\n" if match[2] == b"\r" else match[2]]
+        end = match.end()
+    if end < len(data):
+        raise csv.Error("a quote is not closed")
+    return b"".join(parts)
+
+
+def _fields(data: bytes) -> Iterator[re.Match[bytes]]:
+    """Yield the fields of CSV up to the first quote that is not closed."""
+    match = _FIELD_AND_END.match(data)
+    while match is not None:
+        yield match
+        match = _FIELD_AND_END.match(data, match.end()) if match[2] else None
+
+
+def _in_quotes(field: bytes) -> bytes:
+    """Return a field with quotes in the form of the standard: in quotes, and its own quotes doubled."""
+    quoted = re.match(_QUOTED, field)
+    start = 0 if quoted is None else quoted.end()
+    if b'"' not in field or start == len(field):
+        return field
+
+    # Only a quote at the start is syntax: "red" rose is the text red rose.
+    text = field[1 : max(start - 1, 1)].replace(b'""', b'"') if quoted else b""
+    text += field[start:]
+    return b'"%b"' % text.replace(b'"', b'""')
+
+
+def _unclosed_quote(data: bytes) -> int | None:
+    """Return the number of the line in which a quote starts a field but does not end it, or None."""
+    end = max((match.end() for match in _fields(data)), default=0)
+    return None if end == len(data) else len(data[: end + 1].splitlines())
+
+
+def _read_json_lines(settings: DatasetSettings, data: bytes) -> pl.DataFrame:
+    if b"\n" not in data:
+        data = data.replace(b"\r", b"\n")  # JSON escapes these characters inside texts
+    table = pl.read_ndjson(io.BytesIO(data), infer_schema_length=None)
 
     # If some rows have a text and others a list, Polars returns the lists as JSON text.
     suspected = [
@@ -84,8 +188,7 @@ def _read_json_lines(settings: DatasetSettings, file: io.BufferedReader | io.Byt
     ]
     if not suspected:
         return table
-    file.seek(start)
-    return table.with_columns(_mixed_columns(settings, file, suspected))
+    return table.with_columns(_mixed_columns(settings, io.BytesIO(data), suspected))
 
 
 def _mixed_columns(
@@ -174,12 +277,15 @@ def _diagnose(settings: DatasetSettings, err: Exception, max_bytes: int) -> tupl
         return str(read_error.strerror or read_error), "correct datasets[].path, or make the file readable"
 
     if suffix != ".parquet":
+        encoding = unicode_encoding(data) or "utf-8"
         try:
+            data = _as_utf8(data)
             data.decode("utf-8-sig")
         except UnicodeDecodeError as decode_error:
             start = decode_error.start
-            line = data.count(b"\n", 0, start) + 1
-            return f"byte 0x{data[start]:02x} in line {line} is not valid UTF-8", "save the file as UTF-8"
+            line = data[:start].decode(encoding, "ignore").count("\n") + 1
+            what = f"byte 0x{data[start]:02x} in line {line} is not valid {encoding.upper()}"
+            return what, "save the file as UTF-8"
 
     bad_line = {".jsonl": _bad_json_line, ".csv": _bad_csv_line}.get(suffix, lambda _: None)(data)
     if bad_line is not None:
@@ -200,6 +306,12 @@ def _bad_json_line(data: bytes) -> _BadLine | None:
 
 
 def _bad_csv_line(data: bytes) -> _BadLine | None:
+    line = _unclosed_quote(data)
+    if line is not None:
+        problem = "has a text that starts with a quote and does not end with one"
+        fix = 'put the text in double quotes, and write each quote in it twice: rose.jpg,"a ""red"" rose"'
+        return _BadLine(line, problem, fix)
+
     reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""))
     header = next(reader, [])
     for row in reader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.images.formats import SUFFIXES, ImageError
 from pipeline.raw_images.folder import FOREIGN_CACHES, last_suffix, sidecar_path
+from pipeline.raw_images.manifest_file import unicode_encoding
 from pipeline.recipe.captions import JSON_SUFFIX
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.regular_files import RefusedFileError
@@ -27,16 +27,6 @@ MAX_CAPTION_BYTES = 1_000_000
 
 _USUAL_SUFFIXES = (".txt", ".caption", ".captions", ".cap", JSON_SUFFIX)
 """Usual suffixes of caption files, the most frequent first; a message suggests these before others."""
-
-# UTF-32 comes before UTF-16, because its little-endian mark starts with the mark of UTF-16.
-_BYTE_ORDER_MARKS = (
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),
-    (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
-"""Byte order marks and their encodings."""
 
 
 def read_caption_file(
@@ -135,8 +125,7 @@ def _suffixes_by_stem(source: Source, folder: str) -> Mapping[str, tuple[str, ..
 def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
     # A byte order mark is certain, so it wins over the recipe's encoding. The locale decides nothing: it
     # differs between machines.
-    marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
-    encoding = marked or _unmarked_utf16(data)
+    encoding = unicode_encoding(data)
     fix = "save the file as UTF-8"
     if encoding is None:
         with suppress(UnicodeDecodeError):
@@ -155,18 +144,6 @@ def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
             f"({where})"
         )
         raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
-
-
-def _unmarked_utf16(data: bytes) -> str | None:
-    """Recognise UTF-16 without a byte order mark, as some Windows programs write it."""
-    if len(data) < 2 or len(data) % 2 or b"\0" not in data:
-        return None
-
-    # In Western text, every second byte is zero.
-    even, odd = data[0::2].count(0), data[1::2].count(0)
-    if max(even, odd) * 4 < len(data) or min(even, odd) * 4 > max(even, odd):
-        return None
-    return "utf-16-le" if odd > even else "utf-16-be"
 
 
 def _texts_in_json(text: str, key: str, where: str) -> list[str]:

@@ -57,8 +57,10 @@ def _first_reason(settings: DatasetSettings, manifest: pl.DataFrame | None) -> p
     reason: pl.Expr = pl.lit(None, dtype=pl.String)
     if settings.filters.where is not None:
         assert manifest is not None
-        paths = list(paths_where(settings, manifest))
-        reason = pl.when(~pl.col("path").is_in(paths)).then(pl.lit(f"{FILTER_PREFIX}where")).otherwise(reason)
+        ids = [f"{settings.name}/{path}" for path in paths_where(settings, manifest)]
+        reason = (
+            pl.when(~pl.col("sample_id").is_in(ids)).then(pl.lit(f"{FILTER_PREFIX}where")).otherwise(reason)
+        )
     for name, limit in reversed(_size_filters(settings.filters)):
         measure = _MEASURES[name[4:]]
         is_beyond = measure < limit if name.startswith("min_") else measure > limit

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import FoundFile, Problem, WalkResult, sidecar_path, walk_local, walk_remote
-from pipeline.raw_images.manifest import paired_by_path, path_normalizer, walk_manifest
+from pipeline.raw_images.manifest import composed, paired_by_path, path_normalizer, walk_manifest
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import STAT
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
@@ -106,7 +105,7 @@ class Finder:
             self._by_image = _files_by_image(settings, paired.column, source)
         else:
             stats = images.select("path", *STAT).rows()
-            self._by_image = {path: FoundFile(path, *stat, device=0) for path, *stat in stats}
+            self._by_image = {composed(path): FoundFile(path, *stat, device=0) for path, *stat in stats}
 
     def find(self, row: Row) -> PairedFile | ImageError:
         """Return the file of a sample, or the reason why it has none."""
@@ -154,7 +153,7 @@ class Finder:
         return files[0]
 
     def _of_image(self, path: str) -> FoundFile | ImageError:
-        found, noun = self._by_image.get(path), self._side_input.name
+        found, noun = self._by_image.get(composed(path)), self._side_input.name
         if found is None:
             detail = f"the column {self._paired.column!r} is empty in its row of the manifest"
             fix = (
@@ -167,7 +166,7 @@ class Finder:
 
 
 def _stem(path: str) -> str:
-    return unicodedata.normalize("NFC", sidecar_path(path, ""))
+    return composed(sidecar_path(path, ""))
 
 
 def _files_by_stem(
@@ -196,7 +195,10 @@ def _files_by_image(
     normalize = path_normalizer(settings)
     files |= {normalize(problem.path): problem for problem in walk.problems}
     paths = paired_by_path(settings, column, max_bytes=source.max_file_bytes)
-    return {image: files.get(path) for image, path in paths.items()}
+
+    # A file with the written name comes first: two names may differ only in Unicode form.
+    others = {composed(path): file for path, file in files.items()}
+    return {image: files.get(path, others.get(composed(path))) for image, path in paths.items()}
 
 
 ReadContent = Callable[[BinaryIO, str], Row]

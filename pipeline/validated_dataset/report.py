@@ -25,7 +25,7 @@ import polars as pl
 from pipeline.images.formats import ImageError
 from pipeline.images.mask import show_mask
 from pipeline.log import Log
-from pipeline.raw_images.manifest import captions_by_path, manifests_with_columns
+from pipeline.raw_images.manifest import captions_by_path, composed, manifests_with_columns
 from pipeline.raw_images.sources import side_input_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
@@ -143,7 +143,9 @@ def replacement_preview(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
         (sample_id, before, after)
         for settings in datasets
         for sample_id, path in table.filter(dataset=settings.name).select("sample_id", "path").iter_rows()
-        for before, after in _changes(settings, sources, path, texts.get(settings.name, {}).get(path))
+        for before, after in _changes(
+            settings, sources, path, texts.get(settings.name, {}).get(composed(path))
+        )
     ]
     return pl.DataFrame(rows, schema=dict.fromkeys(PREVIEW_COLUMNS, pl.String), orient="row")
 

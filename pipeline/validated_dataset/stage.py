@@ -21,7 +21,13 @@ from pipeline.images.formats import ImageError
 from pipeline.images.pixel_values import PIXEL_VALUES
 from pipeline.log import Log
 from pipeline.raw_images.folder import sidecar_path
-from pipeline.raw_images.manifest import captions_by_path, focus_by_path, focus_of, manifests_with_columns
+from pipeline.raw_images.manifest import (
+    captions_by_path,
+    composed,
+    focus_by_path,
+    focus_of,
+    manifests_with_columns,
+)
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import (
     CAPTIONS,
@@ -118,7 +124,7 @@ class _CaptionReader:
         """
         dataset, path = row["dataset"], row["path"]
         settings = self.settings[dataset]
-        source, texts = self.sources[dataset], self.manifest_captions.get(dataset, {}).get(path)
+        source, texts = self.sources[dataset], self.manifest_captions.get(dataset, {}).get(composed(path))
         sizes = row["caption_bytes"] or ()
         try:
             caption = caption_of(settings.captions, source, path, texts, sidecar_bytes=sizes)

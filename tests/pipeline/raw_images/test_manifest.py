@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 import pytest
@@ -110,6 +111,36 @@ def test_filters_can_use_the_manifests_columns(folder: Path) -> None:
     kept, reasons = run(recipe(write(folder, "parquet"), filters={"where": "score > 5"}))
     assert kept["path"].to_list() == ["a.png"]
     assert reasons == {"sub/b.png": "filter_where", "c.png": "caption_empty"}
+
+
+@pytest.mark.parametrize("name", ["caf\u00e9.png", "Bl\u00fcten/\u00c5.png", "\u1e69 \ud55c\uae00.png"])
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+def test_I17_names_that_differ_from_the_disk_in_unicode_form_are_found(
+    folder: Path, name: str, on_disk: Literal["NFC", "NFD"]
+) -> None:
+    in_manifest = unicodedata.normalize("NFD" if on_disk == "NFC" else "NFC", name)
+    stored = unicodedata.normalize(on_disk, name)
+    (folder / stored).parent.mkdir(exist_ok=True)
+    (folder / stored).write_bytes(picture(5))
+    if (folder / in_manifest).exists():
+        pytest.skip("this file system folds names itself")
+    rows = [{"path": in_manifest, "caption": "a cat", "x": 0.25, "y": 0.5, "score": 3}, ROWS[0]]
+    settings = {"filters": {"where": "score = 3"}, "focus_columns": ("x", "y"), "buckets": {"crop": "focus"}}
+    kept, reasons = run(recipe(write(folder, "jsonl", rows), **settings))
+    assert kept.select("path", "caption", "focus_x").rows() == [(stored, "a cat", 0.25)]
+    assert kept["sample_id"].to_list() == [f"d/{unicodedata.normalize('NFC', name)}"]
+    assert reasons == {"a.png": "filter_where"}
+
+
+def test_I17_both_spellings_of_one_file_are_listed_twice_and_missing_ones_are_not_found(folder: Path) -> None:
+    spellings = [unicodedata.normalize(form, "caf\u00e9.png") for form in ("NFC", "NFD")]
+    (folder / spellings[1]).write_bytes(picture(5))
+    rows = [{"path": path} for path in (*spellings, "gone/\u00fc.png", "\u00fc.png")]
+    settings = recipe(write(folder, "jsonl", rows), captions={}).datasets[0]
+    walk = walk_manifest(settings, source_at(settings.root))
+    assert [image.path for image in walk.images] == spellings[1:]
+    assert walk.passed_over == {"listed_twice": 1}
+    assert [problem.reason for problem in walk.problems] == ["not_found", "not_found"]
 
 
 def test_I25_hostile_paths_are_rejected_with_their_reason(folder: Path, tmp_path: Path) -> None:

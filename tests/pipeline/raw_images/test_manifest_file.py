@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from pathlib import Path
 
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.errors import DatasetError
+from pipeline.raw_images.manifest_file import plain_csv
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import Tables
@@ -82,6 +87,27 @@ def test_an_unusable_manifest_is_an_error_that_names_the_file(
             "save the file as UTF-8",
         ),
         ("a.csv", b"", "cannot be read", "save the file again"),
+        pytest.param(
+            "a.csv",
+            b'path,caption\na.png,"a cat\nb.png,x\n',
+            "line 2 has a text that starts with a quote and does not end with one",
+            "write each quote in it twice",
+            id="unclosed quote",
+        ),
+        pytest.param(
+            "a.csv",
+            "path,caption\na.png,caf\u00e9\n".encode("utf-16") + b"\0",
+            "byte 0x00 in line 3 is not valid UTF-16-LE",
+            "save the file as UTF-8",
+            id="odd UTF-16",
+        ),
+        pytest.param(
+            "a.csv",
+            b"path,caption\ra.png,x\rb.png,a, b\r",
+            "line 3 has 3 fields, but the header has 2",
+            "double quotes",
+            id="carriage returns",
+        ),
         (
             "a.jsonl",
             b'{"path": "a.png", "caption": "x"}\n{oops\n',
@@ -139,3 +165,70 @@ def test_a_malformed_manifest_is_an_error_with_line_and_fix(
     assert what in excinfo.value.what
     assert fix in excinfo.value.fix
     assert "truncate_ragged_lines" not in str(excinfo.value)
+
+
+ENCODINGS = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig")
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("line_end", ["\n", "\r", "\r\n"], ids=["LF", "CR", "CRLF"])
+def test_C02_manifests_in_other_encodings_and_with_other_line_ends_are_read(
+    folder: Path, encoding: str, line_end: str
+) -> None:
+    texts = {
+        "list.csv": ['"path","caption"', 'a.png,"a caf\u00e9, red"', ""],
+        "list.jsonl": ['{"path": "a.png", "caption": "a caf\u00e9, red"}', ""],
+    }
+    for name, lines in texts.items():
+        (folder / name).write_bytes(line_end.join(lines).encode(encoding))
+        table = validated_rows(recipe(folder / name))
+        assert table.select("path", "caption").rows() == [("a.png", "a caf\u00e9, red")]
+
+
+@pytest.mark.parametrize(
+    ("field", "caption"),
+    [
+        ('a 3" nail', 'a 3" nail'),
+        ('3" by 4" and 5"', '3" by 4" and 5"'),
+        ('"red" rose', "red rose"),
+        ('"a ""red"" rose" in a "vase"', 'a "red" rose in a "vase"'),
+        ('"he said ""hi, you"""', 'he said "hi, you"'),
+        (' "spaced" ', '"spaced"'),
+        ('"a\nb"', "a\nb"),
+    ],
+)
+def test_quotes_inside_fields_are_read_as_pythons_csv_reads_them(
+    folder: Path, field: str, caption: str
+) -> None:
+    (folder / "b.png").write_bytes(picture(1))
+    content = f'path,caption,score\na.png,{field},1\nb.png,a 7" disc,2\n'
+    (folder / "list.csv").write_text(content, encoding="utf-8")
+    expected = {row["path"]: row["caption"].strip() for row in csv.DictReader(io.StringIO(content))}
+    assert expected["a.png"] == caption
+    table = validated_rows(recipe(folder / "list.csv"))
+    assert dict(table.select("path", "caption").rows()) == {"a.png": caption, "b.png": 'a 7" disc'}
+
+
+def as_python_reads(data: bytes) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(data.decode(), newline="")))
+
+
+@given(st.text('ab",\n\r ', max_size=40))
+def test_rewritten_csv_has_the_fields_that_pythons_csv_reads(text: str) -> None:
+    data = text.encode()
+    try:
+        plain = plain_csv(data)
+    except csv.Error:
+        assert '"' in text
+        return
+    assert as_python_reads(plain) == as_python_reads(data)
+    assert plain_csv(plain) == plain
+
+
+@given(st.lists(st.lists(st.text('ab",\n ', max_size=5), min_size=2, max_size=3)))
+def test_csv_of_pythons_writer_is_not_rewritten(rows: list[list[str]]) -> None:
+    for line_end in ("\n", "\r\n"):
+        file = io.StringIO(newline="")
+        csv.writer(file, lineterminator=line_end).writerows(rows)
+        data = file.getvalue().encode()
+        assert plain_csv(data) is data
