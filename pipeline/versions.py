@@ -8,7 +8,7 @@ PREPROCESSING_VERSION = 1
 LOOK_VERSION = "look-3"
 """Version of `images/pixel_values.py`. A new version decodes every image again to measure its values."""
 
-CAPTIONS_VERSION = 1
+CAPTIONS_VERSION = 2
 """Version of caption parsing. A new version reads every caption file again."""
 
 REPLACE_VERSION = 2

@@ -114,13 +114,13 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
     "validated_dataset": (
         _gate(
             "captions_present",
-            "Each image has a caption that is not empty.",
+            "Each image has a caption with readable text.",
             "Write the missing captions, set captions.suffix to the suffixes that the message names, or set "
             "captions.fallback to a caption for these images. To train on the other images, allow the gate.",
         ),
         _gate(
             "captions_decodable",
-            "Each caption file can be decoded with the encoding in the recipe.",
+            "Each caption file is a text and can be decoded with the encoding in the recipe.",
             "Save the files as UTF-8, or set captions.fallback_encoding (cp1252 for files from Windows). The "
             "message shows file, line and byte.",
         ),
@@ -188,6 +188,26 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Images with different captions in two files listed in captions.suffix.",
             "Delete the caption file that is out of date, or change the order in captions.suffix: the first "
             "file with a text is used.",
+        ),
+        _warning(
+            "captions_plausible",
+            "Captions with more than a description: refusals, chatter and reasoning of captioning models, "
+            "HTML, RTF, JSON, Markdown, links, and prompt syntax of web UIs such as `<lora:...>`, "
+            "`(word:1.3)` or `BREAK`.",
+            "Write these captions again. Training reads prompt syntax as plain text; captions.replace "
+            "removes it.",
+        ),
+        _warning(
+            "captions_repeated",
+            "Captions that more than a tenth of a dataset's images share, at least three.",
+            "Describe each image. If one caption is intended, set `captions: {from: fixed, text: ...}`: the "
+            "check ignores texts of the recipe, and datasets with role: prior.",
+        ),
+        _warning(
+            "caption_settings",
+            "Settings of captions without an effect: captions.shuffle whose separator is in no caption, and "
+            "placeholders that are left in captions, for example in another case.",
+            "Correct the setting that the message names, or the captions.",
         ),
         _warning(
             "look_alikes",
@@ -277,6 +297,13 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Captions that the text encoder truncates, with the part that is cut off.",
             "Shorten these captions, or move the important part to the front; the part in the table is never "
             "seen by the model.",
+        ),
+        _warning(
+            "trigger_fits",
+            "Captions in which the trigger word, class words or the postfix are behind the text encoder's "
+            "last token, and so have no effect.",
+            "Shorten these captions, move the trigger word to the front, or use captions.prefix instead of "
+            "captions.postfix.",
         ),
     ),
     "trained_lora": (

@@ -65,6 +65,7 @@ def run(context: CheckContext) -> list[Finding]:
         "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the expected size"),
         "finite_values": problems.outcome("finite_values", f"{count} with valid content"),
         "captions_fit": _captions_fit(entries, table),
+        "trigger_fits": _trigger_fits(entries, table),
     }
     return findings(context, STAGE, outcomes)
 
@@ -178,6 +179,44 @@ def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
         "shorten these captions, or put what matters first",
         rows,
         numbers,
+    )
+
+
+def _trigger_fits(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
+    """Report captions whose trigger word, class words or postfix the text encoder cuts off."""
+    captions = {each.name: each.captions for each in entries.recipe.datasets}
+    words = {
+        name: {
+            "captions.class_words" if each.class_words else "captions.trigger": each.class_words
+            or each.trigger,
+            "captions.postfix": each.postfix.strip(),
+        }
+        for name, each in captions.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for row in table.filter(pl.col("num_cut") > 0).iter_rows(named=True):
+        # A text at the start is never cut off. Only other captions need their entry to be read.
+        wanted = {key: text for key, text in words.get(row["dataset"], {}).items() if text}
+        wanted = {key: text for key, text in wanted.items() if row["caption"].find(text) > 0}
+        seen = row["caption"].removesuffix(_cut_part(entries, row)) if wanted else ""
+        rows += [
+            {"sample_id": row["sample_id"], "setting": key, "text": text}
+            for key, text in wanted.items()
+            if text not in seen
+        ]
+    if not rows:
+        return Outcome(
+            True, "the trigger word and the postfix are in the part of each caption that is encoded"
+        )
+    first, lose = rows[0], verb(len(rows), "loses", "lose")
+    return Outcome(
+        False,
+        f"{counted(len(rows), 'caption')} {lose} a text of the recipe after {entries.family.max_length()} "
+        f"tokens; {first['sample_id']} loses {first['setting']} {first['text']!r}",
+        "shorten these captions, move the trigger word to the front, or use captions.prefix instead of "
+        "captions.postfix",
+        rows,
+        {"cut_off": len(rows)},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -25,6 +26,31 @@ if TYPE_CHECKING:
 MAX_CAPTION_BYTES = 1_000_000
 """Maximum size of a caption file."""
 
+_FILE_TYPES = {
+    b"PK\x03\x04": "a ZIP archive or an office document",
+    b"%PDF-": "a PDF document",
+    b"GIF87a": "a GIF image",
+    b"GIF89a": "a GIF image",
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\xd0\xcf\x11\xe0": "an office document",
+    b"\x1f\x8b": "a gzip archive",
+    b"7z\xbc\xaf": "a 7-Zip archive",
+    b"Rar!\x1a": "a RAR archive",
+    b"SQLite format 3\0": "an SQLite database",
+    b"bplist00": "a binary property list",
+    b"\x93NUMPY": "a NumPy array",
+}
+"""First bytes of files that are no texts."""
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the file that Git stores in place of a file in LFS."""
+
+_CONTROL_CHARACTERS = re.compile("[\x01-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+
+_MIN_CONTROL_CHARACTERS = 4
+_MIN_CONTROL_SHARE = 0.1
+
 _USUAL_SUFFIXES = (".txt", ".caption", ".captions", ".cap", JSON_SUFFIX)
 """Usual suffixes of caption files, the most frequent first; a message suggests these before others."""
 
@@ -42,9 +68,9 @@ def read_caption_file(
         num_bytes: Size of the file: 0 if unknown, -1 if a listing of the folder does not contain it.
 
     Raises:
-        ImageError: A JSON file has no caption (`caption_missing`), the bytes do not decode
-            (`caption_undecodable`), the file cannot be read (`caption_unreadable`), or it is a link that
-            leads out of the dataset (`caption_outside_dataset`).
+        ImageError: A JSON file has no caption (`caption_missing`), the bytes do not decode or are another
+            type of file (`caption_undecodable`), the file cannot be read (`caption_unreadable`), or it is a
+            link that leads out of the dataset (`caption_outside_dataset`).
     """
     sidecar = sidecar_path(path, suffix)
     where = source.where(sidecar)
@@ -68,8 +94,28 @@ def read_caption_file(
     if len(data) > MAX_CAPTION_BYTES:
         detail = f"its caption {sidecar} has more than {MAX_CAPTION_BYTES:,} bytes"
         raise ImageError("caption_unreadable", detail, where=where, fix="write a shorter caption")
+    _require_no_other_type(data, sidecar, where)
     text = _decode(data, settings, where)
+    controls = len(_CONTROL_CHARACTERS.findall(text))
+    if controls >= _MIN_CONTROL_CHARACTERS and controls >= _MIN_CONTROL_SHARE * len(text):
+        detail = (
+            f"its caption {sidecar} has {controls:,} control characters among {len(text):,}: it is no text"
+        )
+        raise ImageError("caption_undecodable", detail, where=where, fix="write the caption as plain text")
     return _texts_in_json(text, settings.json_key, where) if suffix.lower() == JSON_SUFFIX else [text]
+
+
+def _require_no_other_type(data: bytes, sidecar: str, where: str) -> None:
+    """Raise ImageError if the bytes of a caption file are those of another type of file."""
+    if data.startswith(_LFS_POINTER):
+        detail = f"its caption {sidecar} is a pointer of Git LFS instead of the text"
+        fix = "fetch the files with `git lfs pull`"
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix)
+    file_type = next((name for start, name in _FILE_TYPES.items() if data.startswith(start)), None)
+    if file_type is not None:
+        detail = f"its caption {sidecar} is {file_type}"
+        fix = "write the caption as plain text, or set captions.suffix to the suffix of the captions"
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix)
 
 
 def missing_error(settings: CaptionSettings, source: Source, path: str) -> ImageError:

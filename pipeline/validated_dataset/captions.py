@@ -26,6 +26,33 @@ NO_CAPTION = ("caption_missing", "caption_empty")
 
 _LINE_ENDS = re.compile("\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
+HTML_TAGS = (
+    "html|head|body|div|span|p|br|hr|img|table|tbody|tr|td|th|ul|ol|li|h[1-6]|strong|script|iframe|font|blockquote"
+    "|figure|figcaption|section|article"
+)
+"""Names of HTML's tags as a regular expression, without names that a token such as <style> may have."""
+
+_MARKUP = re.compile(
+    r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)"
+    rf"|<(?:lora|lyco|hypernet):[^<>]*>|</?(?:{HTML_TAGS})(?:\s[^<>]*)?/?>|</[a-z][a-z0-9]*>|<!--.*?-->"
+    r"|<!doctype[^<>]*>|<\|\w+\|>|&(?:nbsp|#160|#xa0);",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Text that a model wrote for itself, prompt syntax and HTML, which are no words of a caption."""
+
+_RTF = re.compile(
+    r"\{\\(?:fonttbl|colortbl|stylesheet|info|\*).*?\}+|\\[a-z]+-?\d* ?|\\'[0-9a-f]{2}|[{}]", re.DOTALL
+)
+"""RTF's tables, commands and brackets."""
+
+# The characters that Unicode calls default ignorable, the empty Braille pattern, and replacement characters.
+_VISIBLE = re.compile(
+    r"[^\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800"
+    r"\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffd\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    r"\U000e0000-\U000e0fff]"
+)
+"""A character that can be seen."""
+
 _INVISIBLE = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff]")
 """Control characters except white space, and byte order marks inside a text."""
 
@@ -149,7 +176,7 @@ def _words_of_name(path: str) -> str:
 
 
 def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -> tuple[str, ...]:
-    """Return the texts in canonical form, without empty ones.
+    """Return the texts in canonical form, without those in which nothing is readable.
 
     Raises:
         ImageError: No text is left (`caption_empty`), or one is invalid Unicode (`caption_undecodable`).
@@ -159,13 +186,24 @@ def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -
         usable = [line for text in usable for line in text.split("\n")]
 
     # A replacement may leave nothing of a line, such as a line of removed tags.
-    usable = [text for each in usable if (text := replaced(settings, each))]
+    written = [text for each in usable if (text := replaced(settings, each))]
+    usable = [text for text in written if _is_readable(text)]
     if not usable:
         fix = "write a caption, or remove the image"
         fix += ", or set captions.fallback" if settings.from_ in ("sidecar", "column") else ""
-        raise ImageError("caption_empty", f"the caption in {where} is empty", where=where, fix=fix)
+        what = f"has no readable text: {written[0][:60]!a}" if written else "is empty"
+        raise ImageError("caption_empty", f"the caption in {where} {what}", where=where, fix=fix)
     _require_valid_unicode(usable, where)
     return tuple(usable)
+
+
+def _is_readable(text: str) -> bool:
+    """Return whether a canonical text has a visible character outside of markup."""
+    if "<" in text or "&" in text:
+        text = _MARKUP.sub("", text)
+    if text.startswith("{\\rtf"):
+        text = _RTF.sub("", text)
+    return _VISIBLE.search(text) is not None
 
 
 def replaced(settings: CaptionSettings, text: str) -> str:

@@ -29,6 +29,7 @@ from pipeline.storage.needed_columns import SIDE_INPUT_HASHES
 from pipeline.storage.source import Source
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
+from pipeline.validated_dataset.caption_checks import caption_outcomes
 from pipeline.validated_dataset.captions import FALLBACK
 from pipeline.validated_dataset.holdout import held_out
 from pipeline.validated_dataset.side_input_checks import side_input_outcomes, white_masks
@@ -43,7 +44,8 @@ _RAW_COLUMNS = ("sample_id", "dataset", "path", "content_hash", "height", "width
 
 _COLUMNS = (
     *("sample_id", "dataset", "content_hash", "height", "width"),
-    *("duplicate_group", "one_colour", "caption_from", "mask_mean", *SIDE_INPUT_HASHES),
+    *("duplicate_group", "one_colour", "mask_mean", *SIDE_INPUT_HASHES),
+    *("caption", "more_captions", "caption_from"),
 )
 """Columns of validated_dataset that the checks need."""
 
@@ -75,6 +77,7 @@ def run(context: CheckContext) -> list[Finding]:
         "file_size_outliers": _file_size_outliers(context, raw, table, rejected),
         "validation_apart": _validation_apart(context.recipe, table),
         "captions_agree": _captions_agree(context),
+        **caption_outcomes(context.recipe, table),
         "look_alikes": _look_alikes(context.recipe, table, rejected),
         "one_colour": _one_colour(table),
     }

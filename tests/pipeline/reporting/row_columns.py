@@ -34,6 +34,9 @@ COLUMNS: dict[str, list[set[str]]] = {
     "one_colour": [{"sample_id", "height", "width"}],
     "validation_apart": [{"images"}],
     "captions_agree": [{"sample_id", "used", "not_used"}],
+    "captions_plausible": [{"sample_id", "what", "text"}],
+    "captions_repeated": [{"dataset", "caption", "images", "of", "first"}],
+    "caption_settings": [{"sample_id", "setting", "problem"}],
     "batches_possible": [{"bucket", "draws"}, _REJECTED],
     "underfilled": [{"bucket", "draws"}],
     "crop_loss": [{"sample_id", "crop_loss", "size", "bucket"}],
@@ -41,6 +44,7 @@ COLUMNS: dict[str, list[set[str]]] = {
     "completeness": [_ENTRY, {"sample_id", "problem"}],
     "finite_values": [_ENTRY],
     "captions_fit": [{"sample_id", "num_tokens", "num_cut", "cut_part"}],
+    "trigger_fits": [{"sample_id", "setting", "text"}],
 }
 """The possible sets of columns of each check's rows."""
 

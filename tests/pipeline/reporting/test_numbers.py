@@ -41,7 +41,8 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
         "shape_uniformity": {},
         "file_size_outliers": {"kept_bytes": 421981, "rejected_bytes": 0},
         "validation_apart": {},
-        "captions_agree": {},
+        **{name: {} for name in ("captions_agree", "captions_plausible", "captions_repeated")},
+        "caption_settings": {},
         "look_alikes": {"copies_left_out": 0, "groups": 0, "images_in_groups": 0, "near_duplicate_bits": 4},
         "one_colour": {"one_colour": 0},
         **{name: {} for name in ("masks_present", "masks_usable", "masks_matched", "masks_white")},
@@ -66,6 +67,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
             ["completeness", "shape_uniformity", "file_size_outliers", "finite_values"], EMBEDDINGS
         ),
         "captions_fit": {"samples": 5, "cut": 0, "max_length": 77},
+        "trigger_fits": {},
     },
 }
 """Numbers of each check of a job with five photographs; all checks pass."""

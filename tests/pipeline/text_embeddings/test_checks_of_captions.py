@@ -80,3 +80,38 @@ def test_a_caption_that_loses_one_token_is_reported_even_without_its_entry(job: 
     assert finding.rows == [{"sample_id": f"photos/{name}.png", **cut} for name in ("cat", "rocket")]
     assert finding.numbers == {"num_rows": 2, "samples": 5, "cut": 2, "max_length": 77}
     assert finding.summary == "2 of 5 captions are cut after 77 tokens; photos/cat.png loses 1 token"
+
+
+LONG = "a red rose in a green vase on a white table, " * 9
+
+CAPTIONS = {
+    "cat": f"{LONG} a photo of sks",
+    "camera": f"{LONG} a photo of [t]",
+    "rocket": LONG,
+    "astronaut": f"a photo of sks, {LONG} sks",
+    "coffee": "a photo of sks",
+}
+
+
+def test_C12_texts_of_the_recipe_behind_the_last_token_are_warned(job: Job) -> None:
+    for name, text in CAPTIONS.items():
+        Path(f"{job.recipe.datasets[0].path}/{name}.txt").write_text(text)
+    captions = {"trigger": "sks", "placeholder": "[t]", "postfix": ", film grain"}
+    dataset = {"name": "photos", "path": str(job.recipe.datasets[0].path), "captions": captions}
+    changed = Job(job.changed(datasets=[dataset]), job.launch)
+    changed.run()
+    finding = changed.failing(ASSET)["trigger_fits"]
+    assert {(row["sample_id"], row["setting"]) for row in finding.rows} == {
+        *((f"photos/{name}.png", "captions.trigger") for name in ("cat", "camera")),
+        *((f"photos/{name}.png", "captions.postfix") for name in ("cat", "camera", "rocket", "astronaut")),
+    }
+    assert finding.severity == "warn"
+    assert finding.numbers == {"num_rows": 6, "cut_off": 6}
+
+
+def test_C12_captions_that_fit_lose_no_text_of_the_recipe(job: Job) -> None:
+    captions = {"trigger": "sks", "postfix": ", film grain"}
+    dataset = {"name": "photos", "path": str(job.recipe.datasets[0].path), "captions": captions}
+    changed = Job(job.changed(datasets=[dataset]), job.launch)
+    changed.run()
+    assert "trigger_fits" not in changed.failing(ASSET)
