@@ -23,7 +23,8 @@ DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
     "--images",
     required=True,
     type=click.Path(path_type=Path),
-    help="Folder of images and captions, or the dataset configuration of another trainer.",
+    help="Folder of images and captions, a file with the captions of many images, or the dataset "
+    "configuration of another trainer.",
 )
 @click.option(
     "--base", default=DEFAULT_BASE, show_default=True, help="Hub id or diffusers folder of the base model."
@@ -34,7 +35,8 @@ def command(recipe: str, images: Path, base: str) -> None:
     RECIPE is its name, such as flowers for configs/flowers.yaml. An existing recipe is never overwritten.
 
     The command detects which files hold the captions, and chooses the resolution that the base model was
-    trained at. Nothing is downloaded.
+    trained at. Captions may also be in one file, such as metadata.jsonl, metadata.csv, captions.json or
+    sd-scripts' meta_cap.json, in the folder or as --images. Nothing is downloaded.
 
     If you come from another trainer, pass its dataset configuration as --images (sd-scripts, OneTrainer,
     ai-toolkit, SimpleTuner or diffusion-pipe), or a folder in sd-scripts' layout, such as 10_rose. The
@@ -44,6 +46,7 @@ def command(recipe: str, images: Path, base: str) -> None:
         accepted_references,
         draft_recipe,
         model_resolution,
+        new_manifests,
         recipe_text,
         resolution_remarks,
     )
@@ -70,23 +73,30 @@ def command(recipe: str, images: Path, base: str) -> None:
         raise _about_options(err, file, images=images, base=base) from err
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Another command may have written the recipe since the check above.
-    try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError as err:
-        raise _already_exists(file) from err
+    # The recipe is the last file, so that it never names a manifest that does not exist yet.
+    manifests = new_manifests(name, draft)
+    for path, content in {**manifests, file: text}.items():
+        # Another command may have written the recipe since the check above.
+        try:
+            with path.open("x", encoding="utf-8") as opened:
+                opened.write(content)
+        except FileExistsError as err:
+            raise _already_exists(path) from err
 
     for line in (*draft.report(), *resolution_remarks(draft, size)):
         echo(line)
+    for path in manifests:
+        echo(f"wrote {path}: the captions in the form that a recipe reads")
     echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
+    for line in draft.warnings():
+        echo(f"WARNING: {line}", err=True)
     echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
     echo(f"then: {RUN_RECIPE} {name}")
 
 
 def _already_exists(file: Path) -> RecipeError:
     return RecipeError(
-        "a recipe of that name already exists and is never overwritten",
+        f"{file.name} already exists and is never overwritten",
         where=str(file),
         fix="choose another name, or edit that file",
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DatasetError, counted
-from pipeline.new_recipe.image_folders import ImageFolder, find_repeats_folders, scan_folder
+from pipeline.new_recipe.image_folders import MAX_PROMPT, ImageFolder, find_repeats_folders, scan_folder
+from pipeline.new_recipe.one_file_captions import CaptionTable, find_caption_tables, read_caption_table
 from pipeline.recipe import CaptionSettings
 from pipeline.validated_dataset.variants import variants
 
@@ -32,11 +33,13 @@ class DatasetDraft:
     Attributes:
         name: Its name before `dataset_names`, with any characters.
         keys: Recipe keys below `datasets[]`, with dots, such as `captions.trigger`; without name and path.
+        table: File with the captions of all images of the dataset, which becomes its manifest.
     """
 
     name: str
     images: ImageFolder
     keys: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    table: CaptionTable | None = None
 
     def captions(self) -> dict[str, Any]:
         """Return the section `captions` of the recipe."""
@@ -48,6 +51,9 @@ class DatasetDraft:
         source, text = given.pop("from", "sidecar"), given.pop("text", "")
         suffixes, given_fallback = self.images.suffixes, given.pop("fallback", None)
         given.pop("suffix", None)  # the scan of the images has tried it first
+        if self.table is not None:
+            column = self.table.caption_column if self.table.is_manifest else "caption"
+            return {"from": "column", "columns": [column], **given}
         if source == "filename":
             return {"from": source, **given}
         if source == "fixed" or not suffixes:
@@ -68,6 +74,8 @@ class DatasetDraft:
             return "captions from file names"
         if captions["from"] == "fixed":
             return f"the caption {captions['text']!r} for all images"
+        if self.table is not None:
+            return f"captions from {self.table.file}, {self.table.caption_column!r}"
         return f"captions from {' and '.join(self.images.suffixes)}"
 
     def missing_captions_text(self) -> str:
@@ -85,8 +93,10 @@ class DatasetDraft:
     def preview_prompt(self) -> str:
         """Return one caption as training sees it, or no text."""
         captions = self.captions()
-        text = self.images.prompt if captions["from"] == "sidecar" else captions.get("text", "")
-        return variants(CaptionSettings.model_validate(captions), [text])[0] if text else ""
+        from_files = captions["from"] in ("sidecar", "column")
+        text = self.images.prompt if from_files else captions.get("text", "")
+        lists = {key: tuple(value) for key, value in captions.items() if isinstance(value, list)}
+        return variants(CaptionSettings.model_validate(captions | lists), [text])[0] if text else ""
 
 
 @dataclass
@@ -119,6 +129,16 @@ class RecipeDraft:
             lines += [f"{title}:", *(f"  {entry}" for entry in entries)] if entries else []
         return lines
 
+    def warnings(self) -> list[str]:
+        """Return a line for each dataset without captions, for the end of the report."""
+        return [
+            f"no captions were found for {each.images.folder}: all of its "
+            f"{counted(each.images.num_images, 'image')} get the caption {DEFAULT_CAPTION!r}; write a text "
+            "file for each image, such as rose.txt for rose.jpg, or correct `captions` in the recipe"
+            for each in self.datasets
+            if each.captions().get("text") == DEFAULT_CAPTION
+        ]
+
 
 def draft_from_folder(folder: Path) -> RecipeDraft:
     """Return the folder as one dataset, or one dataset per sub-folder if it has the layout of sd-scripts."""
@@ -145,7 +165,55 @@ def draft_from_folder(folder: Path) -> RecipeDraft:
             where=str(folder.absolute()),
             fix="pass another folder; images have suffixes such as jpg, png, webp, tiff or heic",
         )
-    return RecipeDraft("a folder of images", [DatasetDraft(folder.resolve().name, complete)])
+    tables, remarks = find_caption_tables(folder)
+    num_in_tables = sum(len(each.captions) for each in tables)
+    if num_in_tables > complete.num_captions:
+        return _draft_of_tables(folder, tables, complete, remarks)
+
+    dataset = DatasetDraft(folder.resolve().name, complete)
+    missing = dataset.missing_captions_text()
+    remarks += [missing] if missing and complete.num_captions else []
+    remarks += [
+        f"{each.file}: captions of {counted(len(each.captions), 'image')}; more images have text files"
+        for each in tables
+    ]
+    return RecipeDraft("a folder of images", [dataset], not_taken=remarks)
+
+
+def draft_from_table(file: Path) -> RecipeDraft | None:
+    """Return the images in a file of captions as one dataset; None if it has another form."""
+    table = read_caption_table(file)
+    return None if table is None else _draft_of_tables(file.parent, [table], scan_folder(file.parent), [])
+
+
+def _draft_of_tables(
+    folder: Path, tables: list[CaptionTable], complete: ImageFolder, remarks: list[str]
+) -> RecipeDraft:
+    draft = RecipeDraft("captions in one file", not_taken=remarks)
+    for table in tables:
+        captions = table.captions
+        prompt = next(iter(captions.values())).partition("\n")[0]
+        images = ImageFolder(
+            table.file.parent,
+            len(captions),
+            num_captions=len(captions),
+            prompt=prompt if len(prompt) <= MAX_PROMPT else "",
+        )
+        keys = {"path_column": table.path_column} if table.is_manifest else {}
+        name = table.file.parent.resolve().name
+        dataset = DatasetDraft(name, images, keys, table)
+        draft.datasets.append(dataset)
+        draft.taken.append(
+            f"{table.file.parent}: {counted(len(captions), 'image')}, {dataset.captions_text()}"
+        )
+        if table.num_missing:
+            entries = counted(table.num_missing, "entry", "entries")
+            draft.not_taken.append(f"{table.file}: {entries} without an image")
+    num_others = complete.num_images - draft.num_images
+    if num_others > 0:
+        others = counted(num_others, "image")
+        draft.not_taken.append(f"{folder}: {others} without a caption in that file")
+    return draft
 
 
 def dataset_names(wanted: Iterable[str], otherwise: str) -> list[str]:

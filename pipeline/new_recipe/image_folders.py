@@ -28,7 +28,8 @@ _YEARS = range(1900, 2100)
 _MAX_DEPTH = 3
 """Depth of folders with repeats; kohya's GUI writes them to img/ and reg/."""
 
-_MAX_PROMPT = 200
+MAX_PROMPT = 200
+"""Maximum number of characters of a caption that becomes a prompt of previews."""
 
 _MAX_CAPTION_BYTES = 100_000
 """Number of bytes of a caption file that are searched for lines."""
@@ -116,6 +117,22 @@ def scan_folder(
     )
 
 
+def image_paths(folder: Path) -> list[str]:
+    """Return the paths of the images below `folder`, without files that the scan of a dataset ignores."""
+    paths: list[str] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not _is_ignored(each, parent))
+        images = (each for each in names if each.rpartition(".")[2].lower() in SUFFIXES)
+        inside = Path(parent).relative_to(folder)
+        paths += [(inside / each).as_posix() for each in sorted(images) if not is_hidden(each)]
+    return paths
+
+
+def sub_folders(folder: Path) -> list[Path]:
+    """Return the folders in `folder`, sorted, without those that the scan of a dataset ignores."""
+    return [each for each in _visible(folder) if each.is_dir()]
+
+
 def find_repeats_folders(folder: Path) -> tuple[list[ImageFolder], list[str]]:
     """Return one part per sub-folder if a name such as `10_sks dog` sets repeats, at any of three levels.
 
@@ -131,9 +148,9 @@ def find_repeats_folders(folder: Path) -> tuple[list[ImageFolder], list[str]]:
 
 
 def _add_parts(folder: Path, depth: int, parts: list[ImageFolder], remarks: list[str]) -> None:
-    sub_folders = _sub_folders(folder)
-    is_next_to_repeats = any(_match_repeats(each.name) for each in sub_folders)
-    for each in sub_folders:
+    inner = sub_folders(folder)
+    is_next_to_repeats = any(_match_repeats(each.name) for each in inner)
+    for each in inner:
         match = _match_repeats(each.name)
         if match:
             _add_repeats_part(each, match, parts, remarks)
@@ -189,7 +206,7 @@ def several_lines_remark(num_files: int) -> str:
 
 
 def _has_repeats_folder(folder: Path, depth: int) -> bool:
-    folders = _sub_folders(folder)
+    folders = sub_folders(folder)
     if any(_match_repeats(each.name) for each in folders):
         return True
     return depth < _MAX_DEPTH and any(_has_repeats_folder(each, depth + 1) for each in folders)
@@ -208,10 +225,6 @@ def _visible(folder: Path) -> list[Path]:
 def _is_ignored(name: str, parent: str) -> bool:
     # As the scan of a dataset, so that the counts agree.
     return is_hidden(name) or holds_copies(name, parent)
-
-
-def _sub_folders(folder: Path) -> list[Path]:
-    return [each for each in _visible(folder) if each.is_dir()]
 
 
 def _covering(
@@ -251,10 +264,10 @@ def _first_line(file: Path) -> str:
     # The line becomes a prompt of previews, so an unreadable or very long one is not used.
     try:
         with file.open(encoding="utf-8-sig", errors="strict") as opened:
-            line = opened.readline(_MAX_PROMPT + 1).strip()
+            line = opened.readline(MAX_PROMPT + 1).strip()
     except (OSError, UnicodeDecodeError):
         return ""
-    return line if len(line) <= _MAX_PROMPT and line.isprintable() else ""
+    return line if len(line) <= MAX_PROMPT and line.isprintable() else ""
 
 
 def _has_several_lines(file: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,10 +18,13 @@ from pipeline.new_recipe.draft import (
     RecipeDraft,
     dataset_names,
     draft_from_folder,
+    draft_from_table,
 )
 from pipeline.new_recipe.foreign_configs import FORMS
 from pipeline.new_recipe.foreign_datasets import draft_from_config
-from pipeline.recipe import in_project, path_in_recipe
+from pipeline.new_recipe.one_file_captions import CAPTION_COLUMNS, TABLE_SUFFIXES
+from pipeline.recipe import in_project, path_in_recipe, recipes_dir
+from pipeline.recipe.validators import MANIFEST_SUFFIXES
 
 # They are accumulated one by one, which takes the least memory.
 BATCH = 4
@@ -65,13 +69,28 @@ def draft_recipe(images: Path, *, max_references: int | None = None) -> RecipeDr
     """Return a draft of the recipe for a folder of images, or another trainer's configuration file."""
     if images.is_dir():
         return draft_from_folder(images)
-    if images.is_file() and images.suffix.lower() in CONFIG_SUFFIXES:
+    suffix = images.suffix.lower() if images.is_file() else ""
+    if suffix in MANIFEST_SUFFIXES:
+        draft = draft_from_table(images)
+        if draft is None:
+            columns = ", ".join(CAPTION_COLUMNS)
+            raise DatasetError(
+                "the manifest names no image next to it, or has no captions",
+                where=f"--images, resolved to {images.absolute()}",
+                fix=f"put it into the folder of its images, and name the column of captions one of {columns}",
+            )
+        return draft
+    if suffix in CONFIG_SUFFIXES:
+        # A JSON file holds either captions or a configuration, whose reader reports a file that is damaged.
+        with suppress(DatasetError):
+            if suffix == ".json" and (draft := draft_from_table(images)) is not None:
+                return draft
         return draft_from_config(images, max_references=max_references)
     raise DatasetError(
         f"{images} is not a folder" if images.exists() else f"the folder {images} does not exist",
         where=f"--images, resolved to {images.absolute()}",
-        fix=f"pass the folder that contains the images, or {FORMS}; to use a manifest (.parquet, .jsonl, "
-        ".csv), copy a recipe from configs/examples and set datasets[].path",
+        fix="pass the folder that contains the images, a file with their captions "
+        f"({', '.join(TABLE_SUFFIXES)}), or {FORMS}",
     )
 
 
@@ -188,11 +207,14 @@ def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft]) -> str:
     names = dataset_names((each.name for each in datasets), otherwise=recipe_name)
     lines: list[str] = []
     for name, each in zip(names, datasets, strict=True):
-        path, captions = _quoted(path_in_recipe(each.images.folder)), each.captions()
+        captions, manifest = each.captions(), manifest_of(recipe_name, name, each)
+        path = _quoted(path_in_recipe(manifest or each.images.folder))
         lines += [
             f"  - name: {_quoted(name)}",
             f"    path: {path}   # {counted(each.images.num_images, 'image')}",
         ]
+        if manifest is not None and manifest.parent != each.images.folder:
+            lines.append(f"    images: {_quoted(path_in_recipe(each.images.folder))}")
         lines += [f"    exclude: {_yaml(list(each.images.exclude))}"] if each.images.exclude else []
         others = {key: value for key, value in each.keys.items() if not key.startswith("captions.")}
         lines += [
@@ -200,6 +222,25 @@ def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft]) -> str:
         ]
         lines.append(f"    captions: {_yaml(captions)}{_captions_comment(each, captions)}")
     return "\n".join(lines) + "\n"
+
+
+def manifest_of(recipe_name: str, dataset_name: str, dataset: DatasetDraft) -> Path | None:
+    """Return the manifest of a dataset: its file of captions or a new one next to the recipe, or None."""
+    if dataset.table is None or dataset.table.is_manifest:
+        return dataset.table and dataset.table.file
+    return recipes_dir() / f"{recipe_name}_{dataset_name}_captions.jsonl"
+
+
+def new_manifests(recipe_name: str, draft: RecipeDraft) -> dict[Path, str]:
+    """Return the text of each manifest that the recipe needs, for files of captions in another form."""
+    names = dataset_names((each.name for each in draft.datasets), otherwise=recipe_name)
+    return {
+        manifest: each.table.manifest_text()
+        for name, each in zip(names, draft.datasets, strict=True)
+        if each.table is not None
+        and not each.table.is_manifest
+        and (manifest := manifest_of(recipe_name, name, each)) is not None
+    }
 
 
 def _captions_comment(dataset: DatasetDraft, captions: Mapping[str, Any]) -> str:

@@ -38,6 +38,7 @@ that it imported, and each that it did not, with the reason:
 | ai-toolkit | the YAML file of the job |
 | SimpleTuner | `multidatabackend.json`, or the `config.json` that names it |
 | diffusion-pipe | the dataset's TOML file |
+| sd-scripts, Hugging Face, COCO | `meta_cap.json`, `metadata.jsonl`, `captions.json`, or the folder |
 
 The base model and the training settings are not imported; the command prints the recipe keys to set.
 Relative paths in a file are searched in its folder, in the folder above, and in the working directory. Names
