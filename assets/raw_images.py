@@ -27,17 +27,22 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
     def raw_images(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.models.recipe_support import require_preview_prompts, require_references
         from pipeline.models.resolve import check_local_base
+        from pipeline.models.training_adapter import check_training_adapter
         from pipeline.raw_images import checks
         from pipeline.raw_images.stage import scan
+        from pipeline.raw_images.walk import require_folders
         from pipeline.storage.tables import Tables
         from pipeline.trained_lora.start_file import require_start_file
 
         def materialize() -> MaterializeResult[Any]:
-            # Settings that do not suit a local base model fail before an image is read.
+            # Mistakes in settings and paths fail before an image is read.
             check_local_base(recipe)
+            check_training_adapter(recipe)
             require_preview_prompts(recipe)
             require_references(recipe)
             require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
+            for dataset in recipe.datasets:
+                require_folders(dataset)
             result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
             return publish(recipe, "raw_images", result)
 

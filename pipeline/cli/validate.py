@@ -12,6 +12,7 @@ from pipeline.errors import counted
 from pipeline.models.recipe_support import require_preview_prompts, require_references
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
+from pipeline.models.training_adapter import check_training_adapter
 from pipeline.recipe import Recipe
 from pipeline.recipe.deployment import (
     DEPLOYMENT_VARIABLE,
@@ -37,7 +38,8 @@ def command(context: click.Context, recipe: Recipe | None, deployment: bool) -> 
 
     All mistakes in keys and values are reported at once, each with its line and a fix. Images are not
     decoded; for that, use plan. Nothing is downloaded, so a base model from the Hub is checked only if its
-    files are on this machine.
+    files are on this machine. If a folder of the project has its owner's name, the Hub is asked whether the
+    repository exists, because the name may be a local path with a typo.
 
     The deployment settings, in the file that LATENTLINE_DEPLOYMENT names, are checked too. They define where
     jobs run, for example on a cluster.
@@ -74,6 +76,7 @@ def check_settings(recipe: Recipe) -> None:
     require_own_output(recipe)
     require_size_multiple([recipe])
     check_local_base(recipe)
+    check_training_adapter(recipe)
     require_preview_prompts(recipe)
     require_references(recipe)
     require_start_file(recipe)

@@ -32,8 +32,11 @@ from pipeline.maintenance.expected import (
     unusable_entries,
 )
 from pipeline.models.recipe_support import require_preview_prompts, require_references
+from pipeline.models.resolve import check_local_base
+from pipeline.models.training_adapter import check_training_adapter
 from pipeline.raw_images import checks as raw_images
 from pipeline.raw_images.stage import scan
+from pipeline.raw_images.walk import require_folders
 from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
 from pipeline.reporting.findings import CheckContext
@@ -117,6 +120,10 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         return Forecast(0, {}, [], [gate], Expected("latents"), Expected("text"))
 
     # Before the scan, which takes minutes for a large dataset.
+    check_local_base(recipe)
+    check_training_adapter(recipe)
+    for dataset in recipe.datasets:
+        require_folders(dataset)
     require_preview_prompts(recipe)
     require_references(recipe)
     require_start_file(recipe)

@@ -18,6 +18,8 @@ from pipeline.models.hub import (
     explain_download_errors,
     is_hub_id,
     require_access,
+    require_known,
+    resembles_folder,
     suggest_folder,
 )
 from pipeline.recipe import in_project
@@ -55,6 +57,20 @@ def resolve_components(recipe: NamesModel, *, log: Log = discard) -> dict[str, P
     }
 
 
+def require_local_components(recipe: NamesModel) -> None:
+    """Raise ModelError for a replaced component that is neither a local folder nor a Hub id.
+
+    A Hub id that resembles a local path is looked up on the Hub.
+    """
+    for role, name in recipe.model.components.given().items():
+        if in_project(name).is_dir():
+            continue
+        where = f"{recipe.source}, model.components.{role}"
+        hub_id, revision = _hub_id(role, name, where)
+        if resembles_folder(hub_id) and _local_snapshot(role, hub_id, revision) is None:
+            require_known(hub_id, revision, where)
+
+
 def local_components(recipe: NamesModel) -> dict[str, Path]:
     """Return the folders of the replaced components that are local, by role, without checking them."""
     folders = {role: in_project(name) for role, name in recipe.model.components.given().items()}
@@ -73,17 +89,22 @@ def _resolve(role: str, name: str, where: str, log: Log) -> Path:
         _require_complete(role, folder)
         return folder
 
+    hub_id, revision = _hub_id(role, name, where)
+    return _local_snapshot(role, hub_id, revision) or _download(role, hub_id, revision, where, log)
+
+
+def _hub_id(role: str, name: str, where: str) -> tuple[str, str | None]:
+    """Return the Hub id and revision of a component without a local folder; ModelError if it is no Hub id."""
     hub_id, _, revision = name.partition("@")
-    if not is_hub_id(hub_id):
-        similar_folder = suggest_folder(name)
-        fix = (
-            f"set model.components.{role} to an existing folder, relative to the project root, or to a "
-            "Hub id (owner/name)"
-        )
-        fix = fix if similar_folder is None else f"did you mean {similar_folder}?"
-        raise ModelError(f"{name} does not exist", where=f"{where}, expected at {local}", fix=fix)
-    snapshot = _local_snapshot(role, hub_id, revision or None)
-    return snapshot or _download(role, hub_id, revision or None, where, log)
+    if is_hub_id(hub_id):
+        return hub_id, revision or None
+    similar_folder = suggest_folder(name)
+    fix = (
+        f"set model.components.{role} to an existing folder, relative to the project root, or to a "
+        "Hub id (owner/name)"
+    )
+    fix = fix if similar_folder is None else f"did you mean {similar_folder}?"
+    raise ModelError(f"{name} does not exist", where=f"{where}, expected at {in_project(name)}", fix=fix)
 
 
 def _require_complete(role: str, folder: Path) -> None:

@@ -104,6 +104,17 @@ def download_files(name: str, revision: str | None, files: Iterable[str], *, log
     return Path(folder)
 
 
+def resembles_folder(name: str) -> bool:
+    """Return True if a Hub id may be a misspelled local path: its owner is also a folder of the project."""
+    return in_project(name).parent.is_dir()
+
+
+def require_known(name: str, revision: str | None, where: str) -> None:
+    """Raise ModelError, which suggests a local folder, if the Hub does not have this repository."""
+    with explain_download_errors(name, where):
+        require_access(name, revision)
+
+
 @contextmanager
 def explain_download_errors(name: str, where: str) -> Generator[None]:
     """Raise ModelError for any error of a download in the body; the message explains the cause.

@@ -10,7 +10,12 @@ from pathlib import Path, PurePath
 
 from pipeline.errors import ModelError
 from pipeline.log import Log, discard
-from pipeline.models.components import NamesModel, local_components, resolve_components
+from pipeline.models.components import (
+    NamesModel,
+    local_components,
+    require_local_components,
+    resolve_components,
+)
 from pipeline.models.diffusers_folder import require_whole
 from pipeline.models.families import Family, FamilySpec, detect, family_spec
 from pipeline.models.hub import (
@@ -19,6 +24,8 @@ from pipeline.models.hub import (
     explain_download_errors,
     is_hub_id,
     require_access,
+    require_known,
+    resembles_folder,
     suggest_folder,
 )
 from pipeline.recipe import in_project
@@ -101,12 +108,19 @@ def _has_config(folder: Path) -> bool:
 def check_local_base(recipe: NamesModel) -> None:
     """Raise the error of `resolve_base` if the files on this machine already show that it will fail.
 
-    A base model or component on the Hub is not checked.
+    A base model or component on the Hub is not checked, unless its id resembles a local path.
     """
     local = local_base(recipe)
+    if local is not None:
+        _require_roles(recipe, family_spec(local))
+    require_local_components(recipe)
     if local is None:
+        # Without this request, a local path with a typo, such as demo/bass, would fail at its download, after
+        # all images were decoded.
+        base, revision = recipe.model.base, recipe.model.revision
+        if resembles_folder(base) and _local_index(base, revision) is None:
+            require_known(base, revision, _where(recipe))
         return
-    _require_roles(recipe, family_spec(local))
     replaced = local_components(recipe)
     if replaced.keys() == recipe.model.components.given().keys():
         family = detect(local, replaced)
@@ -136,14 +150,21 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
     Raises:
         ModelError: The index is not on this machine and cannot be downloaded.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
-    index = try_to_load_from_cache(base, _INDEX, revision=revision)
-    if not isinstance(index, str):
+    index = _local_index(base, revision)
+    if index is None:
         with explain_download_errors(base, where):
             require_access(base, revision)
             index = hf_hub_download(base, _INDEX, revision=revision)
     return Path(index).parent
+
+
+def _local_index(base: str, revision: str | None) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(base, _INDEX, revision=revision)
+    return index if isinstance(index, str) else None
 
 
 def wanted_files(

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
 from pipeline.log import Log, discard
-from pipeline.models.hub import REQUEST_TIMEOUT_S, download_files, explain_download_errors, is_hub_id
+from pipeline.models.hub import (
+    REQUEST_TIMEOUT_S,
+    download_files,
+    explain_download_errors,
+    is_hub_id,
+    require_known,
+    resembles_folder,
+)
 from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
@@ -39,14 +46,21 @@ def resolve_training_adapter(recipe: Recipe, *, log: Log = discard) -> Path | No
         return local
 
     where = f"{recipe.source}, {ADAPTER_KEY}"
-    name, file = _hub_file(value)
-    if not is_hub_id(name) or (file and not file.endswith(_SUFFIX)):
-        raise ModelError(
-            f"the training adapter {value} does not exist",
-            where=where,
-            fix=f"set {ADAPTER_KEY} to a {_SUFFIX} file, or to a Hub id such as owner/name/file{_SUFFIX}",
-        )
+    name, file = _hub_file(value, where)
     return _cached(name, file, where) or _downloaded(name, file, where, log)
+
+
+def check_training_adapter(recipe: Recipe) -> None:
+    """Raise the error of `resolve_training_adapter` if this machine already shows that it will fail.
+
+    An adapter on the Hub is not checked, unless its id resembles a local path.
+    """
+    value, where = recipe.model.training_adapter, f"{recipe.source}, {ADAPTER_KEY}"
+    if value is None or in_project(value).is_file():
+        return
+    name, file = _hub_file(value, where)
+    if resembles_folder(name) and _cached(name, file, where) is None:
+        require_known(name, None, where)
 
 
 def missing_adapter_warning(recipe: Recipe, family: Family) -> str | None:
@@ -63,9 +77,17 @@ def missing_adapter_warning(recipe: Recipe, family: Family) -> str | None:
     )
 
 
-def _hub_file(value: str) -> tuple[str, str]:
+def _hub_file(value: str, where: str) -> tuple[str, str]:
+    """Return the Hub id and the file in an adapter's name; ModelError if it names no file of the Hub."""
     parts = value.split("/")
-    return "/".join(parts[:2]), "/".join(parts[2:])
+    name, file = "/".join(parts[:2]), "/".join(parts[2:])
+    if not is_hub_id(name) or (file and not file.endswith(_SUFFIX)):
+        raise ModelError(
+            f"the training adapter {value} does not exist",
+            where=where,
+            fix=f"set {ADAPTER_KEY} to a {_SUFFIX} file, or to a Hub id such as owner/name/file{_SUFFIX}",
+        )
+    return name, file
 
 
 def _cached(name: str, file: str, where: str) -> Path | None:

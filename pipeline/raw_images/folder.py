@@ -16,7 +16,7 @@ from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
 from pipeline.storage.regular_files import open_regular
 from pipeline.storage.remote_source import ListedPath, RemoteSource
-from pipeline.storage.source import to_int64
+from pipeline.storage.source import DATASET_KEY, to_int64
 
 JUNK = frozenset(["__macosx", "thumbs.db", "desktop.ini"])
 """Lower-case names that operating systems leave in folders. They count as hidden, like dot files and `name~`
@@ -114,19 +114,24 @@ def last_suffix(path: str) -> str:
 
 
 def walk_local(
-    root: Path, caption_suffixes: tuple[str, ...] = (), *, result: WalkResult | None = None
+    root: Path,
+    caption_suffixes: tuple[str, ...] = (),
+    *,
+    result: WalkResult | None = None,
+    key: str = DATASET_KEY,
 ) -> WalkResult:
     """Walk everything below `root`, which may be a link, except hidden files and folders.
 
     Each file or folder is visited once, identified by device and inode. Real files come first, under their
     own names; links are followed afterwards, and only to targets that were not visited yet, so loops end.
 
-    `caption_suffixes` have their dots. `result` is filled, so that another thread can report progress.
+    `caption_suffixes` have their dots. `result` is filled, so that another thread can report progress. `key`
+    is the recipe key of `root`, for messages.
 
     Raises:
         DatasetError: `root` is not a folder, or cannot be listed.
     """
-    require_listable(root)
+    require_listable(root, key)
     walker = _LocalWalker(root, caption_suffixes, result or WalkResult())
     walker.run()
     return walker.result
@@ -163,33 +168,32 @@ def walk_remote(
     return result
 
 
-def require_listable(root: Path) -> None:
-    """Raise DatasetError unless `root` is a folder that can be listed."""
+def require_listable(root: Path, key: str = DATASET_KEY) -> None:
+    """Raise DatasetError unless `root`, the value of `key` in the recipe, is a folder that can be listed."""
     try:
         os.scandir(root).close()
     except OSError as err:
-        what = f"the dataset cannot be read: {err.strerror}"
-        raise DatasetError(what, where=str(root), fix=_root_fix(root, err)) from err
+        subject = "the dataset" if key == DATASET_KEY else f"the folder in {key}"
+        what = f"{subject} cannot be read: {err.strerror}"
+        raise DatasetError(what, where=str(root), fix=_root_fix(root, err, key)) from err
 
 
-def _root_fix(root: Path, err: OSError) -> str:
+def _root_fix(root: Path, err: OSError, key: str) -> str:
     if isinstance(err, NotADirectoryError):
-        return (
-            "set datasets[].path to a folder, to a manifest (.parquet, .jsonl or .csv), or to the inside of "
-            "an archive, such as zip://::photos.zip"
-        )
+        manifest = " to a manifest (.parquet, .jsonl or .csv)," if key == DATASET_KEY else ""
+        return f"set {key} to a folder,{manifest} or to the inside of an archive, such as zip://::photos.zip"
     if isinstance(err, FileNotFoundError) and "$" in str(root):
-        return "write the full path in datasets[].path: variables such as $HOME are not expanded, only ~ is"
+        return f"write the full path in {key}: variables such as $HOME are not expanded, only ~ is"
     is_windows_path = "\\" in str(root) or any(len(part) == 2 and part[1] == ":" for part in root.parts)
     if isinstance(err, FileNotFoundError) and is_windows_path:
-        return "correct datasets[].path: it is a Windows path, and this machine does not run Windows"
+        return f"correct {key}: it is a Windows path, and this machine does not run Windows"
     if not isinstance(err, FileNotFoundError):
-        return "correct datasets[].path in the recipe, or make the folder readable"
+        return f"correct {key} in the recipe, or make the folder readable"
 
     siblings = [each.name for each in root.parent.iterdir()] if root.parent.is_dir() else []
     closest = difflib.get_close_matches(root.name, siblings, n=1)
     hint = f"did you mean {root.with_name(closest[0])}? Otherwise " if closest else ""
-    return f"{hint}correct datasets[].path in the recipe; relative paths start at the project root"
+    return f"{hint}correct {key} in the recipe; relative paths start at the project root"
 
 
 def is_hidden(name: str) -> bool:

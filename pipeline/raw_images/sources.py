@@ -17,7 +17,12 @@ def source_of(settings: DatasetSettings, *, max_file_bytes: int) -> LocalSource 
     Raises:
         DatasetError: Its URL cannot be opened.
     """
-    return source_at(settings.root, max_file_bytes=max_file_bytes, follow_links=settings.follow_links)
+    return source_at(
+        settings.root,
+        max_file_bytes=max_file_bytes,
+        follow_links=settings.follow_links,
+        key=f"datasets[].{settings.root_key}",
+    )
 
 
 def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
@@ -32,7 +37,11 @@ def side_input_sources_of(recipe: Recipe, kind: str) -> dict[str, list[LocalSour
     Datasets without such side inputs are absent. `kind` is a key of `SIDE_INPUT_KEYS`.
     """
     limit = recipe.checks.max_file_bytes
-    roots = {settings.name: settings.side_input_roots(kind) for settings in recipe.datasets}
-    return {
-        name: [source_at(root, max_file_bytes=limit) for root in each] for name, each in roots.items() if each
-    }
+    sources: dict[str, list[LocalSource | RemoteSource]] = {}
+    for settings in recipe.datasets:
+        for section in settings.side_inputs:
+            if section.kind == kind:
+                key, folder = settings.folder_of(section)
+                opened = source_at(folder, max_file_bytes=limit, key=key)
+                sources.setdefault(settings.name, []).append(opened)
+    return sources

@@ -59,16 +59,20 @@ class WalkedDataset:
 
 
 def require_readable(settings: DatasetSettings, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Raise DatasetError unless a local dataset's folder or manifest can be read, with all its columns.
+    """Raise DatasetError unless a dataset's manifest can be read, with all its columns, and all its folders.
 
-    Remote datasets are not checked.
+    Manifests and folders at an address are not checked.
     """
-    if isinstance(settings.path, Url):
-        return
-    if settings.is_manifest:
+    if settings.is_manifest and not isinstance(settings.path, Url):
         read_manifest(settings, max_bytes=max_file_bytes)
-    else:
-        require_listable(settings.path)
+    require_folders(settings)
+
+
+def require_folders(settings: DatasetSettings) -> None:
+    """Raise DatasetError unless the local folders of a dataset's images and side inputs can be listed."""
+    for key, folder in settings.folders.items():
+        if not isinstance(folder, Url):
+            require_listable(folder, key)
 
 
 def walk_dataset(
@@ -86,7 +90,7 @@ def walk_dataset(
         if settings.is_manifest:
             walk_manifest(settings, source, result=walk)
         elif isinstance(source, LocalSource):
-            walk_local(Path(settings.path), caption_suffixes, result=walk)
+            walk_local(Path(settings.path), caption_suffixes, result=walk, key=source.key)
         else:
             walk_remote(source, caption_suffixes, result=walk)
 

@@ -223,8 +223,18 @@ class DatasetSettings(Settings):
 
     def side_input_roots(self, kind: str) -> list[Address]:
         """Return the folders that the paths of one kind of side inputs are relative to, in order."""
-        used = [each.settings.path for each in self.side_inputs if each.kind == kind]
-        return [self.root if path is None else path for path in used]
+        return [self.folder_of(each)[1] for each in self.side_inputs if each.kind == kind]
+
+    def folder_of(self, section: SideInputSection) -> tuple[str, Address]:
+        """Return the folder of a side input's files, after the key that names it in messages."""
+        if section.settings.path is None:
+            return f"datasets[].{self.root_key}", self.root
+        return f"datasets[].{section.key}.path", section.settings.path
+
+    @property
+    def folders(self) -> dict[str, Address]:
+        """Folders of the images and side inputs, by the keys that name them in messages."""
+        return {f"datasets[].{self.root_key}": self.root, **dict(map(self.folder_of, self.side_inputs))}
 
     @property
     def root_key(self) -> str:

@@ -65,7 +65,7 @@ async def _refuse_other_server(
     if not _same_server(params.url, target):
         raise RedirectRefusedError(
             f"{params.url.origin()} redirects to another server, {target.origin()}, which is not followed; "
-            "if you trust that server, set datasets[].path to an address on it"
+            "if you trust that server, use an address on it in the recipe"
         )
 
 

@@ -32,6 +32,7 @@ from pipeline.storage.regular_files import (
 from pipeline.storage.remote_folder import ACCESS_FIX, UnreachableError
 from pipeline.storage.retry import is_transient, retry
 from pipeline.storage.source import (
+    DATASET_KEY,
     MAX_BUFFERED_BYTES,
     NO_FILE,
     LocalSource,
@@ -68,7 +69,12 @@ class RemoteSource(Source):
     compared_columns = (0, 1, 3)
 
     def __init__(
-        self, url: Url, *, max_file_bytes: int = MAX_FILE_BYTES, repeat_requests: bool = True
+        self,
+        url: Url,
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        repeat_requests: bool = True,
+        key: str = DATASET_KEY,
     ) -> None:
         """Open the file system.
 
@@ -77,11 +83,11 @@ class RemoteSource(Source):
         Raises:
             DatasetError: A package is missing, or the address cannot be opened.
         """
-        super().__init__(url, max_file_bytes=max_file_bytes)
+        super().__init__(url, max_file_bytes=max_file_bytes, key=key)
         try:
             self._files, base = open_url(url)
         except Exception as err:
-            raise _unreadable_error(url, err) from err
+            raise _unreadable_error(url, err, key) from err
         self._base = base.rstrip("/")
         self._default_version = text_number(url)
         self._lock = request_lock(self._files)
@@ -176,7 +182,7 @@ class RemoteSource(Source):
         try:
             return self._request(list_items)
         except Exception as err:
-            raise _unreadable_error(self.where(folder) if folder else self.address, err) from err
+            raise _unreadable_error(self.where(folder) if folder else self.address, err, self.key) from err
 
     def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
         """Yield every file below a folder, without hidden files and folders."""
@@ -265,30 +271,37 @@ class RemoteSource(Source):
 
 
 def source_at(
-    address: Address, *, max_file_bytes: int = MAX_FILE_BYTES, follow_links: bool = False
+    address: Address,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    follow_links: bool = False,
+    key: str = DATASET_KEY,
 ) -> LocalSource | RemoteSource:
     """Return the source of the files below a path or URL; a local path need not exist.
 
-    With `follow_links`, the caption files of a local source may be links to files outside it.
+    With `follow_links`, the caption files of a local source may be links to files outside it. `key` is the
+    recipe key of the address, for messages.
 
     Raises:
         DatasetError: The URL cannot be opened.
     """
     if isinstance(address, Url):
-        return RemoteSource(address, max_file_bytes=max_file_bytes)
-    return LocalSource(address, max_file_bytes=max_file_bytes, follow_links=follow_links)
+        return RemoteSource(address, max_file_bytes=max_file_bytes, key=key)
+    return LocalSource(address, max_file_bytes=max_file_bytes, follow_links=follow_links, key=key)
 
 
-def _unreadable_error(address: Address | str, err: Exception) -> DatasetError:
+def _unreadable_error(address: Address | str, err: Exception, key: str) -> DatasetError:
     text = " ".join(str(err).split()) or type(err).__name__
+    is_dataset = key == DATASET_KEY
+    subject = "the dataset address" if is_dataset else f"the address in {key}"
     if isinstance(err, ImportError) and isinstance(address, Url):
-        what = f"the dataset address needs a package that is not installed: {text}"
+        what = f"{subject} needs a package that is not installed: {text}"
         return DatasetError(what, where=str(address), fix=f"pip install {missing_package(address)}")
     if isinstance(err, (FileNotFoundError, NotADirectoryError)):
-        what = f"the dataset address does not exist: {text}"
-        fix = "correct the server or bucket, folder or archive in datasets[].path"
+        what = f"{subject} does not exist: {text}"
+        fix = f"correct the server or bucket, folder or archive in {key}"
         return DatasetError(what, where=str(address), fix=fix)
-    what = f"the dataset cannot be read: {type(err).__name__}: {text}"
+    what = f"{'the dataset' if is_dataset else subject} cannot be read: {type(err).__name__}: {text}"
     return DatasetError(what, where=str(address), fix=ACCESS_FIX)
 
 

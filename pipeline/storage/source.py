@@ -31,6 +31,9 @@ NO_FILE: Stat = (-1, -1, -1, -1)
 Opened: TypeAlias = io.BufferedReader | io.BytesIO
 """A file opened for reading in binary."""
 
+DATASET_KEY = "datasets[].path"
+"""Recipe key of a source that messages name unless it has another one."""
+
 MAX_BUFFERED_BYTES = 64_000_000
 """Size up to which an opened remote file is read into memory at once."""
 
@@ -59,6 +62,7 @@ class Source(ABC):
     Attributes:
         address: Address of the folder that paths are relative to.
         max_file_bytes: Size above which a file is refused.
+        key: Recipe key of the address, for messages.
         threads: Number of threads that may read at a time; None for one per core.
         compared_columns: Columns of a stat that are compared to detect a change between two stages.
     """
@@ -66,9 +70,12 @@ class Source(ABC):
     threads: int | None = None
     compared_columns: tuple[int, ...] = (0, 1)
 
-    def __init__(self, address: Address, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(
+        self, address: Address, *, max_file_bytes: int = MAX_FILE_BYTES, key: str = DATASET_KEY
+    ) -> None:
         self.address = address
         self.max_file_bytes = max_file_bytes
+        self.key = key
 
     def where(self, path: str) -> str:
         """Return the name of a file as messages show it."""
@@ -124,10 +131,15 @@ class LocalSource(Source):
     """A folder on this machine."""
 
     def __init__(
-        self, address: Path, *, max_file_bytes: int = MAX_FILE_BYTES, follow_links: bool = False
+        self,
+        address: Path,
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        follow_links: bool = False,
+        key: str = DATASET_KEY,
     ) -> None:
         """Store the address without opening it; with `follow_links`, texts may be outside the folder."""
-        super().__init__(address, max_file_bytes=max_file_bytes)
+        super().__init__(address, max_file_bytes=max_file_bytes, key=key)
         self._inside = None if follow_links else InsideCheck(address)
 
     def open(self, path: str, num_bytes: int = 0) -> io.BufferedReader:

@@ -175,7 +175,7 @@ def _files_by_stem(
     """Return the files of a folder by their path without `suffix` and file suffix."""
     walk = WalkResult()
     if isinstance(source, LocalSource):
-        walk_local(Path(root), result=walk)
+        walk_local(Path(root), result=walk, key=source.key)
     else:
         walk_remote(source, result=walk)
     files: defaultdict[str, list[FoundFile]] = defaultdict(list)

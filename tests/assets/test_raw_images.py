@@ -20,7 +20,8 @@ def recipe_of(folder: Path, base: Path, **values: Any) -> Recipe:
     (folder / "data").mkdir()
     Image.new("RGB", (8, 8)).save(folder / "data" / "photo.png")
     dataset = {"name": "photos", "path": folder / "data", **values.pop("dataset", {})}
-    return small_recipe(folder, datasets=[dataset], model={"base": base}, **values)
+    model = {"base": base, **values.pop("model", {})}
+    return small_recipe(folder, datasets=[dataset], model=model, **values)
 
 
 def failure_of(recipe: Recipe) -> str:
@@ -42,6 +43,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "height and width must be multiples of",
     ),
     "references": ({"dataset": {"references": [{"path": "/before"}]}}, "accepts no reference images"),
+    "masks": ({"dataset": {"mask": {"path": "/gone/masks"}}}, "correct datasets[].mask.path in the recipe"),
+    "component": ({"model": {"components": {"vae": "models/no_vae"}}}, "models/no_vae does not exist"),
+    "training adapter": ({"model": {"training_adapter": "gone.safetensors"}}, "gone.safetensors does not"),
     "start file": ({"training": {"lora": {"start_from": "/gone.safetensors"}}}, "/gone.safetensors"),
 }
 

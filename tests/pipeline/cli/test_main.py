@@ -128,6 +128,21 @@ def test_validate_checks_that_the_datasets_exist_and_suggests_the_closest_folder
     assert f"did you mean {tmp_path}/fotos? Otherwise correct datasets[].path" in completed.stderr
 
 
+def test_validate_finds_a_missing_folder_of_masks_and_of_references(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    (tmp_path / "masks").mkdir()
+    text = file.read_text("utf-8")
+    for section, key in {
+        "mask: {{path: {root}/maskz}}": "mask.path",
+        "references: [{{path: {root}/masks}}, {{path: {root}/gone}}]": "references[1].path",
+    }.items():
+        file.write_text(text.replace("photos}]", f"photos, {section.format(root=tmp_path)}}}]"), "utf-8")
+        completed = latentline("validate", "flowers", configs=tmp_path)
+        assert completed.returncode == 1
+        assert completed.stderr.startswith(f"DatasetError: the folder in datasets[].{key} cannot be read")
+        assert f"correct datasets[].{key} in the recipe" in completed.stderr
+
+
 def test_wrong_usage_suggests_a_command_or_a_recipe(tmp_path: Path) -> None:
     write(tmp_path)
     for arguments, hint in {

@@ -45,6 +45,23 @@ except ModelError as err:
     print(json.dumps([str(err)]))
 """
 
+CHECK_CODE = """\
+import json, sys
+from pathlib import Path
+from pipeline.errors import ModelError
+from pipeline.models.resolve import check_local_base
+from pipeline.recipe import project
+from tests.pipeline.model_recipe import recipe
+project.project_root = lambda: Path(sys.argv[1])
+errors = []
+for base in json.loads(sys.argv[2]):
+    try:
+        check_local_base(recipe(Path(sys.argv[1]), base))
+    except ModelError as err:
+        errors.append(str(err))
+print(json.dumps(errors))
+"""
+
 INVALID_TOKEN = "Invalid credentials in Authorization header"
 
 
@@ -156,6 +173,21 @@ def test_each_refusal_of_the_hub_has_its_own_message_and_fix_without_retries(
         # Other requests are huggingface_hub's own: it may ask for a list of coding agents once a day.
         attempts = [request for request in requests if f"{name}/" in f"{request}/"]
         assert 1 <= len(attempts) <= 2, attempts
+
+
+def test_validation_accepts_a_hub_id_that_resembles_a_local_path_if_the_hub_has_it(
+    tmp_path: Path, hub: tuple[str, list[str]]
+) -> None:
+    address, requests = hub
+    (tmp_path / "someone" / "other-tiny").mkdir(parents=True)
+    names = json.dumps(["someone/tiny", "someone/single", "someone/tniy", "else/tiny"])
+    (error,) = resolve(tmp_path, names, code=CHECK_CODE, HF_ENDPOINT=address)
+    assert error.startswith("someone/tniy is not a local folder and ")
+    asked = {
+        name for name in ("tiny", "single", "tniy") if any(f"someone/{name}" in each for each in requests)
+    }
+    assert asked == {"tiny", "single", "tniy"}
+    assert not any("else/tiny" in request for request in requests)
 
 
 def test_without_a_network_there_is_one_attempt(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import FamilyError, ModelError
 from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.resolve import check_local_base, resolve_base, wanted_files
+from pipeline.models.training_adapter import check_training_adapter
 from tests.pipeline.model_recipe import recipe
 
 HUB_FILES = [
@@ -236,6 +238,49 @@ def test_a_typo_in_a_local_folder_suggests_the_closest_one_without_the_network(
 def test_validation_finds_a_typo_in_a_folder_of_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="models/no_such_model_at_all does not exist"):
         check_local_base(recipe(tmp_path, "models/no_such_model_at_all"))
+
+
+@pytest.mark.parametrize("key", ["base", "components", "training_adapter"])
+@pytest.mark.parametrize(("name", "suggested"), [("bases/tiny-sdd", True), ("bases/other", False)])
+def test_validation_finds_a_missing_local_path_that_has_the_form_of_a_hub_id(
+    tmp_path: Path,
+    model: Path,
+    hub: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    key: str,
+    name: str,
+    suggested: bool,
+) -> None:
+    monkeypatch.setattr("pipeline.recipe.project.project_root", lambda: tmp_path)
+    shutil.copytree(model, tmp_path / "bases" / "tiny-sd")
+    section: dict[str, Any] = {"base": name} if key == "base" else {"base": model, key: name}
+    if key == "components":
+        section[key] = {"vae": name}
+    check = check_training_adapter if key == "training_adapter" else check_local_base
+    with pytest.raises(ModelError, match=f"{name} is not a local folder and ") as excinfo:
+        check(recipe(tmp_path, **section))
+    assert f"model.{key}" in excinfo.value.where
+    assert excinfo.value.fix.startswith("did you mean the local folder bases/tiny-sd?") == suggested
+
+
+def test_validation_requests_no_hub_id_that_is_on_this_machine_or_resembles_no_folder(
+    tmp_path: Path, model: Path, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a network, a request would be an error.
+    monkeypatch.setattr("pipeline.recipe.project.project_root", lambda: tmp_path)
+    (tmp_path / "someone").mkdir()
+    hub_snapshot(model, hub)
+    check_local_base(recipe(tmp_path, "someone/tiny"))
+    requested = recipe(tmp_path, "else/tiny", components={"vae": "else/vae"}, training_adapter="else/lora")
+    check_local_base(requested)
+    check_training_adapter(requested)
+
+
+def test_validation_finds_a_missing_component(tmp_path: Path, model: Path) -> None:
+    for name in ("models/no_vae", "./vae", "/gone/vae"):
+        with pytest.raises(ModelError, match=f"{name} does not exist"):
+            check_local_base(recipe(tmp_path, model, components={"vae": name}))
 
 
 def test_a_hub_id_like_a_folder_is_downloaded_and_its_error_suggests_the_folder(

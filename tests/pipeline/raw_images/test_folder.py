@@ -202,6 +202,24 @@ def test_I21_an_unreadable_root_is_an_error_with_a_fix(tmp_path: Path, name: str
     assert fix in excinfo.value.fix
 
 
+@pytest.mark.parametrize(
+    "key", ["datasets[].mask.path", "datasets[].references[1].path", "datasets[].images"]
+)
+def test_the_error_of_an_unreadable_folder_names_its_own_key(tmp_path: Path, key: str) -> None:
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "list.csv").write_text("path")
+    for name, fix in {
+        "maskz": f"did you mean {tmp_path}/masks? Otherwise correct {key} in the recipe",
+        "list.csv": f"set {key} to a folder, or to the inside of an archive",
+        "$HOME/masks": f"write the full path in {key}",
+        "C:/masks": f"correct {key}: it is a Windows path",
+    }.items():
+        with pytest.raises(DatasetError) as excinfo:
+            walk_local(tmp_path / name, key=key)
+        assert excinfo.value.what.startswith(f"the folder in {key} cannot be read: ")
+        assert excinfo.value.fix.startswith(fix)
+
+
 def test_I21_a_subfolder_without_permission_is_a_problem_and_the_rest_is_scanned(tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     (tmp_path / "x.png").write_bytes(b"x")

@@ -87,6 +87,33 @@ def test_a_folder_or_manifest_that_cannot_be_read_is_an_error(tmp_path: Path) ->
         require_readable(settings_of(listing), max_file_bytes=10)
 
 
+def test_every_folder_of_a_dataset_must_be_readable_and_its_error_names_its_key(tmp_path: Path) -> None:
+    for name in ("photos", "before"):
+        (tmp_path / name).mkdir()
+    listing = tmp_path / "list.csv"
+    listing.write_text("path,mask\na.png,b.png\n")
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (tmp_path / "photos", {"mask": {"path": tmp_path / "maskz"}}, "mask.path"),
+        (listing, {"images": tmp_path / "fotos"}, "images"),
+        (listing, {"images": tmp_path / "fotos", "mask": {"column": "mask"}}, "images"),
+        (
+            tmp_path / "photos",
+            {"references": [{"path": tmp_path / "before"}, {"path": tmp_path / "styles"}]},
+            "references[1].path",
+        ),
+    ]
+    for path, values, key in cases:
+        with pytest.raises(DatasetError) as excinfo:
+            require_readable(settings_of(path, **values))
+        assert excinfo.value.what.startswith(f"the folder in datasets[].{key} cannot be read: ")
+        assert f"datasets[].{key}" in excinfo.value.fix
+        assert "datasets[].path" not in excinfo.value.fix
+
+    # Masks at an address, and masks that are the images' opacity, have no local folder.
+    for mask in ({"path": "s3://bucket/masks"}, {"from": "alpha"}):
+        require_readable(settings_of(tmp_path / "photos", mask=mask))
+
+
 @pytest.mark.parametrize(
     ("pattern", "path", "is_excluded"),
     [
