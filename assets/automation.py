@@ -23,7 +23,7 @@ from dagster import (
 
 from assets.names import RECIPE_TAG
 from pipeline.errors import DatasetError
-from pipeline.recipe import Recipe
+from pipeline.recipe import RecacheSettings, Recipe
 from pipeline.storage.addresses import Address
 from resources.dead_runs import end_dead_runs
 
@@ -82,13 +82,12 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
     """Return the schedule `<recipe>_recache` of a job, or None without a cron expression."""
     if recipe.recache.cron is None:
         return None
-    status = DefaultScheduleStatus.RUNNING if recipe.recache.enabled else DefaultScheduleStatus.STOPPED
 
     @schedule(
         cron_schedule=recipe.recache.cron,
         job_name=job_name,
         name=f"{recipe.name}_recache",
-        default_status=status,
+        default_status=_schedule_status(recipe.recache),
         description=f"Brings the cache of {recipe.name} up to date, unless one of its runs is in progress.",
     )
     def recache(context: ScheduleEvaluationContext) -> RunRequest | SkipReason:
@@ -102,13 +101,12 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
 
 def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
     """Return the sensor `<recipe>_dataset_changed` of a job."""
-    running = recipe.recache.enabled and recipe.recache.on_change
 
     @sensor(
         job_name=job_name,
         name=f"{recipe.name}_dataset_changed",
         minimum_interval_seconds=recipe.recache.settle_s,
-        default_status=DefaultSensorStatus.RUNNING if running else DefaultSensorStatus.STOPPED,
+        default_status=_sensor_status(recipe.recache),
         description=f"Starts {recipe.name}_cache when its images or captions have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
@@ -139,6 +137,52 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         return SensorResult(run_requests=[RunRequest(tags={RECIPE_TAG: recipe.name})], cursor=cursor)
 
     return dataset_changed
+
+
+def skipping_schedule(
+    recipe: str, recache: RecacheSettings, job_name: str, reason: str
+) -> ScheduleDefinition | None:
+    """Return the schedule of a broken recipe, which starts nothing, or None without a cron expression."""
+    if recache.cron is None:
+        return None
+
+    @schedule(
+        cron_schedule=recache.cron,
+        job_name=job_name,
+        name=f"{recipe}_recache",
+        default_status=_schedule_status(recache),
+        description="Starts nothing until the recipe is repaired.",
+    )
+    def skip(context: ScheduleEvaluationContext) -> SkipReason:
+        del context
+        return SkipReason(reason)
+
+    return skip
+
+
+def skipping_sensor(recipe: str, recache: RecacheSettings, job_name: str, reason: str) -> SensorDefinition:
+    """Return the sensor of a broken recipe, which starts nothing and leaves its cursor unchanged."""
+
+    @sensor(
+        job_name=job_name,
+        name=f"{recipe}_dataset_changed",
+        minimum_interval_seconds=recache.settle_s,
+        default_status=_sensor_status(recache),
+        description="Starts nothing until the recipe is repaired.",
+    )
+    def skip(context: SensorEvaluationContext) -> SensorResult:
+        return SensorResult(skip_reason=reason, cursor=context.cursor)
+
+    return skip
+
+
+def _schedule_status(recache: RecacheSettings) -> DefaultScheduleStatus:
+    return DefaultScheduleStatus.RUNNING if recache.enabled else DefaultScheduleStatus.STOPPED
+
+
+def _sensor_status(recache: RecacheSettings) -> DefaultSensorStatus:
+    running = recache.enabled and recache.on_change
+    return DefaultSensorStatus.RUNNING if running else DefaultSensorStatus.STOPPED
 
 
 @sensor(

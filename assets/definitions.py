@@ -58,7 +58,7 @@ def load_project_recipes() -> RecipeFolder:
         try:
             require_size_multiple([recipe])
         except RecipeError as err:
-            broken.append(BrokenRecipe(recipe.name, recipe.source, err))
+            broken.append(BrokenRecipe(recipe.name, recipe.source, err, recache=recipe.recache))
         else:
             usable.append(recipe)
     return RecipeFolder(usable, broken)

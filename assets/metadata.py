@@ -60,7 +60,9 @@ def publish(
     from pipeline.storage.tables import Tables
 
     Tables(recipe.output_dir).write_rejected(asset, result.rejected)
-    report = write_report(recipe.output_dir, asset, result.report)
+
+    # The name shows to which of several recipes an output folder belongs.
+    report = write_report(recipe.output_dir, asset, {**result.report, "recipe": recipe.name})
 
     # The funnel shows the reasons as a table.
     values = report_metadata({**result.report, "rejected_by_reason": None})

@@ -1,7 +1,7 @@
-"""The graph of one recipe: assets, checks, jobs, schedule and sensor, or the error of one that is broken."""
+"""The graph of one recipe: assets, checks, jobs, schedule and sensor, also of one that is broken."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dagster import (
     AssetKey,
@@ -17,7 +17,7 @@ from dagster import (
 )
 
 from assets.aspect_buckets import build_aspect_buckets
-from assets.automation import dataset_sensor, recache_schedule
+from assets.automation import dataset_sensor, recache_schedule, skipping_schedule, skipping_sensor
 from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, asset_key
 from assets.raw_images import build_raw_images
 from assets.text_embeddings import build_text_embeddings
@@ -35,6 +35,16 @@ CPU_ASSETS = (build_raw_images, build_validated_dataset, build_aspect_buckets)
 
 GPU_ASSETS = (build_vae_latents, build_text_embeddings, build_trained_lora)
 """Builders of the assets whose steps may load a model."""
+
+ASSET_INPUTS: Mapping[str, Sequence[str]] = {
+    "raw_images": (),
+    "validated_dataset": ("raw_images",),
+    "aspect_buckets": ("validated_dataset",),
+    "vae_latents": ("aspect_buckets",),
+    "text_embeddings": ("validated_dataset",),
+    "trained_lora": ("vae_latents", "text_embeddings"),
+}
+"""Assets of a recipe with their inputs, for a recipe that is broken."""
 
 ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""
@@ -80,7 +90,7 @@ def broken_recipe_graphs(broken: Sequence[BrokenRecipe], taken: Collection[str])
     for recipe in broken:
         name = _free_name(recipe.name, names)
         names.add(name)
-        graphs.append(_broken_graph(name, recipe.error))
+        graphs.append(_broken_graph(name, recipe))
     return graphs
 
 
@@ -95,9 +105,13 @@ def _free_name(name: str, taken: Collection[str]) -> str:
     return free
 
 
-def _broken_graph(name: str, error: RecipeError) -> Definitions:
-    """Return an external asset with the error as its description, and both jobs of the recipe."""
-    # Without schedule and sensor, because their runs could only fail.
+def _broken_graph(name: str, broken: BrokenRecipe) -> Definitions:
+    """Return the definitions of a broken recipe, none of which can materialize anything.
+
+    An external asset has the error as its description. The recipe's own assets are external too, its jobs
+    fail with the error, and its schedule and sensor skip each tick.
+    """
+    error = broken.error
     shown = AssetSpec(
         AssetKey([name, ERROR_ASSET]),
         description=f"This recipe is excluded until its file is repaired.\n\n{markdown_block(str(error))}",
@@ -107,7 +121,26 @@ def _broken_graph(name: str, error: RecipeError) -> Definitions:
     )
     failing_op = _failing_op(name, error)
     jobs = [_job_of(failing_op, name=f"{name}_{kind}", recipe=name) for kind in ("cache", "train")]
-    return Definitions(assets=[shown], jobs=jobs)
+
+    # Without these names, the history of the assets, and whether schedule and sensor were switched on, would
+    # vanish from the UI as long as the mistake exists.
+    assets = [
+        AssetSpec(
+            AssetKey([name, asset]),
+            deps=[AssetKey([name, each]) for each in inputs],
+            description=f"Excluded until the recipe is repaired: see {name}/{ERROR_ASSET}.",
+            group_name=name,
+        )
+        for asset, inputs in ASSET_INPUTS.items()
+    ]
+    reason = f"recipe {name} is excluded: {error.what.splitlines()[0]}"
+    schedule = skipping_schedule(name, broken.recache, jobs[0].name, reason)
+    return Definitions(
+        assets=[shown, *assets],
+        jobs=jobs,
+        schedules=[schedule] if schedule is not None else [],
+        sensors=[skipping_sensor(name, broken.recache, jobs[0].name, reason)],
+    )
 
 
 def _failing_op(name: str, error: RecipeError) -> OpDefinition:

@@ -30,9 +30,14 @@ class RecipeArgument(click.ParamType[Recipe]):
 
     name = "recipe"
 
-    def __init__(self, *, reads_outputs: bool = False) -> None:
-        """Create the type; with `reads_outputs`, outputs at an address are fetched before the command."""
+    def __init__(self, *, reads_outputs: bool = False, may_share_output: bool = False) -> None:
+        """Create the type.
+
+        With `reads_outputs`, outputs at an address are fetched before the command. With `may_share_output`,
+        the command itself reports an output folder that belongs to another recipe, next to other mistakes.
+        """
         self._reads_outputs = reads_outputs
+        self._may_share_output = may_share_output
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Recipe:
         """Load the recipe and store its name in the context's `obj`, for `main`."""
@@ -46,7 +51,7 @@ class RecipeArgument(click.ParamType[Recipe]):
         if not file.exists():
             raise _no_such_recipe(text, file)
 
-        recipe = _load(file)
+        recipe = _load(file, may_share_output=self._may_share_output)
         if ctx is not None and isinstance(ctx.obj, dict):
             ctx.obj["recipe"] = recipe.name
         if self._reads_outputs:
@@ -67,6 +72,8 @@ class RecipeArgument(click.ParamType[Recipe]):
 RECIPE = RecipeArgument()
 
 RECIPE_WITH_OUTPUTS = RecipeArgument(reads_outputs=True)
+
+RECIPE_TO_CHECK = RecipeArgument(may_share_output=True)
 
 
 def reported_recipes() -> RecipeFolder:
@@ -94,7 +101,7 @@ def _fetch_outputs(recipe: Recipe) -> None:
         fetch_for_command(outputs_of(recipe, log_to_stderr))
 
 
-def _load(file: Path) -> Recipe:
+def _load(file: Path, *, may_share_output: bool) -> Recipe:
     # In the recipes folder, all recipes are loaded, because two of them may share an output folder.
     if file.parent != recipes_dir():
         return load_recipe(file)
@@ -103,6 +110,8 @@ def _load(file: Path) -> Recipe:
     _report([each for each in folder.broken if each.file != file])
     for broken in folder.broken:
         if broken.file == file:
+            if may_share_output and broken.recipe is not None:
+                return broken.recipe
             raise broken.error
     # The folder's recipes do not include hidden files, which can still be given by their path.
     return next((recipe for recipe in folder.recipes if recipe.source == file), None) or load_recipe(file)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from io import StringIO
 
 import click
 from ruamel.yaml import YAML
 
-from pipeline.cli.conventions import RECIPE, echo
-from pipeline.errors import counted
+from pipeline.cli.conventions import RECIPE_TO_CHECK, echo
+from pipeline.errors import LatentlineError, counted
 from pipeline.models.recipe_support import require_preview_prompts, require_references
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
@@ -20,13 +22,14 @@ from pipeline.recipe.deployment import (
     deployment_values,
     load_deployment,
 )
+from pipeline.recipe.errors import combined_error
 from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
 
 
 @click.command(short_help="Check a recipe, or the deployment settings.")
-@click.argument("recipe", type=RECIPE, required=False)
+@click.argument("recipe", type=RECIPE_TO_CHECK, required=False)
 @click.option(
     "--deployment",
     is_flag=True,
@@ -55,9 +58,11 @@ def command(context: click.Context, recipe: Recipe | None, deployment: bool) -> 
 def _check(recipe: Recipe) -> None:
     from pipeline.raw_images.walk import require_readable  # imports Polars, which only valid recipes need
 
-    check_settings(recipe)
-    for dataset in recipe.datasets:
-        require_readable(dataset, max_file_bytes=recipe.checks.max_file_bytes)
+    limit = recipe.checks.max_file_bytes
+    check_settings(
+        recipe,
+        *(partial(require_readable, dataset, max_file_bytes=limit) for dataset in recipe.datasets),
+    )
     datasets = counted(len(recipe.datasets), "dataset")
     echo(f"{recipe.source}: valid; {datasets}, output in {recipe.registered_output}")
 
@@ -70,13 +75,31 @@ def _deployment_text(deployment: Deployment) -> str:
     return f"# {origin}\n{text.getvalue().rstrip()}"
 
 
-def check_settings(recipe: Recipe) -> None:
-    """Run the checks that a schema cannot express: paths, other recipes, a local model and `start_from`."""
-    require_isolation(recipe)
-    require_own_output(recipe)
+def check_settings(recipe: Recipe, *more_checks: Callable[[], None]) -> None:
+    """Run the checks that a schema cannot express: paths, other recipes, a local model and `start_from`.
+
+    Raises:
+        LatentlineError: The error of the only check that failed, or one RecipeError with all of them.
+    """
+    errors: list[LatentlineError] = []
+    checks = (
+        require_isolation,
+        require_own_output,
+        _require_size_multiple,
+        check_local_base,
+        check_training_adapter,
+        require_preview_prompts,
+        require_references,
+        require_start_file,
+    )
+    for check in (*(partial(each, recipe) for each in checks), *more_checks):
+        try:
+            check()
+        except LatentlineError as err:
+            errors.append(err)
+    if errors:
+        raise combined_error(errors, file=str(recipe.source))
+
+
+def _require_size_multiple(recipe: Recipe) -> None:
     require_size_multiple([recipe])
-    check_local_base(recipe)
-    check_training_adapter(recipe)
-    require_preview_prompts(recipe)
-    require_references(recipe)
-    require_start_file(recipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,14 +95,25 @@ def file_error(placed: list[PlacedMistake], error: type[Error], kind: FileKind) 
     if len(errors) == 1:
         return errors[0]
 
-    listed = "\n\n".join(textwrap.indent(each.text(), "  ") for each in errors)
     files = list(dict.fromkeys(one.file for one in placed))
     where = files[0] if len(files) == 1 else f"{len(files)} {kind.name}s"
-    return error(
-        f"{len(errors)} mistakes in {where}\n\n{listed}\n",
-        where="\n".join(files),
-        fix=f"apply the {len(errors)} fixes above",
-    )
+    return error(_listed(errors, where), where="\n".join(files), fix=_all_fixes(errors))
+
+
+def combined_error(errors: Sequence[LatentlineError], *, file: str) -> LatentlineError:
+    """Return the only error, or one RecipeError that lists all errors of the recipe in `file`."""
+    if len(errors) == 1:
+        return errors[0]
+    return RecipeError(_listed(errors, file), where=file, fix=_all_fixes(errors))
+
+
+def _listed(errors: Sequence[LatentlineError], where: str) -> str:
+    listed = "\n\n".join(textwrap.indent(each.text(), "  ") for each in errors)
+    return f"{len(errors)} mistakes in {where}\n\n{listed}\n"
+
+
+def _all_fixes(errors: Sequence[LatentlineError]) -> str:
+    return f"apply the {len(errors)} fixes above"
 
 
 def _validation_errors(data: Any, kind: FileKind) -> list[InvalidValue]:

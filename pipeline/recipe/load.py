@@ -6,17 +6,21 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import RecipeError
+from pydantic import ValidationError
+
+from pipeline.errors import RecipeError, verb
 from pipeline.recipe.datasets import side_input_sections
 from pipeline.recipe.deployment import scratch_folder
 from pipeline.recipe.errors import RECIPE, Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.project import path_in_recipe, project_root
-from pipeline.recipe.schema import NAME_PATTERN, Recipe, valid_name
+from pipeline.recipe.schema import NAME_PATTERN, RecacheSettings, Recipe, valid_name
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.recipe.yaml_file import read_yaml_file
@@ -34,19 +38,26 @@ def recipes_dir() -> Path:
 
 def load_recipe(file: Path) -> Recipe:
     """Return the recipe in `file`; all mistakes are in one RecipeError, with line, key and fix."""
-    recipe, mistakes = _read(Path(file).expanduser().absolute())
-    if recipe is None:
-        raise recipe_error(mistakes)
-    return recipe
+    read = _read(Path(file).expanduser().absolute())
+    if read.recipe is None:
+        raise recipe_error(read.mistakes)
+    return read.recipe
 
 
 @dataclass(frozen=True)
 class BrokenRecipe:
-    """A recipe that cannot be used; its name, the stem of the file, may contain any character."""
+    """A recipe that cannot be used; its name, the stem of the file, may contain any character.
+
+    Attributes:
+        recache: Its section `recache`, or the defaults if that cannot be read.
+        recipe: The recipe if each of its values is valid, but its output folder belongs to another recipe.
+    """
 
     name: str
     file: Path
     error: RecipeError
+    recache: RecacheSettings = field(default_factory=RecacheSettings)
+    recipe: Recipe | None = None
 
     def summary(self) -> str:
         """Return one line with the mistake, or the number of mistakes, and a command that prints the fix."""
@@ -66,7 +77,8 @@ class RecipeFolder(NamedTuple):
 def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
     """Return the recipes of all *.yaml files directly in `folder`, by default `recipes_dir()`.
 
-    Recipes with mistakes are returned separately. Recipes that share an output folder are all broken.
+    Recipes with mistakes are returned separately. Of recipes that share an output folder, all are broken
+    except its owner: the recipe whose job wrote it last, or else the one that it is named after.
 
     Raises:
         RecipeError: The folder does not exist.
@@ -76,33 +88,32 @@ def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
         fix = f"create it, or set {CONFIGS_VARIABLE} to the folder of your recipes"
         raise RecipeError("the folder of recipes does not exist", where=str(folder), fix=fix)
 
-    recipes: list[Recipe] = []
-    mistakes: dict[Path, list[PlacedMistake]] = {}
-    for file in sorted(folder.iterdir()):
-        # Editors and macOS create hidden files.
-        if file.name.startswith(".") or file.suffix not in {".yaml", ".yml"}:
-            continue
-        recipe, file_mistakes = _read(file)
-        if recipe is None:
-            mistakes[file] = file_mistakes
-        else:
-            recipes.append(recipe)
-
-    mistakes |= _shared_outputs(recipes)
-    broken = [BrokenRecipe(file.stem, file, recipe_error(each)) for file, each in mistakes.items()]
-    usable = [recipe for recipe in recipes if recipe.source not in mistakes]
+    files = _read_folder(folder)
+    shared = _shared_outputs(files)
+    usable = [each.recipe for each in files if each.recipe is not None and each.file not in shared]
+    broken = [
+        BrokenRecipe(
+            each.file.stem,
+            each.file,
+            recipe_error([*each.mistakes, *shared.get(each.file, ())]),
+            recache=each.recache,
+            recipe=each.recipe,
+        )
+        for each in files
+        if each.recipe is None or each.file in shared
+    ]
     return RecipeFolder(
         sorted(usable, key=lambda recipe: recipe.name), sorted(broken, key=lambda each: each.name)
     )
 
 
 def require_own_output(recipe: Recipe) -> None:
-    """Raise RecipeError if another valid recipe in the same folder has the same output folder."""
-    files = (file for file in sorted(recipe.source.parent.glob("*.yaml")) if file != recipe.source)
-    others = (_read(file)[0] for file in files if not file.name.startswith("."))
-    mistakes = _shared_outputs([*(other for other in others if other is not None), recipe])
-    if recipe.source in mistakes:
-        raise recipe_error(mistakes[recipe.source])
+    """Raise RecipeError if the recipe's output folder belongs to another recipe in the same folder."""
+    folder = recipe.source.parent
+    others = [each for each in _read_folder(folder) if each.file != recipe.source] if folder.is_dir() else []
+    shared = _shared_outputs([*others, _RecipeText(recipe.source, recipe, [])])
+    if recipe.source in shared:
+        raise recipe_error(shared[recipe.source])
 
 
 def recipe_from_mapping(name: str, values: Mapping[str, Any], *, source: Path | None = None) -> Recipe:
@@ -124,21 +135,60 @@ def recipe_from_mapping(name: str, values: Mapping[str, Any], *, source: Path | 
 
 def placed(recipe: Recipe, mistake: Mistake) -> PlacedMistake:
     """Return a mistake in a loaded recipe with its file, and its line if the file still exists."""
+    return _placed(recipe.source, mistake)
+
+
+def _placed(file: Path, mistake: Mistake) -> PlacedMistake:
     # A loaded recipe has no lines, so its file is read again.
-    line = None
-    if recipe.source.is_file():
-        line = parse(recipe.source.read_text(encoding="utf-8")).line(mistake.path)
-    return PlacedMistake(path_in_recipe(recipe.source), mistake, line)
+    line = parse(file.read_text(encoding="utf-8")).line(mistake.path) if file.is_file() else None
+    return PlacedMistake(path_in_recipe(file), mistake, line)
 
 
-def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
+@dataclass(frozen=True)
+class _RecipeText:
+    """The recipe in a file, or its mistakes and the data that could be read."""
+
+    file: Path
+    recipe: Recipe | None
+    mistakes: list[PlacedMistake]
+    data: Any = None
+
+    @property
+    def output(self) -> Address | None:
+        """Output folder; None if it cannot be read."""
+        if self.recipe is not None:
+            return self.recipe.output_address
+        value = self.data.get("output_dir") if isinstance(self.data, dict) else None
+        is_wrong = any(each.mistake.path == ("output_dir",) for each in self.mistakes)
+        return absolute(value, project_root()) if isinstance(value, str) and not is_wrong else None
+
+    @property
+    def recache(self) -> RecacheSettings:
+        """Section `recache`, or the defaults if it cannot be read."""
+        if self.recipe is not None:
+            return self.recipe.recache
+        section = self.data.get("recache") if isinstance(self.data, dict) else None
+        try:
+            return RecacheSettings.model_validate(section or {})
+        except ValidationError:
+            return RecacheSettings()
+
+
+def _read_folder(folder: Path) -> list[_RecipeText]:
+    # Editors and macOS create hidden files.
+    files = (file for file in sorted(folder.iterdir()) if not file.name.startswith("."))
+    return [_read(file) for file in files if file.suffix in {".yaml", ".yml"}]
+
+
+def _read(file: Path) -> _RecipeText:
     shown = path_in_recipe(file)
     if file.suffix == ".yml":
         what = f"the suffix of a recipe must be .yaml, got {file.name}"
-        return None, [PlacedMistake(shown, Mistake((), what, f"rename it to {file.stem}.yaml"))]
+        mistake = Mistake((), what, f"rename it to {file.stem}.yaml")
+        return _RecipeText(file, None, [PlacedMistake(shown, mistake)])
 
     if is_untrusted() and (link := link_mistake(file, file.parent)) is not None:
-        return None, [PlacedMistake(shown, link)]
+        return _RecipeText(file, None, [PlacedMistake(shown, link)])
 
     document, file_mistakes = read_yaml_file(file, RECIPE)
     mistakes = [*(PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)), *file_mistakes]
@@ -146,8 +196,8 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
         untrusted = untrusted_mistakes(document.data, project_root())
         mistakes = [PlacedMistake(shown, each, document.line(each.path)) for each in untrusted]
     if mistakes:
-        return None, mistakes
-    return _recipe(document.data, name=file.stem, source=file), []
+        return _RecipeText(file, None, mistakes, document.data)
+    return _RecipeText(file, _recipe(document.data, name=file.stem, source=file), [])
 
 
 def _name_mistakes(name: str) -> list[Mistake]:
@@ -157,25 +207,79 @@ def _name_mistakes(name: str) -> list[Mistake]:
     return [Mistake((), what, f"rename the file, for example to {valid_name(name)}.yaml")]
 
 
-def _shared_outputs(recipes: list[Recipe]) -> dict[Path, list[PlacedMistake]]:
-    # Such recipes would overwrite each other's tables and LoRA.
-    by_folder: dict[str, list[Recipe]] = {}
-    for recipe in recipes:
-        # The real path, because a link may lead to another recipe's folder.
-        output = recipe.output_address
-        same = address_hash(output) if isinstance(output, Url) else os.path.realpath(recipe.output_dir)
-        by_folder.setdefault(same, []).append(recipe)
+def _shared_outputs(files: Sequence[_RecipeText]) -> dict[Path, list[PlacedMistake]]:
+    """Return the mistake of each file with the output folder of another recipe."""
+    # Such recipes would overwrite each other's tables and LoRA. A recipe with other mistakes counts too,
+    # because a copy must not use its folder until it is repaired.
+    by_folder: dict[str, list[tuple[_RecipeText, Address]]] = {}
+    for file in files:
+        if (output := file.output) is not None:
+            by_folder.setdefault(_identity(output), []).append((file, output))
 
     mistakes: dict[Path, list[PlacedMistake]] = {}
-    for sharing in by_folder.values():
-        for recipe in sharing if len(sharing) > 1 else []:
-            others = ", ".join(other.name for other in sharing if other is not recipe)
-            what = f"recipe {others} has the same output_dir, {recipe.output_address}"
-            if len(sharing) > 2:
-                what = f"recipes {others} have the same output_dir, {recipe.output_address}"
-            fix = f"use a separate folder, such as outputs/{recipe.name}"
-            mistakes[recipe.source] = [placed(recipe, Mistake(("output_dir",), what, fix))]
+    for sharing in (each for each in by_folder.values() if len(each) > 1):
+        owner = _owner(sharing)
+        for file, output in sharing:
+            name = file.file.stem
+            if name == owner:
+                continue
+            others = [other.file.stem for other, _ in sharing if other is not file]
+            what = f"output_dir {output} belongs to recipe {owner}"
+            fix = f"use a separate folder, such as {_free_folder(name, output, by_folder)}"
+            if owner is None:
+                subject = f"recipe{'s' if len(others) > 1 else ''} {', '.join(others)}"
+                what = f"{subject} {verb(len(others), 'has', 'have')} the same output_dir, {output}"
+                fix += ", in all of these recipes but one"
+            mistakes[file.file] = [_placed(file.file, Mistake(("output_dir",), what, fix))]
     return mistakes
+
+
+def _identity(output: Address) -> str:
+    # The real path, because a link may lead to another recipe's folder.
+    return address_hash(output) if isinstance(output, Url) else os.path.realpath(output)
+
+
+def _owner(sharing: Sequence[tuple[_RecipeText, Address]]) -> str | None:
+    """Return the name of the recipe to which a shared output folder belongs; None if that is unknown."""
+    # A recipe that `latentline new` is about to write has no file yet and owns nothing.
+    names = {file.file.stem for file, _ in sharing if file.file.exists()}
+
+    # Each recipe has its own working copy of an output folder at an address.
+    folders = {working_copy(file.file.stem, output, project_root()) for file, output in sharing}
+    writers = {_last_writer(folder) for folder in folders} & names
+    if len(writers) == 1:
+        return writers.pop()
+    return next((output.name for _, output in sharing if output.name in names), None)
+
+
+def _last_writer(output_dir: Path) -> str | None:
+    """Return the name of the recipe whose job wrote a local output folder last."""
+    # Reports of 0.3.0 and earlier do not name their recipe, but the LoRA's provenance does.
+    for file, keys in (
+        ("reports/raw_images.json", ("recipe",)),
+        ("lora/provenance.json", ("recipe", "name")),
+    ):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            value = json.loads((output_dir / file).read_text(encoding="utf-8"))
+            for key in keys:
+                value = value[key]
+            return str(value)
+    return None
+
+
+def _free_folder(name: str, output: Address, taken: Collection[str]) -> str:
+    """Return a folder next to `output`, named after a recipe, that neither exists nor is in `taken`."""
+    name = name if re.fullmatch(NAME_PATTERN, name) else valid_name(name)
+    names = (name if number == 1 else f"{name}_{number}" for number in count(1))
+    folders = (
+        Url(f"{output.parent}/{each}") if isinstance(output, Url) else output.parent / each for each in names
+    )
+    free = next(
+        each
+        for each in folders
+        if _identity(each) not in taken and (isinstance(each, Url) or not os.path.lexists(each))
+    )
+    return free if isinstance(free, Url) else path_in_recipe(free)
 
 
 def working_copy(name: str, output: Address, root: Path) -> Path:

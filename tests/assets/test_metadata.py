@@ -32,7 +32,7 @@ from assets.metadata import (
 )
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
-from pipeline.reporting.reports import StageResult, report_path
+from pipeline.reporting.reports import StageResult, read_report
 from pipeline.storage.tables import SCHEMAS, Tables, frame
 from tests.small_recipe import small_recipe
 
@@ -102,7 +102,9 @@ def test_publishing_writes_the_report_and_the_rejected_rows(recipe: Recipe) -> N
     why = {"reason": "empty_file", "detail": "0 bytes", "fix": "copy it again", "content_hash": None}
     counts = {"in": 2, "kept": 1, "rejected": 1}
     output = publish(recipe, "raw_images", result([{**rejected, **why}], counts))
-    assert report_path(recipe.output_dir, "raw_images").is_file()
+    # The name shows later to which recipe the folder belongs.
+    report = read_report(recipe.output_dir, "raw_images") or {}
+    assert report.items() >= {**counts, "recipe": recipe.name}.items()
     assert Tables(recipe.output_dir).read_rejected("raw_images")["reason"].to_list() == ["empty_file"]
     funnel = output.metadata["rejected_by_reason"].value
     assert "in 2 → kept 1 → rejected 1" in str(funnel)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from dagster import AssetKey, DagsterInstance, RepositoryDefinition, build_sensor_context
+from dagster import (
+    AssetKey,
+    DagsterInstance,
+    DefaultScheduleStatus,
+    DefaultSensorStatus,
+    RepositoryDefinition,
+    build_schedule_context,
+    build_sensor_context,
+)
 
 from assets.definitions import build_definitions, load_project_recipes
 from pipeline.recipe.check_specs import SPECS
@@ -48,11 +57,50 @@ def test_O12_one_broken_recipe_of_three_leaves_the_definitions_of_the_others_unc
     (configs / "bad.yaml").write_text(BROKEN, encoding="utf-8")
     repository = load()
     assert job_names(repository) == {*job_names(before), *jobs_of("bad")}
-    for definitions in ("schedule_defs", "sensor_defs"):
-        names = [each.name for each in getattr(repository, definitions)]
-        assert names == [each.name for each in getattr(before, definitions)]
-    assets = {AssetKey([recipe, name]) for recipe in ("flowers", "faces") for name in SPECS}
+    for definitions, own in (("schedule_defs", "bad_recache"), ("sensor_defs", "bad_dataset_changed")):
+        names = {each.name for each in getattr(repository, definitions)}
+        assert names == {own, *(each.name for each in getattr(before, definitions))}
+    assets = {AssetKey([recipe, name]) for recipe in ("flowers", "faces", "bad") for name in SPECS}
     assert repository.asset_graph.get_all_asset_keys() == {*assets, AssetKey(["bad", "recipe_error"])}
+
+
+def test_O15_a_recipe_that_breaks_keeps_its_assets_schedule_and_sensor_without_executing_anything(
+    configs: Path,
+) -> None:
+    file = configs / "faces.yaml"
+    text = file.read_text("utf-8") + "recache: {cron: 30 2 * * *, enabled: true, settle_s: 7}\n"
+    file.write_text(text, encoding="utf-8")
+    before = load()
+    file.write_text(f"{text}cachedir: y\n", encoding="utf-8")
+    repository = load()
+
+    for name in SPECS:
+        key = AssetKey(["faces", name])
+        asset, former = repository.asset_graph.get(key), before.asset_graph.get(key)
+        assert (asset.parent_keys, asset.group_name) == (former.parent_keys, former.group_name)
+        assert not asset.is_executable
+        assert former.is_executable
+    schedule, sensor = (
+        repository.get_schedule_def("faces_recache"),
+        repository.get_sensor_def("faces_dataset_changed"),
+    )
+    former_schedule = before.get_schedule_def("faces_recache")
+    assert schedule.cron_schedule == former_schedule.cron_schedule == "30 2 * * *"
+    assert schedule.default_status == former_schedule.default_status == DefaultScheduleStatus.RUNNING
+    former_sensor = before.get_sensor_def("faces_dataset_changed")
+    assert sensor.minimum_interval_seconds == former_sensor.minimum_interval_seconds == 7
+    assert sensor.default_status == former_sensor.default_status == DefaultSensorStatus.RUNNING
+
+    with DagsterInstance.ephemeral() as instance:
+        tick = sensor.evaluate_tick(
+            build_sensor_context(instance, cursor="files", repository_def=repository, sensor_name=sensor.name)
+        )
+        night = datetime(2026, 1, 1, 2, 30, tzinfo=UTC)
+        scheduled = schedule.evaluate_tick(build_schedule_context(instance, scheduled_execution_time=night))
+    for skipped in (tick, scheduled):
+        assert not skipped.run_requests
+        assert "recipe faces is excluded: unknown key cachedir" in str(skipped.skip_message)
+    assert tick.cursor == "files"
 
 
 def test_the_error_is_the_description_of_an_external_asset(configs: Path) -> None:
@@ -96,18 +144,15 @@ def test_a_file_whose_name_is_no_recipe_name_excludes_only_itself(configs: Path,
     assert len(errors) == 1
 
 
-def test_two_recipes_with_one_output_folder_are_both_excluded(configs: Path) -> None:
-    (configs / "roses.yaml").write_text((configs / "faces.yaml").read_text("utf-8"), encoding="utf-8")
+def test_O15_a_copy_of_a_recipe_excludes_only_itself(configs: Path) -> None:
+    before = load()
+    (configs / "a_copy.yaml").write_text((configs / "faces.yaml").read_text("utf-8"), encoding="utf-8")
     repository = load()
-    keys = repository.asset_graph.get_all_asset_keys()
-    assert keys == {
-        *(AssetKey(["flowers", name]) for name in SPECS),
-        AssetKey(["faces", "recipe_error"]),
-        AssetKey(["roses", "recipe_error"]),
-    }
-    for name, other in (("faces", "roses"), ("roses", "faces")):
-        description = repository.asset_graph.get(AssetKey([name, "recipe_error"])).description
-        assert f"recipe {other} has the same output_dir" in str(description)
+    assert job_names(repository) == {*job_names(before), *jobs_of("a_copy")}
+    for key in before.asset_graph.get_all_asset_keys():
+        assert repository.asset_graph.get(key).is_executable
+    description = repository.asset_graph.get(AssetKey(["a_copy", "recipe_error"])).description
+    assert "belongs to recipe faces" in str(description)
 
 
 def test_bucket_edges_that_the_model_cannot_divide_exclude_only_their_recipe(

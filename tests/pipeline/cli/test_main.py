@@ -197,6 +197,27 @@ def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Pat
     assert completed.stderr.count("RecipeError: ") == 1
 
 
+def test_O15_validate_accepts_the_original_and_lists_all_mistakes_of_its_copy(tmp_path: Path) -> None:
+    original = write(tmp_path)
+    text = original.read_text("utf-8").replace(f"{tmp_path}/out", f"{tmp_path}/flowers")
+    original.write_text(text, encoding="utf-8")
+    write(tmp_path, name="copy.yaml", base="./none")
+    copy = tmp_path / "copy.yaml"
+    wrong = text.replace("a/b", "./none").replace(f"{tmp_path}/photos", f"{tmp_path}/fotoz")
+    copy.write_text(f"{wrong}training: {{lora: {{start_from: {tmp_path}/gone.safetensors}}}}\n", "utf-8")
+
+    completed = latentline("validate", "flowers", configs=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr.startswith("warning: recipe copy is excluded: output_dir ")
+
+    completed = latentline("validate", "copy", configs=tmp_path)
+    assert completed.returncode == 1
+    assert completed.stderr.startswith(f"RecipeError: 4 mistakes in {copy}\n")
+    for what in ("belongs to recipe flowers", "./none does not exist", "gone.safetensors", "fotoz"):
+        assert what in completed.stderr
+    assert completed.stderr.endswith("fix:   apply the 4 fixes above\n")
+
+
 @pytest.mark.parametrize("arguments", [("gc",), ("validate", "flowers")], ids=" ".join)
 def test_a_command_works_next_to_a_broken_recipe_and_reports_it_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...]

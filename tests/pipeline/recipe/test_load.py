@@ -1,5 +1,6 @@
 """Recipes load from files, or one error lists every mistake with file, line, key and fix."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -17,6 +18,7 @@ from pipeline.recipe import (
     recipe_from_mapping,
     recipes_dir,
 )
+from pipeline.recipe.load import require_own_output
 
 GOOD = """datasets:
   - {name: photos, path: data/photos}
@@ -28,7 +30,7 @@ THREE_MISTAKES = """datasets:
   - name: photos
     path: data/photos
     repeats: eight
-output_dir: outputs/x
+output_dir: outputs/NAME
 model: {base: owner/name}
 buckets: {resolution: 1000, step: 64}
 recache:
@@ -205,7 +207,104 @@ def test_broken_recipes_are_returned_with_all_their_mistakes_next_to_the_others(
             assert f"{each.name}.yaml:{line}, " in str(each.error)
 
 
-def test_recipes_with_the_same_output_folder_are_all_broken(tmp_path: Path):
+def sharing_error(folder: Path, name: str) -> str:
+    """Return the error of the only broken recipe of a folder."""
+    [broken] = load_recipe_folder(folder).broken
+    assert broken.name == name
+    return str(broken.error)
+
+
+@pytest.mark.parametrize("copy", ["flowers2", "a_try", "rank32"])
+def test_O15_only_the_copy_of_a_recipe_is_at_fault_and_its_fix_names_a_free_folder(tmp_path: Path, copy: str):
+    text = GOOD.replace("outputs/NAME", f"{tmp_path}/outputs/flowers")
+    write(tmp_path, "flowers", text)
+    write(tmp_path, copy, text.replace("outputs/flowers", "outputs/../outputs/flowers/"))
+    error = sharing_error(tmp_path, copy)
+    assert error.startswith(f"output_dir {tmp_path}/outputs/../outputs/flowers belongs to recipe flowers\n")
+    assert f"where: {tmp_path}/{copy}.yaml:3, output_dir" in error
+    assert f"such as {tmp_path}/outputs/../outputs/{copy}\n" in f"{error}\n"
+    assert [recipe.name for recipe in load_recipe_folder(tmp_path).recipes] == ["flowers"]
+
+
+@pytest.mark.parametrize(
+    ("file", "record"),
+    [
+        ("reports/raw_images.json", {"recipe": "old"}),
+        ("lora/provenance.json", {"recipe": {"name": "old"}}),
+    ],
+)
+def test_O15_an_output_folder_belongs_to_the_recipe_whose_job_wrote_it(
+    tmp_path: Path, file: str, record: dict[str, object]
+):
+    # Its name suggests another owner, and so would the order of the names.
+    output = tmp_path / "new"
+    for name in ("a", "new", "old"):
+        write(tmp_path, name, GOOD.replace("outputs/NAME", str(output)))
+    (output / file).parent.mkdir(parents=True)
+    (output / file).write_text(json.dumps(record), encoding="utf-8")
+    recipes, broken = load_recipe_folder(tmp_path)
+    assert [recipe.name for recipe in recipes] == ["old"]
+    assert [each.error.what for each in broken] == [f"output_dir {output} belongs to recipe old"] * 2
+    assert [each.error.fix.rpartition("/")[2] for each in broken] == ["a", "new_2"]
+
+
+def test_O15_a_recipe_that_is_not_written_yet_owns_no_folder(tmp_path: Path):
+    write(tmp_path, "flowers", GOOD.replace("outputs/NAME", f"{tmp_path}/roses"))
+    values = {"datasets": [{"name": "p", "path": "x"}], "output_dir": tmp_path / "roses"}
+    planned = recipe_from_mapping("roses", {**values, "model": {"base": "b"}}, source=tmp_path / "roses.yaml")
+    with pytest.raises(RecipeError, match="recipe flowers has the same output_dir"):
+        require_own_output(planned)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", '{"recipe": 7}', '{"recipe": "gone"}'])
+def test_O15_a_record_of_no_existing_recipe_decides_nothing(tmp_path: Path, content: str):
+    output = tmp_path / "results"
+    (output / "reports").mkdir(parents=True)
+    (output / "reports" / "raw_images.json").write_text(content, encoding="utf-8")
+    for name in ("a", "b"):
+        write(tmp_path, name, GOOD.replace("outputs/NAME", str(output)))
+    assert [each.name for each in load_recipe_folder(tmp_path).broken] == ["a", "b"]
+
+
+def test_O15_an_address_belongs_to_the_recipe_with_a_working_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    site = tmp_path / "site" / "deployment.yaml"
+    site.parent.mkdir()
+    site.write_text(f"scratch: {tmp_path}/scratch\n", encoding="utf-8")
+    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(site))
+    text = GOOD.replace("outputs/NAME", "s3://bucket/loras/x")
+    reports = load_recipe(write(tmp_path, "first", text)).output_dir / "reports"
+    write(tmp_path, "second", text)
+    assert len(load_recipe_folder(tmp_path).broken) == 2
+    reports.mkdir(parents=True)
+    (reports / "raw_images.json").write_text('{"recipe": "first"}', encoding="utf-8")
+    assert "a separate folder, such as s3://bucket/loras/second" in sharing_error(tmp_path, "second")
+
+
+def test_O15_an_original_with_mistakes_keeps_its_folder_and_a_copy_lists_all_of_its_own(tmp_path: Path):
+    text = THREE_MISTAKES.replace("outputs/NAME", f"{tmp_path}/outputs/flowers")
+    write(tmp_path, "flowers", text)
+    write(tmp_path, "copy", GOOD.replace("outputs/NAME", f"{tmp_path}/outputs/flowers"))
+    write(tmp_path, "draft", text)
+    copy, draft, flowers = load_recipe_folder(tmp_path).broken
+    assert copy.error.what.endswith("belongs to recipe flowers")
+    assert str(flowers.error).startswith(f"3 mistakes in {tmp_path}/flowers.yaml")
+    assert "belongs to" not in str(flowers.error)
+    assert str(draft.error).startswith(f"4 mistakes in {tmp_path}/draft.yaml")
+    assert f"where: {tmp_path}/draft.yaml:5, output_dir" in str(draft.error)
+
+
+def test_a_broken_recipe_has_its_recache_section_if_that_is_valid(tmp_path: Path):
+    valid = "recache: {cron: '5 4 * * *', enabled: true}\n"
+    write(tmp_path, "a", GOOD + valid + "cachedir: y\n")
+    write(tmp_path, "b", GOOD + "recache: {enabled: 7}\n")
+    write(tmp_path, "c", "datasets: [\n")
+    crons = [each.recache.cron for each in load_recipe_folder(tmp_path).broken]
+    assert crons == ["5 4 * * *", "0 3 * * *", "0 3 * * *"]
+
+
+def test_recipes_with_the_same_output_folder_of_unknown_owner_are_all_broken(tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     write(tmp_path, "good")
