@@ -99,13 +99,19 @@ def preview_file(folder: Path, step: int, number: int) -> Path:
     return folder / f"step-{step:08d}-{number:02d}.png"
 
 
-def read_previews(folder: Path) -> list[Preview]:
-    """Return the readable previews in `folder`, which may be missing, ordered by step and prompt."""
+def read_previews(folder: Path, *, last_step: int | None = None) -> list[Preview]:
+    """Return the readable previews in `folder`, which may be missing, ordered by step and prompt.
+
+    With `last_step`, previews of later steps are omitted. A run that was shortened has such previews.
+    """
     from PIL import Image
 
     previews: list[Preview] = []
     for path in folder.glob("step-*-*.png"):
         _, step, number = path.stem.split("-")
+        if last_step is not None and int(step) > last_step:
+            continue
+
         # An unreadable preview must not fail a run that is trained (FAILURES R09).
         with suppress(OSError), Image.open(path) as picture:
             prompt = str(picture.info.get(PROMPT_KEY, f"prompt {int(number) + 1}"))

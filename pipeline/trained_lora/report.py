@@ -29,20 +29,25 @@ NUM_HARDEST = 10
 
 
 def write_run_report(job: TrainingJob, layout: RunLayout) -> None:
-    """Write loss curve, previews and sample losses into the run's report folder."""
+    """Write loss curve, previews and sample losses of the job's steps into the run's report folder."""
     num_steps = len(job.plan())
     metrics = read_metrics(layout.metrics, num_steps)
     validation = read_metrics(layout.validation, num_steps + 1)
-    previews = read_previews(layout.previews)
+
+    # A longer run may have the same id, and may have left previews of later steps.
+    previews = read_previews(layout.previews, last_step=num_steps)
     pictures = {
         CURVE_FILE: loss_curve(metrics, validation),
         SHEET_FILE: preview_sheet(previews),
         BEFORE_AFTER_FILE: before_after(previews),
     }
     for name, data in pictures.items():
-        # No bytes stand for a picture that would show nothing, such as the curve of a single step.
+        # No bytes stand for a picture that would show nothing, such as the curve of a single step. A picture
+        # that the run wrote when it had another length must not remain.
         if data:
             write_bytes(layout.report / name, data)
+        else:
+            (layout.report / name).unlink(missing_ok=True)
 
     table = sample_statistics(job.inputs, layout, num_steps)
     write_atomically(layout.report / LOSSES_FILE, table.write_parquet)

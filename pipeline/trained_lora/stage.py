@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -303,13 +302,12 @@ def _train(
     worked_s = result["ended_at_s"] - result["started_at_s"]
     result["startup_s"] = max(0.0, returned_at_s - launched_at_s - worked_s)
 
-    # A longer run may continue in the folder of a shorter one. Pictures that would show nothing are not
-    # written, so the pictures of the shorter run must not remain.
-    shutil.rmtree(layout.report, ignore_errors=True)
     write_run_report(job, layout)
     sheet = layout.report / SHEET_FILE
     if sheet.is_file():
         write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())
+    else:
+        (layout.exported / SHEET_FILE).unlink(missing_ok=True)
     record = {name: result[name] for name in ("run", "steps", "device", "files")}
     record["step"] = result["steps"]
     write_companions(layout.exported, job, table, record, has_sheet=sheet.is_file())

@@ -3,7 +3,7 @@
 <output_dir>/runs/
 exported_step.json                   {"run": ..., "step": 500}; absent while `lora/` holds a run's last step
 <run>/checkpoints/step-00000500/     the LoRA files and their hashes
-<run>/exported_step/                 model card, provenance and table of samples at that step
+<run>/exported_step/                 model card, previews, provenance and table of samples at that step
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.errors import TrainingError, counted
-from pipeline.storage.atomic import write_text
+from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
@@ -29,6 +29,7 @@ from pipeline.trained_lora.export.lora_files import (
 from pipeline.trained_lora.export.publish import publish, publish_files, read_finished, write_companions
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.job import JOB_FILE, read_job
+from pipeline.trained_lora.previews import preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import (
     LORA_RECORD,
     RunLayout,
@@ -132,7 +133,14 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
 def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Path]) -> dict[str, Path]:
     """Write the files that accompany the LoRA of a step; return the path of each published name."""
     job = read_job(layout.folder / JOB_FILE)
-    folder, sheet = layout.folder / _COMPANIONS_FOLDER, layout.exported / SHEET_FILE
+    folder = layout.folder / _COMPANIONS_FOLDER
+
+    # The run's own sheet also shows pictures of later steps, which this LoRA does not draw (FAILURES R14).
+    sheet = folder / SHEET_FILE
+    if picture := preview_sheet(read_previews(layout.previews, last_step=step)):
+        write_bytes(sheet, picture)
+    else:
+        sheet.unlink(missing_ok=True)
     files = [
         {"name": name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for name, path in lora_files.items()

@@ -106,6 +106,13 @@ def test_R09_a_broken_preview_is_omitted(tmp_path: Path) -> None:
     assert read_previews(tmp_path / "missing") == []
 
 
+def test_previews_are_read_up_to_a_step(tmp_path: Path) -> None:
+    for step in (0, 20, 100, 1000):
+        save(tmp_path, step, 0, "a", (0, 0, 0))
+    for last_step, steps in {19: [0], 20: [0, 20], 999: [0, 20, 100], None: [0, 20, 100, 1000]}.items():
+        assert [each.step for each in read_previews(tmp_path, last_step=last_step)] == steps
+
+
 def test_before_and_after_are_side_by_side_and_large(tmp_path: Path) -> None:
     for step, colour in ((0, (0, 0, 250)), (10, (0, 250, 0)), (20, (250, 0, 0))):
         save(tmp_path, step, 0, "a rose", colour)

@@ -24,6 +24,7 @@ from pipeline.storage.tables import Tables, frame, validated
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
+from pipeline.trained_lora.previews import before_after, preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
 from tests.in_process_worker import InProcessLaunch
@@ -87,6 +88,32 @@ def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     run(project.changed("output", sample_every=0, seed=8), launch)
     assert not (lora / "samples.jpg").exists()
     assert not (report / "samples.jpg").exists()
+
+
+def test_R14_a_shortened_run_shows_no_picture_of_a_later_step(make_project: Callable[..., Project]) -> None:
+    project = make_project(sample_every=2, sample_prompts=[{"prompt": "a cat", "steps": 2}])
+    run(project, InProcessLaunch())
+    lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
+    (folder,) = run_folders(project)
+    for steps in (3, 1):
+        shorter = project.changed("output", steps=steps)
+        run(shorter, InProcessLaunch())
+        previews = read_previews(folder / "samples", last_step=steps)
+        assert {preview.step for preview in previews} == {0, 2, 3} & {*range(steps + 1)} | {steps}
+        assert run_folders(project) == [folder]
+        for sheet in (lora / "samples.jpg", report / "samples.jpg", folder / "lora" / "samples.jpg"):
+            assert sheet.read_bytes() == preview_sheet(previews)
+        assert (report / "before_after.jpg").read_bytes() == before_after(previews)
+    assert not (report / "loss.png").exists(), (
+        "a run of one step has no curve, and must not show an older one"
+    )
+
+    # A job that only writes the report again leaves no picture that its previews cannot show either.
+    (folder / "report" / "sample_losses.parquet").unlink()
+    for path in (folder / "samples").iterdir():
+        path.unlink()
+    run(shorter, InProcessLaunch())
+    assert {path.name for path in report.iterdir()} == {"sample_losses.parquet"}
 
 
 def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(trained: Project) -> None:

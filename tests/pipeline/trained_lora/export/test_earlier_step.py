@@ -20,6 +20,7 @@ from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.earlier_step import exportable_run, exported_step, forget_exported_step
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.previews import preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.runs import FILES, run, run_folders
@@ -71,12 +72,12 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     make_project: Callable[..., Project], export: Callable[..., Result]
 ) -> None:
     held_out = {"photos": {"validation_fraction": 0.5}}
-    project, launch, log = make_project(checkpoint_every=2, datasets=held_out), InProcessLaunch(), list[str]()
+    previews = {"sample_every": 2, "sample_prompts": [{"prompt": "a cat", "steps": 2}]}
+    project = make_project(checkpoint_every=2, datasets=held_out, **previews)
+    launch, log = InProcessLaunch(), list[str]()
     run(project, launch)
-    (run_folders(project)[0] / "lora" / "samples.jpg").write_bytes(b"a sheet of previews")
-    run(project, launch)
-    last = published(project)
-    assert last["samples.jpg"] == b"a sheet of previews"
+    last, drawn = published(project), run_folders(project)[0] / "samples"
+    assert last["samples.jpg"] == preview_sheet(read_previews(drawn))
     checkpoint = run_folders(project)[0] / "checkpoints" / "step-00000004"
 
     (project.recipe.output_dir / "lora" / "samples.jpg").unlink()  # every file is published again
@@ -89,7 +90,7 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
         if name.endswith(".safetensors"):
             assert earlier[name] == (checkpoint / name).read_bytes() != last[name]
     assert earlier.keys() == last.keys()
-    assert earlier["samples.jpg"] == last["samples.jpg"]
+    assert earlier["samples.jpg"] == preview_sheet(read_previews(drawn, last_step=4)) != last["samples.jpg"]
     assert "samples.jpg" in earlier["README.md"].decode()
     record, last_record = (json.loads(each["provenance.json"]) for each in (earlier, last))
     assert (record["step"], record["steps"]) == (4, 4)
