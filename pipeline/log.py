@@ -9,5 +9,9 @@ Log: TypeAlias = Callable[[str], None]
 """Function that accepts one line of progress or a warning, without a trailing newline."""
 
 
+NOTE = "note: "
+"""Start of a line that stays on a terminal, where the next line replaces any other line of progress."""
+
+
 def discard(_line: str) -> None:
     """Ignore a line; the `Log` of callers that report nothing."""

@@ -14,6 +14,7 @@ from dagster import DagsterEvent, DagsterEventType, logger
 
 from pipeline.background import in_background
 from pipeline.escaping import printable_lines
+from pipeline.log import NOTE
 
 if TYPE_CHECKING:
     from dagster import DagsterInstance, EventLogEntry, InitLoggerContext
@@ -99,8 +100,8 @@ def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Gen
 class TerminalHandler(logging.Handler):
     """Writes the messages of one run.
 
-    On a terminal, the newest message of a step is a status line, which the next one replaces. Progress bars
-    use the same line. Any other stream receives each message on its own line.
+    On a terminal, the newest message of a step is a status line, which the next one replaces, unless it
+    begins with `NOTE`. Progress bars use the same line. Any other stream receives one line per message.
 
     Attributes:
         run_id: Id of the run; None until it has logged something.
@@ -180,7 +181,7 @@ class TerminalHandler(logging.Handler):
 
     def _show_message(self, name: str, message: str) -> None:
         text = f"  {name:<{_NAME_WIDTH}}  {message}"
-        if not self._has_status_line:
+        if not self._has_status_line or message.startswith(NOTE):
             self._write_line(text)
             return
         columns = shutil.get_terminal_size().columns

@@ -124,4 +124,7 @@ def _training_lines(run: RunResult) -> list[tuple[str, str]]:
         text += "; already finished and unchanged"
     elif report.get("resumed_from"):
         text += f"; resumed from step {int(report['resumed_from']):,}"
-    return [("training", text), ("LoRA", str(run.output_dir / "lora"))]
+    lines = [("training", text)]
+    if report.get("difference"):
+        lines.append(("new run", report["difference"]))
+    return [*lines, ("LoRA", str(run.output_dir / "lora"))]

@@ -1,11 +1,11 @@
-"""The facts that decide a run's weights, the run id, and differences between runs."""
+"""The facts that decide a run's weights, and the run id."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -298,31 +298,8 @@ def is_run_id(name: str) -> bool:
 
 
 def write_facts(layout: RunLayout, facts: Facts) -> None:
-    """Write the facts for `log_differences` of later runs."""
+    """Write the facts, with which later runs are compared (`differences`)."""
     write_text(layout.facts, json.dumps(facts, indent=2, sort_keys=True) + "\n")
-
-
-def log_differences(runs: Path, run: str, facts: Facts, *, log: Callable[[str], None]) -> None:
-    """Log how a new run differs from the most recent earlier one below the folder `runs` (FAILURES R11)."""
-    earlier_runs = [path for path in runs.glob("*/run.json") if path.parent.name != run]
-    if not earlier_runs:
-        return
-    # By time, because run ids have no order.
-    latest = max(earlier_runs, key=lambda path: path.stat().st_mtime_ns)
-    try:
-        latest_facts = json.loads(latest.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        log(f"run {run} is new; how it differs from {latest.parent.name} is unknown: {latest}: {err}")
-        return
-    differences = "; ".join(describe_difference(latest_facts, facts))
-    log(f"run {run} is new; it differs from {latest.parent.name} in {differences}")
-
-
-def describe_difference(before: Facts, after: Facts) -> list[str]:
-    """Return "<fact> <old> -> <new>" for each fact that differs, sorted by name, with hashes shortened."""
-    old, new = dict(_flatten(before)), dict(_flatten(after))
-    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-    return [f"{name} {_shorten(old.get(name))} -> {_shorten(new.get(name))}" for name in names]
 
 
 def file_sha256(path: Path) -> str:
@@ -340,20 +317,6 @@ def _start_hash(path: Path) -> str:
             where=f"training.lora.start_from: {path}",
             fix="set start_from to a readable LoRA file, or remove the key",
         ) from err
-
-
-def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _shorten(value: object) -> str:
-    text = str(value)
-    # Hashes and long lists are unreadable in a log line.
-    return f"{text[:8]}..." if len(text) >= 32 else text
 
 
 def _digest(rows: Iterator[tuple[Any, ...]]) -> str:

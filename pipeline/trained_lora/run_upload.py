@@ -20,7 +20,9 @@ from pipeline.outputs.folder import OutputFolder, outputs_of
 from pipeline.outputs.lease import Lease, hold_lease, holder_text, lease_at, still_held
 from pipeline.outputs.lora_lock import hold_lora
 from pipeline.outputs.stage_files import EXPORTED_STEP
+from pipeline.trained_lora.differences import latest_other_run
 from pipeline.trained_lora.export.earlier_step import exported_step
+from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 from pipeline.trained_lora.export.publish import read_finished
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import (
@@ -89,10 +91,13 @@ class RunUpload:
 
     def fetch(self) -> None:
         """Fetch the run's files, of its checkpoints only the one that the run resumes from."""
-        # The log compares a new run with the facts of the recipe's other runs.
+        # The log compares a new run with the recipe's newest other run: its facts and its samples.
         infos = self._outputs.infos("runs")
         others = {name: info for name, info in infos.items() if name.endswith("/run.json")}
         self._outputs.fetch_listed(others)
+        if (latest := latest_other_run(self._layout)) is not None and f"{self._top}/run.json" not in infos:
+            samples = f"runs/{latest.folder.name}/{SAMPLES_FILE}"
+            self._outputs.fetch_listed({name: info for name, info in infos.items() if name == samples})
         infos = {name: info for name, info in infos.items() if name.startswith(f"{self._top}/")}
 
         self._delete_damaged_state()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import polars as pl
@@ -15,7 +15,7 @@ from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.used_keys import KeyLists
 from pipeline.errors import counted
-from pipeline.log import Log
+from pipeline.log import NOTE, Log
 from pipeline.models.families import detect
 from pipeline.models.recipe_support import require_preview_prompts, require_references
 from pipeline.models.training_adapter import resolve_training_adapter
@@ -30,6 +30,7 @@ from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import needed_texts
+from pipeline.trained_lora.differences import difference_from_latest
 from pipeline.trained_lora.export.earlier_step import (
     exported_step,
     forget_exported_step,
@@ -48,7 +49,7 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
     write_companions,
 )
-from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
+from pipeline.trained_lora.fingerprint import Facts, run_facts, run_id, write_facts
 from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob, with_steps
 from pipeline.trained_lora.prompts import preview_prompts
@@ -79,6 +80,9 @@ _UPSTREAM_CHECKS = {
     "text_embeddings": text_embeddings,
 }
 """Checks of all upstream assets, in the order of the graph."""
+
+Source = Literal["finished run", "training"]
+"""Where a job gets its LoRA from."""
 
 NO_OVERRIDES: Mapping[str, Any] = {}
 
@@ -125,17 +129,17 @@ def train_lora(
 
     # The run is locked before it is fetched, because fetching replaces files in its folder.
     with used.kept_marked(), hold_run(layout, log), uploaded_run(recipe, layout, log) as run:
-        finished, launched = _finished(job, facts, table, launch=run.uploading(launch), log=log)
-        if launched:
+        finished, source = _finished(job, facts, table, launch=run.uploading(launch), log=log)
+        if source == "training":
             watch.startup_s = finished["startup_s"]
         _record_epochs(layout, finished, epochs)
         with run.publishing():
-            published_step = _publish(job, finished, launched=launched, log=log)
+            published_step = _publish(job, finished, source=source, log=log)
         if not (layout.report / LOSSES_FILE).is_file():
             write_run_report(job, layout)
         mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
 
-    report = _report(job, finished, launched=launched)
+    report = _report(job, finished, source=source)
     report |= {"published_step": published_step, "overrides": changes, **watch.numbers()}
     return StageResult(table, empty("rejected"), report)
 
@@ -267,22 +271,23 @@ def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
 
 def _finished(
     job: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
-) -> tuple[dict[str, Any], bool]:
-    """Return the finished record of the run, and whether processes were launched for it."""
-    recipe = job.recipe
-    finished = read_finished(RunLayout(job.folder), steps=recipe.training.num_steps, recipe_name=recipe.name)
+) -> tuple[dict[str, Any], Source]:
+    """Return the finished record of the run, and where its LoRA is from."""
+    recipe, layout = job.recipe, RunLayout(job.folder)
+    finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
     if finished is not None:
         log(f"run {job.run} is finished and unchanged: nothing is launched")
-        return finished, False
-    return _train(job, facts, table, launch=launch, log=log), True
+        return finished, "finished run"
+    return _train(job, facts, table, launch=launch, log=log), "training"
 
 
 def _train(
     job: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
 ) -> dict[str, Any]:
-    layout = RunLayout(job.folder)
-    if not layout.facts.is_file():
-        log_differences(job.folder.parent, job.run, facts, log=log)
+    layout, num_steps = RunLayout(job.folder), len(job.plan())
+    difference = None
+    if not layout.facts.is_file() and (difference := difference_from_latest(layout, facts, table)):
+        log(f"{NOTE}run {job.run} is new; {difference}")
     write_facts(layout, facts)
     for stale in (layout.result, layout.finished):
         with suppress(FileNotFoundError):
@@ -295,13 +300,20 @@ def _train(
     launch(TRAINING_MODULE, job.write())
     returned_at_s = time.time()
 
-    num_steps = len(job.plan())
     result = accept_result(layout, run=job.run, steps=num_steps, recipe_name=job.recipe.name)
+    result["difference"] = difference
     result["loss_trend"] = loss_trend(layout, num_steps)
     # Startup is all time outside the work itself: imports, loading the model, process start and exit.
     worked_s = result["ended_at_s"] - result["started_at_s"]
     result["startup_s"] = max(0.0, returned_at_s - launched_at_s - worked_s)
 
+    _complete(job, table, result)
+    return result
+
+
+def _complete(job: TrainingJob, table: pl.DataFrame, result: dict[str, Any]) -> None:
+    """Write what accompanies the exported LoRA of a run, and mark the run as finished."""
+    layout = RunLayout(job.folder)
     write_run_report(job, layout)
     sheet = layout.report / SHEET_FILE
     if sheet.is_file():
@@ -314,15 +326,14 @@ def _train(
 
     # The marker comes last: a run with it is never launched again, so all of its files must exist.
     mark_finished(layout, result)
-    return result
 
 
-def _publish(job: TrainingJob, finished: dict[str, Any], *, launched: bool, log: Log) -> int:
+def _publish(job: TrainingJob, finished: dict[str, Any], *, source: Source, log: Log) -> int:
     """Publish the run's LoRA to `lora/` and return its step."""
     recipe, layout = job.recipe, RunLayout(job.folder)
 
-    # If nothing was launched, a step that `latentline export` published stays.
-    earlier_step = None if launched else exported_step(recipe.output_dir, job.run)
+    # If nothing has changed, a step that `latentline export` published stays.
+    earlier_step = exported_step(recipe.output_dir, job.run) if source == "finished run" else None
     if earlier_step is None:
         if replaced_step := forget_exported_step(recipe.output_dir):
             log(f"lora/ held step {replaced_step[1]} of run {replaced_step[0]}, which this run replaces")
@@ -340,7 +351,7 @@ def _publish(job: TrainingJob, finished: dict[str, Any], *, launched: bool, log:
     return earlier_step
 
 
-def _report(job: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Report:
+def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Report:
     layout = RunLayout(job.folder)
     metrics = read_metrics(layout.metrics, len(job.plan()))
     validation = read_metrics(layout.validation, len(job.plan()) + 1)
@@ -354,7 +365,8 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Re
         "samples": len(job.inputs),
         "held_out": len(job.inputs.held_out),
         "run": job.run,
-        "launched": launched,
+        "launched": source == "training",
+        "difference": finished.get("difference") if source == "training" else None,
         "steps": finished["steps"],
         "resumed_from": finished["resumed_from"],
         "first_loss": _mean(losses[:tenth]),

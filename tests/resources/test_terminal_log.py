@@ -127,6 +127,14 @@ def test_a_terminal_keeps_one_line_per_asset_and_each_warning() -> None:
     assert "details" not in text
 
 
+def test_a_terminal_keeps_a_note() -> None:
+    text = output_of(log(logging.INFO, "before", "note: run b is new", "after"), Terminal())
+    note, finished, _ = shown_lines(text)
+    assert note == "  raw_images         note: run b is new"
+    assert finished.endswith(" s")
+    assert "\r\x1b[K  raw_images         after\r" in text
+
+
 def test_a_status_line_is_truncated_to_one_line_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     text = output_of(log(logging.INFO, "first\nsecond " + "x" * 80), Terminal())

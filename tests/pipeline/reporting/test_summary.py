@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pipeline.reporting.summary import CheckResult, RunResult, run_summary
 
 REPORTS = {
@@ -60,6 +62,14 @@ def test_steps_that_did_not_run_have_no_lines() -> None:
         "  gates   0 passed, 1 closed, 0 warnings",
     ]
     assert run_summary(RunResult("flowers", Path("/out"), {}, [])) == ""
+
+
+@pytest.mark.parametrize("difference", ["it differs from 0123 in caption of holiday/brick.jpg", None])
+def test_a_new_run_states_how_it_differs_from_the_run_before_it(difference: str | None) -> None:
+    trained = {"steps": 1, "launched": True, "resumed_from": 0, "first_loss": None, "difference": difference}
+    text = run_summary(RunResult("flowers", Path("/out"), {"trained_lora": trained}, []))
+    expected = ["  training  1 step", f"  new run   {difference}", "  LoRA      /out/lora"]
+    assert text.splitlines() == [line for line in expected if "None" not in line]
 
 
 def test_a_run_that_was_already_finished_is_marked() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +17,17 @@ from pipeline.models.families import FAMILIES
 from pipeline.processes.machines import Machines
 from pipeline.recipe import TrainingSettings
 from pipeline.recipe.schema import all_keys
+from pipeline.trained_lora.differences import describe_difference
 from pipeline.trained_lora.fingerprint import (
     ALWAYS_PRESENT,
     DERIVED_KEYS,
     IRRELEVANT_KEYS,
     RECIPE_FACTS,
-    describe_difference,
     is_run_id,
-    log_differences,
     run_facts,
     run_id,
-    write_facts,
 )
 from pipeline.trained_lora.inputs import TrainingInputs, training_inputs
-from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
 from tests.pipeline.trained_lora.fingerprint_case import Samples, samples
@@ -130,22 +126,6 @@ def test_a_run_id_is_the_beginning_of_a_hash_of_canonical_json() -> None:
         assert not is_run_id(other), other
 
 
-def test_a_new_run_is_compared_with_the_most_recent_other_one(tmp_path: Path) -> None:
-    for number, run in enumerate(["aa", "cc", "bb", "new"]):
-        layout = RunLayout(tmp_path / run)
-        layout.folder.mkdir()
-        write_facts(layout, {"plan": {"seed": number, "name": "x" * 31, "hash": run * 16}})
-        os.utime(layout.facts, ns=(0, 10**9 * {"aa": 2, "cc": 1, "bb": 3, "new": 4}[run]))
-    lines: list[str] = []
-    log_differences(
-        tmp_path, "new", {"plan": {"seed": 3, "name": "y" * 31, "hash": "d" * 32}}, log=lines.append
-    )
-    assert lines == [
-        "run new is new; it differs from bb in "
-        f"plan.hash bbbbbbbb... -> dddddddd...; plan.name {'x' * 31} -> {'y' * 31}; plan.seed 2 -> 3"
-    ]
-
-
 def test_a_lora_to_start_from_that_is_missing_is_an_error_that_names_the_key(samples: Samples) -> None:
     values: Values = {"training": {"lora": {"start_from": "@folder@/missing.safetensors"}}}
     with pytest.raises(TrainingError) as excinfo:
@@ -217,19 +197,6 @@ def test_R11_references_decide_the_run_id_and_a_column_without_any_does_not(samp
     assert len(set(ids)) == len(ids), ids
 
 
-def test_a_difference_lists_each_changed_fact_with_both_values() -> None:
-    before = {"plan": {"seed": 1, "batch_size": 2}, "samples": {"latents": "a" * 64}}
-    after = {"plan": {"seed": 3, "batch_size": 2}, "samples": {"latents": "b" * 64}}
-    assert describe_difference(before, after) == [
-        "plan.seed 1 -> 3",
-        "samples.latents aaaaaaaa... -> bbbbbbbb...",
-    ]
-
-
-def test_a_first_run_logs_no_differences(tmp_path: Any) -> None:
-    log_differences(tmp_path, "run", {}, log=pytest.fail)
-
-
 def test_the_masks_of_samples_decide_the_run_id_and_not_the_keys_of_latents(samples: Samples) -> None:
     values = {"datasets": {"mask": {"path": "@folder@/masks"}}}
     hashes = pl.col("content_hash").str.reverse()
@@ -253,20 +220,6 @@ def test_the_run_id_holds_resolved_values_instead_of_auto_and_int8(samples: Samp
 def test_nf4_has_another_name_in_run_ids_than_before_its_scales_were_quantized() -> None:
     names = {kind: TrainingSettings.model_validate({"quantize": kind}).packing for kind in ("nf4", "none")}
     assert names == {"nf4": "nf4_double", "none": "none"}
-
-
-@pytest.mark.parametrize("kind", ["folder", "damaged"])
-def test_a_new_run_is_announced_even_if_the_earlier_record_cannot_be_read(tmp_path: Path, kind: str) -> None:
-    record = tmp_path / "earlier" / "run.json"
-    record.parent.mkdir()
-    if kind == "folder":
-        record.mkdir()
-    else:
-        record.write_text("{")
-    lines: list[str] = []
-    log_differences(tmp_path, "later", {}, log=lines.append)
-    (line,) = lines
-    assert line.startswith("run later is new; how it differs from earlier is unknown")
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # in diffusers' Chroma

@@ -6,6 +6,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.packs_case import pack_everything
-from tests.pipeline.trained_lora.project import FEW_MODULES
+from tests.pipeline.trained_lora.project import FEW_MODULES, put, write_tables
 from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 from tests.tensor_differences import differing_tensors
 
@@ -259,12 +260,33 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     run(other, launch, log)
     assert len(run_folders(project)) == 2
     (difference,) = [line for line in log if "is new; it differs from" in line]
+    assert difference.startswith("note: ")
     assert f"differs from {old} in optimizer.learning_rate 0.01 -> 0.02" in difference
     changed_back = run(project, launch)
     assert len(launch.job_files) == 1
     assert changed_back.report["run"] == old
     record = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())
     assert record["run"] == old
+
+
+def test_R11_a_changed_caption_is_named_in_the_log_and_in_the_report(trained: Project) -> None:
+    launch, log = InProcessLaunch(), list[str]()
+    row = trained.text.row(0, named=True)
+    entries = RecipeEntries(trained.recipe)
+    changed = {**row, "caption": "another caption", **put(entries, entries.text_spec("another caption"))}
+    first = pl.int_range(pl.len()) == 0
+    text = trained.text.with_columns(
+        pl.when(first).then(pl.lit(changed[name], kind)).otherwise(pl.col(name)).alias(name)
+        for name, kind in trained.text.schema.items()
+    )
+    edited = replace(trained, text=text)
+    write_tables(edited)
+    result = run(edited, launch, log)
+    expected = f"in caption of {row['sample_id']}"
+    (line,) = [line for line in log if "is new; it differs from" in line]
+    assert line.endswith(expected)
+    assert str(result.report["difference"]).endswith(expected)
+    assert run(edited, launch).report["difference"] is None, "only the job that trained the run states it"
 
 
 @pytest.mark.parametrize("update", [{"checkpoint_every": 3}, {"sample_every": 4}], ids=str)
