@@ -120,7 +120,9 @@ def _training_lines(run: RunResult) -> list[tuple[str, str]]:
         text += f", loss {report['first_loss']:.4f} (first) to {report['last_loss']:.4f} (last)"
     if report.get("noise_below_half") is not None:
         text += f", {report['noise_below_half']:.0%} of noise levels below 0.5"
-    if not report["launched"]:
+    if report.get("from_checkpoint"):
+        text += "; from the checkpoint of this step, without training"
+    elif not report["launched"]:
         text += "; already finished and unchanged"
     elif report.get("resumed_from"):
         text += f"; resumed from step {int(report['resumed_from']):,}"

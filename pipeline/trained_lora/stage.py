@@ -47,6 +47,7 @@ from pipeline.trained_lora.export.publish import (
     mirror_folder,
     publish,
     read_finished,
+    saved_result,
     write_companions,
 )
 from pipeline.trained_lora.fingerprint import Facts, run_facts, run_id, write_facts
@@ -55,7 +56,14 @@ from pipeline.trained_lora.job import TrainingJob, with_steps
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
-from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
+from pipeline.trained_lora.run_folder import (
+    MARKER,
+    RunLayout,
+    checkpoints_with,
+    hold_run,
+    lora_steps,
+    read_metrics,
+)
 from pipeline.trained_lora.run_upload import uploaded_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.start_file import require_start_file
@@ -81,8 +89,8 @@ _UPSTREAM_CHECKS = {
 }
 """Checks of all upstream assets, in the order of the graph."""
 
-Source = Literal["finished run", "training"]
-"""Where a job gets its LoRA from."""
+Source = Literal["finished run", "checkpoint", "training"]
+"""Where a job gets its LoRA from: a run without changes, a checkpoint of a longer run, or a training."""
 
 NO_OVERRIDES: Mapping[str, Any] = {}
 
@@ -278,6 +286,14 @@ def _finished(
     if finished is not None:
         log(f"run {job.run} is finished and unchanged: nothing is launched")
         return finished, "finished run"
+
+    saved = saved_result(layout, run=job.run, steps=recipe.training.num_steps, recipe_name=recipe.name)
+    if saved is not None:
+        log(f"{NOTE}run {job.run} has saved the LoRA of step {saved['steps']}: nothing is trained")
+        job.write()
+        saved["loss_trend"] = loss_trend(layout, saved["steps"])
+        _complete(job, table, saved)
+        return saved, "checkpoint"
     return _train(job, facts, table, launch=launch, log=log), "training"
 
 
@@ -288,6 +304,14 @@ def _train(
     difference = None
     if not layout.facts.is_file() and (difference := difference_from_latest(layout, facts, table)):
         log(f"{NOTE}run {job.run} is new; {difference}")
+    elif (
+        not layout.finished.is_file()
+        and num_steps in lora_steps(layout)
+        and num_steps not in checkpoints_with(layout, MARKER)
+    ):
+        # Without the record of a finished run, only a training can complete this one.
+        command = f"latentline export {job.recipe.name} --step {num_steps}"
+        log(f"{NOTE}step {num_steps} is trained again; {command} publishes the LoRA that was saved then")
     write_facts(layout, facts)
     for stale in (layout.result, layout.finished):
         with suppress(FileNotFoundError):
@@ -366,6 +390,7 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Re
         "held_out": len(job.inputs.held_out),
         "run": job.run,
         "launched": source == "training",
+        "from_checkpoint": source == "checkpoint",
         "difference": finished.get("difference") if source == "training" else None,
         "steps": finished["steps"],
         "resumed_from": finished["resumed_from"],

@@ -20,7 +20,7 @@ from pipeline.trained_lora.export.lora_files import (
 )
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.fingerprint import file_sha256
-from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, read_record
 
 if TYPE_CHECKING:
     import polars as pl
@@ -77,6 +77,33 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return finished if is_intact else None
+
+
+def saved_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any] | None:
+    """Copy the LoRA of the checkpoint at `steps` to the run's exported files, and return its result.
+
+    None unless the run has finished with another number of steps, and has an undamaged LoRA of this step.
+    Runs of different lengths have the same id only if their first steps are equal, so this LoRA is the one
+    that a training with `steps` would export.
+    """
+    finished, folder = read_record(layout.finished), lora_steps(layout).get(steps)
+    if folder is None or finished.get("run") != run or finished.get("steps") == steps:
+        return None
+    hashes = read_record(folder / LORA_RECORD).get("sha256", {})
+    sources = {name: folder / name for name in (layout_file(each, recipe_name) for each in LAYOUTS)}
+    is_intact = all(
+        path.is_file() and file_sha256(path) == hashes.get(name) for name, path in sources.items()
+    )
+    if not is_intact or not {"modules", "output_change"} <= set(finished):
+        return None
+
+    publish_files(sources, layout.exported)
+    files = [
+        {"name": name, "bytes": path.stat().st_size, "sha256": hashes[name]} for name, path in sources.items()
+    ]
+    # Device, modules and memory are the same for all steps of a run. The change of the output is not.
+    step = {"steps": steps, "resumed_from": steps, "files": files, "output_change": None, "difference": None}
+    return {**finished, **step}
 
 
 def write_companions(

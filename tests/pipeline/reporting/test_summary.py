@@ -72,6 +72,12 @@ def test_a_new_run_states_how_it_differs_from_the_run_before_it(difference: str 
     assert text.splitlines() == [line for line in expected if "None" not in line]
 
 
+def test_a_lora_from_a_checkpoint_is_marked() -> None:
+    trained = {"steps": 2, "launched": False, "from_checkpoint": True, "resumed_from": 2, "first_loss": None}
+    text = run_summary(RunResult("flowers", Path("/out"), {"trained_lora": trained}, []))
+    assert text.splitlines()[0] == "  training  2 steps; from the checkpoint of this step, without training"
+
+
 def test_a_run_that_was_already_finished_is_marked() -> None:
     trained = {"steps": 1, "launched": False, "resumed_from": 500, "first_loss": None, "last_loss": None}
     text = run_summary(RunResult("flowers", Path("/out"), {"trained_lora": trained}, []))

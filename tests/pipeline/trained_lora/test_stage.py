@@ -273,7 +273,9 @@ def test_R11_a_changed_caption_is_named_in_the_log_and_in_the_report(trained: Pr
     launch, log = InProcessLaunch(), list[str]()
     row = trained.text.row(0, named=True)
     entries = RecipeEntries(trained.recipe)
-    changed = {**row, "caption": "another caption", **put(entries, entries.text_spec("another caption"))}
+    spec = entries.text_spec("another caption")
+    text_length = next(iter(spec.tensors.values())).shape[0]
+    changed = {**row, "caption": "another caption", "text_length": text_length, **put(entries, spec)}
     first = pl.int_range(pl.len()) == 0
     text = trained.text.with_columns(
         pl.when(first).then(pl.lit(changed[name], kind)).otherwise(pl.col(name)).alias(name)
@@ -304,6 +306,83 @@ def test_more_steps_resume_a_run_if_the_schedule_does_not_depend_on_them(trained
     shorter = run(trained, launch)
     assert shorter.report["resumed_from"] == 4
     assert shorter.report["steps"] == 4
+
+
+def test_fewer_steps_publish_the_lora_that_a_checkpoint_has_saved(
+    make_project: Callable[..., Project],
+) -> None:
+    previews = {"sample_every": 2, "sample_prompts": [{"prompt": "a cat", "steps": 2}]}
+    project = make_project(checkpoint_every=1, **previews)
+    launch, log = InProcessLaunch(), list[str]()
+    run(project, launch)
+    (folder,) = run_folders(project)
+
+    # The optimizer's state of these steps is gone: only the newest two checkpoints keep theirs.
+    lora = project.recipe.output_dir / "lora"
+    for steps in (4, 2, 3):
+        shorter = project.changed("output", steps=steps)
+        result = run(shorter, launch, log)
+        assert len(launch.job_files) == 1, "nothing is trained"
+        assert any(f"has saved the LoRA of step {steps}: nothing is trained" in line for line in log)
+        assert (result.report["steps"], result.report["from_checkpoint"], result.report["launched"]) == (
+            steps,
+            True,
+            False,
+        )
+        for name in FILES:
+            if name.endswith(".safetensors"):
+                saved = folder / "checkpoints" / f"step-{steps:08d}" / name
+                assert (lora / name).read_bytes() == saved.read_bytes()
+        record = json.loads((lora / "provenance.json").read_text())
+        assert (record["step"], record["steps"], record["recipe"]["training"]["steps"]) == (steps,) * 3
+        assert f"| steps | {steps}, " in (lora / "README.md").read_text()
+        assert (lora / "samples.jpg").read_bytes() == preview_sheet(
+            read_previews(folder / "samples", last_step=steps)
+        )
+        context = CheckContext(shorter.recipe, Tables(shorter.recipe.output_dir))
+        failed = {each.name: each.summary for each in trained_lora.run(context) if not each.passed}
+        assert failed == {}
+        again = run(shorter, launch)
+        assert (again.report["launched"], again.report["from_checkpoint"]) == (False, False)
+
+    # The same LoRA as that of a training with so few steps.
+    alone = project.changed("alone", steps=3)
+    run(alone, InProcessLaunch())
+    for name in FILES:
+        if name.endswith(".safetensors"):
+            trained_alone = load_file(alone.recipe.output_dir / "lora" / name)
+            assert differing_tensors(load_file(lora / name), trained_alone) == []
+
+    # The last step of the longer run is a checkpoint too.
+    assert run(project, launch).report["from_checkpoint"]
+    assert len(launch.job_files) == 1
+    assert json.loads((lora / "provenance.json").read_text())["step"] == 6
+
+
+def test_fewer_steps_are_trained_if_the_saved_lora_is_damaged_or_the_rate_depends_on_the_steps(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch, log = make_project(checkpoint_every=1), InProcessLaunch(), list[str]()
+    run(project, launch)
+    (folder,) = run_folders(project)
+
+    # Damaged files are not published.
+    file = folder / "checkpoints" / "step-00000002" / "demo_kohya.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run(project.changed("output", steps=2), launch).report["launched"]
+
+    run(project.changed("linear", lr_scheduler="linear"), launch)
+    shorter = run(project.changed("linear", lr_scheduler="linear", steps=2), launch)
+    assert (shorter.report["launched"], shorter.report["resumed_from"]) == (True, 0)
+
+    # Without the record of a finished run, the log names the command that publishes the saved LoRA.
+    stopped = project.changed("stopped")
+    launch.stop_after = 4
+    with pytest.raises(LaunchError):
+        run(stopped, launch)
+    launch.stop_after = None
+    assert run(stopped.changed("stopped", steps=2), launch, log).report["launched"]
+    assert any("latentline export demo --step 2 publishes" in line for line in log)
 
 
 def test_epochs_are_converted_to_steps_and_plan_completed_uses_that_number(
