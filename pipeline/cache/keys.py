@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.images.geometry import Crop, Size
 from pipeline.models.fingerprints import canonical_hash, canonical_text
+from pipeline.versions import PREPROCESSING_VERSION
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,7 +32,7 @@ class LatentInputs:
         crop: Crop in resized pixels.
         flip: Whether the pixels are mirrored left to right.
         background: Red, green and blue behind transparent pixels, 0 to 255.
-        preprocessing_version: Version of the code that turns file bytes into pixels.
+        preprocessing_version: See `preprocessing_of`.
         vae: Fingerprint of the VAE's configuration and weights.
         method: The family's `latent_method`.
         posterior: "sample", "mean" or "moments".
@@ -44,7 +45,7 @@ class LatentInputs:
     crop: Crop
     flip: bool
     background: tuple[int, int, int]
-    preprocessing_version: int
+    preprocessing_version: int | str
     vae: str
     method: str
     posterior: str
@@ -91,7 +92,7 @@ class MaskInputs:
         crop: Crop in resized pixels.
         flip: Whether the image is mirrored left to right.
         factor: Number of pixels per weight along an edge.
-        preprocessing_version: Version of the code that turns file bytes into pixels.
+        preprocessing_version: See `preprocessing_of`.
         dtype: Dtype of the stored weights.
     """
 
@@ -101,8 +102,25 @@ class MaskInputs:
     crop: Crop
     flip: bool
     factor: int
-    preprocessing_version: int
+    preprocessing_version: int | str
     dtype: str
+
+
+def preprocessing_of(decoding: str | None) -> int | str:
+    """Return what decides how an image's bytes become pixels; `decoding` names its decoding rules.
+
+    This is `PREPROCESSING_VERSION`, and for images with decoding rules a text that also has their names.
+    """
+    # Nearly all images have no such rules, so a new rule leaves their keys as they are.
+    return PREPROCESSING_VERSION if decoding is None else f"{PREPROCESSING_VERSION} {decoding}"
+
+
+def preprocessing_json() -> pl.Expr:
+    """Return `preprocessing_of` of the column `decoding`, in JSON."""
+    import polars as pl  # encoding processes import this module but have no use for Polars
+
+    with_rules = pl.format('"{} {}"', pl.lit(PREPROCESSING_VERSION), "decoding")
+    return with_rules.fill_null(str(PREPROCESSING_VERSION))
 
 
 def latent_key(inputs: LatentInputs) -> str:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.cache.entry_format import LATENT, MOMENTS, TEXT
-from pipeline.cache.keys import KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
+from pipeline.cache.keys import (
+    KeyTemplate,
+    LatentInputs,
+    TextInputs,
+    latent_key,
+    preprocessing_json,
+    preprocessing_of,
+    text_key,
+)
 from pipeline.cache.store import EntrySpec, Kind, Store, TensorSpec
 from pipeline.images.geometry import Geometry, Size
 from pipeline.log import Log, discard
@@ -46,7 +54,8 @@ STAT_COLUMNS = ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode"
 SEEN = "seen_images"
 """Column of the images that a text encoder sees next to a caption, in order; null without images.
 
-Canonical JSON: a list of [content hash, height, width], with the size that the image processor gets."""
+Canonical JSON: a list of [content hash, height, width], with the size that the image processor gets, and as
+a fourth item the decoding rules of an image that has some."""
 
 STATS: dict[str, Any] = dict.fromkeys(STAT_COLUMNS, pl.Int64)
 """Types of the `STAT_COLUMNS`."""
@@ -128,7 +137,7 @@ class RecipeEntries:
             crop=geometry.crop,
             flip=bool(row.get("flipped", False)),
             background=settings.background,
-            preprocessing_version=PREPROCESSING_VERSION,
+            preprocessing_version=preprocessing_of(row.get("decoding")),
             vae=self.fingerprint("latents"),
             method=self.family.spec.latents.method_of(self.family.model),
             posterior=settings.posterior,
@@ -189,10 +198,16 @@ class RecipeEntries:
             "flip": "@flipped@",
             "resized_size": [f"@{name}@" for name in resized],
             "crop": [f"@{name}@" for name in crop],
+            "preprocessing_version": "@decoding@",
         }
         template = KeyTemplate({"latents": inputs | placeholders})
         in_json = {name: pl.col(name).cast(pl.String) for name in template.names}
-        return template.hashes(rows, in_json | {"content_hash": pl.format('"{}"', "content_hash")})
+        in_json |= {"content_hash": pl.format('"{}"', "content_hash"), "decoding": preprocessing_json()}
+
+        # Only tables with an image that has decoding rules have the column.
+        if "decoding" not in rows.columns:
+            rows = rows.with_columns(decoding=pl.lit(None, pl.String))
+        return template.hashes(rows, in_json)
 
     @cached_property
     def text_images(self) -> TextImages | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +154,11 @@ class DecodeCost(NamedTuple):
     passes_px: int
 
 
+def decoding_of(rules: Iterable[str]) -> str | None:
+    """Return decoding rules as text for tables and keys; None for an image without any."""
+    return " ".join(sorted(set(rules))) or None
+
+
 def decode_cost(file: BinaryIO, *, limits: DecodeLimits) -> DecodeCost:
     """Return what decoding an open file takes, and go back to its start; raises like `read_header`."""
     with _opened(file, limits.max_px) as (image, _):
@@ -170,12 +175,17 @@ def decoded(
     limits: DecodeLimits,
     draft_px: int | None = None,
     convert: Convert | None = None,
+    rules: list[str] | None = None,
 ) -> Generator[Image.Image]:
     """Decode the first frame completely, upright and as 8-bit sRGB (mode RGB).
 
     The memory for it is reserved from the budget of the process until the context ends. An open file must be
     at its start. For thumbnails, `draft_px` lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, if its
     edges stay at least this long. `convert` replaces the conversion to sRGB; its errors must be `ImageError`.
+
+    `rules` receives the names of the image's *decoding rules*: rules that release 0.3.0 did not have and that
+    apply to this image. They are part of the keys of its cache entries, so a new rule, under a new name,
+    changes the keys of the images that it applies to and of no others.
 
     Raises:
         ImageError: The image cannot be decoded.
@@ -187,6 +197,8 @@ def decoded(
             cost, orientation_before = _require_cost(image, file, limits.max_bytes)
             memory.enter_context(DECODE_MEMORY.reserved(cost.num_bytes))
             image.load()
+            if rules is not None:
+                rules += colour.decoding_rules(image)
 
             # Loading a TIFF makes it upright and removes its orientation. A PNG may store its orientation
             # behind the pixels, where it is only visible now.

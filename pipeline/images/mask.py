@@ -20,6 +20,7 @@ from pipeline.images.decode import (
     DecodeLimits,
     File,
     decoded,
+    decoding_of,
     limits_of_accepted,
     open_content,
     read_bytes,
@@ -48,10 +49,12 @@ class MaskContent(NamedTuple):
     Attributes:
         size: Size after EXIF orientation.
         mean: Mean weight, from 0 to 1.
+        decoding: Names of its decoding rules (`decode.decoded`); None if it has none.
     """
 
     size: Size
     mean: float
+    decoding: str | None
 
 
 def read_mask(content: BinaryIO, source: MaskSource, *, limits: DecodeLimits) -> MaskContent:
@@ -61,7 +64,18 @@ def read_mask(content: BinaryIO, source: MaskSource, *, limits: DecodeLimits) ->
         ImageError: The mask cannot be decoded, or it is not usable: `mask_alpha_missing`,
             `mask_transparent`, `mask_not_grey` or `mask_black`.
     """
-    with decoded(content, _BLACK, limits=limits, convert=_CONVERT[source]) as mask:
+    rules: list[str] = []
+
+    def convert(image: Image.Image, background: Background) -> Image.Image:
+        if source == "alpha" or not colour.changes_colours(image):
+            return _CONVERT[source](image, background)
+        converted = colour.to_srgb(image, background).getchannel("G")  # as 0.3.0 read masks
+        grey = _grey(image, background)
+        if ImageChops.difference(converted, grey).getbbox() is not None:
+            rules.append("stored_numbers")
+        return grey
+
+    with decoded(content, _BLACK, limits=limits, convert=convert, rules=rules) as mask:
         values = np.asarray(mask)
         size = Size(mask.height, mask.width)
 
@@ -71,7 +85,8 @@ def read_mask(content: BinaryIO, source: MaskSource, *, limits: DecodeLimits) ->
         detail = f"its brightest value is {brightest} of {_WHITE}, so nothing of the image would be trained"
         fix = "draw the mask again; a mask of 0 and 1 must be stored as 0 and 255"
         raise ImageError("mask_black", detail, fix=fix)
-    return MaskContent(size, float(values.mean(dtype=np.float64)) / _WHITE)
+    decoding = decoding_of(name for name in rules if name in _RULES[source])
+    return MaskContent(size, float(values.mean(dtype=np.float64)) / _WHITE, decoding)
 
 
 def load_mask(
@@ -147,6 +162,8 @@ def _grey(image: Image.Image, background: Background) -> Image.Image:
         fix = "save it without transparency, as black, grey and white"
         raise ImageError("mask_transparent", detail, fix=fix)
 
+    # The numbers of a mask are weights and not colours, so a profile must not change them.
+    image.info.pop("icc_profile", None)
     bands = colour.to_srgb(image, background).split()
     pairs = ((0, 1), (1, 2), (0, 2))
     differences = (ImageChops.difference(bands[first], bands[second]) for first, second in pairs)
@@ -157,5 +174,11 @@ def _grey(image: Image.Image, background: Background) -> Image.Image:
         raise ImageError("mask_not_grey", detail, fix=fix)
     return bands[1]
 
+
+_RULES: dict[MaskSource, tuple[str, ...]] = {
+    "file": ("levels", "stored_numbers", "white_is_zero"),
+    "alpha": ("colour_key",),
+}
+"""Decoding rules of an image that change a mask."""
 
 _CONVERT: dict[MaskSource, Convert] = {"file": _grey, "alpha": _opacity}

@@ -152,6 +152,6 @@ def _side_input_reason(
         return f"{side_input.name} changed"
     if earlier["key"] == spec.key:
         return MISSING
-    if side_input.only_geometry:
+    if side_input.only_geometry and row.get("decoding") is None:
         return GEOMETRY
     return changed_inputs(entries, spec, earlier["key"], side_input.inputs(entries, row))

@@ -36,10 +36,11 @@ DECODED: dict[str, Any] = {
     "reason": pl.String,
     "detail": pl.String,
     "fix": pl.String,
+    "decoding": pl.String,
     **{name: value.dtype for name, value in PIXEL_VALUES.items()},
 }
 """Columns of pixels.parquet, one row per content. `reason`, `detail` and `fix` explain a failed decode
-and are null otherwise; the values of its pixels follow."""
+and are null otherwise; its decoding rules and the values of its pixels follow."""
 
 SIDECAR_STAT = ("caption_bytes", "caption_mtime_ns", "caption_ctime_ns", "caption_inode")
 

@@ -17,14 +17,16 @@ import polars as pl
 from pipeline.cache.entry_format import LATENT
 from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries
 from pipeline.cache.store import TensorSpec
-from pipeline.images.decode import decoded, limits_of_recipe
+from pipeline.images.decode import decoded, decoding_of, limits_of_recipe
 from pipeline.images.geometry import Size
 from pipeline.side_inputs.side_input import RECORDED, VIEW, Row, SideInput
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
-_IMAGE = pl.Struct({"path": pl.String, "hash": pl.String, "height": pl.Int32, "width": pl.Int32})
+_IMAGE = pl.Struct(
+    {"path": pl.String, "hash": pl.String, "height": pl.Int32, "width": pl.Int32, "decoding": pl.String}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +40,21 @@ class EncodedImages(SideInput, ABC):
 
     def read(self, recipe: Recipe, opened: BinaryIO, kind: str) -> Row:
         """See `SideInput.read`."""
-        with decoded(opened, recipe.latents.background, limits=limits_of_recipe(recipe.checks)) as image:
-            return {"height": image.height, "width": image.width}
+        background, limits = recipe.latents.background, limits_of_recipe(recipe.checks)
+        rules: list[str] = []
+        with decoded(opened, background, limits=limits, rules=rules) as image:
+            return {"height": image.height, "width": image.width, "decoding": decoding_of(rules)}
 
     def columns(self, image: Row, files: Sequence[Row]) -> Row:
         """See `SideInput.columns`."""
         names = ("path", "hash", "height", "width")
-        return {self.hash_column: json.dumps([{name: file[name] for name in names} for file in files])}
+        images = [
+            {name: file[name] for name in names}
+            # Only where it applies, so that the values of all other files are those of earlier releases.
+            | ({} if file["decoding"] is None else {"decoding": file["decoding"]})
+            for file in files
+        ]
+        return {self.hash_column: json.dumps(images)}
 
     def hashes(self) -> pl.Expr:
         """See `SideInput.hashes`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import polars as pl
 
 from pipeline.cache.entry_format import MASK
-from pipeline.cache.keys import KeyTemplate, MaskInputs
+from pipeline.cache.keys import KeyTemplate, MaskInputs, preprocessing_json, preprocessing_of
 from pipeline.cache.recipe_entries import STATS, TARGET, RecipeEntries
 from pipeline.cache.store import TensorSpec
 from pipeline.images.decode import limits_of_recipe
@@ -21,7 +21,6 @@ from pipeline.images.geometry import Geometry, Size
 from pipeline.images.mask import MaskSource, read_mask
 from pipeline.recipe import MaskSettings
 from pipeline.side_inputs.side_input import GEOMETRY, RECORDED, VIEW, Row, SideInput
-from pipeline.versions import PREPROCESSING_VERSION
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -56,14 +55,15 @@ class Masks(SideInput):
     def read(self, recipe: Recipe, opened: BinaryIO, kind: str) -> Row:
         """See `SideInput.read`."""
         content = read_mask(opened, cast("MaskSource", kind), limits=limits_of_recipe(recipe.checks))
-        return {**content.size._asdict(), "mean": content.mean}
+        return {**content.size._asdict(), "mean": content.mean, "decoding": content.decoding}
 
     def columns(self, image: Row, files: Sequence[Row]) -> Row:
         """See `SideInput.columns`."""
         (mask,) = files
         image_size, size = Size(image["height"], image["width"]), Size(mask["height"], mask["width"])
         if size == image_size:
-            return {"mask_path": mask["path"], "mask_hash": mask["hash"], "mask_mean": mask["mean"]}
+            names = ("path", "hash", "mean", "decoding")
+            return {f"mask_{name}": mask[name] for name in names}
 
         path = mask["path"]
         detail = f"the mask {path} is {size}, and its image is {image_size} (height x width, as displayed)"
@@ -80,15 +80,16 @@ class Masks(SideInput):
         """See `SideInput.entry_rows`."""
         used = rows.with_row_index("row").filter(self.used(entries.recipe, rows))
         # Checks and the training read no paths, and tables of recipes without masks have no such column.
-        path, content_hash = (
+        path, content_hash, decoding = (
             pl.col(name) if name in used.columns else pl.lit(None, pl.String)
-            for name in ("mask_path", "mask_hash")
+            for name in ("mask_path", "mask_hash", "mask_decoding")
         )
         masks = used.select(
             *("row", "sample_id", "dataset", "bucket", "flipped", *GEOMETRY),
             number=pl.lit(0, pl.Int32),
             path=path,
             content_hash=content_hash,
+            decoding=decoding,
         )
         return masks.with_columns(self._keys(entries, masks).alias("key"))
 
@@ -104,6 +105,7 @@ class Masks(SideInput):
             "flip": "@flipped@",
             "resized_size": ["@resized_height@", "@resized_width@"],
             "crop": [f"@{name}@" for name in ("crop_top", "crop_left", *TARGET)],
+            "preprocessing_version": "@decoding@",
         }
 
         # Hashing a template takes about a microsecond per row.
@@ -113,6 +115,7 @@ class Masks(SideInput):
 
         # Strings need quotes in JSON; numbers and Booleans do not.
         in_json |= {name: pl.format('"{}"', name) for name in ("content_hash", "source")}
+        in_json |= {"decoding": preprocessing_json()}
         return template.hashes(masks.with_columns(source=sources), in_json)
 
     def inputs(self, entries: RecipeEntries, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +129,7 @@ class Masks(SideInput):
             crop=geometry.crop,
             flip=bool(row["flipped"]),
             factor=geometry.target_size.height // latent_height,
-            preprocessing_version=PREPROCESSING_VERSION,
+            preprocessing_version=preprocessing_of(row.get("decoding")),
             dtype=MASK_DTYPE,
         )
         return dict(vars(inputs))
@@ -172,6 +175,6 @@ MASKS = Masks(
     several=False,
     only_geometry=True,
     outdated="its mask is missing or outdated",
-    more_facts={"mean": pl.Float64},
+    more_facts={"mean": pl.Float64, "decoding": pl.String},
     condition=None,
 )

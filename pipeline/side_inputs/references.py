@@ -76,7 +76,7 @@ REFERENCES = References(
     several=True,
     only_geometry=False,
     outdated="its references are missing or outdated: they or their settings have changed since",
-    more_facts={},
+    more_facts={"decoding": pl.String},
     condition="references",
     stats_column="reference_stats",
 )

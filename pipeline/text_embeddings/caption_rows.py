@@ -14,7 +14,7 @@ import polars as pl
 
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.errors import BucketError
-from pipeline.images.decode import hash_bytes, read_bytes, read_header
+from pipeline.images.decode import decoded, decoding_of, hash_bytes, limits_of_recipe, read_bytes
 from pipeline.images.geometry import Size
 from pipeline.models.fingerprints import canonical_text
 from pipeline.side_inputs import REFERENCES
@@ -111,9 +111,12 @@ def file_images(entries: RecipeEntries, paths: Sequence[Path]) -> tuple[str | No
     if entries.text_images is None or not paths:
         return None, None
     images: list[dict[str, Any]] = []
+    limits = limits_of_recipe(entries.recipe.checks)
     for path in paths:
-        size = read_header(path, max_px=entries.recipe.checks.max_image_pixels).size
-        images.append({"path": path.name, "hash": hash_bytes(read_bytes(path)), **size._asdict()})
+        rules: list[str] = []
+        with decoded(path, entries.recipe.latents.background, limits=limits, rules=rules) as image:
+            size = {"height": image.height, "width": image.width, "decoding": decoding_of(rules)}
+        images.append({"path": path.name, "hash": hash_bytes(read_bytes(path)), **size})
     return _described(entries, [path.parent for path in paths], images)
 
 
@@ -140,7 +143,8 @@ def _described(
         original = Size(image["height"], image["width"])
         spec.size(entries.family.model, original)  # raises for some
         size = text_images.size(original)
-        seen.append([image["hash"], *size])
+        rules = [image["decoding"]] if image.get("decoding") else []
+        seen.append([image["hash"], *size, *rules])
         files.append(
             {
                 "root": str(root),

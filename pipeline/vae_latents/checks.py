@@ -32,7 +32,7 @@ from pipeline.reporting.rejections import (
 )
 from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
 from pipeline.side_inputs.masks import MEAN
-from pipeline.storage.needed_columns import SIDE_INPUT_HASHES
+from pipeline.storage.needed_columns import DECODING_COLUMNS, SIDE_INPUT_HASHES
 from pipeline.storage.tables import SIDE_INPUT_COLUMNS, has_defect
 from pipeline.vae_latents.masks import kept_fraction
 
@@ -48,7 +48,10 @@ _GEOMETRY = (
     *("crop_top", "crop_left", "target_height", "target_width"),
 )
 
-_BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, *SIDE_INPUT_HASHES)
+_OPTIONAL_COLUMNS = (*SIDE_INPUT_HASHES, *DECODING_COLUMNS)
+"""Columns that not every table has."""
+
+_BUCKET_COLUMNS = ("sample_id", "dataset", "bucket", "content_hash", *_GEOMETRY, *_OPTIONAL_COLUMNS)
 """Columns of aspect_buckets that identify a latent and decide its keys and the keys of its side inputs."""
 
 MIN_KEPT = 0.5
@@ -172,7 +175,7 @@ def cropped_masks(recipe: Recipe, table: pl.DataFrame) -> Outcome:
 def _table_differences(
     entries: RecipeEntries, table: pl.DataFrame, expected_keys: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    names = [name for name in expected.columns if name not in SIDE_INPUT_HASHES]
+    names = [name for name in expected.columns if name not in _OPTIONAL_COLUMNS]
 
     # The usual case ends here, before any join.
     if table.select(names).equals(expected.select(names)) and table["key"].equals(expected_keys):

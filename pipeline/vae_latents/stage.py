@@ -180,12 +180,12 @@ def _entry_rows(requests: pl.DataFrame, recorded: pl.DataFrame | None) -> pl.Dat
     """Return the first row of each key, with the columns of `EntryRequests.rows`."""
     # The VAE's time is proportional to the area, which shares jobs evenly among processes.
     area = pl.col("target_height").cast(pl.Int64) * pl.col("target_width")
-    of_side_inputs = [name for name in ("root", "side_input") if name in requests.columns]
+    optional = [name for name in ("root", "side_input", "decoding") if name in requests.columns]
     rows = requests.unique("key", keep="first", maintain_order=True).select(
         *("key", "num_bytes", "sample_id", "dataset", "path"),
         *_WORK,
         *LATENT_SHAPE,
-        *of_side_inputs,
+        *optional,
         about_bytes="num_bytes",
         name="sample_id",
         cost=area,

@@ -134,7 +134,8 @@ def _chosen(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
     number = MAX_REMOTE_IMAGES if is_remote else MAX_IMAGES
 
     # Chosen by content, so that adding images to a large dataset replaces only some of them.
-    chosen = table.select(_KEPT_COLUMNS).bottom_k(number, by=["content_hash", "sample_id"])
+    columns = [name for name in (*_KEPT_COLUMNS, "decoding") if name in table.columns]
+    chosen = table.select(columns).bottom_k(number, by=["content_hash", "sample_id"])
     uses = times_drawn(chosen, recipe.datasets)
     return chosen.with_columns(uses=uses).drop("duplicate_group").sort("sample_id")
 
@@ -182,7 +183,9 @@ def _write_thumbnails(
 
 
 def _thumbnail_name(row: Mapping[str, Any]) -> str:
-    return f"{row['content_hash'][:32]}.jpg"
+    # Decoding rules change the picture of an unchanged file.
+    rules = f"-{row['decoding'].replace(' ', '-')}" if row.get("decoding") else ""
+    return f"{row['content_hash'][:32]}{rules}.jpg"
 
 
 def _kept_pages(

@@ -38,7 +38,12 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 # Files that are rejected for other reasons, such as `out_of_memory`, are tried again by every run.
-CONTENT_REASONS = frozenset(["truncated", "undecodable", "not_an_image", "empty_file", "too_many_scans"])
+CONTENT_REASONS = frozenset(
+    [
+        *("truncated", "undecodable", "not_an_image", "empty_file", "too_many_scans"),
+        "range_unknown",
+    ]
+)
 """Rejection reasons that hold for a file's bytes."""
 
 # A thread takes 5 to 10 s for so many and cannot be ended. A process can, but takes half a second to start.
@@ -78,11 +83,13 @@ class _FileResult(NamedTuple):
         error: Why the file is rejected; None if it decodes to the scanned content and size.
         version: Version of the decoder and of the values; empty if the file could not be read.
         values: Values of a decoded image by name (`images.pixel_values`).
+        decoding: Names of its decoding rules; None if it has none.
     """
 
     error: ImageError | None
     version: str = ""
     values: Mapping[str, Any] = MappingProxyType({})
+    decoding: str | None = None
 
     @property
     def holds_for_content(self) -> bool:
@@ -187,7 +194,7 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
         with image_errors(str(file)), open_content(file, row["content_hash"]) as content:
             version = f"{decoder_version(sniff(content.read(64)))} {LOOK_VERSION}"
             content.seek(0)
-            size, values = _decode_content(content, row, limits)
+            size, values, decoding = _decode_content(content, row, limits)
 
             # The geometry was computed from the header's size; a decoder that disagrees would shift every
             # crop.
@@ -195,7 +202,7 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
                 recorded = f"{row['height']}x{row['width']} (height x width)"
                 detail = f"it decodes to {size}, but its header records {recorded}"
                 raise ImageError("size_disagrees", detail, fix="save the image again, or remove it")
-            return _FileResult(None, version, values)
+            return _FileResult(None, version, values, decoding)
     except ImageError as err:
         return _FileResult(err, version)
 
@@ -212,7 +219,8 @@ def _decode_content(content: BinaryIO, row: Row, limits: DecodeLimits) -> Decode
 
 
 def _decoded_row(content_hash: str, result: _FileResult) -> Row:
-    row: Row = {"content_hash": content_hash, "decoder": result.version, **result.values}
+    row: Row = {"content_hash": content_hash, "decoder": result.version, "decoding": result.decoding}
+    row |= result.values
     if result.error is not None:
         row |= {"reason": result.error.reason}
         row |= {"detail": printable(result.error.detail), "fix": printable(result.error.fix)}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any, BinaryIO, NamedTuple
 
-from pipeline.images.decode import DecodeLimits, decoded
+from pipeline.images.decode import DecodeLimits, decoded, decoding_of
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
 from pipeline.images.pixel_values import pixel_values
@@ -32,10 +32,17 @@ _BACKGROUND = (255, 255, 255)  # any colour: the result does not depend on it
 
 
 class DecodeResult(NamedTuple):
-    """Size of a decoded image, and its values by name (`images.pixel_values`)."""
+    """The result of decoding an image.
+
+    Attributes:
+        size: Size of the decoded image.
+        values: Values by name (`images.pixel_values`).
+        decoding: Names of its decoding rules; None if it has none.
+    """
 
     size: Size
     values: dict[str, Any]
+    decoding: str | None
 
 
 def decode_and_measure(content: BinaryIO, limits: DecodeLimits) -> DecodeResult:
@@ -44,8 +51,9 @@ def decode_and_measure(content: BinaryIO, limits: DecodeLimits) -> DecodeResult:
     Raises:
         ImageError: The image cannot be decoded, or it exceeds the limits.
     """
-    with decoded(content, _BACKGROUND, limits=limits) as image:
-        return DecodeResult(Size(image.height, image.width), pixel_values(image))
+    rules: list[str] = []
+    with decoded(content, _BACKGROUND, limits=limits, rules=rules) as image:
+        return DecodeResult(Size(image.height, image.width), pixel_values(image), decoding_of(rules))
 
 
 def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int = MAX_CPU_S) -> DecodeResult:
@@ -70,7 +78,7 @@ def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int
 def _result(answer: dict[str, Any]) -> DecodeResult:
     if "reason" in answer:
         raise ImageError(answer["reason"], answer["detail"], fix=answer["fix"])
-    return DecodeResult(Size(*answer["size"]), answer["values"])
+    return DecodeResult(Size(*answer["size"]), answer["values"], answer["decoding"])
 
 
 def _failure(process: subprocess.CompletedProcess[bytes]) -> ImageError:

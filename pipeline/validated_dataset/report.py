@@ -30,6 +30,7 @@ from pipeline.raw_images.sources import side_input_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
 from pipeline.storage.atomic import write_bytes, write_text
+from pipeline.storage.needed_columns import DECODING_COLUMNS
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
 from pipeline.validated_dataset.captions import caption_of, replaced
@@ -166,7 +167,9 @@ def _changes(
 
 def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
     side_inputs = [each.hash_column for each in SIDE_INPUTS if each.hash_column in table.columns]
-    kept = table.select("sample_id", "content_hash", "caption", *side_inputs)
+    # Decoding rules change the pictures, although the files are the same.
+    decoding = [name for name in DECODING_COLUMNS if name in table.columns and table[name].count()]
+    kept = table.select("sample_id", "content_hash", "caption", *side_inputs, *decoding)
     rules = [(each.name, each.captions.replace) for each in recipe.datasets if each.captions.replace]
     more = f"{REPORT_FORMAT}, {rules}" if rules else REPORT_FORMAT
     return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)

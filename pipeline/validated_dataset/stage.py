@@ -189,6 +189,7 @@ def validate(
     distinct, copies = _without_copies(recipe, complete)
     features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits, log=log)
     table = distinct.join(features, on="content_hash", maintain_order="left")
+    table = _with_decoding(table, decoded.table)
     table = table.select(*columns_in(STAGE, table))
     not_paired = [each.rejected for each in paired.values()]
     rejected = pl.concat([filtered, unusable, *not_paired, copies]).sort("sample_id")
@@ -355,6 +356,15 @@ def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int, *, lo
     groups = duplicate_groups(contents, distance, log=log).join(contents, on="content_hash")
     features = groups.with_columns(one_colour=pl.col("perceptual_hash").is_null())
     return features.select("content_hash", *_CONTENT_COLUMNS)
+
+
+def _with_decoding(samples: pl.DataFrame, decoded: pl.DataFrame) -> pl.DataFrame:
+    """Add the column `decoding` if at least one of the samples has decoding rules."""
+    contents = decoded.select("content_hash", "decoding").drop_nulls()
+    contents = contents.join(samples, on="content_hash", how="semi")
+    if contents.is_empty():
+        return samples
+    return samples.join(contents, on="content_hash", how="left", maintain_order="left")
 
 
 def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> Report:

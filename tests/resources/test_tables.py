@@ -12,7 +12,7 @@ from dagster import AssetKey, Failure, build_input_context, build_output_context
 from pipeline.outputs.folder import OutputFolder
 from pipeline.storage.addresses import Url
 from pipeline.storage.needed_columns import NEEDED, needed_columns
-from pipeline.storage.tables import SCHEMAS, SIDE_INPUT_COLUMNS, Tables, empty, frame
+from pipeline.storage.tables import SCHEMAS, SIDE_INPUT_COLUMNS, Tables, empty, frame, pandera_schema
 from resources.tables import COLUMNS, TableIOManager
 
 
@@ -43,8 +43,7 @@ def test_every_needed_column_is_in_the_schema_of_its_table() -> None:
     assert needed_columns("text_embeddings", "validated_dataset") is None
     for tables in NEEDED.values():
         for table, columns in tables.items():
-            optional = {name for columns in SIDE_INPUT_COLUMNS.values() for name in columns.get(table, {})}
-            assert set(columns) < {*SCHEMAS[table], *optional}
+            assert set(columns) < set(pandera_schema(table).columns)
 
 
 def rejected_rows() -> pl.DataFrame:

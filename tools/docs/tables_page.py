@@ -58,6 +58,8 @@ def _rows(asset: str) -> list[str]:
                 files = "reference images" if side_input == "references" else side_input
                 seen = " that the text encoder sees" if asset == "text_embeddings" else ""
                 condition = f" Only in recipes with {files}{seen}."
+        if name == "decoding":
+            condition = " Only if at least one image has such rules."
         meaning = f"{column.description}{condition}".replace("<", "&lt;")
         rows.append(f"| `{name}` | {kind} | {meaning} |")
     return rows

@@ -11,6 +11,7 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | rejected | sample and the stage that rejected it |
 
 The tables of recipes with side inputs, such as masks, have more columns at their end: `SIDE_INPUT_COLUMNS`.
+The column `decoding` follows if an image has decoding rules, see `images/decode.py`.
 """
 
 from __future__ import annotations
@@ -173,6 +174,7 @@ _MASK: _PanderaColumns = {
     "mask_path": _optional(pl.String, "Path of the mask file, or of the image if its opacity is the mask."),
     "mask_hash": _optional(pl.String, "SHA-256 of that file's bytes."),
     "mask_mean": _optional(pl.Float64, "Mean weight of the mask before the crop, 0 to 1."),
+    "mask_decoding": _optional(pl.String, "As decoding, for the mask."),
 }
 _MASK_COLUMNS: dict[str, _PanderaColumns] = {
     "validated_dataset": _MASK,
@@ -193,7 +195,8 @@ _REFERENCES: _PanderaColumns = {
     "reference_images": _optional(
         pl.String,
         "The sample's reference images in the recipe's order, a JSON array of objects with path, hash "
-        "(SHA-256 of the file's bytes), height and width (after EXIF orientation).",
+        "(SHA-256 of the file's bytes), height and width (after EXIF orientation), and decoding (as in the "
+        "column of that name) where it is not null.",
     ),
 }
 _REFERENCE_COLUMNS: dict[str, _PanderaColumns] = {
@@ -223,10 +226,22 @@ text_embeddings has them only if the text encoder sees the references.
 
 _SIDE_INPUT_COLUMNS = {"masks": _MASK_COLUMNS, "references": _REFERENCE_COLUMNS}
 
+_DECODING: _PanderaColumns = {
+    "decoding": _optional(
+        pl.String,
+        "Names of the decoding rules of the image that are part of its latent's key, separated by spaces, "
+        "such as white_is_zero; null for images without such rules.",
+    ),
+}
+_DECODING_COLUMNS: dict[str, _PanderaColumns] = dict.fromkeys(
+    ("validated_dataset", "aspect_buckets", "vae_latents"), _DECODING
+)
+"""Last column of these tables if at least one image has decoding rules."""
+
 _OPTIONAL_COLUMNS: dict[str, _PanderaColumns] = {
     asset: {
         name: column
-        for of_tables in _SIDE_INPUT_COLUMNS.values()
+        for of_tables in (*_SIDE_INPUT_COLUMNS.values(), _DECODING_COLUMNS)
         for name, column in of_tables.get(asset, {}).items()
     }
     for asset in _ASSET_COLUMNS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,10 @@ import pytest
 from PIL import Image
 
 from pipeline.images.colour import opacity, to_srgb
-from pipeline.images.decode import read_header
+from pipeline.images.decode import DecodeLimits, decoding_of, read_header
+from pipeline.images.decode import decoded as decoded_within
+from pipeline.images.formats import ImageError
+from tests.pipeline.images.tiffs import grey_tiff
 from tests.pipeline.pixels import WHITE, decoded, saved
 from tests.profiles import SRGB, matrix_profile
 
@@ -98,3 +103,133 @@ def test_deep_levels_are_converted_in_the_memory_of_one_strip(
     finally:
         tracemalloc.stop()
     assert peak_bytes < 10_000 * 50, "the image has 1,000,000 pixels, and a strip 10,000"
+
+
+def first_levels(data: bytes) -> tuple[list[int], str | None]:
+    """Return the red channel of the first row, and the decoding rules."""
+    rules: list[str] = []
+    with decoded_within(io.BytesIO(data), WHITE, limits=DecodeLimits(), rules=rules) as image:
+        return np.asarray(image)[0, :, 0].tolist(), decoding_of(rules)
+
+
+WHITE_IS_ZERO: dict[str, tuple[Any, dict[str, bool], list[int]]] = {
+    "16 bits": (np.array([[60_000, 1_000, 0, 65_535]], np.uint16), {}, [22, 251, 255, 0]),
+    "16 bits, compressed": (np.array([[60_000, 257]], np.uint16), {"deflate": True}, [22, 254]),
+    "floating point": (np.array([[0.25, 0.0, 1.0]], np.float32), {}, [191, 255, 0]),
+    "floating point, big-endian": (np.array([[0.75, 0.0]], np.float32), {"big_endian": True}, [64, 255]),
+    "floating point to 255": (np.array([[0, 55, 255]], np.float32), {"deflate": True}, [255, 200, 0]),
+}
+
+
+@pytest.mark.parametrize("name", WHITE_IS_ZERO)
+def test_I28_white_is_zero_in_every_depth(name: str) -> None:
+    levels, options, expected = WHITE_IS_ZERO[name]
+    assert first_levels(grey_tiff(levels, white_is_zero=True, **options)) == (expected, "white_is_zero")
+    inverted = [255 - level for level in expected]
+    assert first_levels(grey_tiff(levels, **options)) == (inverted, None)
+
+
+def test_I28_white_is_zero_in_8_bits_is_the_decoder_s_work_and_no_rule() -> None:
+    levels = np.array([[240, 10, 0]], np.uint8)
+    assert first_levels(grey_tiff(levels, white_is_zero=True)) == ([15, 245, 255], None)
+
+
+def test_I28_the_strips_of_a_large_image_are_inverted_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.images.colour.STRIP_PX", 100)
+    levels = np.arange(1_600, dtype=np.uint16).reshape(40, 40) * 40
+    expected = np.floor((65_535 - levels.astype(float)) / 257 + 0.5)
+    np.testing.assert_array_equal(decoded(grey_tiff(levels, white_is_zero=True))[..., 0], expected)
+
+
+def photograph(white: float, dtype: type[np.number[Any]], size: int = 64) -> npt.NDArray[np.generic]:
+    """Return levels from 0 to `white` with a bright half."""
+    ramp = np.linspace(0, white, size * size).reshape(size, size)
+    return ramp.astype(dtype)
+
+
+def with_levels(levels: npt.NDArray[np.generic], *, high: float, number: int) -> npt.NDArray[np.generic]:
+    changed = levels.copy()
+    changed.ravel()[:: changed.size // number][:number] = high
+    return changed
+
+
+OVERSHOOT: dict[str, tuple[npt.NDArray[np.generic], float]] = {
+    "sharpened halos above 1": (with_levels(photograph(1, np.float32), high=1.2, number=400), 1.0),
+    "hot pixels above 1": (with_levels(photograph(1, np.float32), high=900.0, number=30), 1.0),
+    "rounding above 255": (with_levels(photograph(255, np.float32), high=255.5, number=2_000), 255.0),
+    "hot pixels of 32 bits in 16": (
+        with_levels(photograph(65_535, np.int32), high=2**30, number=20),
+        65_535.0,
+    ),
+    "8 bits in 32 with a hot pixel": (with_levels(photograph(255, np.int32), high=70_000, number=1), 255.0),
+    "undershoot below 0": (with_levels(photograph(1, np.float32), high=-0.1, number=400), 1.0),
+    "a dead pixel below 0": (with_levels(photograph(1, np.float32), high=-50.0, number=1), 1.0),
+    "16 bits with a sign": (photograph(2**15 - 1, np.int16), 2.0**15 - 1),
+    "32 bits without a sign": (photograph(2**32 - 1, np.uint32), 2.0**32 - 1),
+}
+
+
+@pytest.mark.parametrize("name", OVERSHOOT)
+def test_I29_white_is_the_level_of_the_distribution_and_single_levels_are_clipped(name: str) -> None:
+    levels, white = OVERSHOOT[name]
+    expected = np.floor((levels.astype(float) / white).clip(0, 1) * 255 + 0.5)
+    data = grey_tiff(levels)
+    np.testing.assert_array_equal(decoded(data)[..., 0], expected)
+    assert first_levels(data)[1] == "levels"
+
+
+USUAL = {
+    "from 0 to 1": photograph(1, np.float32),
+    "dark": photograph(0.02, np.float32),
+    "from 0 to 255": photograph(255, np.float32),
+    "16 bits in 32": photograph(65_535, np.int32),
+    "32 bits": photograph(2**31 - 1, np.int32),
+    "from -1 to 1": np.linspace(-1, 1, 4096, dtype=np.float32).reshape(64, 64),
+    "elevation": np.linspace(-412, 8848, 4096, dtype=np.float32).reshape(64, 64),
+    "black": np.zeros((8, 8), np.float32),
+    "a mask of a small object": np.pad(np.full((2, 2), 255, np.int32), 40),
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_I29_images_without_single_extreme_levels_are_decoded_as_before(name: str) -> None:
+    """The rule of 0.3.0: the smallest usual white that no level exceeds; stretched if a level is negative."""
+    levels = USUAL[name].astype(float)
+    low, high = min(levels.min(), 0.0), levels.max()
+    white = high if low < 0 else next(each for each in (1, 255, 65_535, 2**31 - 1) if high <= each)
+    expected = np.floor((levels - low) * (255 / (white - low)) + 0.5)
+    data = grey_tiff(USUAL[name])
+    np.testing.assert_array_equal(decoded(data)[..., 0], expected)
+    assert first_levels(data)[1] is None
+
+
+def test_I29_white_that_a_tiff_states_is_used() -> None:
+    levels = np.array([[0.5, 2.0, 3.5, 9.0]], np.float32)
+    data = grey_tiff(levels, levels_from_to=(0.5, 3.5))
+    assert first_levels(data) == ([0, 128, 255, 255], "levels")
+    of_10_bits = grey_tiff(np.array([[0, 1023, 512]], np.int32), levels_from_to=(0, 1023))
+    assert first_levels(of_10_bits) == ([0, 255, 128], "levels")
+    of_the_type = grey_tiff(photograph(255, np.float32), levels_from_to=(0, 3.4e38))
+    assert (decoded(of_the_type) == decoded(grey_tiff(photograph(255, np.float32)))).all()
+    inverted = grey_tiff(levels, levels_from_to=(0.5, 3.5), white_is_zero=True)
+    assert first_levels(inverted) == ([255, 128, 0, 0], "levels white_is_zero")
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        photograph(4, np.float32),
+        photograph(2_000, np.float32),
+        photograph(1_023, np.int32),
+        photograph(16_383, np.int32),
+        photograph(2**24, np.int32),
+        photograph(3e9, np.float32),
+        np.array([[0, 1, 2]], np.int32),
+    ],
+    ids=["light of a scene", "depth", "10 bits in 32", "14 bits in 32", "24 bits in 32", "counts", "classes"],
+)
+def test_I29_levels_that_suit_no_usual_white_are_rejected_by_name(levels: npt.NDArray[np.generic]) -> None:
+    with pytest.raises(ImageError, match="range_unknown") as caught:
+        decoded(grey_tiff(levels))
+    assert f"{np.quantile(levels[levels > 0], 0.99, method='nearest'):.6g}" in caught.value.detail
+    assert "from 0 (black) to 1 (white)" in str(caught.value.fix)

@@ -11,12 +11,15 @@ from pipeline.images.decode import DecodeLimits, hash_bytes
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry, Placement, Size, ladder
 from pipeline.images.mask import (
+    MaskContent,
     fit_mask,
     load_mask,
     mask_weights,
     read_mask,
     show_mask,
 )
+from tests.pipeline.images.tiffs import grey_tiff
+from tests.profiles import DISPLAY_P3, gamma_curve, grey_profile, matrix_profile
 
 NUM_GEOMETRIES = 1_000
 FACTOR = 8
@@ -199,3 +202,57 @@ def test_the_picture_of_a_mask_keeps_the_white_part_and_darkens_the_black_part(t
     red, green, blue = np.asarray(shown)[2, 8]
     assert red > green
     assert max(green, blue) < 60
+
+
+GREY_PROFILES = {
+    "linear": grey_profile(gamma_curve(1.0)),
+    "gamma 1.8": grey_profile(gamma_curve(1.8)),
+    "gamma 2.6": grey_profile(gamma_curve(2.6)),
+    "wide gamut": matrix_profile(DISPLAY_P3, gamma_curve(1.4)),
+}
+
+
+def read(image: Image.Image, **options: object) -> MaskContent:
+    return read_mask(io.BytesIO(png(image, **options)), "file", limits=DecodeLimits())
+
+
+@pytest.mark.parametrize("mode", ["L", "I;16", "RGB", "P"])
+@pytest.mark.parametrize("name", GREY_PROFILES)
+def test_I33_a_profile_does_not_change_the_weights_of_a_mask(name: str, mode: str, tmp_path: Path) -> None:
+    grey = np.arange(1_024, dtype=np.uint16).reshape(32, 32) % 256
+    deep = Image.fromarray(grey * 257)
+    mask = deep if mode == "I;16" else Image.fromarray(grey.astype(np.uint8)).convert(mode)
+    plain = read(mask)
+    with_profile = read(mask, icc_profile=GREY_PROFILES[name])
+    assert (with_profile.mean, with_profile.size) == (plain.mean, plain.size)
+
+    # Where the profile did not suit the mode, 0.3.0 used the stored numbers too.
+    was_converted = name == "wide gamut" or mode in {"L", "I;16"}
+    assert (plain.decoding, with_profile.decoding) == (None, "stored_numbers" if was_converted else None)
+
+    path = tmp_path / "mask.png"
+    path.write_bytes(png(mask, icc_profile=GREY_PROFILES[name]))
+    geometry = Placement((ladder(32, 32, 1.0),)).assign(Size(32, 32))
+    assert geometry is not None
+    values = load_mask(path, geometry, "file", flipped=False, content_hash=hash_bytes(path.read_bytes()))
+    np.testing.assert_array_equal(values, grey)
+
+
+@pytest.mark.parametrize("name", GREY_PROFILES)
+def test_I33_a_black_and_white_mask_with_a_profile_is_what_it_was(name: str) -> None:
+    """Its key must not change: a profile maps black to black and white to white."""
+    assert read(half_white(), icc_profile=GREY_PROFILES[name]) == read(half_white())
+
+
+def test_I28_I29_levels_of_masks_are_decoded_as_those_of_images() -> None:
+    halves = np.zeros((10, 20), np.uint16)
+    halves[:, :5] = 65_535
+    floats = (halves / 65_535).astype(np.float32)
+    hot = np.where(floats > 0, np.float32(1.1), floats)
+    for levels, mean, decoding in (
+        (halves, 0.75, "white_is_zero"),
+        (floats, 0.75, "white_is_zero"),
+        (hot, 0.75, "levels white_is_zero"),
+    ):
+        content = io.BytesIO(grey_tiff(levels, white_is_zero=True))
+        assert read_mask(content, "file", limits=DecodeLimits()) == MaskContent(Size(10, 20), mean, decoding)

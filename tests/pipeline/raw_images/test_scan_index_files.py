@@ -38,7 +38,7 @@ PAIRED = {
 
 COLUMNS: dict[str, dict[str, Any]] = {
     "pixels": {
-        **dict.fromkeys(("content_hash", "decoder", "reason", "detail", "fix"), pl.String),
+        **dict.fromkeys(("content_hash", "decoder", "reason", "detail", "fix", "decoding"), pl.String),
         "perceptual_hash": pl.UInt64,
     },
     "captions": {
@@ -50,8 +50,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
             for name in ("bytes", *(each for each in STAT if each != "file_bytes"))
         },
     },
-    "masks": {**PAIRED, "mean": pl.Float64},
-    "references": PAIRED,
+    "masks": {**PAIRED, "mean": pl.Float64, "decoding": pl.String},
+    "references": {**PAIRED, "decoding": pl.String},
 }
 """Columns of each file. An index with other columns counts as missing, so that every image is read again."""
 

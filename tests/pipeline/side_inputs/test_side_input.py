@@ -71,3 +71,13 @@ def test_a_dataset_lists_its_side_inputs_with_their_keys() -> None:
     expected = [(("mask",), "/masks"), (("references", 0), "/before"), (("references", 1), "/style")]
     assert paths == expected
     assert list(side_input_sections({"mask": None, "references": []})) == []
+
+
+def test_references_state_decoding_rules_only_where_they_apply() -> None:
+    """The column of all other references, and so their keys, are those of 0.3.0."""
+    files = [
+        {"path": "a.png", "hash": "aa", "height": 8, "width": 9, "decoding": None},
+        {"path": "b.tif", "hash": "bb", "height": 8, "width": 9, "decoding": "white_is_zero"},
+    ]
+    images = json.loads(REFERENCES.columns({}, files)["reference_images"])
+    assert images == [{name: files[0][name] for name in ("path", "hash", "height", "width")}, files[1]]

@@ -31,6 +31,7 @@ from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.prompts import recipe_prompts
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
+from tests.pipeline.images.tiffs import grey_tiff
 from tests.pipeline.used_case import make_old
 
 QUIET: dict[str, Any] = {"log": lambda _: None}
@@ -300,3 +301,18 @@ def test_a_reference_above_the_recipes_limit_is_rejected_when_it_is_encoded(job:
     result = cache_text(recipe, job.tables.read("validated_dataset"), job.tables, launch=job.launch, **QUIET)
     rejected = dict(result.rejected.select("sample_id", "reason").rows())
     assert rejected == {f"photos/{largest.name}": "reference_file_too_large"}
+
+
+def test_decoding_rules_of_a_reference_are_part_of_what_decides_its_captions(job: EditJob) -> None:
+    levels = np.linspace(0, 65_535, 4_096).reshape(64, 64).astype(np.uint16)
+    (root(job) / "negative" / "coffee.png").write_bytes(grey_tiff(levels, white_is_zero=True))
+    job.run()
+    entries = RecipeEntries(job.recipe)
+    rows = text_rows(entries, job.tables.read("validated_dataset"))
+    for row in rows.iter_rows(named=True):
+        rules = [each[3:] for each in json.loads(row[SEEN])]
+        assert rules == ([["white_is_zero"], []] if row["path"] == "coffee.png" else [[], []])
+        paths = [root(job) / name / f"{Path(row['path']).stem}.png" for name in ("negative", "half")]
+        assert file_images(entries, paths)[0] == row[SEEN]
+    assert job.failing("text_embeddings") == {}
+    assert job.failing("vae_latents") == {}

@@ -23,11 +23,15 @@ from pipeline.recipe import Recipe
 from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import write_report
 from pipeline.side_inputs import MASKS
+from pipeline.storage.needed_columns import NEEDED
+from pipeline.storage.tables import selected
 from pipeline.vae_latents import checks
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
+from tests.pipeline.images.tiffs import grey_tiff
+from tests.profiles import gamma_curve, grey_profile
 
 
 class MaskedJob(Job):
@@ -203,3 +207,98 @@ def test_a_mask_that_the_crop_removes_is_rejected_and_one_that_it_shortens_is_na
     cropped_px = (330 - 240) / 2
     assert kept["photos/coffee.png"] == pytest.approx((60 - cropped_px) / 60, abs=0.02)
     assert "photos/camera.png" not in kept, "a square image loses nothing"
+
+
+def add_images_with_rules(job: MaskedJob, photos: Path) -> None:
+    """Add an image with white as zero, and a mask with a profile that changes grey."""
+    levels = np.linspace(0, 65_535, 4_096).reshape(64, 64).astype(np.uint16)
+    (photos / "scan.tif").write_bytes(grey_tiff(levels, white_is_zero=True))
+    (photos / "scan.txt").write_text("a scan", encoding="utf-8")
+    masks = job.recipe.output_dir.parent / "masks"
+    Image.new("L", (64, 64), 128).save(masks / "scan.png", icc_profile=grey_profile(gamma_curve(1.0)))
+
+
+def test_decoding_rules_change_the_keys_of_the_images_and_masks_that_they_apply_to_and_no_others(
+    masked: MaskedJob, photos: Path
+) -> None:
+    before = masked.result.table
+    add_images_with_rules(masked, photos)
+    masked.run()
+    table = masked.result.table
+    assert masked.counters() == {"encoded": 2, "masks_encoded": 2, "masks_reused": 10, "masks_failed": 0}
+    has_rules = pl.col("sample_id") == "photos/scan.tif"
+    assert table.filter(~has_rules).drop("decoding").equals(before)
+
+    rules = table.filter(has_rules).select("decoding", "mask_decoding").unique().rows()
+    assert rules == [("white_is_zero", "stored_numbers")]
+    assert table.filter(~has_rules).select("decoding", "mask_decoding").null_count().row(0) == (10, 10)
+
+    # The keys of 0.3.0 have the number of the version instead of a text with the rules.
+    entries = RecipeEntries(masked.recipe)
+    for row in table.iter_rows(named=True):
+        inputs, (mask,) = (
+            entries.latent_inputs(row),
+            MASKS.entry_rows(entries, pl.DataFrame([row])).to_dicts(),
+        )
+        former = canonical_hash({"latents": {**vars(inputs), "preprocessing_version": 1}})
+        former_mask = canonical_hash({"masks": {**MASKS.inputs(entries, mask), "preprocessing_version": 1}})
+        is_former = (row["key"] == former, row["mask_key"] == former_mask)
+        assert is_former == ((False,) * 2 if row["sample_id"] == "photos/scan.tif" else (True,) * 2)
+
+
+def test_every_reader_of_the_tables_finds_the_entries_of_images_with_decoding_rules(
+    masked: MaskedJob, photos: Path
+) -> None:
+    add_images_with_rules(masked, photos)
+    masked.run()
+    masked.cache()  # needed_entries reads text_embeddings too
+    assert masked.failures() == {}
+    assert verify(masked.recipe, needed_entries(masked.recipe, masked.tables), log=lambda _: None) == []
+    facts = {each.stage: each.facts for each in explain(masked.recipe, masked.tables, "photos/scan.tif")}
+    of_scan = masked.tables.read("vae_latents").filter(pl.col("sample_id") == "photos/scan.tif")
+    keys = [
+        (facts[f"latents entry{end}"]["key"], facts[f"mask entry{end}"]["key"]) for end in ("", ", mirrored")
+    ]
+    assert of_scan.sort("flipped").select("key", "mask_key").rows() == keys
+
+    entries, table = RecipeEntries(masked.recipe), masked.tables.read("vae_latents")
+    for_training = selected("vae_latents", table, NEEDED["trained_lora"]["vae_latents"])
+    assert entries.latent_keys(for_training).equals(table["key"], check_names=False)
+    assert MASKS.keys(entries, for_training).equals(table["mask_key"], check_names=False)
+
+    masked.run()
+    assert masked.counters() == {"encoded": 0, "masks_encoded": 0, "masks_reused": 12, "masks_failed": 0}
+
+
+def test_the_plan_says_that_the_preprocessing_of_an_image_and_its_mask_has_changed(
+    masked: MaskedJob, photos: Path
+) -> None:
+    add_images_with_rules(masked, photos)
+    masked.run()
+
+    # As 0.3.0 left it: entries under keys without rules, and a table without the columns.
+    entries, table = RecipeEntries(masked.recipe), masked.tables.read("vae_latents")
+    scan_rows = pl.col("sample_id") == "photos/scan.tif"
+    now = {*table.filter(scan_rows)["key"], *table.filter(scan_rows)["mask_key"]}
+    table = table.drop("decoding", "mask_decoding")
+    old = table.with_columns(
+        entries.latent_keys(table).alias("key"), MASKS.keys(entries, table).alias("mask_key")
+    )
+    masked.tables.write("vae_latents", old)
+    for row in old.filter(scan_rows).iter_rows(named=True):
+        (mask,) = MASKS.entry_rows(entries, pl.DataFrame([row])).to_dicts()
+        for spec, inputs in (
+            (entries.latent_spec(row), vars(entries.latent_inputs(row))),
+            (MASKS.spec(entries, mask), MASKS.inputs(entries, mask)),
+        ):
+            tensors = {name: np.ones(each.shape, each.dtype) for name, each in spec.tensors.items()}
+            entries.store.write(spec, tensors, {"inputs": dict(inputs)})
+    root = masked.recipe.output_dir.parent / "cache"
+    for path in root.rglob("*.safetensors"):
+        if path.stem in now:
+            path.unlink()
+
+    plan = forecast(masked.recipe, masked.tables, log=lambda _: None)
+    names = ["photos/scan.tif", "photos/scan.tif, mirrored"]
+    assert plan.latents.reasons == {"preprocessing changed": names}
+    assert plan.side_inputs["masks"].reasons == {"preprocessing changed": ["photos/scan.tif"] * 2}

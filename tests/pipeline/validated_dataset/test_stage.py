@@ -18,6 +18,7 @@ from pipeline.images import formats as image_formats
 from pipeline.images.decode import decode, load_pixels
 from pipeline.images.geometry import Geometry
 from pipeline.validated_dataset.stage import funnel_rows, funnel_text
+from tests.pipeline.images.tiffs import grey_tiff
 
 PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
@@ -342,3 +343,16 @@ def test_numbers_of_the_funnel_without_kinds_have_no_parentheses() -> None:
     assert funnel_text(funnel_rows(24, passed_over={}, rejected={})) == (
         "24 found, 0 ignored, 0 rejected, 24 kept"
     )
+
+
+def test_only_tables_of_images_with_decoding_rules_have_the_column(folder: Any) -> None:
+    folder.add("a.png")
+    assert "decoding" not in folder.ingest().table.columns
+    levels = np.linspace(0, 65_535, 960).reshape(24, 40).astype(np.uint16)
+    folder.add("b.tif", grey_tiff(levels, white_is_zero=True))
+    assert dict(folder.ingest().table.select("sample_id", "decoding").rows()) == {
+        "d/a.png": None,
+        "d/b.tif": "white_is_zero",
+    }
+    (folder.root / "b.tif").unlink()
+    assert "decoding" not in folder.ingest().table.columns
