@@ -22,6 +22,7 @@ from PIL import Image
 
 from pipeline.images import colour
 from pipeline.images.colour import Background
+from pipeline.images.colour_key import load_with_key
 from pipeline.images.decode_limits import (
     DECODE_MEMORY,
     MAX_DECODE_BYTES,
@@ -196,9 +197,9 @@ def decoded(
                 image.draft(None, (draft_px, draft_px))
             cost, orientation_before = _require_cost(image, file, limits.max_bytes)
             memory.enter_context(DECODE_MEMORY.reserved(cost.num_bytes))
-            image.load()
+            has_other_key = load_with_key(image, file)
             if rules is not None:
-                rules += colour.decoding_rules(image)
+                rules += [*colour.decoding_rules(image), *["colour_key"] * has_other_key]
 
             # Loading a TIFF makes it upright and removes its orientation. A PNG may store its orientation
             # behind the pixels, where it is only visible now.
