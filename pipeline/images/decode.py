@@ -34,6 +34,7 @@ from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, formats_of, plugin_version, plugin_versions, require_image
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
 from pipeline.images.orientation import TRANSPOSE, has_late_metadata, orientation_of, oriented_size
+from pipeline.images.stated_colour import stated_profile
 from pipeline.storage.regular_files import open_regular, read_all
 from pipeline.storage.source import MAX_BUFFERED_BYTES, SourceFile
 from pipeline.versions import PREPROCESSING_VERSION
@@ -117,7 +118,10 @@ def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
     Raises:
         ImageError: The image cannot be opened, or it exceeds the limits.
     """
-    with _opened(source, max_px, max_cpu_s=MAX_HEADER_CPU_S) as (image, _), ExitStack() as memory:
+    with _opened(source, max_px, max_cpu_s=MAX_HEADER_CPU_S) as (image, file), ExitStack() as memory:
+        with suppress(ImageError):  # validation rejects colours that cannot be converted
+            _use_stated_colour(image, file)
+
         # Only loading such a PNG shows its orientation.
         if has_late_metadata(image):
             num_bytes = decode_bytes(image, num_scans=1, converts=False)
@@ -163,6 +167,8 @@ def decoding_of(rules: Iterable[str]) -> str | None:
 def decode_cost(file: BinaryIO, *, limits: DecodeLimits) -> DecodeCost:
     """Return what decoding an open file takes, and go back to its start; raises like `read_header`."""
     with _opened(file, limits.max_px) as (image, _):
+        with suppress(ImageError):
+            _use_stated_colour(image, file)
         cost, _ = _require_cost(image, file, limits.max_bytes)
     file.seek(0)
     return cost
@@ -193,13 +199,17 @@ def decoded(
     """
     with ExitStack() as memory:
         with _opened(source, limits.max_px) as (image, file):
+            # Other conversions read numbers that are no colours.
+            has_stated_colour = convert is None and _use_stated_colour(image, file)
             if draft_px is not None:
                 image.draft(None, (draft_px, draft_px))
             cost, orientation_before = _require_cost(image, file, limits.max_bytes)
             memory.enter_context(DECODE_MEMORY.reserved(cost.num_bytes))
             has_other_key = load_with_key(image, file)
             if rules is not None:
-                rules += [*colour.decoding_rules(image), *["colour_key"] * has_other_key]
+                own_rules = {"colour_key": has_other_key, "stated_colour": has_stated_colour}
+                rules += [name for name, applies in own_rules.items() if applies]
+                rules += colour.decoding_rules(image)
 
             # Loading a TIFF makes it upright and removes its orientation. A PNG may store its orientation
             # behind the pixels, where it is only visible now.
@@ -209,6 +219,20 @@ def decoded(
             if rgb is not image:
                 image.close()
         yield rgb
+
+
+def _use_stated_colour(image: Image.Image, file: BinaryIO) -> bool:
+    """Give an opened image the profile of `stated_profile`; return whether that changes its colours.
+
+    Raises:
+        ImageError: See `stated_profile`.
+    """
+    profile = stated_profile(image, file)
+    if profile is None:
+        return False
+    changed_before = colour.changes_colours(image)
+    image.info["icc_profile"] = profile
+    return changed_before or colour.changes_colours(image)
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

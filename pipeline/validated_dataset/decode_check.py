@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CONTENT_REASONS = frozenset(
     [
         *("truncated", "undecodable", "not_an_image", "empty_file", "too_many_scans"),
-        "range_unknown",
+        *("range_unknown", "hdr_colour", "colour_unknown"),
     ]
 )
 """Rejection reasons that hold for a file's bytes."""

@@ -19,6 +19,7 @@ from pipeline.images.decode import decode, load_pixels
 from pipeline.images.geometry import Geometry
 from pipeline.validated_dataset.stage import funnel_rows, funnel_text
 from tests.pipeline.images.tiffs import grey_tiff
+from tests.pipeline.pixels import stored_png
 
 PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
@@ -343,6 +344,23 @@ def test_numbers_of_the_funnel_without_kinds_have_no_parentheses() -> None:
     assert funnel_text(funnel_rows(24, passed_over={}, rejected={})) == (
         "24 found, 0 ignored, 0 rejected, 24 kept"
     )
+
+
+def test_I29_I30_images_whose_colours_are_unknown_are_rejected_by_name_and_once(folder: Any) -> None:
+    grid = np.arange(24 * 40 * 3).reshape(24, 40, 3) % 256
+    folder.add("pq.png", stored_png(grid, 8, (b"cICP", bytes([9, 16, 0, 1]))))
+    folder.add("log.png", stored_png(grid, 8, (b"cICP", bytes([1, 9, 0, 1]))))
+    folder.add("scene.tif", grey_tiff(np.linspace(0, 4, 960, dtype=np.float32).reshape(24, 40)))
+    folder.add("a.png")
+    for num_decoded in (4, 0):
+        result = folder.ingest()
+        assert result.report["decoded"] == num_decoded
+        assert result.table["sample_id"].to_list() == ["d/a.png"]
+        assert dict(result.rejected.select("sample_id", "reason").rows()) == {
+            "d/log.png": "colour_unknown",
+            "d/pq.png": "hdr_colour",
+            "d/scene.tif": "range_unknown",
+        }
 
 
 def test_only_tables_of_images_with_decoding_rules_have_the_column(folder: Any) -> None:
