@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.fsspec_folder import FsspecFolder
 from pipeline.cache.pack_copies import IDLE_S, CopySettings, PackCopies
+from pipeline.cache.packs import build_pack
 from pipeline.cache.store import Store
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Url
@@ -367,6 +368,24 @@ def test_a_pack_with_a_damaged_entry_is_copied_for_the_others(cache: PackedCache
     cache.remote.names.clear()
     cache.read(range(1, 8))
     assert cache.remote.names == []
+
+
+def test_an_entry_that_is_damaged_in_the_first_of_two_packs_is_read_from_a_copy_of_the_second(
+    cache: PackedCache,
+) -> None:
+    folder, spec = Store(cache.store.address).folder, cache.specs[0]
+    offset = offset_of(folder, cache.pack, spec)
+    raw = folder.read_range(cache.pack, offset, offset + spec.file_bytes)
+    folder.replace(*build_pack("latents", {spec.key: raw}))
+    first, second = pack_names(folder)
+    flip_bit(folder, first, offset_of(folder, first, spec) + DATA_START + 3)
+
+    cache.read([0, 0])
+    cache.wait()
+    assert copies_in(cache.copy.parent) == {second}
+    cache.remote.names.clear()
+    cache.read([0])
+    assert second not in cache.remote.names
 
 
 def test_a_damaged_packed_entry_gives_way_to_a_single_one(cache: PackedCache) -> None:
