@@ -171,6 +171,15 @@ def test_an_error_of_a_deletion_names_the_file(store: Store) -> None:
     assert excinfo.value.fix
 
 
+def test_packs_that_cannot_be_listed_are_an_error_with_the_cache(store: Store) -> None:
+    write_entries(store, 1)
+    Path(store.folder.where("packs")).write_text("a file in place of the folder")
+    with pytest.raises(StoreError, match=r"the cache cannot be listed: .*Not a directory") as excinfo:
+        survey(store.address)
+    assert excinfo.value.where == store.folder.where("")
+    assert excinfo.value.fix
+
+
 def test_a_temporary_file_is_left_over_after_the_grace_period(store: Store) -> None:
     specs = write_entries(store, 2)
     use(store, specs)
