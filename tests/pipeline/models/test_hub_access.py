@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -39,10 +39,14 @@ from pathlib import Path
 from pipeline.errors import ModelError
 from pipeline.models.components import resolve_components
 from tests.pipeline.model_recipe import recipe
-try:
-    resolve_components(recipe(Path(sys.argv[1]), "models/tiny", components={"vae": sys.argv[2]}))
-except ModelError as err:
-    print(json.dumps([str(err)]))
+results = []
+for name in json.loads(sys.argv[2]):
+    try:
+        folders = resolve_components(recipe(Path(sys.argv[1]), "models/tiny", components={"vae": name}))
+        results.append(str(folders["vae"]))
+    except ModelError as err:
+        results.append(str(err))
+print(json.dumps(results))
 """
 
 CHECK_CODE = """\
@@ -64,11 +68,14 @@ print(json.dumps(errors))
 
 INVALID_TOKEN = "Invalid credentials in Authorization header"
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
 
 class Hub(BaseHTTPRequestHandler):
     """The answers of the Hub, by the name of the requested repository; each request is recorded."""
 
     requests: list[str]
+    repositories: ClassVar[dict[str, Path]] = {}
 
     def do_GET(self) -> None:
         self._answer()
@@ -80,7 +87,11 @@ class Hub(BaseHTTPRequestHandler):
         self.requests.append(f"{self.command} {self.path}")
         is_info = self.path.startswith("/api/models/")
         token = self.headers.get("Authorization")
-        if token == "Bearer hf_expired":
+        path = self.path.partition("?")[0].removeprefix("/api/models")
+        served = next((name for name in self.repositories if f"{path}/".startswith(f"/{name}/")), None)
+        if served:
+            self._serve(self.repositories[served], path)
+        elif token == "Bearer hf_expired":
             self._send(401, {"X-Error-Message": INVALID_TOKEN})
         elif "/someone/down" in self.path:
             self._send(503, {})
@@ -95,8 +106,23 @@ class Hub(BaseHTTPRequestHandler):
         else:
             self._send(404 if token else 401, {"X-Error-Code": "RepoNotFound"})
 
+    def _serve(self, folder: Path, path: str) -> None:
+        """Answer for a repository with the files in a folder."""
+        name = path.partition(f"/resolve/{COMMIT}/")[2]
+        if name:
+            self._send(200, {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}, (folder / name).read_bytes())
+        elif "/tree/" in path:
+            files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+            entries = [
+                {"type": "file", "path": name, "oid": name, "size": file.stat().st_size}
+                for name, file in files.items()
+            ]
+            self._send(200, {}, entries)
+        else:
+            self._send(200, {}, {"id": "someone/x", "modelId": "someone/x", "siblings": [], "sha": COMMIT})
+
     def _send(self, status: int, headers: dict[str, str], content: Any = None) -> None:
-        body = json.dumps(content or {}).encode()
+        body = content if isinstance(content, bytes) else json.dumps(content or {}).encode()
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -125,7 +151,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 
 
 def resolve(folder: Path, argument: str, *, code: str = CODE, **environment: str) -> list[str]:
-    """Resolve base models, or what `code` resolves, in another process, and return their errors.
+    """Resolve base models, or what `code` resolves, in another process, and return what it prints: errors.
 
     The test fails if a request is repeated: huggingface_hub then logs "Retrying in 1s".
     """
@@ -199,7 +225,7 @@ def test_without_a_network_there_is_one_attempt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "argument"),
-    [(CODE, one_base("someone/down")), (COMPONENT_CODE, "someone/down")],
+    [(CODE, one_base("someone/down")), (COMPONENT_CODE, json.dumps(["someone/down"]))],
     ids=["base model", "component"],
 )
 def test_a_hub_that_is_unavailable_gets_one_request(
@@ -209,6 +235,20 @@ def test_a_hub_that_is_unavailable_gets_one_request(
     (error,) = resolve(tmp_path, argument, code=code, HF_ENDPOINT=address)
     assert "could not be downloaded from the Hub: " in error
     assert len([request for request in requests if "someone/down" in request]) == 1
+
+
+def test_a_component_is_downloaded_from_a_model_or_from_a_repository_of_its_own(
+    tmp_path: Path, hub: tuple[str, list[str]], tiny_sd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, requests = hub
+    repositories = {"someone/model": tiny_sd, "someone/part": tiny_sd / "vae"}
+    monkeypatch.setattr(Hub, "repositories", repositories)
+    folders = resolve(tmp_path, json.dumps([*repositories]), code=COMPONENT_CODE, HF_ENDPOINT=address)
+    expected = {file.name: file.read_bytes() for file in (tiny_sd / "vae").iterdir()}
+    for folder in folders:
+        assert {file.name: file.read_bytes() for file in Path(folder).iterdir()} == expected
+    resolved = {request.partition(f"/resolve/{COMMIT}/")[2] for request in requests}
+    assert resolved == {"", *expected, *(f"vae/{name}" for name in expected)}, "no other file is downloaded"
 
 
 def test_offline_mode_requests_nothing(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
