@@ -144,6 +144,11 @@ def test_every_input_has_the_masks_and_references_of_its_own_dataset(rich: Proje
     assert shapes["masked"] == shapes["photos"] == "" != shapes["edits"]
 
 
+def test_the_denoiser_sees_the_images_of_references_and_no_masks(rich: Project) -> None:
+    num_images = {item.dataset: len(item.views[0].images) for item in rich.job().inputs}
+    assert num_images == {"masked": 0, "edits": 2, "photos": 0}
+
+
 def test_each_view_has_its_own_references_and_the_mirrored_ones_come_second(rich: Project) -> None:
     plain = {item.variant_id: item for item in rich.job().inputs if item.dataset == "edits"}
     both_latents = with_mirrored_rows(rich.latents)
