@@ -89,6 +89,29 @@ def test_the_largest_singular_values_equal_those_of_a_full_decomposition(shape: 
     torch.testing.assert_close(left * values @ right, expected, rtol=0, atol=1e-3)
 
 
+def test_a_matrix_that_is_not_much_larger_than_the_rank_is_decomposed_exactly() -> None:
+    """Subspace iteration separates neighbouring values slowly, and in a random matrix they are close."""
+    weight = torch.randn(300, 300, generator=torch.Generator().manual_seed(2))
+    left, values, right = largest_singular(weight, 150, seed=1)
+    whole_left, whole_values, whole_right = torch.linalg.svd(weight, full_matrices=False)
+    torch.testing.assert_close(values, whole_values[:150], rtol=1e-5, atol=0)
+    expected = whole_left[:, :150] * whole_values[:150] @ whole_right[:150]
+    torch.testing.assert_close(left * values @ right, expected, rtol=0, atol=1e-3)
+
+
+def test_the_largest_singular_values_depend_on_the_seed_only_and_leave_the_global_random_state() -> None:
+    weight = torch.randn(300, 400, generator=torch.Generator().manual_seed(2))
+    with torch.random.fork_rng(devices=[]):
+        decompositions: list[tuple[torch.Tensor, ...]] = []
+        for global_seed in (3, 4):
+            torch.manual_seed(global_seed)
+            before = torch.get_rng_state()
+            decompositions.append(largest_singular(weight, 6, seed=1))
+            assert torch.equal(torch.get_rng_state(), before)
+    for one, other in zip(*decompositions, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_the_initial_weights_are_active_within_a_context_and_the_trained_ones_after_it(
     tiny_bases: dict[str, Path], init: str
