@@ -66,6 +66,16 @@ def test_without_settings_there_is_one_group_per_kind_of_network(
     assert groups == [(16, None), (len(engine.weights) - 16, 1e-5)]
 
 
+def test_rates_of_modules_are_rates_of_the_denoiser_only(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    every_module = [{"modules": "*", "learning_rate": 0.2}]
+    lora = _lora(project, learning_rates=every_module, text_encoders={"learning_rate": 1e-5})
+    project = project.changed("rates", lora=lora)
+    engine = engine_of(project)
+    groups = shapes(weight_groups(engine.networks, project.recipe.training))
+    assert groups == [(16, 0.2), (len(engine.weights) - 16, 1e-5)]
+
+
 def _lora(project: Project, **settings: Any) -> LoraSettings:
     values = project.recipe.training.lora.model_dump(mode="json")
     return LoraSettings.model_validate_json(json.dumps({**values, **settings}))
