@@ -103,6 +103,23 @@ def test_only_missing_results_are_computed_after_the_resume(
     assert second.is_file()
 
 
+def test_a_run_that_starts_again_at_its_first_step_computes_all_results(
+    make_project: Callable[..., Project],
+) -> None:
+    """The holdout or the prompts may differ from the earlier start."""
+    job = make_project(**EVERY).job()
+    layout = RunLayout(job.folder)
+    for folder in (layout.previews, layout.validation.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    layout.validation.write_text('{"step": 0}\n{"step": 2}\n')
+    for step in (0, 2):
+        for number in range(len(PROMPTS)):
+            preview_file(layout.previews, step, number).touch()
+    nothing = MissingResults(validation=False, previews=False)
+    assert validation.missing_results(job, 2, is_main=True) == nothing
+    assert validation.missing_results(job, 0, is_main=True) == validation.ALL_MISSING
+
+
 @pytest.mark.slow
 def test_R09_results_that_end_the_process_again_are_skipped(
     make_project: Callable[..., Project], kill: Callable[..., None]
