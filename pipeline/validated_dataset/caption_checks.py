@@ -112,7 +112,7 @@ def _plausible(table: pl.DataFrame) -> Outcome:
         return Outcome(True, f"{counted(len(table), 'caption')}, none with chatter, markup or prompt syntax")
 
     rows = [
-        {"sample_id": sample_id, "what": what, "text": _excerpt(text, KINDS[what])}
+        {"sample_id": sample_id, "what": what, "text": _excerpt(text, what)}
         for sample_id, text, what in found.rows()
     ]
     counts = Counter(row["what"] for row in rows).most_common()
@@ -122,18 +122,38 @@ def _plausible(table: pl.DataFrame) -> Outcome:
         f"{kinds_text}; {rows[0]['sample_id']}: {rows[0]['text']!r}"
     )
     fix = "correct these captions, or write them again"
-    syntax = next((row["text"] for row in rows if row["what"] == "prompt syntax"), None)
-    if syntax is not None:
-        rule = f"{{find: {json.dumps(syntax.strip(' ,.'), ensure_ascii=False)}}}"
-        fix += f"; captions.replace removes prompt syntax, which training reads as plain text: [{rule}]"
+    syntax = found.filter(what="prompt syntax")["text"].to_list()
+    if syntax:
+        rule = _replace_rule(_match(syntax[0], "prompt syntax"))
+        fix += "; captions.replace removes prompt syntax, which training reads as plain text"
+        fix += f": [{rule}]" if rule else ""
     numbers = {what.replace(" ", "_").lower(): count for what, count in counts}
     return Outcome(False, summary, fix, rows, numbers)
 
 
-def _excerpt(text: str, expression: str) -> str:
-    (match,) = pl.Series([text]).str.extract(f"({expression})", 1)
-    start = text.find(match)
-    return text[start : start + max(len(match), _SHOWN_CHARACTERS)][:_SHOWN_CHARACTERS]
+def _match(text: str, kind: str) -> str:
+    """Return the part of a text that shows its kind."""
+    return pl.Series([text]).str.extract(f"({KINDS[kind]})", 1).item()
+
+
+def _excerpt(text: str, kind: str) -> str:
+    return text[text.find(_match(text, kind)) :][:_SHOWN_CHARACTERS]
+
+
+def _replace_rule(syntax: str) -> str:
+    """Return an item of `captions.replace` that removes prompt syntax and keeps its words; or no text."""
+    rule = {"find": syntax.strip(" ,.\n")}
+    if "BREAK" in syntax:
+        rule = {"find": "BREAK"}
+    elif syntax.startswith("\\"):
+        rule["with"] = syntax[1:]
+    elif syntax.startswith("("):
+        rule["with"] = syntax.strip("()").rpartition(":")[0] or syntax.strip("()")
+    elif not syntax.startswith("<"):
+        return ""
+    return (
+        "{" + ", ".join(f"{key}: {json.dumps(text, ensure_ascii=False)}" for key, text in rule.items()) + "}"
+    )
 
 
 def _repeated(recipe: Recipe, table: pl.DataFrame) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from pipeline.reporting.findings import CheckContext, Finding
 from pipeline.validated_dataset import checks
@@ -137,13 +138,25 @@ def test_C10_C11_ordinary_captions_are_not_warned(folder: Folder) -> None:
     assert findings["captions_present"].passed
 
 
-def test_C11_the_fix_is_a_replacement_that_removes_prompt_syntax(folder: Folder) -> None:
-    folder.add("a.png", caption="a dog, <lora:foo:0.8>")
+@pytest.mark.parametrize(
+    ("caption", "rule", "replaced"),
+    [
+        ("<lora:foo:0.8>, a dog", {"find": "<lora:foo:0.8>"}, "a dog"),
+        ("a (red:1.3) dog on grass", {"find": "(red:1.3)", "with": "red"}, "a red dog on grass"),
+        ("((red)) dog", {"find": "((red))", "with": "red"}, "red dog"),
+        ("a dog, BREAK a cat", {"find": "BREAK"}, "a dog, a cat"),
+        (r"miku \(vocaloid", {"find": r"\(", "with": "("}, "miku (vocaloid"),
+    ],
+)
+def test_C11_the_fix_is_a_replacement_that_keeps_the_words(
+    folder: Folder, caption: str, rule: dict[str, str], replaced: str
+) -> None:
+    folder.add("a.png", caption=caption)
     folder.ingest()
     fix = checked(folder)["captions_plausible"].fix
-    assert '[{find: "<lora:foo:0.8>"}]' in fix
-    folder.captions = {"replace": [{"find": "<lora:foo:0.8>"}]}
-    assert folder.ingest().table["caption"].to_list() == ["a dog"]
+    assert YAML(typ="safe").load(fix.rpartition(": [")[2].removesuffix("]")) == rule
+    folder.captions = {"replace": [rule]}
+    assert folder.ingest().table["caption"].to_list() == [replaced]
     assert checked(folder)["captions_plausible"].passed
 
 
