@@ -135,6 +135,14 @@ class TrainingSettings(Settings):
     timesteps: TimestepSettings = Field(
         default_factory=TimestepSettings, description="Distribution of noise levels."
     )
+    guidance: float = Field(
+        default=1.0,
+        ge=0.0,
+        description="Guidance scale that the transformer gets in training. For FLUX.1 dev, FLUX.1 Kontext "
+        "and FLUX.2 dev, whose distilled guidance is an input. At 1 the LoRA does not learn guidance; set it "
+        "to the scale of a LoRA in `lora.start_from` that was trained at another, such as 3.5. Previews have "
+        "their own `sample_prompts[].guidance_scale`.",
+    )
     max_grad_norm: float = Field(
         default=1.0, gt=0.0, description="Norm to which larger gradients are clipped."
     )

@@ -66,6 +66,7 @@ RECIPE_FACTS = (
     RecipeFact("noise.offset", "training.noise.offset"),
     RecipeFact("noise.input_perturbation", "training.noise.input_perturbation"),
     RecipeFact("noise.zero_terminal_snr", "training.noise.zero_terminal_snr"),
+    RecipeFact("guidance", "training.guidance", default=1.0, since="0.4.0"),
     RecipeFact("optimizer.kind", "training.optimizer"),
     RecipeFact("optimizer.arguments", "training.optimizer_arguments"),
     RecipeFact("optimizer.learning_rate", "training.learning_rate"),

@@ -137,6 +137,7 @@ EFFECTS: dict[str, Effect] = {
     "training.timesteps.min": _run({"timesteps": {"min": 0.1}}),
     "training.timesteps.max": _run({"timesteps": {"max": 0.9}}),
     "training.timesteps.shift": _run({"timesteps": {"shift": 2.0}}),
+    "training.guidance": _run({"guidance": 3.5}),
     "training.max_grad_norm": _run({"max_grad_norm": 2.0}),
     "training.seed": _run({"seed": 43}),
     "training.quantize": _run({"quantize": "int8"}),

@@ -71,6 +71,8 @@ class FamilySpec:
             runs of earlier versions then keep their ids, and new runs get other ones.
         distillation: Reads from the configurations whether a base model is distilled.
         references: Reference images that the denoiser sees; None if it sees none.
+        takes_guidance: Reads from the configurations whether a guidance scale is an input of the denoiser.
+        forces_zeros: Default of the pipeline for a model without `FORCES_ZEROS` in `model_index.json`.
     """
 
     name: str
@@ -91,6 +93,8 @@ class FamilySpec:
     objective: int | Callable[[ModelFolder], int] = 1
     distillation: Callable[[ModelFolder], Distillation | None] = lambda model: None
     references: ReferenceSpec | None = None
+    takes_guidance: Callable[[ModelFolder], bool] = lambda model: False
+    forces_zeros: bool = False
 
 
 class Family:
@@ -211,6 +215,10 @@ class Family:
     @property
     def distillation(self) -> Distillation | None:
         return self.spec.distillation(self.model)
+
+    @property
+    def takes_guidance(self) -> bool:
+        return self.spec.takes_guidance(self.model)
 
     @property
     def objective(self) -> int:

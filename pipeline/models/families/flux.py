@@ -61,4 +61,5 @@ FLUX = FamilySpec(
     guidance_scale=3.5,
     no_negative_prompts="its guidance is distilled",
     distillation=_distillation,
+    takes_guidance=has_guidance,
 )

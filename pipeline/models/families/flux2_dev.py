@@ -40,4 +40,5 @@ FLUX2_DEV = FamilySpec(
     # Recommended number: https://docs.bfl.ml/guides/prompting_editing_overview
     references=flux2_references(6),
     no_negative_prompts="its guidance is distilled",
+    takes_guidance=lambda model: True,
 )

@@ -21,4 +21,5 @@ FLUX_KONTEXT = FamilySpec(
     guidance_scale=2.5,
     no_negative_prompts="its guidance is distilled",
     references=KONTEXT_REFERENCES,
+    takes_guidance=FLUX.takes_guidance,
 )

@@ -25,7 +25,12 @@ and `text_lengths`, a tuple of B integers: reading lengths from a tensor would m
 With reference images, also `references`: a tuple of float tensors (B, C, h, w), one for each reference of an
 image, in the recipe's order. They are latents as `VaeCodec.normalise` returns them for the posterior's mean,
 each with its own h and w. Without reference images, the tuple is empty or missing.
+
+If the denoiser takes a guidance scale, also `guidance`, a float; `DEFAULT_GUIDANCE` if it is missing.
 """
+
+DEFAULT_GUIDANCE = 1.0
+"""Guidance scale of training, at which the adapter does not learn distilled guidance."""
 
 
 def padding_mask(conditions: Conditions) -> Tensor | None:

@@ -50,6 +50,7 @@ class MicroBatchMaker:
         self._empty_text = job.empty_text
         self._seed = training.seed
         self._timestep_settings = training.timesteps
+        self._guidance = training.guidance
         self._noise = NoiseSampler(training)
         self._loss_weights = loss_weights(job.recipe)
         self._keeps_prediction = {
@@ -151,6 +152,8 @@ class MicroBatchMaker:
         crops = [item.views[slot.view].crop_top_left for slot, item in pairs]
         conditions["crop_top_left"] = torch.tensor(crops)
         conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in inputs])
+        if self._family.takes_guidance:
+            conditions["guidance"] = self._guidance
         for side_input in SIDE_INPUTS:
             if side_input.condition is not None and (images := self._images(pairs, side_input.plural)):
                 conditions[side_input.condition] = images

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.families.flux import has_guidance
-from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.denoiser import DEFAULT_GUIDANCE, Conditions, DenoiserCall
 from pipeline.models.worker.text import POOLED_PROMPT, TextConditioner
 
 PATCH = 2
 """Edge, in latent values, of the patch that is packed into one token."""
-
-# Dev's guidance is distilled, and at 1 the adapter does not learn guidance.
-_TRAINING_GUIDANCE = 1.0
 
 
 class T5AndClipConditioner(TextConditioner):
@@ -46,8 +42,9 @@ class FluxCall(DenoiserCall):
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         guidance = None
-        if has_guidance(self.family.model):
-            guidance = torch.full((len(noisy),), _TRAINING_GUIDANCE, device=noisy.device)
+        if self.family.takes_guidance:
+            scale = conditions.get("guidance", DEFAULT_GUIDANCE)
+            guidance = torch.full((len(noisy),), scale, device=noisy.device)
 
         text = conditions["text_embedding"]
         tokens = denoiser(

@@ -25,7 +25,7 @@ class KleinConditioner(TextConditioner):
 class Flux2Call(DenoiserCall):
     """The transformer over tokens that are the values of a patched latent, then of the references."""
 
-    def guidance(self, noisy: Tensor) -> Tensor | None:
+    def guidance(self, noisy: Tensor, conditions: Conditions) -> Tensor | None:
         """Return the guidance scale (B,), or None if the transformer takes none."""
         return None
 
@@ -36,7 +36,7 @@ class Flux2Call(DenoiserCall):
         tokens = denoiser(
             **self._image_tokens(noisy, conditions),
             timestep=timesteps / self.num_timesteps,
-            guidance=self.guidance(noisy),
+            guidance=self.guidance(noisy, conditions),
             encoder_hidden_states=text,
             txt_ids=self.pipeline._prepare_text_ids(text).to(noisy.device),
             return_dict=False,

@@ -8,10 +8,8 @@ from typing import Any
 from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 from torch import Tensor
 
+from pipeline.models.worker.denoiser import DEFAULT_GUIDANCE, Conditions
 from pipeline.models.worker.families.flux2 import Flux2Call, KleinConditioner
-
-# Guidance is distilled, and at 1 the adapter does not learn guidance.
-_TRAINING_GUIDANCE = 1.0
 
 
 class DevConditioner(KleinConditioner):
@@ -31,6 +29,6 @@ class DevConditioner(KleinConditioner):
 class GuidedFlux2Call(Flux2Call):
     """FLUX.2's transformer with a guidance scale."""
 
-    def guidance(self, noisy: Tensor) -> Tensor:
+    def guidance(self, noisy: Tensor, conditions: Conditions) -> Tensor:
         """Return the guidance scale (B,) of training."""
-        return noisy.new_full((len(noisy),), _TRAINING_GUIDANCE)
+        return noisy.new_full((len(noisy),), conditions.get("guidance", DEFAULT_GUIDANCE))

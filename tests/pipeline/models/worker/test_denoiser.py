@@ -36,8 +36,8 @@ def loaded(tiny_model: TinyModel) -> Callable[[str], Loaded]:
     return load
 
 
-def predict(model: Loaded, lengths: list[int]) -> Tensor:
-    """Call the denoiser with a batch of captions of these lengths."""
+def predict(model: Loaded, lengths: list[int], **more: Any) -> Tensor:
+    """Call the denoiser with a batch of captions of these lengths, and with more conditions."""
     family, denoiser = model
     shapes = family.text_shapes()
     texts = [
@@ -48,7 +48,7 @@ def predict(model: Loaded, lengths: list[int]) -> Tensor:
         for length in lengths
     ]
     noisy = torch.randn(len(lengths), *family.latent_shape(Size(64, 64)))
-    conditions = family.text.stack(texts)
+    conditions = family.text.stack(texts) | more
     with torch.no_grad():
         return family.denoiser.predict(denoiser, noisy, torch.full((len(lengths),), 500.0), conditions)
 
@@ -158,3 +158,22 @@ def test_timesteps_reach_the_denoiser_in_float32(loaded: Callable[[str], Loaded]
         predict((family, denoiser), [5])
     hook.remove()
     assert set(dtypes) == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["FLUX.1 dev", "FLUX.1 Kontext", "FLUX.2 dev"])
+def test_a_denoiser_with_distilled_guidance_gets_the_scale_of_the_conditions(
+    loaded: Callable[[str], Loaded], kind: str
+) -> None:
+    model = loaded(kind)
+    given: list[Tensor] = []
+    hook = model[1].register_forward_pre_hook(
+        lambda _module, _arguments, named: given.append(named["guidance"]), with_kwargs=True
+    )
+    predictions = []
+    for more in ({}, {"guidance": 1.0}, {"guidance": 3.5}):
+        torch.manual_seed(1)
+        predictions.append(predict(model, [6, 6], **more))
+    hook.remove()
+    assert [each.tolist() for each in given] == [[1.0, 1.0], [1.0, 1.0], [3.5, 3.5]]
+    assert torch.equal(predictions[0], predictions[1])
+    assert not torch.allclose(predictions[0], predictions[2])
