@@ -25,7 +25,11 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
         can_subset=True,
     )
     def raw_images(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
-        from pipeline.models.recipe_support import require_preview_prompts, require_references
+        from pipeline.models.recipe_support import (
+            require_preview_prompts,
+            require_references,
+            require_training_settings,
+        )
         from pipeline.models.resolve import check_local_base
         from pipeline.models.training_adapter import check_training_adapter
         from pipeline.raw_images import checks
@@ -40,6 +44,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
             check_training_adapter(recipe)
             require_preview_prompts(recipe)
             require_references(recipe)
+            require_training_settings(recipe)
             require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
             for dataset in recipe.datasets:
                 require_folders(dataset)

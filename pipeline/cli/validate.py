@@ -11,7 +11,11 @@ from ruamel.yaml import YAML
 
 from pipeline.cli.conventions import RECIPE_TO_CHECK, echo
 from pipeline.errors import LatentlineError, counted
-from pipeline.models.recipe_support import require_preview_prompts, require_references
+from pipeline.models.recipe_support import (
+    require_preview_prompts,
+    require_references,
+    require_training_settings,
+)
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.models.training_adapter import check_training_adapter
@@ -90,6 +94,7 @@ def check_settings(recipe: Recipe, *more_checks: Callable[[], None]) -> None:
         check_training_adapter,
         require_preview_prompts,
         require_references,
+        require_training_settings,
         require_start_file,
     )
     for check in (*(partial(each, recipe) for each in checks), *more_checks):

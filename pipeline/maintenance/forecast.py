@@ -31,7 +31,11 @@ from pipeline.maintenance.expected import (
     expect_side_input,
     unusable_entries,
 )
-from pipeline.models.recipe_support import require_preview_prompts, require_references
+from pipeline.models.recipe_support import (
+    require_preview_prompts,
+    require_references,
+    require_training_settings,
+)
 from pipeline.models.resolve import check_local_base
 from pipeline.models.training_adapter import check_training_adapter
 from pipeline.raw_images import checks as raw_images
@@ -126,6 +130,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         require_folders(dataset)
     require_preview_prompts(recipe)
     require_references(recipe)
+    require_training_settings(recipe)
     require_start_file(recipe)
 
     # A forecast leaves the output folder as it is, also the indexes of the files that it reads.

@@ -1,7 +1,8 @@
-"""The reference images and the preview prompts of a recipe must suit its base model."""
+"""References, preview prompts and some training settings of a recipe must suit its base model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,59 @@ def _editing_models() -> str:
 
     names = [spec.name for spec in FAMILIES if spec.references is not None]
     return f"a {one_of(names)} model" if names else "a model that edits images"
+
+
+def require_training_settings(recipe: Recipe, family: Family | None = None) -> None:
+    """Raise RecipeError if the base model has no finite `training.loss.weighting`, or reads no `guidance`.
+
+    Without a family, only a base model in a local folder is checked.
+    """
+    family = family or local_family(recipe)
+    if family is None:
+        return
+    mistakes = [_weighting_mistake(recipe, family), _guidance_mistake(recipe, family)]
+    if any(mistakes):
+        raise recipe_error([placed(recipe, mistake) for mistake in mistakes if mistake is not None])
+
+
+def _guidance_mistake(recipe: Recipe, family: Family) -> Mistake | None:
+    guidance = recipe.training.guidance
+    if family.takes_guidance or guidance == type(recipe.training).model_fields["guidance"].default:
+        return None
+    what = f"training.guidance requires a base model with distilled guidance, but {recipe.model.base} "
+    what += f"({family.spec.name}) takes no guidance scale, got {guidance}"
+    fix = "remove it; sample_prompts[].guidance_scale sets the scale of a preview"
+    return Mistake(("training", "guidance"), what, fix)
+
+
+def _weighting_mistake(recipe: Recipe, family: Family) -> Mistake | None:
+    if recipe.training.loss.weighting == "none":
+        return None
+
+    # Families are imported only here, because most recipes are validated without them.
+    from pipeline.models.families.parts.noise import BetaNoise
+
+    # The weight of a noise prediction is a quotient by the SNR. A velocity's is one by SNR + 1.
+    noise, training = family.spec.noise, recipe.training
+    if not isinstance(noise, BetaNoise) or family.prediction_type() != "epsilon":
+        return None
+
+    last, num_timesteps = noise.last_timestep_with_signal(family.model), family.num_timesteps
+
+    # Noise levels are below `max`. The product is rounded, because 0.999 has no exact binary value.
+    highest = math.ceil(round(training.timesteps.max * num_timesteps, 6)) - 1
+    if highest <= last:
+        return None
+
+    what = f"loss.weighting: {training.loss.weighting} divides by the signal-to-noise ratio, which is 0 at "
+    what += f"timestep {last + 1} of the base model {recipe.model.base} ({family.spec.name}): it predicts "
+    what += "noise, and its schedule ends without signal"
+
+    # Rounded down, because 0.666667 of 3 timesteps would include the last one.
+    limit = math.floor(round((last + 1) / num_timesteps * 10**6, 3)) / 10**6
+    fix = f"set training.timesteps.max to {limit:g}, so that timesteps without signal "
+    fix += "are not trained on, or loss.weighting to none"
+    return Mistake(("training", "loss", "weighting"), what, fix)
 
 
 def require_preview_prompts(recipe: Recipe, family: Family | None = None) -> None:

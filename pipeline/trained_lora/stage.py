@@ -17,7 +17,11 @@ from pipeline.cache.used_keys import KeyLists
 from pipeline.errors import counted
 from pipeline.log import NOTE, Log
 from pipeline.models.families import detect
-from pipeline.models.recipe_support import require_preview_prompts, require_references
+from pipeline.models.recipe_support import (
+    require_preview_prompts,
+    require_references,
+    require_training_settings,
+)
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images
@@ -203,6 +207,7 @@ def _plan_run(
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora."""
     recipe = entries.recipe
     require_objective(recipe.training, entries.family.prediction_type())
+    require_training_settings(recipe, entries.family)
     require_replaceable_shift(recipe.training, entries.family)
     require_text_encoders(recipe.training, entries.family)
     require_preview_prompts(recipe, entries.family)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import DDPMScheduler
 from PIL import Image
 
 from demo.tiny_models import (
+    make_tiny,
     make_tiny_flux,
     make_tiny_flux2_dev,
     make_tiny_flux2_klein,
@@ -22,7 +29,12 @@ from demo.tiny_models import (
 )
 from pipeline.errors import RecipeError
 from pipeline.models.families import detect
-from pipeline.models.recipe_support import require_preview_prompts, require_references
+from pipeline.models.families.parts.noise import BetaNoise
+from pipeline.models.recipe_support import (
+    require_preview_prompts,
+    require_references,
+    require_training_settings,
+)
 from pipeline.recipe import Recipe, load_recipe, recipe_from_mapping
 from pipeline.storage.atomic import write_text
 from tests.pipeline.reference_family import with_references
@@ -199,3 +211,117 @@ def test_a_base_model_that_is_not_local_is_checked_when_it_is_known(
     require_references(recipe)
     with pytest.raises(RecipeError, match="accepts no reference images"):
         require_references(recipe, detect(tiny_sd))
+
+
+STABLE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+SCHEDULES: dict[str, tuple[dict[str, Any], bool]] = {
+    "as published": ({"_class_name": "PNDMScheduler", **STABLE}, True),
+    "rescaled, DDIM": ({"_class_name": "DDIMScheduler", **STABLE, "rescale_betas_zero_snr": True}, False),
+    "rescaled, Euler": (
+        {"_class_name": "EulerDiscreteScheduler", **STABLE, "rescale_betas_zero_snr": True},
+        False,
+    ),
+    # PNDM has no such setting, but DDPM, which trains, reads it.
+    "rescaled, PNDM": ({"_class_name": "PNDMScheduler", **STABLE, "rescale_betas_zero_snr": True}, False),
+    "rescaled, 50 timesteps": ({**STABLE, "num_train_timesteps": 50, "rescale_betas_zero_snr": True}, False),
+    "beta_end of 1": ({"beta_schedule": "linear", "beta_end": 1.0}, False),
+    "product that underflows": ({"beta_schedule": "sigmoid", "beta_end": 0.99}, False),
+    "trained betas": ({"num_train_timesteps": 3, "trained_betas": [0.1, 0.5, 1.0]}, False),
+    "trained betas below 1": ({"num_train_timesteps": 3, "trained_betas": [0.1, 0.5, 0.9]}, True),
+    "cosine": ({"beta_schedule": "squaredcos_cap_v2"}, True),
+    "defaults": ({}, True),
+}
+"""Configurations of schedulers, and whether each timestep has signal."""
+
+
+def with_schedule(folder: Path, tiny_sd: Path, schedule: dict[str, Any], prediction: str = "epsilon") -> Path:
+    """Copy a Stable Diffusion model into a folder, with this scheduler configuration, and return it."""
+    base = folder / "sd"
+    shutil.copytree(tiny_sd, base, copy_function=os.link)
+    config = {"_class_name": "DDPMScheduler", "prediction_type": prediction, **schedule}
+    write_text(base / "scheduler" / "scheduler_config.json", json.dumps(config))
+    return base
+
+
+def weighted(base: Path, weighting: str, **timesteps: float) -> Recipe:
+    training = {"loss": {"weighting": weighting}, "timesteps": timesteps}
+    values = {"datasets": [{"name": "d", "path": "/data"}], "output_dir": "/out", "training": training}
+    return recipe_from_mapping("x", {**values, "model": {"base": str(base)}})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_R13_the_last_timestep_with_signal_is_that_of_the_scheduler_that_trains(
+    tmp_path: Path, tiny_sd: Path, name: str
+) -> None:
+    config, all_have_signal = SCHEDULES[name]
+    base = with_schedule(tmp_path, tiny_sd, config)
+    alphas_bar = DDPMScheduler.from_pretrained(base / "scheduler").alphas_cumprod
+    noise = detect(base).spec.noise
+    assert isinstance(noise, BetaNoise)
+    last = noise.last_timestep_with_signal(detect(base).model)
+    assert last == int(alphas_bar.nonzero().max())
+    assert (last == len(alphas_bar) - 1) is all_have_signal
+
+
+@pytest.mark.parametrize("weighting", ["min_snr", "soft_min_snr", "debiased"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_R05_a_weighting_that_divides_by_an_snr_of_zero_is_a_mistake_before_training(
+    tmp_path: Path, tiny_sd: Path, name: str, weighting: str
+) -> None:
+    config, all_have_signal = SCHEDULES[name]
+    base = with_schedule(tmp_path, tiny_sd, config)
+    if all_have_signal:
+        require_training_settings(weighted(base, weighting))
+        return
+    with pytest.raises(RecipeError, match="which is 0 at timestep") as raised:
+        require_training_settings(weighted(base, weighting))
+    assert "training.loss.weighting" in raised.value.where
+
+    # The fix leaves out the timesteps without signal, and only those.
+    found = re.search(r"timesteps\.max to ([0-9.e-]+),", raised.value.fix)
+    assert found is not None
+    highest = float(found[1])
+    require_training_settings(weighted(base, weighting, max=highest))
+    with pytest.raises(RecipeError):
+        require_training_settings(weighted(base, weighting, max=min(1.0, highest * 1.0001)))
+
+
+def test_a_weighting_is_accepted_where_no_weight_is_divided_by_the_snr(tmp_path: Path, tiny_sd: Path) -> None:
+    rescaled = {**STABLE, "rescale_betas_zero_snr": True}
+    require_training_settings(weighted(with_schedule(tmp_path, tiny_sd, rescaled), "none"))
+    velocity = with_schedule(tmp_path / "velocity", tiny_sd, rescaled, prediction="v_prediction")
+    require_training_settings(weighted(velocity, "min_snr"))
+    require_training_settings(weighted(Path("owner/of-the-hub"), "min_snr"))
+
+
+@pytest.mark.parametrize(
+    ("make", "takes_guidance"),
+    [
+        (make_tiny_flux, True),
+        (make_tiny_flux_kontext, True),
+        (make_tiny_flux2_dev, True),
+        (partial(make_tiny_flux, schnell=True), False),
+        (make_tiny_flux2_klein, False),
+        (make_tiny, False),
+        (make_tiny_ideogram4, False),
+    ],
+    ids=str,
+)
+def test_the_guidance_of_training_is_a_mistake_for_a_model_that_does_not_read_it(
+    tmp_path: Path, make: Callable[[Path], object], takes_guidance: bool
+) -> None:
+    make(tmp_path / "base")
+
+    def recipe_with(guidance: float) -> Recipe:
+        values = {"datasets": [{"name": "d", "path": "/data"}], "output_dir": "/out"}
+        values |= {"model": {"base": str(tmp_path / "base")}, "training": {"guidance": guidance}}
+        return recipe_from_mapping("x", values)
+
+    require_training_settings(recipe_with(1.0))
+    if takes_guidance:
+        require_training_settings(recipe_with(3.5))
+        return
+    with pytest.raises(RecipeError, match=r"takes no guidance scale, got 3\.5") as raised:
+        require_training_settings(recipe_with(3.5))
+    assert "training.guidance" in raised.value.where

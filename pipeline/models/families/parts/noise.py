@@ -95,6 +95,38 @@ class BetaNoise(NoiseSpec):
         # The schedule is part of the denoiser's fingerprint.
         return {}
 
+    def last_timestep_with_signal(self, model: ModelFolder) -> int:
+        """Return the last timestep at which a noisy latent contains any of the image, from 0.
+
+        A schedule of zero terminal SNR (https://arxiv.org/abs/2305.08891) has a later one, of noise alone.
+        """
+        # At module level, NumPy would slow down the commands that only read declarations.
+        import numpy as np
+
+        config = model.config("scheduler")
+        num_timesteps = int(config.get("num_train_timesteps", 1000))
+        start, end = float(config.get("beta_start", 0.0001)), float(config.get("beta_end", 0.02))
+        schedule = config.get("beta_schedule", "linear")
+
+        # The arithmetic of diffusers' DDPMScheduler, which trains whatever class the configuration names.
+        if (trained := config.get("trained_betas")) is not None:
+            betas = np.asarray(trained, dtype=np.float32)
+        elif schedule == "linear":
+            betas = np.linspace(start, end, num_timesteps, dtype=np.float32)
+        elif schedule == "scaled_linear":
+            betas = np.linspace(start**0.5, end**0.5, num_timesteps, dtype=np.float32) ** 2
+        elif schedule == "sigmoid":
+            logits = np.linspace(-6.0, 6.0, num_timesteps, dtype=np.float32)
+            betas = (end - start) / (1.0 + np.exp(-logits)) + start
+        else:
+            # The cosine schedules limit beta to 0.999 and never reach zero.
+            betas = np.zeros(num_timesteps, dtype=np.float32)
+
+        # The signal is zero from the first beta of 1, and where the product underflows.
+        alphas_bar = np.cumprod(np.float32(1.0) - betas, dtype=np.float64).astype(np.float32)
+        last = int(np.count_nonzero(alphas_bar)) - 1
+        return min(last, num_timesteps - 2) if config.get("rescale_betas_zero_snr") else last
+
 
 @dataclass(frozen=True)
 class FlowNoise(NoiseSpec):
