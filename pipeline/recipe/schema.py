@@ -303,7 +303,7 @@ class RecipeFile(Settings):
         weights = [dataset.weight for dataset in self.datasets]
         num_weights = sum(weight is not None for weight in weights)
         exhausted, involves = self.training.exhausted, ("datasets", "training")
-        if not num_weights and exhausted != "leave":
+        if not num_weights and exhausted not in (None, "leave"):
             what = f"training.exhausted: {exhausted} requires datasets with weights"
             fix = "give each dataset a weight, or remove exhausted"
             yield Violation("training.exhausted", what, fix, involves)

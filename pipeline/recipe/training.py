@@ -69,11 +69,12 @@ class TrainingSettings(Settings):
         description="Number of passes over the datasets, instead of `steps`. Every epoch ends with a "
         "complete optimizer step.",
     )
-    exhausted: Literal["leave", "end_epoch", "repeat"] = Field(
-        default="leave",
+    exhausted: Literal["leave", "end_epoch", "repeat"] | None = Field(
+        default=None,
         description="With dataset weights: what happens when an epoch has used all images of a dataset. "
-        "leave: continue with the other datasets. end_epoch: end the epoch. repeat: start the dataset again, "
-        "until all datasets have been used up.",
+        "repeat: start the dataset again, until all datasets have been used up. end_epoch: end the epoch. "
+        "leave: continue with the other datasets, so that in the long run their sizes decide the shares and "
+        "weights only the order. null repeats.",
     )
     batch_size: int = Field(
         default=1, ge=1, le=MAX_COUNT, description="Number of samples per process and forward pass."

@@ -13,6 +13,7 @@ from pipeline.errors import TrainingError
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.atomic import write_text
+from pipeline.trained_lora.inputs import when_exhausted
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
 
@@ -104,7 +105,7 @@ DERIVED_KEYS = {
     "training.lr_cycles": "schedule",
     "training.lr_power": "schedule",
     "training.decay_steps": "schedule",
-    "training.exhausted": "plan: only with dataset weights",
+    "training.exhausted": "plan: resolved, only with dataset weights",
     "training.loss.prior": "loss.prior: only with a dataset of role prior",
     "training.loss.prior_weight": "loss.prior: only with a dataset of role prior",
     "training.quantize": "quantize: `TrainingSettings.packing`",
@@ -147,7 +148,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "denoiser": entries.fingerprint("denoiser"),
             **_training_adapter(recipe),
         },
-        "plan": _mix(recipe),
+        "plan": _mix(recipe, inputs),
         "loss": _loss(recipe, entries.family),
         "schedule": _schedule(recipe.training),
         "lora": _adapter(recipe.training.lora, entries.family),
@@ -281,10 +282,10 @@ def _masks(recipe: Recipe) -> Facts:
     return {"masks": masks} if masks else {}
 
 
-def _mix(recipe: Recipe) -> Facts:
+def _mix(recipe: Recipe, inputs: TrainingInputs) -> Facts:
     weights = {dataset.name: dataset.weight for dataset in recipe.datasets if dataset.weight is not None}
     # Without weights, no dataset can be exhausted.
-    return {"weights": weights, "exhausted": recipe.training.exhausted} if weights else {}
+    return {"weights": weights, "exhausted": when_exhausted(recipe, inputs)} if weights else {}
 
 
 def run_id(facts: Facts) -> str:

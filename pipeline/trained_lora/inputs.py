@@ -10,6 +10,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import Recipe
+    from pipeline.trained_lora.plan.mixing import Exhausted
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,21 @@ def training_inputs(
 
     # The columns follow from the recipe, whichever samples remain.
     return TrainingInputs(joined.select(columns.keys()).sort("variant_id"))
+
+
+def when_exhausted(recipe: Recipe, inputs: TrainingInputs) -> Exhausted:
+    """Return `training.exhausted`; null means `repeat`, with which the weights are the shares of datasets."""
+    if recipe.training.exhausted is not None:
+        return recipe.training.exhausted
+
+    # As written: 0.1 and 0.3 are 1 to 3, although their binary values are not.
+    weights = {each.name: Fraction(str(each.weight)) for each in recipe.datasets if each.weight is not None}
+    draws = inputs.trained.table.group_by("dataset").agg(pl.col("repeats").sum())
+    ends = {repeats / weights[name] for name, repeats in draws.iter_rows() if name in weights}
+
+    # Datasets that end together are never exhausted, and all settings give one plan. Its name in run ids is
+    # the default of 0.3.0, so that these runs keep their ids.
+    return "repeat" if len(ends) > 1 else "leave"
 
 
 def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Series) -> None:

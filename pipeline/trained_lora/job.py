@@ -30,6 +30,7 @@ from pipeline.trained_lora.inputs import (
     SLIDER_COLUMNS,
     TrainingInputs,
     read_inputs,
+    when_exhausted,
     write_inputs,
 )
 from pipeline.trained_lora.plan.inputs import PlanInputs
@@ -92,7 +93,7 @@ class TrainingJob:
         Raises:
             TrainingError: No inputs are left to train on.
         """
-        return TrainingPlan(plan_inputs(self.inputs), plan_settings(self.recipe))
+        return TrainingPlan(plan_inputs(self.inputs), plan_settings(self.recipe, self.inputs))
 
     def write(self) -> Path:
         """Write the job's files into the run's folder, and return the argument of `read_job`."""
@@ -176,7 +177,7 @@ def plan_inputs(inputs: TrainingInputs) -> PlanInputs:
     return PlanInputs(columns)
 
 
-def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
+def plan_settings(recipe: Recipe, inputs: TrainingInputs, *, steps: int | None = None) -> PlanSettings:
     """Return the plan's settings, with `steps` in place of `training.steps` if the recipe counts epochs."""
     training = recipe.training
     return PlanSettings(
@@ -188,7 +189,7 @@ def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
         seed=training.seed,
         underfilled=recipe.buckets.underfilled,
         weights={dataset.name: dataset.weight for dataset in recipe.datasets if dataset.weight is not None},
-        exhausted=training.exhausted,
+        exhausted=when_exhausted(recipe, inputs),
     )
 
 
@@ -203,7 +204,8 @@ def with_steps(recipe: Recipe, inputs: TrainingInputs) -> Recipe:
         return recipe
 
     # The plan needs a number of steps, which does not change the length of its epochs.
-    steps = TrainingPlan.steps_in(plan_inputs(inputs), plan_settings(recipe, steps=1), training.epochs)
+    settings = plan_settings(recipe, inputs, steps=1)
+    steps = TrainingPlan.steps_in(plan_inputs(inputs), settings, training.epochs)
     scheduled = training.warmup_steps + training.decay_steps
     if scheduled > steps:
         epochs = counted(training.epochs, "epoch has only", "epochs have only")

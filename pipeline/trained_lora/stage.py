@@ -98,6 +98,9 @@ Source = Literal["finished run", "checkpoint", "training"]
 
 NO_OVERRIDES: Mapping[str, Any] = {}
 
+MAX_SHARE_DIFFERENCE = 0.02
+"""Difference between a dataset's share of the training samples and its weight above which the log warns."""
+
 CURVE_POINTS = 100
 """Maximum number of points of the loss curve in the report."""
 
@@ -138,6 +141,13 @@ def train_lora(
     epochs = recipe.training.epochs
     job, facts, table = _plan_run(entries, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
+    shares = dataset_shares(job, table)
+    for each in shares:
+        if abs(each["share"] - each["wanted"]) > MAX_SHARE_DIFFERENCE:
+            log(
+                f"warning: {each['share']:.1%} of the training samples are from the dataset "
+                f"{each['dataset']}, but its weight is {each['wanted']:.1%} of all weights"
+            )
 
     # The run is locked before it is fetched, because fetching replaces files in its folder.
     with used.kept_marked(), hold_run(layout, log), uploaded_run(recipe, layout, log) as run:
@@ -152,6 +162,7 @@ def train_lora(
         mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
 
     report = _report(job, finished, source=source)
+    report["dataset_shares"] = shares
     report |= {"published_step": published_step, "overrides": changes, **watch.numbers()}
     return StageResult(table, empty("rejected"), report)
 
@@ -268,6 +279,25 @@ def trained_table(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
     table = table.join(references, on="sample_id", how="left")
     table = table.select(*columns_in("trained_lora", table))
     return validated("trained_lora", table.sort("sample_id"), "the samples of the run")
+
+
+def dataset_shares(job: TrainingJob, table: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return the share of training samples that each dataset's weight wants and has; [] without weights.
+
+    `table` is from `trained_table`.
+    """
+    trained = set(job.inputs.trained.table["dataset"])
+    weights = {
+        each.name: each.weight
+        for each in job.recipe.datasets
+        if each.weight is not None and each.name in trained
+    }
+    seen = dict(table.group_by("dataset").agg(pl.col("times_seen").sum()).iter_rows())
+    wanted_sum, seen_sum = sum(weights.values()), sum(seen.values())
+    return [
+        {"dataset": name, "wanted": weight / wanted_sum, "share": seen[name] / seen_sum}
+        for name, weight in weights.items()
+    ]
 
 
 def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:

@@ -222,6 +222,28 @@ def test_nf4_has_another_name_in_run_ids_than_before_its_scales_were_quantized()
     assert names == {"nf4": "nf4_double", "none": "none"}
 
 
+def test_R11_the_default_treatment_of_exhausted_datasets_never_shares_an_id_with_another_plan(
+    samples: Samples,
+) -> None:
+    folder = samples.paths["@folder@"]
+    both: Values = {
+        "datasets": [
+            {"name": name, "path": f"{folder}/{name}", "weight": weight}
+            for name, weight in (("photos", 3.0), ("studio", 1.0))
+        ]
+    }
+    second = samples.validated.with_columns(
+        dataset=pl.lit("studio"), sample_id=pl.col("sample_id").str.replace("photos", "studio")
+    )
+    table = pl.concat([samples.validated, second])
+    runs = {
+        exhausted: samples.ids({**both, "training": {"exhausted": exhausted}}, table).run
+        for exhausted in (None, "leave", "end_epoch", "repeat")
+    }
+    assert runs[None] == runs["repeat"]
+    assert len({runs["leave"], runs["end_epoch"], runs["repeat"]}) == 3
+
+
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # in diffusers' Chroma
 def test_the_version_of_an_objective_is_in_the_run_id_of_its_family_only(
     tmp_path: Path, tiny_sd: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
+from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
 from pipeline.trained_lora.inputs import (
@@ -24,9 +25,11 @@ from pipeline.trained_lora.inputs import (
     read_inputs,
     tensors_json,
     training_inputs,
+    when_exhausted,
     write_inputs,
 )
-from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.job import TrainingJob, plan_inputs, plan_settings, read_job
+from pipeline.trained_lora.plan.steps import TrainingPlan
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from tests.pipeline.reference_family import with_references
@@ -307,3 +310,66 @@ def test_the_holdout_is_the_same_in_every_run_and_is_never_trained_on(
     copies = project.latents.with_columns(duplicate_group=pl.lit("0" * 64))
     same = training_inputs(project.recipe, RecipeEntries(project.recipe), copies, project.text)
     assert len({item.held_out for item in same}) == 1
+
+
+def mixed(sizes: dict[str, tuple[int, int, float | None]], **training: Any) -> tuple[Recipe, TrainingInputs]:
+    """Return a recipe and its inputs for datasets with (images, repeats, weight)."""
+    datasets = [
+        {"name": name, "path": f"/{name}", "repeats": repeats, "weight": weight}
+        for name, (_, repeats, weight) in sizes.items()
+    ]
+    values = {"datasets": datasets, "output_dir": "/out", "model": {"base": "b"}, "training": training}
+    names = [
+        (f"{name}/{number:03}", name, repeats)
+        for name, (images, repeats, _) in sizes.items()
+        for number in range(images)
+    ]
+    columns = {"variant_id": pl.String, "dataset": pl.String, "repeats": pl.Int32}
+    table = pl.DataFrame(names, schema=columns, orient="row").sort("variant_id")
+    one = pl.lit(["one"], pl.List(pl.String))
+    table = table.with_columns(bucket=pl.lit("64x64"), captions=one, latents=one, held_out=pl.lit(False))
+    return recipe_from_mapping("x", values), TrainingInputs(table)
+
+
+def shares(recipe: Recipe, inputs: TrainingInputs) -> dict[str, float]:
+    """Return each dataset's share of the samples in the recipe's plan."""
+    plan = TrainingPlan(plan_inputs(inputs), plan_settings(recipe, inputs))
+    seen = inputs.table.with_columns(seen=pl.Series(plan.times_seen()))
+    sums = seen.group_by("dataset").agg(pl.col("seen").sum())
+    return {name: number / sums["seen"].sum() for name, number in sums.iter_rows()}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"a": (10, 2, 3.0), "b": (40, 1, 1.0)},
+        {"a": (3, 1, 1.0), "b": (90, 1, 1.0)},
+        {"a": (7, 1, 0.2), "b": (5, 3, 0.5), "c": (31, 1, 0.3)},
+        {"a": (1, 1, 9.0), "b": (60, 4, 1.0)},
+        {"a": (12, 1, 2.5)},
+    ],
+    ids=str,
+)
+def test_weights_are_the_shares_of_datasets_whatever_their_sizes(
+    sizes: dict[str, tuple[int, int, float | None]],
+) -> None:
+    total = sum(weight or 0.0 for _, _, weight in sizes.values())
+    expected = {name: (weight or 0.0) / total for name, (_, _, weight) in sizes.items()}
+    assert shares(*mixed(sizes, steps=2000)) == pytest.approx(expected, abs=0.005)
+
+
+def test_leave_follows_the_weights_in_order_only_and_is_used_where_no_dataset_is_exhausted() -> None:
+    sizes = {"a": (10, 2, 3.0), "b": (40, 1, 1.0)}
+    assert shares(*mixed(sizes, steps=600, exhausted="leave")) == pytest.approx({"a": 1 / 3, "b": 2 / 3})
+    assert when_exhausted(*mixed(sizes)) == "repeat"
+    assert when_exhausted(*mixed(sizes, exhausted="end_epoch")) == "end_epoch"
+
+    # Datasets of sizes in proportion to their weights end together, and their runs keep the ids of 0.3.0.
+    assert when_exhausted(*mixed({"a": (10, 1, None), "b": (40, 1, None)})) == "leave"
+    assert when_exhausted(*mixed({"a": (10, 1, 0.1), "b": (30, 1, 0.3)})) == "leave"
+    for equal in ({"a": (10, 2, 1.0), "b": (20, 1, 1.0)}, {"a": (9, 1, 0.5), "b": (27, 1, 1.5)}):
+        recipe, inputs = mixed(equal, steps=70)
+        assert when_exhausted(recipe, inputs) == "leave"
+        repeat = mixed(equal, steps=70, exhausted="repeat")[0]
+        plans = [TrainingPlan(plan_inputs(inputs), plan_settings(each, inputs)) for each in (recipe, repeat)]
+        assert list(plans[0]) == list(plans[1])

@@ -395,6 +395,14 @@ def test_epochs_are_converted_to_steps_and_plan_completed_uses_that_number(
     plan = read_job(launch.job_files[0]).plan()
     assert [plan[-1].epoch, plan.num_epochs] == [1, 2]
     assert result.report["steps"] == len(plan)
+    assert {each["dataset"]: each["wanted"] for each in result.report["dataset_shares"]} == {
+        "photos": 0.75,
+        "studio": 0.25,
+    }
+    seen = result.table.group_by("dataset").agg(pl.col("times_seen").sum() / plan.times_seen().sum())
+    assert {each["dataset"]: each["share"] for each in result.report["dataset_shares"]} == dict(
+        seen.iter_rows()
+    )
     assert completed(project)
     other = project.changed("output", epochs=3)
     assert not completed(other)
