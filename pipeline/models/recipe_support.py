@@ -14,6 +14,7 @@ from pipeline.images.geometry import Size, not_multiples
 from pipeline.models.size_multiple import local_family
 from pipeline.recipe.errors import Mistake, recipe_error
 from pipeline.recipe.load import placed
+from pipeline.recipe.schema import PLACEHOLDER_FIX
 from pipeline.recipe.settings import one_of
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def require_preview_prompts(recipe: Recipe, family: Family | None = None) -> Non
         return
     family = family or local_family(recipe)
     mistakes = [] if family is None else list(_prompt_mistakes(recipe, family))
-    mistakes += _reference_mistakes(recipe, family)
+    mistakes += [*_reference_mistakes(recipe, family), *_placeholder_mistakes(recipe)]
     if mistakes:
         raise recipe_error([placed(recipe, mistake) for mistake in mistakes])
 
@@ -150,6 +151,13 @@ def _prompt_mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
             what = f"negative_prompt has no effect, because {model} is drawn without guidance"
             fix = "add a guidance_scale above 1 to this prompt, or remove negative_prompt"
             yield Mistake((*path, "negative_prompt"), what, fix)
+
+
+def _placeholder_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    for index, prompt in enumerate(recipe.training.sample_prompts):
+        for key, text in (("prompt", prompt.prompt), ("negative_prompt", prompt.negative_prompt or "")):
+            if what := recipe.placeholder_mistake(text):
+                yield Mistake(("training", "sample_prompts", index, key), what, PLACEHOLDER_FIX)
 
 
 def _reference_mistakes(recipe: Recipe, family: Family | None) -> Iterator[Mistake]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -146,6 +147,15 @@ class CaptionSettings(Settings):
         default=None,
         description="Cache several orders of captions that are lists of tags; null disables shuffling.",
     )
+
+    def with_trigger(self, text: str) -> str:
+        """Return the text with the trigger word in place of `placeholder`."""
+        return text if self.placeholder is None else text.replace(self.placeholder, self.trigger or "")
+
+    def names_trigger(self, text: str) -> bool:
+        """Return whether the text contains the trigger word as a whole word; False without a trigger word."""
+        trigger = self.trigger
+        return trigger is not None and bool(re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text))
 
     @property
     def suffixes(self) -> tuple[str, ...]:

@@ -305,6 +305,12 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Shorten these captions, move the trigger word to the front, or use captions.prefix instead of "
             "captions.postfix.",
         ),
+        _warning(
+            "previews_name_trigger",
+            "Trigger words that no prompt in training.sample_prompts contains.",
+            "Add the trigger word, or the text of captions.placeholder, to a prompt. Otherwise the previews "
+            "cannot show what it stands for.",
+        ),
     ),
     "trained_lora": (
         _gate(

@@ -13,10 +13,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from pipeline.recipe.buckets import BucketSettings
+from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.check_specs import GATES
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.keys import all_keys_of
+from pipeline.recipe.preview_prompts import PreviewPrompt
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_violations
 from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate
@@ -30,6 +32,9 @@ Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum
 # The name becomes part of asset, job and file names.
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Pattern of a recipe's name."""
+
+
+PLACEHOLDER_FIX = "write one of these trigger words in the prompt instead"
 
 
 def valid_name(text: str) -> str:
@@ -275,6 +280,48 @@ class RecipeFile(Settings):
     recache: RecacheSettings = Field(
         default_factory=RecacheSettings, description="When the cache job starts automatically."
     )
+
+    @property
+    def trained_triggers(self) -> tuple[CaptionSettings, ...]:
+        """Caption settings with a trigger word, of datasets of what the LoRA learns."""
+        trained = (each.captions for each in self.datasets if each.role == "train")
+        return tuple(captions for captions in trained if captions.trigger is not None)
+
+    @property
+    def preview_prompts(self) -> tuple[PreviewPrompt, ...]:
+        """`training.sample_prompts` with the trigger word in place of each `captions.placeholder`."""
+        return tuple(
+            prompt.model_copy(
+                update={
+                    "prompt": self.with_triggers(prompt.prompt),
+                    "negative_prompt": prompt.negative_prompt and self.with_triggers(prompt.negative_prompt),
+                }
+            )
+            for prompt in self.training.sample_prompts
+        )
+
+    @property
+    def preview_captions(self) -> list[str]:
+        """Prompts and negative prompts of the previews, which need text embeddings, without duplicates."""
+        texts = [text for each in self.preview_prompts for text in (each.prompt, each.negative_prompt)]
+        return list(dict.fromkeys(text for text in texts if text is not None))
+
+    def placeholder_mistake(self, prompt: str) -> str:
+        """Return what is wrong with a placeholder that stands for several trigger words, otherwise ""."""
+        triggers: dict[str, set[str]] = {}
+        for captions in self.trained_triggers:
+            if captions.placeholder is not None and captions.placeholder in prompt:
+                triggers.setdefault(captions.placeholder, set()).add(captions.trigger or "")
+        for placeholder, words in triggers.items():
+            if len(words) > 1:
+                return f"the placeholder {placeholder} in a prompt stands for {' and '.join(sorted(words))}"
+        return ""
+
+    def with_triggers(self, prompt: str) -> str:
+        """Return a prompt with the trigger word in place of the placeholders, as in captions."""
+        for captions in dict.fromkeys(self.trained_triggers):
+            prompt = captions.with_trigger(prompt)
+        return prompt
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""

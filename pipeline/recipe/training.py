@@ -242,12 +242,6 @@ class TrainingSettings(Settings):
         """Format of the packed base weights as a value of `quantize`, whichever key asks for it."""
         return {"none": self.quantize, "int8": "int8", "fp8": "fp8_torchao"}[self.compute]
 
-    @property
-    def preview_captions(self) -> list[str]:
-        """Prompts and negative prompts of the previews, which need text embeddings, without duplicates."""
-        texts = [text for each in self.sample_prompts for text in (each.prompt, each.negative_prompt)]
-        return list(dict.fromkeys(text for text in texts if text is not None))
-
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         if self.steps is not None and self.epochs is not None:

@@ -8,7 +8,7 @@ to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -20,6 +20,9 @@ from pipeline.reporting.findings import MAX_ROWS, CheckContext, Finding, Outcome
 from pipeline.side_inputs.references import IMAGES
 from pipeline.text_embeddings.caption_rows import CAPTION_COLUMNS, EMPTY_CAPTION, text_rows, with_seen_images
 from pipeline.text_embeddings.stage import needed_texts
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
 
 STAGE = "text_embeddings"
 
@@ -66,6 +69,7 @@ def run(context: CheckContext) -> list[Finding]:
         "finite_values": problems.outcome("finite_values", f"{count} with valid content"),
         "captions_fit": _captions_fit(entries, table),
         "trigger_fits": _trigger_fits(entries, table),
+        "previews_name_trigger": _previews_name_trigger(entries.recipe),
     }
     return findings(context, STAGE, outcomes)
 
@@ -224,3 +228,24 @@ def _cut_part(entries: RecipeEntries, row: dict[str, Any]) -> str:
     caption = row["caption"]
     metadata = entries.store.check(entries.text_spec(caption, images=row.get(SEEN))).metadata
     return "" if metadata is None or metadata["cut_from"] is None else caption[metadata["cut_from"] :]
+
+
+def _previews_name_trigger(recipe: Recipe) -> Outcome:
+    # Without prompts, the first captions are drawn, which have the trigger word.
+    prompts = recipe.preview_prompts if recipe.training.sample_every > 0 else ()
+    missing = [
+        captions.trigger
+        for captions in recipe.trained_triggers
+        if prompts and not any(captions.names_trigger(each.prompt) for each in prompts)
+    ]
+    rows: list[dict[str, Any]] = [{"trigger": trigger} for trigger in dict.fromkeys(missing)]
+    if not rows:
+        return Outcome(True, "the preview prompts contain each trigger word")
+    words = ", ".join(str(row["trigger"]) for row in rows)
+    num_prompts = counted(len(prompts), "preview prompt")
+    return Outcome(
+        False,
+        f"none of {num_prompts} contains the trigger word {words}",
+        "add the trigger word, or the text of captions.placeholder, to a prompt in training.sample_prompts",
+        rows,
+    )

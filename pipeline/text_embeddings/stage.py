@@ -37,7 +37,7 @@ _TOKEN_COUNTS = ("num_tokens", "num_cut")
 def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
     """Return the sorted distinct captions: these, the prompts of the previews, and the empty one."""
     # Dropout and guidance use the empty caption.
-    texts = [*captions, *recipe.training.preview_captions, ""]
+    texts = [*captions, *recipe.preview_captions, ""]
     return pl.Series("caption", texts, dtype=pl.String).unique().sort()
 
 
@@ -50,11 +50,10 @@ def needed_texts(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     Raises:
         ImageError: A reference of a preview cannot be read.
     """
-    training = entries.recipe.training
     if entries.text_images is None:
         return needed_captions(entries.recipe, rows["caption"]).to_frame()
     more: list[tuple[str, str | None, str | None]] = [("", None, None)]
-    for each in training.sample_prompts:
+    for each in entries.recipe.preview_prompts:
         images = file_images(entries, each.references)
         more.append((each.prompt, *images))
 

@@ -106,7 +106,7 @@ def preview_prompts(
         return ()
 
     if training.sample_prompts:
-        return recipe_prompts(entries, training.sample_prompts)
+        return recipe_prompts(entries, recipe.preview_prompts)
 
     trained = [dataset.name for dataset in recipe.datasets if dataset.role == "train"]
     captions = inputs.table.with_row_index("number").filter(pl.col("dataset").is_in(trained))

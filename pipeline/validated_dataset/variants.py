@@ -38,11 +38,10 @@ def _with_trigger(settings: CaptionSettings, text: str) -> str:
     trigger = settings.trigger
     if trigger is not None and settings.class_words is not None:
         return _with_class_words(settings.class_words, trigger, settings.placeholder, text)
-    if trigger is not None and settings.placeholder is not None:
-        text = text.replace(settings.placeholder, trigger)
+    text = settings.with_trigger(text)
 
     # A caption that names the trigger word already keeps it in its place.
-    if trigger is None or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
+    if trigger is None or settings.names_trigger(text):
         return text
     return f"{trigger}, {text}"
 

@@ -13,6 +13,7 @@ from pipeline.models.recipe_support import reference_mistakes, require_preview_p
 from pipeline.outputs.folder import outputs_of
 from pipeline.recipe import PreviewPrompt
 from pipeline.recipe.isolation import require_separate_folder
+from pipeline.recipe.schema import PLACEHOLDER_FIX
 from pipeline.trained_lora.export.earlier_step import exportable_run
 from pipeline.trained_lora.job import JOB_FILE, read_recipe_and_prompts
 from pipeline.trained_lora.pictures.choice import Steps, choose_file, choose_loras
@@ -144,8 +145,10 @@ def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prom
 
 
 def _with_referenced_prompts(trained: Recipe, recipe: Recipe, request: Request) -> Recipe:
-    given = tuple(PreviewPrompt(prompt=caption) for caption in dict.fromkeys(request.prompts))
-    prompts = given or tuple(dict.fromkeys(recipe.training.sample_prompts))
+    given = tuple(
+        PreviewPrompt(prompt=_with_triggers(trained, caption)) for caption in dict.fromkeys(request.prompts)
+    )
+    prompts = given or tuple(dict.fromkeys(recipe.preview_prompts))
     if not prompts:
         raise _no_prompts(recipe)
     files = tuple(path.absolute() for path in request.references)
@@ -178,14 +181,20 @@ def _prompts(
     recipe: Recipe, given: Iterable[str], entries: RecipeEntries, previews: tuple[Prompt, ...]
 ) -> tuple[Prompt, ...]:
     """Return the given prompts, or else the recipe's, or else the prompts of the run's previews."""
-    if captions := list(dict.fromkeys(given)):
+    if captions := list(dict.fromkeys(_with_triggers(entries.recipe, each) for each in given)):
         return square_prompts(entries, captions)
-    if own := list(dict.fromkeys(recipe.training.sample_prompts)):
+    if own := list(dict.fromkeys(recipe.preview_prompts)):
         require_preview_prompts(recipe, entries.family)
         return recipe_prompts(entries, own)
     if not previews:
         raise _no_prompts(recipe)
     return previews
+
+
+def _with_triggers(recipe: Recipe, prompt: str) -> str:
+    if what := recipe.placeholder_mistake(prompt):
+        raise DrawingError(what, where=f"the prompt {prompt!r}", fix=PLACEHOLDER_FIX)
+    return recipe.with_triggers(prompt)
 
 
 def _require_few_pictures(job: DrawingJob) -> None:

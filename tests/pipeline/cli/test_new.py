@@ -48,7 +48,7 @@ def test_caption_files_are_detected_and_one_caption_becomes_the_preview_prompt(
     (dataset,) = recipe.datasets
     assert dataset.path == tmp_path / "my roses"
     assert (dataset.captions.from_, dataset.captions.suffix) == ("sidecar", suffix)
-    assert recipe.training.preview_captions == ["a red rose: one"]
+    assert recipe.preview_captions == ["a red rose: one"]
     assert recipe.model.base == SDXL
     assert (recipe.buckets.resolution, recipe.buckets.step) == (1024, 64)
     assert "latents: {compute_dtype: auto}\ntext: {compute_dtype: auto}\n" in recipe.source.read_text()

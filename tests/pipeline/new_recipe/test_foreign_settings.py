@@ -119,7 +119,7 @@ def test_a_job_of_ai_toolkit_gives_no_trigger_word_to_regularisation_images(
     recipe, output = taken_over(configs, PROJECTS["ai_toolkit"](tmp_path))
     triggers = [(each.captions.trigger, each.captions.placeholder) for each in recipe.datasets]
     assert triggers == [("k4tz", "[trigger]"), ("k4tz", "[trigger]"), (None, None)]
-    assert recipe.training.preview_captions == ["k4tz, green eyes"]
+    assert recipe.preview_captions == ["k4tz, green eyes"]
     assert "other settings of the model and the training" in output
 
 

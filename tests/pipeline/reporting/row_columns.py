@@ -45,6 +45,7 @@ COLUMNS: dict[str, list[set[str]]] = {
     "finite_values": [_ENTRY],
     "captions_fit": [{"sample_id", "num_tokens", "num_cut", "cut_part"}],
     "trigger_fits": [{"sample_id", "setting", "text"}],
+    "previews_name_trigger": [{"trigger"}],
 }
 """The possible sets of columns of each check's rows."""
 

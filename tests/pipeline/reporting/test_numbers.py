@@ -68,6 +68,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
         ),
         "captions_fit": {"samples": 5, "cut": 0, "max_length": 77},
         "trigger_fits": {},
+        "previews_name_trigger": {},
     },
 }
 """Numbers of each check of a job with five photographs; all checks pass."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import polars as pl
+import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.recipe import Recipe
 from pipeline.reporting.findings import CheckContext
 from pipeline.text_embeddings import checks
 from tests.pipeline.cached_job import Job
@@ -115,3 +119,33 @@ def test_C12_captions_that_fit_lose_no_text_of_the_recipe(job: Job) -> None:
     changed = Job(job.changed(datasets=[dataset]), job.launch)
     changed.run()
     assert "trigger_fits" not in changed.failing(ASSET)
+
+
+@pytest.mark.parametrize(
+    ("captions", "prompts", "missing"),
+    [
+        ({"trigger": "sks"}, ["a cat", "a dog"], ["sks"]),
+        ({"trigger": "sks"}, ["a cat", "sks, a cat"], []),
+        ({"trigger": "sks"}, ["a sksy cat", "SKS"], ["sks"]),
+        ({"trigger": "sks", "placeholder": "[trigger]"}, ["[trigger] on a table"], []),
+        ({"trigger": "sks", "placeholder": "[trigger]"}, ["[Trigger] on a table"], ["sks"]),
+        ({"trigger": "c++"}, ["a c++ logo"], []),
+        ({"trigger": "sks"}, [{"prompt": "a cat", "negative_prompt": "sks"}], ["sks"]),
+        ({"trigger": "sks"}, [], []),
+        ({}, ["a cat"], []),
+    ],
+)
+def test_a_trigger_word_that_no_preview_contains_is_a_warning(
+    job: Job, captions: dict[str, Any], prompts: list[Any], missing: list[str]
+) -> None:
+    values = job.recipe.model_dump(mode="json")
+    values["datasets"][0]["captions"] |= captions
+    values["training"]["sample_prompts"] = prompts
+    recipe = Recipe.model_validate_json(json.dumps(values))
+    findings = {each.name: each for each in checks.run(CheckContext(recipe, job.tables))}
+    finding = findings["previews_name_trigger"]
+    assert [row["trigger"] for row in finding.rows] == missing
+    assert (finding.passed, finding.closes) == (not missing, False)
+    no_previews = recipe.training.model_copy(update={"sample_every": 0})
+    context = CheckContext(recipe.model_copy(update={"training": no_previews}), job.tables)
+    assert {each.name: each.passed for each in checks.run(context)}["previews_name_trigger"]

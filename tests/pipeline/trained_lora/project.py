@@ -158,7 +158,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
     latents: list[dict[str, Any]] = []
     text: list[dict[str, Any]] = []
     masks: list[dict[str, Any]] = []
-    for caption in ("", *recipe.training.preview_captions):
+    for caption in ("", *recipe.preview_captions):
         put(entries, entries.text_spec(caption))
     for bucket, number in sizes.items():
         for index in range(number):

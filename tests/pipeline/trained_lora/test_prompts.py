@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.migrations import migrated_order
+from pipeline.text_embeddings.stage import needed_texts
 from pipeline.trained_lora.prompts import Prompt, prompts_from_json, prompts_to_json
 from tests.pipeline.reference_family import with_references
 from tests.pipeline.trained_lora.slider_project import slider_project
@@ -123,3 +125,22 @@ def test_default_prompts_have_no_references_at_addresses(
     datasets = {"edits": {"references": [{"path": "s3://bucket/before"}]}}
     for prompt in make_project(datasets=datasets, sample_every=2).job().prompts:
         assert prompt.references == ()
+
+
+def test_the_cache_holds_the_prompts_that_are_drawn_with_the_trigger_word(
+    make_project: Callable[..., Project],
+) -> None:
+    captions = {"trigger": "sks", "placeholder": "[trigger]"}
+    project = make_project(
+        datasets={"photos": {"captions": captions}},
+        sample_every=2,
+        sample_prompts=[{"prompt": "[trigger] on a table", "negative_prompt": "[trigger], blurry"}, "a cat"],
+    )
+    drawn = [entry.caption for prompt in project.job().prompts for entry in prompt.entries()]
+    assert drawn == ["sks on a table", "sks, blurry", "a cat"]
+    entries = RecipeEntries(project.recipe)
+    cached = needed_texts(entries, project.text.clear())["caption"]
+    assert set(drawn) <= set(cached)
+    assert [prompt.text for prompt in project.job().prompts] == [
+        entries.text_spec(caption) for caption in ("sks on a table", "a cat")
+    ]

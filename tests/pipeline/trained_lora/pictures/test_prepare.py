@@ -197,3 +197,19 @@ def test_a_run_of_version_0_2_has_the_lora_of_its_last_step(trained: Project) ->
     (folder / "finished.json").unlink()
     assert "has not saved a LoRA yet" in problem(trained, run=folder.name).what
     assert json.loads((folder / "run.json").read_text("utf-8"))
+
+
+def test_a_requested_prompt_gets_the_trigger_word_of_the_run(trained: Project) -> None:
+    file = run_folders(trained)[0] / "order.json"
+    order = json.loads(file.read_text("utf-8"))
+    order["recipe"]["datasets"][0]["captions"] |= {"trigger": "sks", "placeholder": "[trigger]"}
+    file.write_text(json.dumps(order), encoding="utf-8")
+    job = prepared(trained, prompts=("[trigger] on a table", "sks on a table", "a cat"))
+    assert [prompt.caption for prompt in job.prompts] == ["sks on a table", "a cat"]
+
+    order["recipe"]["datasets"][-1]["captions"] |= {"trigger": "sks", "placeholder": "[trigger]"}
+    order["recipe"]["datasets"].append({**order["recipe"]["datasets"][0], "name": "other", "path": "/other"})
+    order["recipe"]["datasets"][-1]["captions"] = {"trigger": "zwx", "placeholder": "[trigger]"}
+    file.write_text(json.dumps(order), encoding="utf-8")
+    error = problem(trained, prompts=("[trigger]",))
+    assert error.what == "the placeholder [trigger] in a prompt stands for sks and zwx"
