@@ -33,7 +33,8 @@ class PreviewPrompt(Settings):
     negative_prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="Text that the guidance leads away from; null uses the empty caption. Not available "
+        description="Text that the guidance leads away from; null uses the empty caption, see "
+        "docs/recipe_guide.md. Not available "
         "for FLUX.1, FLUX.2 dev, distilled FLUX.2 klein, Ideogram 4, Lumina Image 2 and Sana.",
     )
     height: int | None = Field(

@@ -29,6 +29,10 @@ Denoiser = Literal["unet", "transformer"]
 """Component of the diffusers pipeline that training adapts."""
 
 
+FORCES_ZEROS = "force_zeros_for_empty_prompt"
+"""Key of `model_index.json`: without a negative prompt, the pipeline draws with zeros in place of a text."""
+
+
 @dataclass(frozen=True)
 class Distillation:
     """Facts about a distilled base model, which draws in few steps.
@@ -224,6 +228,11 @@ class Family:
     def objective(self) -> int:
         version = self.spec.objective
         return version(self.model) if callable(version) else version
+
+    @property
+    def forces_zeros(self) -> bool:
+        """Whether the pipeline uses zeros, instead of the empty prompt, if it gets no negative prompt."""
+        return bool(self.model.index.get(FORCES_ZEROS, self.spec.forces_zeros))
 
     # LoRA files
 

@@ -66,4 +66,5 @@ STABLE_DIFFUSION_XL = FamilySpec(
     kohya_version="sdxl_base_v1-0",
     guidance_scale=5.0,
     pipeline_options=lambda model: {"add_watermarker": False},
+    forces_zeros=True,
 )

@@ -100,7 +100,9 @@ class PipelineDrawing:
         """
         weight = unpacked_weight(getattr(pipeline, self.family.spec.denoiser_name))
 
-        # Caption dropout trains the empty caption, so guidance uses it. SDXL's pipeline would use zeros.
+        # For every base model, the empty prompt is the embedding of an empty caption, as in training with
+        # caption dropout and in other programs. diffusers' pipeline would use zeros for a model with
+        # `force_zeros_for_empty_prompt`, such as SDXL's, if it were called without a negative prompt.
         stacked = self.text.stack([text, empty_text if negative_text is None else negative_text])
         prompt, negative = (
             {name: _on_device(rows[index : index + 1], weight) for name, rows in stacked.items()}
