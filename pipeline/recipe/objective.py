@@ -127,5 +127,6 @@ class NoiseSettings(Settings):
     zero_terminal_snr: bool = Field(
         default=False,
         description="Rescale the noise schedule so that its last step contains no signal. For models that "
-        "predict v only.",
+        "predict v only. Previews and pictures of `latentline sample` are drawn on the same schedule, with "
+        "DDIM, and the model card shows how to draw on it in diffusers.",
     )

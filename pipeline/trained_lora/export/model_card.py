@@ -7,11 +7,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.escaping import markdown_code, printable
+from pipeline.models.families.family import FORCES_ZEROS
+from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
+
+_ZERO_SNR_LINES = [
+    "pipe.scheduler = DDIMScheduler.from_config(",
+    f"    pipe.scheduler.config, {', '.join(f'{key}={value!r}' for key, value in ZERO_SNR_DRAWING.items())}",
+    ")",
+]
+"""Lines that draw on the schedule of `noise.zero_terminal_snr`, as previews do."""
+
+_EMPTY_PROMPT = [
+    'Pass `negative_prompt=""` if you have no other. Without it, the pipeline of this base model uses zeros',
+    "instead of the empty prompt, which training and previews use.",
+    "",
+]
 
 
 def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str], has_sheet: bool) -> str:
     """Return the card as Markdown; with `has_sheet`, it shows `SHEET_FILE` and lists the headings."""
+    has_zero_snr = record["recipe"]["training"]["noise"]["zero_terminal_snr"]
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 
     # The Hub reads the front matter between the two lines of dashes.
@@ -28,12 +44,14 @@ def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str]
         "A LoRA trained with Latentline. To use it in diffusers:",
         "",
         "```python",
-        "from diffusers import DiffusionPipeline",
+        f"from diffusers import {'DDIMScheduler, ' if has_zero_snr else ''}DiffusionPipeline",
         "",
         f"pipe = DiffusionPipeline.from_pretrained({base!r})",
+        *(_ZERO_SNR_LINES if has_zero_snr else []),
         'pipe.load_lora_weights("<this folder>")',
         "```",
         "",
+        *(_EMPTY_PROMPT if record["model"].get(FORCES_ZEROS) else []),
         f"Use `{name}_kohya.safetensors` with kohya's tools and `{name}_comfyui.safetensors` with ComfyUI.",
         "",
         *(_previews(headings) if has_sheet else []),
@@ -62,6 +80,7 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
         ("steps", f"{steps_text}, {batch}"),
         *_slider_rows(recipe),
         ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
+        *([("noise schedule", "zero terminal SNR")] if training["noise"]["zero_terminal_snr"] else []),
         ("optimizer", f"{training['optimizer']}, {training['learning_rate']}, {training['lr_scheduler']}"),
         ("resolution", str(recipe["buckets"]["resolution"])),
         ("seed", str(training["seed"])),

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from diffusers import DDIMScheduler
 from PIL.PngImagePlugin import PngInfo
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.images.decode import decode
 from pipeline.images.geometry import Size
+from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
 from pipeline.models.worker.inference import PictureSettings
 from pipeline.processes.worker.devices import free_memory, is_out_of_memory
 from pipeline.storage.atomic import write_atomically
@@ -65,7 +67,9 @@ def _draw_all(
     try:
         with engine.objective.evaluation():
             device = str(engine.accelerator.device)
-            pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype=dtype, device=device)
+            pipeline = load_drawing_pipeline(
+                family, job.recipe, denoiser=engine.denoiser, dtype=dtype, device=device
+            )
             if is_last:
                 pipeline.vae.enable_tiling()
 
@@ -87,6 +91,19 @@ def _draw_all(
             raise
         return False
     return True
+
+
+def load_drawing_pipeline(
+    family: WorkerFamily, recipe: Recipe, *, denoiser: nn.Module, dtype: str, device: str
+) -> Any:
+    """Return the family's pipeline with the noise schedule of the recipe's training."""
+    pipeline = family.drawing.load_pipeline(denoiser=denoiser, dtype=dtype, device=device)
+
+    # The only setting that changes the schedule (FAILURES R13): a shift is a density of training.
+    if recipe.training.noise.zero_terminal_snr:
+        scheduler_class = cast("Any", DDIMScheduler)
+        pipeline.scheduler = scheduler_class.from_config(pipeline.scheduler.config, **ZERO_SNR_DRAWING)
+    return pipeline
 
 
 def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:

@@ -41,6 +41,22 @@ FLUX_SHIFT: Mapping[str, Any] = {
 """FLUX.1's shift, which grows with the image: e^0.5 at 256 px and e^1.15 at 1,024 px."""
 
 
+ZERO_SNR_DRAWING: Mapping[str, Any] = {
+    "rescale_betas_zero_snr": True,
+    "timestep_spacing": "trailing",
+    "clip_sample": False,
+}
+"""Settings with which diffusers' DDIMScheduler draws on the schedule of `noise.zero_terminal_snr`.
+
+Drawing must start at the last timestep, of noise alone: sections 3.1 and 3.3 of https://arxiv.org/abs/2305.08891.
+Other schedulers do not read the first setting, and DDIM clips latents unless a configuration says otherwise.
+"""
+
+
+NO_SHIFT: Mapping[str, Any] = {"use_dynamic_shifting": False, "shift": 1.0}
+"""Settings of a schedule that leaves noise levels where a density puts them."""
+
+
 @dataclass(frozen=True)
 class NoiseSpec(ABC):
     """A noise process.

@@ -42,7 +42,11 @@ from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
 from pipeline.trained_lora.worker.distributed import make_accelerator
-from pipeline.trained_lora.worker.draw_previews import open_references, picture_settings
+from pipeline.trained_lora.worker.draw_previews import (
+    load_drawing_pipeline,
+    open_references,
+    picture_settings,
+)
 from pipeline.trained_lora.worker.loader import read_entry
 from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
 from pipeline.trained_lora.worker.text_encoders import TextEncoders
@@ -120,8 +124,8 @@ class _Artist:
 
         report.phase("loading the VAE")
         # float32, because SDXL's VAE overflows in float16.
-        self._pipeline = self._family.drawing.load_pipeline(
-            denoiser=self._denoiser, dtype="float32", device=device
+        self._pipeline = load_drawing_pipeline(
+            self._family, job.recipe, denoiser=self._denoiser, dtype="float32", device=device
         )
 
     def draw(self, cell: Cell) -> Image:

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.models.families import detect
+from pipeline.models.families.family import FORCES_ZEROS
+from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.provenance import shareable
 from tests.pipeline.trained_lora.slider_project import slider_project
@@ -11,10 +16,10 @@ if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
 
-def card_of(project: Project) -> str:
+def card_of(project: Project, **model: bool) -> str:
     record = {
         "recipe": shareable(project.recipe),
-        "model": {"base": project.recipe.model.base},
+        "model": {"base": project.recipe.model.base, **model},
         "samples": {"number": 8},
     }
     headings = [prompt.heading for prompt in project.job().prompts]
@@ -31,3 +36,25 @@ def test_the_card_of_other_recipes_states_no_scale(make_project: Callable[..., P
     card = card_of(make_project(sample_every=2, sample_prompts=["a cat"]))
     assert "at scale" not in card
     assert "1. `a cat`\n" in card
+
+
+def test_the_card_states_the_empty_prompt_if_the_base_model_s_pipeline_would_use_zeros(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    project = make_project()
+    assert 'negative_prompt=""' in card_of(project, **{FORCES_ZEROS: True})
+    assert "negative_prompt" not in card_of(project)
+    assert "DDIMScheduler" not in card_of(project)
+
+    # The pipeline of SDXL has a default, which applies if the index does not have the key.
+    for number, value in enumerate((True, False, None)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        index = json.loads((tiny_bases["sdxl"] / "model_index.json").read_text("utf-8"))
+        del index[FORCES_ZEROS]
+        write_text(
+            folder / "model_index.json",
+            json.dumps(index if value is None else {**index, FORCES_ZEROS: value}),
+        )
+        assert detect(folder).forces_zeros is (value is not False)
+    assert not detect(tiny_bases["epsilon"]).forces_zeros

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +21,17 @@ from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.loading import unpacked_weight
+from pipeline.recipe import NoiseSettings, Recipe
+from pipeline.storage.atomic import write_text
+from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.previews import PROMPT_KEY, read_previews
-from pipeline.trained_lora.worker.draw_previews import draw_previews
+from pipeline.trained_lora.provenance import shareable
+from pipeline.trained_lora.worker.draw_previews import draw_previews, load_drawing_pipeline
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
+from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from tests.pipeline.packs_case import pack_everything
-from tests.pipeline.trained_lora.project import FEW_MODULES, PROMPTS
+from tests.pipeline.trained_lora.project import FEW_MODULES, INFERENCE_STEPS, PROMPTS
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
@@ -245,3 +254,87 @@ def test_a_preview_states_its_settings_in_text_chunks(make_project: Callable[...
         assert dict(picture.info) == {**stated, "height": "32", "width": "64"}
     [preview] = read_previews(path.parent)
     assert preview.heading == job.prompts[0].heading
+
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "PNDMScheduler": {"skip_prk_steps": True},
+    "EulerDiscreteScheduler": {"timestep_spacing": "leading"},
+    "DDIMScheduler": {"clip_sample": False, "set_alpha_to_one": False},
+    "UniPCMultistepScheduler": {"timestep_spacing": "linspace"},
+    "DDPMScheduler": {"clip_sample": False, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"},
+}
+"""Schedulers of base models, with settings that decide how they draw."""
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_R13_pictures_are_drawn_on_the_schedule_of_training(
+    make_project: Callable[..., Project], tmp_path: Path, kind: str
+) -> None:
+    project = make_project(prediction="v_prediction", noise={"zero_terminal_snr": True})
+    base = tmp_path / "base"
+    shutil.copytree(project.job().base, base, copy_function=os.link)
+    index = json.loads((base / "model_index.json").read_text("utf-8"))
+    write_text(base / "model_index.json", json.dumps({**index, "scheduler": ["diffusers", kind]}))
+    schedule = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    config = {"_class_name": kind, "prediction_type": "v_prediction", **schedule, **SCHEDULERS[kind]}
+    write_text(base / "scheduler" / "scheduler_config.json", json.dumps(config))
+    family = load_family(base)
+    denoiser = family.denoiser.load("float32", "cpu")
+    plain = project.recipe.training.model_copy(update={"noise": NoiseSettings()})
+
+    def scheduler_of(recipe: Recipe) -> Any:
+        return load_drawing_pipeline(
+            family, recipe, denoiser=denoiser, dtype="float32", device="cpu"
+        ).scheduler
+
+    drawing, training = scheduler_of(project.recipe), make_noise_scheduler(family, project.recipe.training)
+    assert training.alphas_cumprod[-1] == 0.0
+    torch.testing.assert_close(drawing.alphas_cumprod, training.alphas_cumprod, rtol=0, atol=0)
+    drawing.set_timesteps(3)
+    assert drawing.timesteps[0] == 999
+    assert (drawing.config.prediction_type, drawing.config.clip_sample) == ("v_prediction", False)
+
+    # Without the setting, the base model's own scheduler draws.
+    own = scheduler_of(project.recipe.model_copy(update={"training": plain}))
+    assert type(own).__name__ == kind
+    assert {name: own.config[name] for name in SCHEDULERS[kind]} == SCHEDULERS[kind]
+
+
+def test_R13_a_preview_of_zero_snr_equals_the_picture_of_the_card_s_code(
+    make_project: Callable[..., Project],
+) -> None:
+    settings = {"sample_every": 2, "sample_prompts": PROMPTS[:1], "noise": {"zero_terminal_snr": True}}
+    project = make_project(prediction="v_prediction", **settings)
+    job = project.job()
+    family = load_family(job.base)
+    record = {
+        "recipe": shareable(project.recipe),
+        "model": {"base": str(job.base)},
+        "samples": {"number": 8},
+    }
+    card = model_card(record, steps=6, headings=[], has_sheet=False)
+    code = card.partition("```python\n")[2].partition("```")[0]
+
+    # A fresh adapter changes nothing, so the code is run without its last line, which loads the LoRA.
+    names: dict[str, Any] = {}
+    exec(code.replace('pipe.load_lora_weights("<this folder>")', ""), names)
+    pipe = names["pipe"]
+    pipe.set_progress_bar_config(disable=True)
+
+    # The embeddings of this project are random numbers, not those of the text encoder.
+    text, empty = (
+        read_entry(job.store, entry, "a prompt")["text_embedding"][None]
+        for entry in (job.prompts[0].text, job.empty_text)
+    )
+    drawn = pipe(
+        prompt_embeds=text,
+        negative_prompt_embeds=empty,
+        height=64,
+        width=64,
+        num_inference_steps=INFERENCE_STEPS,
+        guidance_scale=family.spec.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(job.recipe.training.seed),
+    ).images[0]
+    (file,) = draw_previews(job, family, Engine(job, family), step=2, warn=print)
+    difference = np.asarray(Image.open(file)).astype(int) - np.asarray(drawn)
+    assert abs(difference).max() <= 1
