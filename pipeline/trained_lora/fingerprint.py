@@ -157,8 +157,16 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
     }
     _add_recipe_facts(facts, recipe)
 
-    # The family's settings have precedence over the recipe's, which it may not read.
-    facts["loss"]["timesteps"] |= entries.family.timestep_facts()
+    facts["loss"]["timesteps"] |= _timesteps(recipe.training, entries.family)
+    return facts
+
+
+def _timesteps(training: TrainingSettings, family: Family) -> Facts:
+    facts = family.timestep_facts()
+
+    # As in `make_noise_scheduler`: the recipe's shift also replaces one that depends on the image's size.
+    if facts and training.timesteps.shift is not None:
+        facts |= {"shift": training.timesteps.shift, "use_dynamic_shifting": False}
     return facts
 
 

@@ -31,6 +31,7 @@ from pipeline.trained_lora.inputs import TrainingInputs, training_inputs
 from pipeline.versions import TRAINING_VERSION
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
 from tests.pipeline.trained_lora.fingerprint_case import Samples, samples
+from tests.tiny_models import TinyModel
 
 __all__ = ["samples"]
 
@@ -263,3 +264,15 @@ def test_the_version_of_an_objective_is_in_the_run_id_of_its_family_only(
     first = samples.ids({})
     assert first.run != second.run
     assert (first.latents, first.text) == (second.latents, second.text)
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # in diffusers' Chroma
+@pytest.mark.parametrize("kind", ["FLUX.1 dev", "Stable Diffusion 3 and 3.5", "Chroma", "Sana"])
+def test_R11_the_shift_of_a_recipe_changes_the_run_id_of_a_flow_matching_model(
+    tmp_path: Path, tiny_model: TinyModel, tiny_sd: Path, kind: str
+) -> None:
+    """The id had the shift of the base model's schedule instead, so that a run was taken for another."""
+    samples = Samples(tmp_path, tiny_model(kind), tiny_sd)
+    shifts = (None, 1.7, 2.5)
+    runs = {samples.ids({"training": {"timesteps": {"shift": shift}}}).run for shift in shifts}
+    assert len(runs) == len(shifts)
