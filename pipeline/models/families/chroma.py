@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX_KEYS
-from pipeline.models.families.parts.noise import FlowNoise
+from pipeline.models.families.parts.noise import NO_SHIFT, FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText, Shapes
 from pipeline.models.families.parts.vae import LatentSpec
 
@@ -38,7 +38,10 @@ CHROMA = FamilySpec(
     text=MaskedT5Text(
         "t5 masked padded with mask, 1", "families.chroma:MaskedT5Conditioner", padding="stored", tokens=512
     ),
-    noise=FlowNoise(),
+    # The published schedule, FLUX.1's shift, is for drawing. Training uses the density of the original
+    # training code, without a shift: src/trainer/train_chroma_lora.py in
+    # https://github.com/lodestone-rock/flow.
+    noise=FlowNoise(density="parabola", training_schedule=lambda model: NO_SHIFT),
     denoiser_call="families.chroma:ChromaCall",
     lora=FLUX_KEYS,
     architecture="chroma",

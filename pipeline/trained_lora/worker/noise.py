@@ -84,12 +84,28 @@ def noise_levels(uniform: Tensor, settings: TimestepSettings, family_density: De
         # The paper's f(u; s) decreases in u, so 1 - u is inserted.
         curvature = torch.cos(math.pi / 2 * (1 - uniform)) ** 2 - uniform
         levels = uniform - settings.mode_scale * curvature
+    elif density == "parabola":
+        levels = _parabola_levels(uniform)
     else:
         levels = uniform
 
     # Rounding may give 1, and a schedule of N timesteps, numbered from 0, has no timestep N.
     below_one = 1.0 - 2.0**-53
     return (settings.min + (settings.max - settings.min) * levels).clamp(0.0, below_one)
+
+
+def _parabola_levels(uniform: Tensor) -> Tensor:
+    """Map uniform random numbers to levels x with a density proportional to 2 - 7.7 (x - 1/2)^2.
+
+    The density is that of https://github.com/lodestone-rock/flow, `create_distribution`.
+    """
+    # With y = x - 1/2 and area = 2 - 7.7 / 12, the distribution function is 1/2 + (2 y - 7.7 y^3 / 3) / area.
+    # Its inverse is the root of a cubic equation between -1/2 and 1/2, in Viete's trigonometric form.
+    height, curvature = 2.0, 7.7
+    area = height - curvature / 12
+    amplitude = 2.0 * math.sqrt(height / curvature)
+    sine = 12.0 * area / (curvature * amplitude**3) * (uniform - 0.5)
+    return 0.5 + amplitude * torch.sin(torch.asin(sine) / 3.0)
 
 
 def make_noise_scheduler(family: WorkerFamily, settings: TrainingSettings) -> Any:

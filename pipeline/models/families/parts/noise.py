@@ -16,8 +16,11 @@ BetaPrediction = Literal["epsilon", "v_prediction"]
 Prediction = Literal[BetaPrediction, "flow"]
 """Output of the denoiser; a flow is noise minus latent: https://arxiv.org/abs/2210.02747."""
 
-Density = Literal["uniform", "logit_normal", "mode"]
-"""Distribution of the noise levels drawn in training, from 0 (no noise) to 1 (only noise)."""
+Density = Literal["uniform", "logit_normal", "mode", "parabola"]
+"""Distribution of the noise levels drawn in training, from 0 (no noise) to 1 (only noise).
+
+A parabola is Chroma's: symmetric like a logit-normal density, with more weight on both ends.
+"""
 
 # Keys of a flow schedule's configuration that decide how noise levels become timesteps.
 _SHIFT_KEYS = (

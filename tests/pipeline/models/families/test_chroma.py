@@ -15,8 +15,9 @@ from demo.tiny_models import make_tiny_chroma
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.inference import PictureSettings
-from pipeline.recipe import project_root
+from pipeline.recipe import TimestepSettings, TrainingSettings, project_root
 from pipeline.trained_lora.worker.micro_input import MicroInput
+from pipeline.trained_lora.worker.noise import make_noise_scheduler, noise_levels
 from tests.pipeline.models.families.case import Case
 from tests.pipeline.models.families.complete_job import draw_picture
 
@@ -157,3 +158,28 @@ def test_padding_changes_nothing_and_has_finite_gradients_in_half_precision(tmp_
     gradients = {name: each.grad for name, each in denoiser.named_parameters() if each.grad is not None}
     assert len(gradients) > 50
     assert [name for name, gradient in gradients.items() if not gradient.isfinite().all()] == []
+
+
+def test_noise_levels_have_the_density_of_the_original_training_code_without_a_shift(tmp_path: Path) -> None:
+    """2 - 7.7 (x - 1/2)^2 over 1,000 points, as `create_distribution` of lodestone-rock/flow computes it."""
+    make_tiny_chroma(tmp_path)
+    family = load_family(tmp_path)
+    uniform = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    levels = noise_levels(uniform, TimestepSettings(), family.spec.noise.density)
+    scheduler = make_noise_scheduler(family, TrainingSettings())
+    small, large = (family.noise.timesteps(scheduler, levels, (16, edge, edge)) for edge in (32, 128))
+    assert torch.equal(small, large)
+    torch.testing.assert_close(small.double() / 1000, levels, rtol=0, atol=1e-6)
+
+    places = torch.linspace(0, 1, 1000, dtype=torch.float64)
+    weights = -7.7 * (places - 0.5) ** 2 + 2
+    for below in (0.05, 0.1, 0.25, 0.5, 0.9):
+        expected = weights[places < below].sum() / weights.sum()
+        assert float((levels < below).double().mean()) == pytest.approx(float(expected), abs=2e-3)
+
+    # A recipe's own shift and density still apply.
+    own = TrainingSettings.model_validate({"timesteps": {"shift": 3.0, "density": "uniform"}})
+    half = torch.tensor([0.5], dtype=torch.float64)
+    assert torch.equal(noise_levels(half, own.timesteps, family.spec.noise.density), half)
+    shifted = family.noise.timesteps(make_noise_scheduler(family, own), half, (16, 128, 128))
+    assert shifted.item() == pytest.approx(750.0)
