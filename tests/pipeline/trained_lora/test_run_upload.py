@@ -151,6 +151,21 @@ def test_another_machine_fetches_the_logs_and_the_newest_complete_checkpoint(mac
         assert two.metrics.read_text("utf-8") == "steps up to 4\n"
 
 
+def test_R11_a_new_run_fetches_the_samples_of_the_newest_other_run_for_the_comparison(
+    machine: MakeRecipe,
+) -> None:
+    other = "fedcba9876543210"
+    remote = RemoteFolder(Url(str(machine("a").output_address)))
+    remote.put(f"runs/{other}/run.json", b"{}")
+    remote.put(f"runs/{other}/samples.parquet", b"samples")
+    for name, fetched in {"b": [other], "c": []}.items():
+        recipe = machine(name)
+        with uploaded_run(recipe, layout_of(recipe), print):
+            # A run that exists is not compared again.
+            write_text(layout_of(recipe).facts, "{}")
+        assert [path.parent.name for path in recipe.output_dir.glob("runs/*/samples.parquet")] == fetched
+
+
 def test_a_machine_that_is_behind_continues_from_the_checkpoint_of_the_other_one(machine: MakeRecipe) -> None:
     one, two = machine("one"), machine("two")
     train(one, lambda layout: save(layout, 2))
