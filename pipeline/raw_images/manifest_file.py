@@ -312,11 +312,15 @@ def _bad_csv_line(data: bytes) -> _BadLine | None:
         fix = 'put the text in double quotes, and write each quote in it twice: rose.jpg,"a ""red"" rose"'
         return _BadLine(line, problem, fix)
 
-    reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""))
-    header = next(reader, [])
-    for row in reader:
-        if len(row) > len(header):
-            problem = f"has {len(row)} fields, but the header has {len(header)}"
+    num_columns, num_fields = 0, 0
+    for match in _fields(data):
+        num_fields += 1
+        if match[2] == b",":
+            continue
+        num_columns = num_columns or num_fields
+        if num_fields > num_columns:
+            problem = f"has {num_fields} fields, but the header has {num_columns}"
             fix = 'put texts that contain commas in double quotes: rose.jpg,"red, wet"'
-            return _BadLine(reader.line_num, problem, fix)
+            return _BadLine(len(data[: match.end()].splitlines()), problem, fix)
+        num_fields = 0
     return None

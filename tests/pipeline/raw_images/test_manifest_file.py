@@ -103,6 +103,13 @@ def test_an_unusable_manifest_is_an_error_that_names_the_file(
         ),
         pytest.param(
             "a.csv",
+            b'path,caption\nb.png,"' + b"x" * 150_000 + b'\n"\na.png,a, b\n',
+            "line 4 has 3 fields",
+            "double quotes",
+            id="long caption",
+        ),
+        pytest.param(
+            "a.csv",
             b"path,caption\ra.png,x\rb.png,a, b\r",
             "line 3 has 3 fields, but the header has 2",
             "double quotes",
