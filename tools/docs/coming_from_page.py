@@ -66,6 +66,10 @@ Some things work differently, or need another step:
   with `buckets.resolutions`.
 - **Shuffled tags.** Captions are encoded before training, so a fixed number of orders (`variants`) is chosen
   for each caption. Prefix and postfix keep their place.
+- **`loss.weighting: debiased` with v-prediction** follows the paper: the weight of an error of the predicted
+  noise, 1 / sqrt(SNR), is converted to the velocity, which gives 0.068 at the last timestep of Stable
+  Diffusion's schedule. sd-scripts' `--debiased_estimation_loss` uses 1 / (SNR + 1) there, 0.995. Both give
+  14.6 if the model predicts noise.
 - **ai-toolkit's trigger word** is added as `word, caption`. `[trigger]` in a caption becomes the word.
 
 ## A folder for sd-scripts
