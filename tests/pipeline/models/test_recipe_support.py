@@ -306,7 +306,6 @@ def test_a_weighting_is_accepted_where_no_weight_is_divided_by_the_snr(tmp_path:
         (make_tiny, False),
         (make_tiny_ideogram4, False),
     ],
-    ids=str,
 )
 def test_the_guidance_of_training_is_a_mistake_for_a_model_that_does_not_read_it(
     tmp_path: Path, make: Callable[[Path], object], takes_guidance: bool
