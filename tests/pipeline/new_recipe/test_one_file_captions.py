@@ -65,7 +65,7 @@ def test_C13_a_manifest_with_captions_becomes_the_dataset(
     assert (dataset.path, dataset.root, dataset.path_column) == (folder / name, folder, path_column)
     assert dataset.captions.columns == (caption_column,)
     assert trained_captions(recipe, tmp_path) == CAPTIONS
-    assert recipe.training.preview_captions == ["a red rose"]
+    assert recipe.preview_captions == ["a red rose"]
     assert f"3 images, captions from {folder / name}, '{caption_column}'" in output
     assert "1 image without a caption in that file" in output
     assert "WARNING" not in output

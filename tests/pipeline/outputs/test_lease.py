@@ -6,8 +6,11 @@ import json
 import threading
 import uuid
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.errors import StoreError
 from pipeline.outputs.folder import OutputFolder
@@ -85,8 +88,20 @@ def test_a_dead_process_with_the_same_local_folder_is_not_waited_for(address: Ur
     assert (lines, clock.now_s) == ([], 0)
 
 
-def test_machines_that_start_together_hold_it_one_after_the_other(address: Url) -> None:
+def test_machines_that_start_together_hold_it_one_after_the_other(
+    address: Url, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held, num_held = list[int](), 0
+
+    # fsspec's memory looks for a file and then writes it, which services do in one step.
+    at_a_time, write = threading.Lock(), MemoryFileSystem.pipe_file
+
+    @wraps(write)
+    def write_at_once(*arguments: Any, **options: Any) -> None:
+        with at_a_time:
+            write(*arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", write_at_once)
 
     def work(owner: str) -> None:
         nonlocal num_held
