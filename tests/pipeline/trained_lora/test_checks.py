@@ -170,7 +170,7 @@ def test_R06_a_file_with_changed_values_or_scale_fails_reload_equals(
 
 @pytest.mark.parametrize("save_dtype", ["float32", "float16"])
 def test_R06_a_scale_may_be_in_the_factors_instead_of_alpha(tmp_path: Path, save_dtype: str) -> None:
-    """Releases before 0.3.0 wrote the trained alpha into ComfyUI's file, and their runs stay valid."""
+    """Releases before 0.4.0 wrote the trained alpha into ComfyUI's file, and their runs stay valid."""
     result = PublishedRun(tmp_path, lora={"save_dtype": save_dtype})
     assert "reload_equals" not in result.failed()
     tensors = result.tensors("comfyui")
