@@ -16,7 +16,7 @@ from dagster import (
 from assets.metadata import report_metadata, table_metadata
 from assets.names import asset_key
 from pipeline.errors import PathIsolationError
-from pipeline.escaping import inactive_markdown, printable_lines
+from pipeline.escaping import markdown_lines, printable_lines
 from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import PATH_ISOLATION, specs_of
 from resources.step_log import run_log
@@ -102,22 +102,23 @@ def _path_isolation_result(error: PathIsolationError | None) -> AssetCheckResult
         passed=False,
         check_name=PATH_ISOLATION.name,
         severity=AssetCheckSeverity.ERROR,
-        description=inactive_markdown(str(error)),
+        description=markdown_lines(str(error)),
         metadata={"what": error.what, "where": error.where, "fix": error.fix},
     )
 
 
 def _check_result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
     rows = {"rows": table_metadata(finding.rows)} if finding.rows else {}
-    fix = {"fix": MetadataValue.text(printable_lines(finding.fix))} if finding.fix else {}
+    texts = {"summary": finding.summary, "fix": finding.fix}
+    shown = {name: MetadataValue.text(printable_lines(text)) for name, text in texts.items() if text}
     description = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
 
-    # The UI shows descriptions as Markdown, and names of files may contain its syntax.
+    # The UI shows descriptions as Markdown. The texts are for people who copy names, and for the run summary.
     return AssetCheckResult(
         asset_key=key,
         check_name=finding.name,
         passed=finding.passed,
         severity=AssetCheckSeverity.ERROR if finding.severity == "error" else AssetCheckSeverity.WARN,
-        description=inactive_markdown(description),
-        metadata={**report_metadata(finding.numbers), **rows, **fix},
+        description=markdown_lines(description),
+        metadata={**report_metadata(finding.numbers), **rows, **shown},
     )

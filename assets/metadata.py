@@ -136,7 +136,7 @@ def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
         )
         if data:
             text = base64.b64encode(data).decode("ascii")
-            pictures[path] = f"![{path.stem}](data:{PICTURE_KINDS[path.suffix]};base64,{text})"
+            pictures[path] = f"![{markdown_text(path.stem)}](data:{PICTURE_KINDS[path.suffix]};base64,{text})"
     return pictures
 
 

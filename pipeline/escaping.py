@@ -18,6 +18,18 @@ _JOINERS = frozenset("\u200c\u200d")
 _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#\s@\"']*(?:@[^/?#\s@\"']*)*)@")
 _QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?(?!\*\*\*)[^\s\"'<>]*", re.IGNORECASE)
 
+_OPENING, _CLOSING = "(\"'", ")\"',.;:!?"
+
+_WORD_OR_CODE = re.compile(rf"(?<!\S)(?P<code>[{_OPENING}]*`[^`|]+`[{_CLOSING}]*)(?!\S)|\S+")
+
+# Backslashes and entities would not be enough: GFM finds addresses after it has resolved them. A dot before a
+# letter makes a link of `example.com`, and $ and : begin formulas and emoji, in some programs.
+_ACTIVE = re.compile(r"[\\`*_{}\[\]<>#!~&@^$:]|//|www|\.[^\W\d]|^[-=+]{2,}$", re.IGNORECASE)
+"""What Markdown or an extension may interpret in a word."""
+
+_LIST_MARKER = re.compile(r"[-+]|[0-9]{1,9}[.)]")
+"""Words that begin an item of a list at the start of a line."""
+
 _TOKEN_PROTOCOLS = frozenset(["http", "https"])
 """Protocols for which a user name without a password may be a token."""
 
@@ -75,26 +87,40 @@ def html_text(text: str) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Return `text` on one line such that Markdown shows it verbatim; for file names and captions."""
-    # HTML first: Markdown passes tags and entities through.
-    plain = html.escape(printable(text), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", plain)
+    """Return `text` on one line such that Markdown shows it verbatim; for file names, captions and messages.
+
+    Words with characters that Markdown or one of its extensions may interpret become inline code. Code that
+    `text` contains stays code.
+    """
+    return _WORD_OR_CODE.sub(_inactive_word, printable(text))
 
 
-def inactive_markdown(text: str) -> str:
-    """Return `text` such that Markdown makes no links, pictures or HTML of it."""
-    # Other characters stay, because the same text is printed on terminals.
-    return re.sub(r"\](?=[(:])|<(?=[A-Za-z/!?])", r"\\\g<0>", printable_lines(text))
+def markdown_lines(text: str) -> str:
+    """Return each line of `text` as `markdown_text` does."""
+    return "\n".join(map(markdown_text, text.split("\n")))
 
 
-def markdown_code(text: str) -> str:
-    """Return `text` on one line as inline code, which Markdown shows verbatim."""
-    shown = printable(text)
+def _inactive_word(match: re.Match[str]) -> str:
+    word = match[0]
+    if match["code"]:
+        return word
+    if match.start() == 0 and _LIST_MARKER.fullmatch(word):
+        return _markdown_code(word)
 
+    # The punctuation of a sentence is outside the code.
+    start = len(word) - len(word.lstrip(_OPENING))
+    end = max(start, len(word.rstrip(_CLOSING)))
+    parts = (_markdown_code(part) if _ACTIVE.search(part) else part for part in word[start:end].split("|"))
+
+    # Bars end the cell of a table, also in code.
+    return word[:start] + "\\|".join(parts) + word[end:]
+
+
+def _markdown_code(text: str) -> str:
     # A run of backticks in the text ends the code, unless the fence is longer.
-    longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * (longest + 1)
-    return f"{fence} {shown} {fence}" if longest else f"`{shown}`"
+    return f"{fence} {text} {fence}" if longest else f"`{text}`"
 
 
 def markdown_block(text: str) -> str:

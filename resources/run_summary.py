@@ -205,13 +205,14 @@ def _check_result(event: DagsterEvent) -> CheckResult:
 
     evaluation = event.asset_check_evaluation_data
     error = evaluation.severity == AssetCheckSeverity.ERROR
+    summary = evaluation.metadata.get("summary")
     return CheckResult(
         asset=evaluation.asset_key.path[-1],
         name=evaluation.check_name,
         passed=evaluation.passed,
         gate=bool(evaluation.blocking),
         closes=bool(evaluation.blocking) and error and not evaluation.passed,
-        text=(evaluation.description or "").split("\n")[0],
+        text=str(summary.value).split("\n")[0] if summary else "",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from dagster import (
@@ -10,6 +11,7 @@ from dagster import (
     AssetKey,
     AssetSelection,
     ExecuteInProcessResult,
+    MarkdownMetadataValue,
     TableMetadataValue,
     materialize,
 )
@@ -21,6 +23,7 @@ from assets.names import GPU_POOL
 from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import SPECS, specs_of
+from tests.markdown import require_inactive
 from tests.small_recipe import small_recipe
 
 
@@ -58,7 +61,7 @@ def test_path_isolation_fails_before_the_asset_is_materialized(tmp_path: Path) -
     assert (evaluation.check_name, evaluation.passed) == ("path_isolation", False)
     assert evaluation.severity == AssetCheckSeverity.ERROR
     assert set(evaluation.metadata) == {"what", "where", "fix"}
-    assert "cache_dir is inside dataset data" in str(evaluation.description).replace("\\", "")
+    assert "`cache_dir` is inside dataset data" in str(evaluation.description)
     assert not (tmp_path / "out").exists()
 
 
@@ -101,6 +104,36 @@ def test_a_failed_check_has_the_severity_of_its_kind_and_a_table_of_its_rows(
         assert [cell in record.data.values() for record in table.records] == [True], table.records
         assert evaluation.metadata["num_rows"].value == 1
         assert evaluation.metadata["fix"].value
+
+
+def test_I18_names_of_files_are_inactive_in_the_markdown_of_checks(tmp_path: Path, tiny_sd: Path) -> None:
+    """The server of the Dagster UI executes the mutations of requests for pictures."""
+    flowers = recipe(tmp_path, base=tiny_sd)
+    folder = tmp_path / "data" / "![x\\]("
+    folder.mkdir()
+    for name in ("graphql?query=mutation{x}).jpg", r"\<img src=x>.jpg", "www.example.com.jpg", "a@b.org.jpg"):
+        Image.new("RGB", (8, 8)).save(folder / name, "PNG")
+    result = run(flowers, AssetSelection.assets(RAW_IMAGES))
+
+    evaluations = {each.check_name: each for each in result.get_asset_check_evaluations()}
+    oddities = evaluations["oddities"]
+    for text in ("graphql", "<img", "www.example.com", "a@b.org"):
+        assert text in str(oddities.description) or text in str(oddities.metadata["rows"])
+    texts = [str(each.description) for each in evaluations.values()]
+    for event in result.get_asset_materialization_events():
+        values = event.step_materialization_data.materialization.metadata.values()
+        texts += [value.value or "" for value in values if isinstance(value, MarkdownMetadataValue)]
+    for text in texts:
+        require_inactive(without_own_pictures(text))
+
+    # Whoever copies a name from the metadata, or reads the run summary, gets it without escapes.
+    summary = str(oddities.metadata["summary"].value)
+    assert oddities.description != summary
+    assert "unusual files: " in summary
+
+
+def without_own_pictures(text: str) -> str:
+    return re.sub(r"!\[[a-z_]+\]\(data:image/", "", text)
 
 
 def test_each_check_is_declared_with_its_explanation(tmp_path: Path) -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
 
 from pipeline.errors import DatasetError
 from pipeline.escaping import (
     has_credentials,
     html_text,
-    inactive_markdown,
     json_text,
     markdown_block,
-    markdown_code,
+    markdown_lines,
     markdown_text,
     printable,
     printable_lines,
     without_secrets,
 )
+from tests.markdown import COMMONMARK, require_inactive
 
 TERMINAL = "a\x1b]0;title\x07\x9b31m\u202egpj.exe\u2066\u2028\ud800.png"
 MARKUP = "x ![p](http://tracker.example/p.png) [a](javascript:1) <img src=x onerror=1> ``` [b]: http://b\n- c"
@@ -51,18 +52,121 @@ def test_escaped_json_is_still_the_same_json(value: object) -> None:
     assert json.loads(json_text(value)) == value
 
 
+PIECES = [
+    *"\\\\\\`````~~![]()<>|*_#&;:'\"@/.^$ {}=+-\t\n",
+    *(
+        "![",
+        "](",
+        "]:",
+        "[",
+        "<!--",
+        "<a href=",
+        "<script>",
+        "</",
+        "&#91;",
+        "&lt;",
+        "&colon;",
+        "\\|",
+        "|---|",
+    ),
+    *("www.", "WWW.", "https://", "http:\\", "//", "mailto:", "xmpp:", "ftp://", "javascript:", "data:,"),
+    *(
+        "example.com",
+        "a@b.org",
+        "localhost",
+        "x",
+        "rose",
+        "photo.png",
+        "/graphql?query=",
+        "1.",
+        "\u00e9",
+        "\u732b",
+    ),
+    *("\u00a0", "\u3000", "\u200d", "\r\n", "``", "```", "    ", "---", "\n\n", "- ", "> ", "[^1]", ":x:"),
+]
+
+
+def names(number: int) -> Iterator[str]:
+    """Yield names and captions that contain the syntax of Markdown, the same ones every time."""
+    draw = random.Random(0)
+    for _ in range(number):
+        yield "".join(draw.choices(PIECES, k=draw.randint(1, 12)))
+
+
+def require_inactive_names(number: int) -> None:
+    # Several names in one document, because one may end what another begins.
+    generated = list(names(number))
+    for first in range(0, number, 10):
+        some = generated[first : first + 10]
+        require_inactive("\n\n".join(f"Found {markdown_text(name)} twice" for name in some))
+        require_inactive(markdown_lines("unreadable: " + ", ".join(some)))
+        cells = "".join(f"| {markdown_text(name)} | 1 |\n" for name in some)
+        require_inactive(f"| name | number |\n|---|---|\n{cells}")
+        require_inactive("\n\n".join(markdown_block(name) for name in some))
+
+
+def test_markdown_makes_no_link_picture_html_or_address_of_generated_names() -> None:
+    require_inactive_names(1_000)
+
+
+@pytest.mark.slow
+def test_markdown_makes_no_link_picture_html_or_address_of_ten_thousand_names() -> None:
+    require_inactive_names(10_000)
+
+
 @pytest.mark.parametrize(
-    "escape",
-    [markdown_text, markdown_code, inactive_markdown, lambda text: f"\n\n{markdown_block(text)}\n\n"],
-    ids=["text", "code", "inactive", "block"],
+    "name",
+    [
+        r"![x\](/graphql?query=mutation{deleteRun}).png",
+        r"\<img src=x onerror=alert(1)>.png",
+        r"a\|![x](//host/p).png",
+        "[a]: https://example.com\n\n[a]",
+        "| a | b |\n|---|---|\n| `x | ![p](q)` |",
+        "www.example.com",
+        "see www&#46;example.com or http&#58;//example.com",
+        r"www\.example.com, https\://example.com, a\@example.com",
+        "`a``b` ![x](y)",
+        "``` ![x](y) `",
+        MARKUP,
+    ],
 )
-@given(text=st.just(MARKUP) | st.text("![]()<>:/ab`\n\\|#- &;"))
-def test_markdown_makes_no_link_picture_or_html_of_escaped_text(
-    escape: Callable[[str], str], text: str
-) -> None:
-    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(f"Found {escape(text)} twice")
-    nested = [*tokens, *(child for token in tokens for child in token.children or ())]
-    assert {token.type for token in nested}.isdisjoint({"link_open", "image", "html_inline", "html_block"})
+def test_names_with_markup_are_inactive(name: str) -> None:
+    for escape in (markdown_text, markdown_lines):
+        require_inactive(f"Found {escape(name)} twice")
+
+
+@given(text=st.just(MARKUP) | st.text("![]()<>:/ab`\n\\|#- &;") | st.text())
+def test_markdown_of_any_text_is_inactive(text: str) -> None:
+    require_inactive(f"Found {markdown_text(text)} twice\n\n{markdown_lines(text)}")
+
+
+def test_markdown_shows_names_verbatim() -> None:
+    """Except for spaces, and the backticks of code."""
+    for name in names(1_000):
+        inline = [token for token in COMMONMARK.parse(markdown_text(name)) if token.type == "inline"]
+        shown = "".join(child.content for token in inline for child in token.children or ())
+        assert re.sub(r"[\s`]", "", shown) == re.sub(r"[\s`]", "", printable(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "markdown"),
+    [
+        (
+            "3 images are too small, 0.5% of all (see flowers/)",
+            "3 images are too small, 0.5% of all (see flowers/)",
+        ),
+        ("cannot decode flowers/rose.jpg: cut off", "cannot decode `flowers/rose.jpg`: cut off"),
+        (
+            "run `latentline gc --yes`, or set `checks.allow`.",
+            "run `latentline gc --yes`, or set `checks.allow`.",
+        ),
+        ("accept it with checks.allow: [oddities]", "accept it with `checks.allow`: `[oddities]`"),
+        ("a|b\\", "a\\|`b\\`"),
+        ("1. one", "`1.` one"),
+    ],
+)
+def test_only_words_with_syntax_become_code(text: str, markdown: str) -> None:
+    assert markdown_text(text) == markdown
 
 
 def test_html_shows_names_verbatim() -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.escaping import markdown_code, printable
+from pipeline.escaping import markdown_text, printable
 from pipeline.models.families.family import FORCES_ZEROS
 from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
@@ -39,7 +39,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str]
         "tags: [lora, diffusers, text-to-image]",
         "---",
         "",
-        f"# {name}",
+        f"# {markdown_text(name)}",
         "",
         "A LoRA trained with Latentline. To use it in diffusers:",
         "",
@@ -52,12 +52,13 @@ def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str]
         "```",
         "",
         *(_EMPTY_PROMPT if record["model"].get(FORCES_ZEROS) else []),
-        f"Use `{name}_kohya.safetensors` with kohya's tools and `{name}_comfyui.safetensors` with ComfyUI.",
+        f"Use {markdown_text(f'{name}_kohya.safetensors')} with kohya's tools and "
+        f"{markdown_text(f'{name}_comfyui.safetensors')} with ComfyUI.",
         "",
         *(_previews(headings) if has_sheet else []),
         "| | |",
         "|---|---|",
-        *(f"| {label} | {value} |" for label, value in _training_rows(record, steps)),
+        *(f"| {label} | {markdown_text(value)} |" for label, value in _training_rows(record, steps)),
         "",
         "`latentline provenance <file>` prints its provenance: the recipe, model fingerprints",
         "and hashes of all images and captions. `--find <image or text file>` reports whether one was used.",
@@ -74,8 +75,8 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
     steps_text = str(steps) if steps == planned_steps else f"{steps} of {planned_steps}"
     batch = f"{training['batch_size']} x {training['gradient_accumulation']} samples per process"
     return [
-        ("base model", _table_code(model["base"])),
-        *((f"its {role}", _table_code(path)) for role, path in model.get("components", {}).items()),
+        ("base model", model["base"]),
+        *((f"its {role}", path) for role, path in model.get("components", {}).items()),
         ("images", f"{record['samples']['number']} in training"),
         ("steps", f"{steps_text}, {batch}"),
         *_slider_rows(recipe),
@@ -95,11 +96,6 @@ def _slider_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"at scale {scale}", ", ".join(names)) for scale, names in sides.items() if names]
 
 
-def _table_code(text: str) -> str:
-    # A bar would end the cell of the table.
-    return markdown_code(text).replace("|", "\\|")
-
-
 def _previews(headings: Sequence[str]) -> list[str]:
-    numbered = [f"{number}. {markdown_code(heading)}" for number, heading in enumerate(headings, start=1)]
+    numbered = [f"{number}. {markdown_text(heading)}" for number, heading in enumerate(headings, start=1)]
     return [f"![previews during training]({SHEET_FILE})", "", "Prompts of the columns:", "", *numbered, ""]

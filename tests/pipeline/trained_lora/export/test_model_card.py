@@ -29,13 +29,13 @@ def card_of(project: Project, **model: bool) -> str:
 def test_the_card_of_a_slider_states_what_each_scale_draws(make_project: Callable[..., Project]) -> None:
     card = card_of(slider_project(make_project, sample_every=2, sample_prompts=["a cat"]))
     assert "| at scale 1 | bright |\n| at scale -1 | dark |\n" in card
-    assert "1. `a cat (lora scale: -1)`\n2. `a cat (lora scale: 0)`\n3. `a cat`\n" in card
+    assert "1. a cat (lora scale: -1)\n2. a cat (lora scale: 0)\n3. a cat\n" in card
 
 
 def test_the_card_of_other_recipes_states_no_scale(make_project: Callable[..., Project]) -> None:
     card = card_of(make_project(sample_every=2, sample_prompts=["a cat"]))
     assert "at scale" not in card
-    assert "1. `a cat`\n" in card
+    assert "1. a cat\n" in card
 
 
 def test_the_card_states_the_empty_prompt_if_the_base_model_s_pipeline_would_use_zeros(
