@@ -51,6 +51,7 @@ def export_model(
     }
     pipeline: Any = StableDiffusionPipeline(**components, **optional)
     pipeline.to(torch.float16).save_pretrained(folder)
+    _state_float32(folder / "text_encoder" / "config.json")
 
     # The scores are those of the rounded weights, computed in float32.
     rounded = StableDiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
@@ -58,6 +59,13 @@ def export_model(
     text = json.dumps(record, indent=2) + "\n"
     (folder / "provenance.json").write_text(text, encoding="utf-8")
     return record
+
+
+def _state_float32(config: Path) -> None:
+    """Let plain `from_pretrained` load the text encoder in float32, as it loads the UNet."""
+    facts = json.loads(config.read_text(encoding="utf-8"))
+    text = json.dumps({**facts, "dtype": "float32"}, indent=2, sort_keys=True) + "\n"
+    config.write_text(text, encoding="utf-8")
 
 
 def base_scores(pipeline: Any) -> list[dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
@@ -206,14 +206,14 @@ def _read_header(path: Path) -> tuple[int, bytes]:
         return length, file.read(length) if length < min(size, MAX_JSON_BYTES) else b""
 
 
-def stored_dtype(folder: Path) -> str | None:
-    """Return the dtype in which a component's weights are stored; see `weight_files` for errors.
+def stored_dtype(files: Iterable[Path]) -> str | None:
+    """Return the dtype of all tensors in a component's `weight_files`.
 
     None means that there are several, that a header is invalid, or that the weights are not safetensors.
     """
-    files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
+    weights = [path for path in files if path.suffix == ".safetensors"]
     try:
-        headers = [cast("dict[str, Any]", json.loads(_read_header(path)[1])) for path in files]
+        headers = [cast("dict[str, Any]", json.loads(_read_header(path)[1])) for path in weights]
         dtypes = {
             tensor["dtype"] for header in headers for name, tensor in header.items() if name != "__metadata__"
         }

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from pipeline.errors import ModelError
 from pipeline.log import Log, discard
-from pipeline.models.diffusers_folder import read_bounded
+from pipeline.models.diffusers_folder import read_bounded, stored_dtype
 from pipeline.reporting.progress import progress
 from pipeline.storage.atomic import write_text
 
@@ -89,7 +89,7 @@ class Fingerprints:
             facts = [
                 {
                     "role": part.role,
-                    "configs": [_comparable(json.loads(read_bounded(path))) for path in part.configs],
+                    "configs": [_comparable(_read_config(path, part.contents)) for path in part.configs],
                     "contents": [hashes[path] for path in part.contents],
                 }
                 for part in parts
@@ -164,6 +164,17 @@ class Fingerprints:
 
 def _stat_numbers(stat: os.stat_result) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _read_config(path: Path, weights: tuple[Path, ...]) -> Any:
+    config: Any = json.loads(read_bounded(path))
+
+    # diffusers loads a text encoder in the dtype that its configuration states, Latentline in the recipe's
+    # dtype. float32 represents every stored value exactly, so a configuration that states it gives the same
+    # embeddings as one that states the stored dtype, which save_pretrained writes.
+    if isinstance(config, dict) and cast("dict[str, Any]", config).get("dtype") == "float32":
+        return {**config, "dtype": stored_dtype(weights) or "float32"}
+    return config
 
 
 def _comparable(config: Any) -> Any:

@@ -14,7 +14,7 @@ from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from pipeline.models.diffusers_folder import stored_dtype, weight_variant
+from pipeline.models.diffusers_folder import stored_dtype, weight_files, weight_variant
 from pipeline.models.families import Family
 
 # Attributes of transformers' language models: parts of a vision encoder, and the layer that computes logits.
@@ -65,7 +65,7 @@ def read_text_encoder(family: Family, role: str, dtype: str) -> tuple[nn.Module,
     Raises:
         ModelError: The component's weights are missing.
     """
-    stored = stored_dtype(family.model.component(role))
+    stored = stored_dtype(weight_files(family.model.component(role)))
 
     # Weights in their stored dtype are memory-mapped, so nothing is read of the parts that are dropped.
     # `move_weights` converts the rest one by one on their way to the device.

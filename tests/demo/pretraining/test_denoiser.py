@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
 from demo.pretraining.denoiser import EncodedWorld, load_world, train_denoiser
 from demo.pretraining.export import export_model, loss_curve
@@ -68,3 +70,6 @@ def test_training_lowers_the_loss_and_the_exported_model_draws_and_is_scored(
     assert stored["losses"] == curve
     assert [line["seed"] for line in stored["scores"]] == [0]
     assert stored["scores"][0]["concept"] <= 0.02
+
+    drawing: Any = DiffusionPipeline.from_pretrained(tmp_path / "model")
+    assert drawing("a red star", num_inference_steps=1, height=64, width=64).images

@@ -4,15 +4,23 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline.cache.keys import LatentInputs, MaskInputs, TextInputs, latent_key, text_key
 from pipeline.errors import ModelError
 from pipeline.images.geometry import Crop, Size
+from pipeline.models.diffusers_folder import weight_files
+from pipeline.models.families import detect
+from pipeline.models.families.family import Use
 from pipeline.models.fingerprints import Fingerprints, ModelPart, canonical_hash, canonical_text
+from pipeline.models.worker.family import load_family
+from tests.tensor_differences import differing_tensors
 
 LATENT = LatentInputs(
     content_hash="aa",
@@ -294,3 +302,85 @@ def test_a_missing_file_is_named_as_the_place_of_the_error(tmp_path: Path, part:
     with pytest.raises(ModelError) as excinfo:
         fingerprint(tmp_path, part)
     assert excinfo.value.where == str(part.contents[0])
+
+
+def state_dtype(folder: Path, dtype: str) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": dtype}))
+
+
+def text_fingerprint(base: Path, memory: Path) -> str:
+    return Fingerprints(memory).of(detect(base).fingerprint_parts("text"))
+
+
+def configs_hash(folder: Path) -> str:
+    """Return the fingerprint of a network as 0.3.0 computed it: the configuration, then the weights."""
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name != "transformers_version"}
+    contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in weight_files(folder)]
+    return canonical_hash([{"role": folder.name, "configs": [config], "contents": contents}])
+
+
+@pytest.mark.parametrize("use", ["latents", "text", "denoiser"])
+def test_the_demos_base_model_has_the_fingerprints_of_earlier_releases(tmp_path: Path, use: Use) -> None:
+    """A change here encodes the demo again, or trains it again."""
+    expected = {
+        "latents": "757c9bf749672c993b45e35209e6edcdde18aec8b7df0f2d7e0c85fe0161c29b",
+        "text": "d55e1f7d76ff870f0a4887f4305a6531747dd588fe36df7333c4eecf96bd5b19",
+        "denoiser": "6946d90f76d565db838cf3140ae716bf267379583fb880ec933f0e7db66ae443",
+    }
+    parts = detect(Path(__file__).parents[3] / "demo" / "base").fingerprint_parts(use)
+    assert Fingerprints(tmp_path).of(parts) == expected[use]
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "30KB"])
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+def test_a_stated_float32_computes_the_same_and_has_the_fingerprint_of_the_stored_dtype(
+    tmp_path: Path, tiny_sd: Path, stored: str, max_shard_size: str
+) -> None:
+    from transformers import CLIPTextModel
+
+    base = shutil.copytree(tiny_sd, tmp_path / "base")
+    folder = base / "text_encoder"
+    encoder = CLIPTextModel.from_pretrained(folder).to(getattr(torch, stored))
+    (folder / "model.safetensors").unlink()
+    encoder.save_pretrained(folder, max_shard_size=max_shard_size)
+    part = ModelPart("text_encoder", (folder / "config.json",), weight_files(folder))
+    assert json.loads((folder / "config.json").read_text())["dtype"] == stored
+    assert len(part.contents) == 1 or max_shard_size == "30KB"
+
+    keys, texts = list[str](), list[dict[str, torch.Tensor]]()
+    for stated in (stored, "float32"):
+        state_dtype(folder, stated)
+        keys.append(Fingerprints(tmp_path / "cache").of([part]))
+        text = load_family(base).text
+        texts.append(text.encode_caption(text.load("auto", "cpu"), "a cat").tensors)
+        if stated == stored:
+            assert keys[0] == configs_hash(folder)
+    assert keys[1] == keys[0]
+    assert differing_tensors(*texts) == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "stated"),
+    [
+        ({"a": torch.float16, "b": torch.bfloat16}, "float32"),
+        ({"a": torch.float16, "b": torch.float32}, "float32"),
+        ({"a": torch.float16, "ids": torch.int64}, "float32"),
+        ({"a": torch.float64}, "float32"),
+        ({"a": torch.float16}, "bfloat16"),
+        ({"a": torch.float32}, "float16"),
+    ],
+    ids=str,
+)
+def test_every_other_stated_dtype_counts_as_it_is(
+    tmp_path: Path, weights: dict[str, torch.dtype], stated: str
+) -> None:
+    folder = tmp_path / "text_encoder"
+    folder.mkdir()
+    save_file(
+        {name: torch.ones(2, dtype=dtype) for name, dtype in weights.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps({"dtype": stated, "hidden_size": 2}))
+    part = ModelPart("text_encoder", (folder / "config.json",), weight_files(folder))
+    assert fingerprint(tmp_path, part) == configs_hash(folder)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from demo.tiny_models import TINY
-from pipeline.models.diffusers_folder import stored_dtype
+from pipeline.models.diffusers_folder import stored_dtype, weight_files
 from pipeline.models.families import detect
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import load_component, read_component, read_text_encoder
@@ -161,7 +161,7 @@ def test_an_encoder_has_the_values_of_from_pretrained_whatever_dtype_it_is_store
     TINY["FLUX.1 dev"](tmp_path / "tiny")
     folder = tmp_path / "tiny" / "text_encoder_2"
     T5EncoderModel.from_pretrained(folder).to(getattr(torch, stored)).save_pretrained(folder)
-    assert stored_dtype(folder) == stored
+    assert stored_dtype(weight_files(folder)) == stored
 
     family = detect(tmp_path / "tiny")
     network, converted = read_text_encoder(family, "text_encoder_2", dtype)
