@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.tiny_models.flux2 import flux2_vae
-from demo.tiny_models.mistral import ministral3, mistral3, write_mistral_tokenizer
+from demo.tiny_models.mistral import ministral3, mistral3, write_mistral_tokenizer, write_rewriter_tokenizer
 from demo.tiny_models.parts import assemble, flow_schedule
 
 _TEXT_WIDTH = 48
@@ -24,7 +24,6 @@ def make_tiny_ernie_image(folder: Path, *, seed: int = 0) -> None:
         folder: Destination, created with its parents; existing files are replaced.
         seed: Seed of the random weights.
     """
-    tokenizer = partial(write_mistral_tokenizer, max_length=256)
     assemble(
         folder,
         "ErnieImagePipeline",
@@ -35,7 +34,10 @@ def make_tiny_ernie_image(folder: Path, *, seed: int = 0) -> None:
             "pe": ministral3,
             "scheduler": partial(flow_schedule, shift=3.0),
         },
-        tokenizers={"tokenizer": tokenizer, "pe_tokenizer": tokenizer},
+        tokenizers={
+            "tokenizer": partial(write_mistral_tokenizer, max_length=256),
+            "pe_tokenizer": write_rewriter_tokenizer,
+        },
         seed=seed,
     )
 

@@ -17,7 +17,10 @@ _TEMPLATE = (
     "[{{ mark }}]{% for part in message.content %}"
     "{{ '[IMG]' if part.type == 'image' else part.text }}{% endfor %}[/{{ mark }}]{% endfor %}"
 )
-"""Chat template in the style of Mistral's."""
+"""Chat template in the style of Mistral's, in which a message consists of parts."""
+
+_TEXT_TEMPLATE = "{% for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}"
+"""Chat template of a model that reads text only, in which a message is a string."""
 
 _PATCH_PX = 14
 
@@ -43,6 +46,13 @@ def write_mistral_tokenizer(folder: Path, *, max_length: int = 4096) -> str:
     }
     write_json(folder / "tokenizer_config.json", config)
     return "PreTrainedTokenizerFast"
+
+
+def write_rewriter_tokenizer(folder: Path) -> str:
+    """Write the tokenizer of a model that rewrites prompts in at most 8 tokens; return its class name."""
+    write_text(folder / "chat_template.jinja", _TEXT_TEMPLATE)
+    # Pipelines let the model write as many tokens as the tokenizer's maximum.
+    return write_mistral_tokenizer(folder, max_length=8)
 
 
 def write_pixtral_processor(folder: Path) -> str:

@@ -5,12 +5,35 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
 
-from demo.tiny_models import make_tiny
+from demo.tiny_models import TINY, make_tiny
 from demo.tiny_models.parts import WORDS
+from tests.tiny_models import TinyModel
+
+BASE = Path(__file__).parents[2] / "demo" / "base"
+
+NEED_TORCHVISION = {
+    "FLUX.2 dev",
+    "Qwen-Image-Edit",
+    "Qwen-Image 2.1",
+    "Qwen-Image 2.1 Turbo",
+    "Kandinsky 5 (image)",
+    "Bria FIBO 2",
+}
+"""Models whose image or video processor requires torchvision."""
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "FLUX.1 Kontext": {"max_area": 64 * 64, "_auto_resize": False},
+    "Qwen-Image-Edit": {"image": Image.new("RGB", (64, 64))},
+    "Ideogram 4": {"guidance_schedule": (7.0,)},
+}
+"""Arguments that a pipeline requires for one step at 64x64 pixels, besides the usual ones."""
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -64,3 +87,24 @@ def test_the_tokenizer_has_tokens_for_its_words_and_spells_other_text(tiny_sd: P
 
 def test_the_tiny_model_is_smaller_than_6_mb(tiny_sd: Path) -> None:
     assert sum(path.stat().st_size for path in tiny_sd.rglob("*")) < 6_000_000
+
+
+# diffusers, transformers and torch warn of each other's changes.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TINY)
+def test_plain_from_pretrained_loads_each_model_and_it_draws(kind: str, tiny_model: TinyModel) -> None:
+    if kind in NEED_TORCHVISION:
+        pytest.importorskip("torchvision")
+    assert drawn_in_one_step(tiny_model(kind), **ARGUMENTS.get(kind, {}))
+
+
+def test_plain_from_pretrained_loads_the_demos_base_model_and_it_draws() -> None:
+    assert drawn_in_one_step(BASE)
+
+
+def drawn_in_one_step(folder: Path, **arguments: Any) -> Any:
+    pipeline: Any = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.default_sample_size = 8  # HiDream's pipeline scales every size to this area
+    drawn = pipeline(prompt="a cat", num_inference_steps=1, height=64, width=64, **arguments)
+    return next(iter(drawn.values()))
