@@ -10,7 +10,7 @@ import polars as pl
 
 from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
-from pipeline.trained_lora.fingerprint import Facts
+from pipeline.trained_lora.fingerprint import Facts, with_dataset_names
 from pipeline.trained_lora.run_folder import RunLayout
 
 MAX_NAMED = 3
@@ -30,6 +30,14 @@ _DIGESTS = {
     "samples.empty_texts": "embeddings of dropped captions",
 }
 """Facts that are hashes over all samples, and what to call a change that no single sample explains."""
+
+_MEMBERS = "samples.datasets"
+"""Facts that are hashes over the samples of one dataset, by its name."""
+
+_EVERYTHING = (*_DIGESTS, _MEMBERS)
+
+_ORDER = "samples.ordered_by"
+"""Fact of runs in which names of samples decide nothing. Runs of 0.3.0 and earlier do not have it."""
 
 
 def difference_from_latest(layout: RunLayout, facts: Facts, samples: pl.DataFrame) -> str | None:
@@ -74,20 +82,41 @@ def describe_difference(
     samples_after: pl.DataFrame | None = None,
 ) -> list[str]:
     """Return what differs between two runs: named samples, then "<fact> <old> -> <new>" sorted by fact."""
-    old, new = dict(_flatten(before)), dict(_flatten(after))
-    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    old, new = dict(_flatten(_with_new_names(before, after))), dict(_flatten(after))
+    names = sorted(name for name in {*old, *new} - {_ORDER} if old.get(name) != new.get(name))
     changes = (
         []
         if samples_before is None or samples_after is None
-        else _changed_samples(samples_before, samples_after)
+        else _changed_samples(samples_before, samples_after, with_names=_ORDER not in old)
     )
 
     # A hash over all samples says nothing to a reader, so the samples are named instead.
     explained = {fact for change in changes for fact in change.explains}
-    shown = [change.text() for change in changes]
-    shown += [_DIGESTS[name] for name in names if name in _DIGESTS and name not in explained]
-    settings = [name for name in names if name not in _DIGESTS]
-    return shown + [f"{name} {_shorten(old.get(name))} -> {_shorten(new.get(name))}" for name in settings]
+    digests = {name: text for name in names if (text := _digest_text(name)) is not None}
+    settings = [name for name in names if name not in digests]
+    unexplained = [text for name, text in digests.items() if not {name, name.rpartition(".")[0]} & explained]
+
+    texts = [change.text() for change in changes]
+    values = [f"{name} {_shorten(old.get(name))} -> {_shorten(new.get(name))}" for name in settings]
+    if old.get(_ORDER) == new.get(_ORDER):
+        return texts + unexplained + values
+
+    # The hashes of a run of 0.3.0 or earlier contain names, so they differ for the same samples.
+    return texts + values or ["samples or repeats; which is unknown for a run of release 0.3.0 or earlier"]
+
+
+def _digest_text(fact: str) -> str | None:
+    """Return what to call a change of a fact that is a hash over samples; None for other facts."""
+    if fact.startswith(f"{_MEMBERS}."):
+        return f"images of the dataset {fact.removeprefix(f'{_MEMBERS}.')}"
+    return _DIGESTS.get(fact)
+
+
+def _with_new_names(before: Facts, after: Facts) -> Facts:
+    """Return the earlier facts with the new names of datasets that have the same samples."""
+    old, new = (facts.get("samples", {}).get("datasets", {}) for facts in (before, after))
+    new_names = {members: name for name, members in new.items()}
+    return with_dataset_names(before, {name: new_names.get(members, name) for name, members in old.items()})
 
 
 class _Change(NamedTuple):
@@ -114,37 +143,37 @@ class _Change(NamedTuple):
         return f"{len(self.names):,} {self.several}: {named}" + (f" and {more:,} more" if more > 0 else "")
 
 
-def _changed_samples(before: pl.DataFrame, after: pl.DataFrame) -> list[_Change]:
+def _changed_samples(before: pl.DataFrame, after: pl.DataFrame, *, with_names: bool) -> list[_Change]:
+    """Return the changes of samples, and with `with_names` also those of their names."""
     added = after.join(before, on="sample_id", how="anti", maintain_order="left")
     removed = before.join(after, on="sample_id", how="anti", maintain_order="left")
 
     # An image that was removed, and one with the same bytes and captions that was added, is a renamed image.
     content = ["content_hash", "caption_hashes"]
-    renamed = removed.unique(content, keep="first", maintain_order=True).join(
+    pairs = removed.unique(content, keep="first", maintain_order=True).join(
         added.unique(content, keep="first", maintain_order=True),
         on=content,
         suffix="_after",
         maintain_order="left",
     )
-    added = added.join(renamed, left_on="sample_id", right_on="sample_id_after", how="anti")
-    removed = removed.join(renamed, on="sample_id", how="anti")
-    new_names = [f"{old} -> {new}" for old, new in renamed.select("sample_id", "sample_id_after").rows()]
+    added = added.join(pairs, left_on="sample_id", right_on="sample_id_after", how="anti")
+    removed = removed.join(pairs, on="sample_id", how="anti")
+    new_names = [f"{old} -> {new}" for old, new in pairs.select("sample_id", "sample_id_after").rows()]
 
     both = before.join(after, on="sample_id", suffix="_after", maintain_order="left")
-    everything = tuple(_DIGESTS)
     entries = ("samples.latents", "samples.masks", "samples.references")
     references = ("samples.references", "samples.text")
     text = ("samples.text", "samples.empty_texts")
     changes = [
-        _Change("new image", "new images", added["sample_id"].to_list(), everything),
-        _Change("removed image", "removed images", removed["sample_id"].to_list(), everything),
-        _Change("renamed image", "renamed images", new_names, everything),
+        _Change("new image", "new images", added["sample_id"].to_list(), _EVERYTHING),
+        _Change("removed image", "removed images", removed["sample_id"].to_list(), _EVERYTHING),
+        _Change("renamed image", "renamed images", new_names if with_names else [], _EVERYTHING),
         _Change("file", "files", _changed(both, "content_hash"), (*entries, *text)),
         _Change("caption of", "captions", _changed(both, "caption_hashes"), text),
         _Change("text embedding of", "text embeddings", _changed(both, "text_keys", "caption_hashes"), text),
         _Change("bucket of", "buckets", _changed(both, "bucket", "content_hash"), entries),
         _Change("latent of", "latents", _changed(both, "latent_keys", "content_hash", "bucket"), entries),
-        _Change("holdout membership of", "holdout memberships", _changed(both, "split"), everything),
+        _Change("holdout membership of", "holdout memberships", _changed(both, "split"), _EVERYTHING),
         _Change("references of", "references", _changed(both, "reference_hashes"), references),
         _Change(
             "latents of references of",

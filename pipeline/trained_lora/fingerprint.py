@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import polars as pl
 
 from pipeline.errors import TrainingError
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.atomic import write_text
-from pipeline.trained_lora.inputs import when_exhausted
+from pipeline.trained_lora.inputs import IDENTITY, when_exhausted
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
 
@@ -127,11 +129,22 @@ IRRELEVANT_KEYS = {
 }
 """Keys of `training` that do not decide the weights, each with the reason."""
 
+_FACTS_BY_DATASET = (
+    ("plan", "weights"),
+    ("loss", "dataset_weights"),
+    ("loss", "masks"),
+    ("samples", "datasets"),
+)
+"""Facts, by section and key, that hold a value for the name of each dataset."""
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
 def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> Facts:
-    """Return everything that decides the weights; names, paths and package versions do not.
+    """Return everything that decides the weights; paths and package versions do not.
+
+    Datasets are named, so that people can read the facts. `run_id` replaces the names, unless the inputs are
+    ordered by name.
 
     Raises:
         TrainingError: The LoRA in `start_from` cannot be read.
@@ -158,6 +171,8 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
     _add_recipe_facts(facts, recipe)
 
     facts["loss"]["timesteps"] |= _timesteps(recipe.training, entries.family)
+    if inputs.is_by_content:
+        facts["samples"] |= {"ordered_by": "content", **_members(inputs.trained, _named_datasets(facts))}
     return facts
 
 
@@ -185,35 +200,35 @@ def _add_recipe_facts(facts: Facts, recipe: Recipe) -> None:
 
 
 def _samples(inputs: TrainingInputs) -> Facts:
-    table = inputs.table
-    latents = table.select("variant_id", "bucket", "latents").iter_rows()
-    text = table.select("variant_id", "texts").iter_rows()
+    table = inputs.table.with_columns(inputs.identities.alias(IDENTITY))
+    latents = table.select(IDENTITY, "bucket", "latents").iter_rows()
+    text = table.select(IDENTITY, "texts").iter_rows()
     facts: Facts = {
         "number": len(inputs),
-        "latents": _digest((variant_id, bucket, *keys) for variant_id, bucket, keys in latents),
-        "text": _digest((variant_id, *keys) for variant_id, keys in text),
-        "repeats": _digest(table.select("variant_id", "repeats").iter_rows()),
+        "latents": _digest((identity, bucket, *keys) for identity, bucket, keys in latents),
+        "text": _digest((identity, *keys) for identity, keys in text),
+        "repeats": _digest(table.select(IDENTITY, "repeats").iter_rows()),
     }
 
     # Facts without a value are absent, so that runs from before such a column existed have the same id.
     for side_input in SIDE_INPUTS:
         if side_input.plural not in table.columns:
             continue
-        used = table.select("variant_id", side_input.plural).drop_nulls()
+        used = table.select(IDENTITY, side_input.plural).drop_nulls()
         if not used.is_empty():
             rows = (
                 used.iter_rows() if side_input.several else ((name, *keys) for name, keys in used.iter_rows())
             )
             facts[side_input.plural] = _digest(rows)
     if "slider" in table.columns:
-        facts["sliders"] = _digest(table.select("variant_id", "slider", "pair").iter_rows())
+        facts["sliders"] = _digest(table.select(IDENTITY, "slider", "pair").iter_rows())
     return facts
 
 
 def _empty_texts(inputs: TrainingInputs, dropout: float) -> Facts:
     if not dropout or "empty_text" not in inputs.table.columns:
         return {}
-    empty_texts = inputs.table.select("variant_id", "empty_text").drop_nulls()
+    empty_texts = inputs.table.select(inputs.identities, "empty_text").drop_nulls()
     return {"empty_texts": _digest(empty_texts.iter_rows())}
 
 
@@ -296,8 +311,42 @@ def _mix(recipe: Recipe, inputs: TrainingInputs) -> Facts:
     return {"weights": weights, "exhausted": when_exhausted(recipe, inputs)} if weights else {}
 
 
+def _members(inputs: TrainingInputs, datasets: Iterable[str]) -> Facts:
+    """Return the digest of the inputs of each of these datasets."""
+    table = inputs.table.select("dataset", IDENTITY)
+    digests = {
+        name: _digest(table.filter(pl.col("dataset") == name).select(IDENTITY).iter_rows())
+        for name in datasets
+    }
+    return {"datasets": digests} if digests else {}
+
+
+def _named_datasets(facts: Facts) -> list[str]:
+    """Return the datasets whose settings are among the facts, sorted by name."""
+    by_name = [facts[section].get(key, {}) for section, key in _FACTS_BY_DATASET]
+    prior = facts["loss"].get("prior", {}).get("datasets", ())
+    return sorted({*prior, *(name for each in by_name for name in each)})
+
+
+def with_dataset_names(facts: Facts, names: Mapping[str, str]) -> Facts:
+    """Return the facts with other names of some datasets."""
+    facts = {section: dict(value) if isinstance(value, dict) else value for section, value in facts.items()}
+    for section, key in _FACTS_BY_DATASET:
+        if key in facts.get(section, {}):
+            facts[section][key] = {
+                names.get(name, name): value for name, value in facts[section][key].items()
+            }
+    if "prior" in facts.get("loss", {}):
+        prior = facts["loss"]["prior"]
+        datasets = sorted(names.get(name, name) for name in prior["datasets"])
+        facts["loss"]["prior"] = {**prior, "datasets": datasets}
+    return facts
+
+
 def run_id(facts: Facts) -> str:
-    """Return the first 16 hex digits of the facts' hash."""
+    """Return the first 16 hex digits of the facts' hash; names of datasets are replaced by their contents."""
+    if contents := facts.get("samples", {}).get("datasets"):
+        facts = with_dataset_names(facts, contents)
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()[:16]
 

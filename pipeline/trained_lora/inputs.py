@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import polars as pl
@@ -89,6 +89,7 @@ class TrainingInput:
         pair: Name that a slider's two opposite images share; None if the input has no partner.
         empty_text: Entry of the empty caption with the input's references; None to use the entry of the
             empty caption that all inputs of the job share.
+        identity: What the input's order and random numbers depend on, see `identities`.
     """
 
     variant_id: str
@@ -104,6 +105,7 @@ class TrainingInput:
     lora_scale: int
     pair: str | None
     empty_text: EntrySpec | None
+    identity: str
 
 
 COLUMNS: dict[str, Any] = {
@@ -156,18 +158,25 @@ EMPTY_COLUMNS: dict[str, Any] = {"empty_text": pl.String, "empty_tensors": pl.St
 Both are null for inputs without references, which use the empty caption of the job.
 """
 
+IDENTITY = "identity"
+"""Further column of inputs that are ordered by content; runs of 0.3.0 and earlier are ordered by name."""
+
 
 class TrainingInputs(Sequence[TrainingInput]):
-    """The training inputs of a run, sorted by variant_id.
+    """The training inputs of a run, sorted by identity.
 
     Attributes:
         table: One row per input, with `COLUMNS`, and `SIDE_INPUT_COLUMNS`, `SLIDER_COLUMNS` and
-            `EMPTY_COLUMNS` if the recipe needs them.
+            `EMPTY_COLUMNS` if the recipe needs them; with `IDENTITY` unless the inputs are ordered by name.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
         self.table = table
         self._ids = table["variant_id"]
+
+    @cached_property
+    def _by_id(self) -> pl.Series:
+        return self._ids.arg_sort()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -197,8 +206,8 @@ class TrainingInputs(Sequence[TrainingInput]):
         Raises:
             KeyError: No input has this variant_id.
         """
-        number = bisect_left(self._ids, variant_id)
-        if number == len(self) or self._ids[number] != variant_id:
+        place = bisect_left(self._by_id, variant_id, key=self._ids.__getitem__)
+        if place == len(self) or self._ids[number := self._by_id[place]] != variant_id:
             raise KeyError(variant_id)
         return number
 
@@ -209,6 +218,16 @@ class TrainingInputs(Sequence[TrainingInput]):
             KeyError: No input has this variant_id.
         """
         return self[self.number_of(variant_id)]
+
+    @property
+    def is_by_content(self) -> bool:
+        """Whether the order and the random numbers of the inputs depend on their contents, not on names."""
+        return IDENTITY in self.table.columns
+
+    @property
+    def identities(self) -> pl.Series:
+        """What the order and the random numbers of each input depend on; unique and in ascending order."""
+        return self.table[IDENTITY if self.is_by_content else "variant_id"]
 
     @property
     def lora_scales(self) -> pl.Series:
@@ -424,6 +443,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         lora_scale=row.get("slider") or 1,
         pair=row.get("pair"),
         empty_text=_empty_text(row),
+        identity=row.get(IDENTITY) or row["variant_id"],
     )
 
 

@@ -27,6 +27,7 @@ from pipeline.recipe import Recipe
 from pipeline.recipe.datasets import side_input_sections
 from pipeline.storage.atomic import write_atomically, write_text
 from pipeline.trained_lora.inputs import (
+    IDENTITY,
     SLIDER_COLUMNS,
     TrainingInputs,
     read_inputs,
@@ -166,7 +167,7 @@ def plan_inputs(inputs: TrainingInputs) -> PlanInputs:
     table = trained.table
     columns = table.select(
         "variant_id",
-        *sorted(SLIDER_COLUMNS.keys() & table.columns),
+        *sorted({*SLIDER_COLUMNS, IDENTITY} & {*table.columns}),
         "bucket",
         "repeats",
         "dataset",

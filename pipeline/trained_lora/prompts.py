@@ -110,7 +110,8 @@ def preview_prompts(
 
     trained = [dataset.name for dataset in recipe.datasets if dataset.role == "train"]
     captions = inputs.table.with_row_index("number").filter(pl.col("dataset").is_in(trained))
-    captions = captions.select("number", caption=pl.col("captions").list.first())
+    # By name, so that they are the pictures that a file manager lists first.
+    captions = captions.sort("variant_id").select("number", caption=pl.col("captions").list.first())
     first_uses = captions.unique("caption", keep="first", maintain_order=True)["number"]
     chosen = [inputs[number] for number in first_uses[:NUM_DEFAULT_PROMPTS]]
     references = _reference_files(recipe, latents, [item.sample_id for item in chosen])

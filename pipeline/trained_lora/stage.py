@@ -54,9 +54,10 @@ from pipeline.trained_lora.export.publish import (
     saved_result,
     write_companions,
 )
-from pipeline.trained_lora.fingerprint import Facts, run_facts, run_id, write_facts
+from pipeline.trained_lora.fingerprint import Facts, run_id, write_facts
+from pipeline.trained_lora.identities import planned_run
 from pipeline.trained_lora.inputs import training_inputs
-from pipeline.trained_lora.job import TrainingJob, with_steps
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
@@ -229,9 +230,8 @@ def _plan_run(
     # A sample with a rejected caption has a latent all the same.
     rejected = Tables(recipe.output_dir).read_rejected("text_embeddings")
     latents = latents.join(rejected, on="sample_id", how="anti", maintain_order="left")
-    inputs = training_inputs(recipe, entries, latents, text)
-    recipe = with_steps(recipe, inputs)
-    facts = run_facts(recipe, entries, inputs)
+    named = training_inputs(recipe, entries, latents, text)
+    recipe, inputs, facts = planned_run(entries, named, latents, log=log)
     job = TrainingJob(
         recipe=recipe,
         base=entries.model_folder,

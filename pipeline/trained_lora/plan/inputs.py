@@ -19,8 +19,8 @@ class PlanInput:
 
     Only inputs of the same `bucket`, `references` and `slider` share a micro-batch. `references` is any text
     that identifies number and shapes of reference images, and "" for an input without. `slider` is 1 or
-    -1, or None for an input that is not part of a slider. Inputs of the same `pair` get the same random
-    choices.
+    -1, or None for an input that is not part of a slider. Order and random choices depend on `identity`, or
+    on the variant_id if it is None. Inputs of the same `pair` get the same random choices.
     """
 
     variant_id: str
@@ -32,6 +32,7 @@ class PlanInput:
     slider: int | None = None
     pair: str | None = None
     references: str = ""
+    identity: str | None = None
 
 
 _COLUMNS = {
@@ -44,6 +45,7 @@ _COLUMNS = {
     "slider": pl.Int8,
     "pair": pl.String,
     "references": pl.String,
+    "identity": pl.String,
 }
 
 _SLIDER, _OPPOSITE = " slider", " (opposite)"
@@ -74,7 +76,7 @@ class Groups:
 
 
 class PlanInputs(Sequence[PlanInput]):
-    """The inputs, sorted by variant_id; a `place` is an index into them.
+    """The inputs, sorted by identity; a `place` is an index into them.
 
     Attributes:
         repeats: Repeats of each input.
@@ -87,17 +89,21 @@ class PlanInputs(Sequence[PlanInput]):
     def __init__(self, table: pl.DataFrame) -> None:
         """Take a table with one column per attribute of `PlanInput`, in any row order.
 
-        `slider`, `pair` and `references` may be missing.
+        `slider`, `pair`, `references` and `identity` may be missing.
         """
         if "slider" not in table.columns:
             table = table.with_columns(slider=None, pair=None)
         if "references" not in table.columns:
             table = table.with_columns(references=pl.lit(""))
-        table = table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()).sort("variant_id")
+        if "identity" not in table.columns:
+            table = table.with_columns(identity=None)
+        table = table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items())
+        table = table.sort(pl.coalesce("identity", "variant_id"))
         self._ids = table["variant_id"]
+        self._identities = table["identity"]
         self._sliders = table["slider"]
         self._pairs = table["pair"]
-        self._random_names = table.select(pl.coalesce("pair", "variant_id")).to_series()
+        self._random_names = table.select(pl.coalesce("pair", "identity", "variant_id")).to_series()
         self.repeats: Ints = table["repeats"].to_numpy()
         self.variants: Ints = table["variants"].to_numpy()
         self.views: Ints = table["views"].to_numpy()
@@ -136,6 +142,7 @@ class PlanInputs(Sequence[PlanInput]):
             slider=self._sliders[place],
             pair=self._pairs[place],
             references=self._references[place],
+            identity=self._identities[place],
         )
 
     def ids_at(self, places: Ints) -> Iterator[str]:
@@ -143,11 +150,9 @@ class PlanInputs(Sequence[PlanInput]):
         return iter(self._ids.gather(places))
 
     def random_names_at(self, places: Ints) -> Iterator[str]:
-        """Iterate over the names that random choices depend on: the pair's, or else the variant_id."""
+        """Iterate over the names that random choices depend on: the pair's, or else the input's own."""
         return iter(self._random_names.gather(places))
 
     def duplicates(self) -> list[str]:
         """Return each variant_id that occurs more than once."""
-        # The ids are sorted, so equal ones are adjacent.
-        later = self._ids[1:]
-        return later.filter(later == self._ids[:-1]).unique(maintain_order=True).to_list()
+        return self._ids.filter(self._ids.is_duplicated()).unique().sort().to_list()

@@ -258,7 +258,7 @@ class TrainingPlan(Sequence[StepPlan]):
 
         def drawn(purpose: str) -> int:
             """Return 64 bits that depend only on seed, purpose, sample or pair, epoch and repeat."""
-            name = chosen.pair or chosen.variant_id
+            name = chosen.pair or chosen.identity or chosen.variant_id
             return hash_bits(64, self.settings.seed, purpose, name, epoch, occurrence)
 
         return Slot(

@@ -74,7 +74,7 @@ class MicroBatchMaker:
         """Return the tensors of one rank's share of one micro-batch.
 
         A slot's noise and timestep depend only on (seed, step, slot index), or for a slider's pair on (seed,
-        pair, epoch, occurrence). A sample of the VAE's posterior depends only on (seed, variant, epoch,
+        pair, epoch, occurrence). A sample of the VAE's posterior depends only on (seed, identity, epoch,
         occurrence).
 
         Raises:
@@ -111,9 +111,9 @@ class MicroBatchMaker:
     def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
         """Return tensors of the slots that do not depend on the run, as validation needs them.
 
-        The noise depends only on the variant and the noise level in [0, 1), the latent is the mean if the
-        entry holds a posterior, and no caption is dropped. All runs and recipes with these variants get the
-        same tensors.
+        The noise depends only on the input's identity and the noise level in [0, 1), the latent is the mean
+        if the entry holds a posterior, and no caption is dropped. All runs and recipes with these inputs get
+        the same tensors.
 
         Raises:
             StoreError: See `make`.
@@ -126,8 +126,8 @@ class MicroBatchMaker:
 
         noise_by_slot = [
             # Without the recipe's seed, so that runs with different seeds are measured with the same noise.
-            stream("fixed noise", slot.variant_id, str(level)).standard_normal(shape, dtype=np.float32)
-            for slot, level in zip(share, levels, strict=True)
+            stream("fixed noise", item.identity, str(level)).standard_normal(shape, dtype=np.float32)
+            for item, level in zip(inputs, levels, strict=True)
         ]
         noise = torch.from_numpy(np.stack(noise_by_slot))
         level_tensor = torch.tensor(levels, dtype=torch.float64)
@@ -189,7 +189,7 @@ class MicroBatchMaker:
             return mean
 
         # Epoch and repeat are part of the seed, so that every showing has another sample of the posterior.
-        random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
+        random = stream(self._seed, "moments", item.identity, slot.epoch, slot.occurrence)
         normal = random.standard_normal(tuple(mean.shape), dtype=np.float32)
         return mean + std * torch.from_numpy(normal)
 

@@ -16,10 +16,8 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import SCHEMAS, frame
 from pipeline.text_embeddings.caption_rows import caption_variants
-from pipeline.trained_lora.fingerprint import (
-    run_facts,
-    run_id,
-)
+from pipeline.trained_lora.fingerprint import run_id
+from pipeline.trained_lora.identities import planned_run
 from pipeline.trained_lora.inputs import training_inputs
 from tests.pipeline.recipe_effects import Values, merged
 
@@ -90,7 +88,8 @@ class Samples:
         """Return the keys and the run id of a recipe with these values."""
         entries = RecipeEntries(self.recipe(values))
         latents, text = self.tables(entries, self.validated if validated is None else validated)
-        facts = run_facts(entries.recipe, entries, training_inputs(entries.recipe, entries, latents, text))
+        named = training_inputs(entries.recipe, entries, latents, text)
+        _, _, facts = planned_run(entries, named, latents)
         return Ids(tuple(latents["key"]), tuple(entries.text_keys(text["caption"])), run_id(facts))
 
     @cached_property
