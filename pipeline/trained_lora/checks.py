@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,7 +60,7 @@ _ROUNDED = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
 _SUBNORMAL = 2.0**-24
 """Smallest positive number of float16, the absolute error of smaller numbers."""
 
-_TRAIN_AGAIN = "delete lora/ and start the job again"
+_PUBLISH_AGAIN = "start the job again, which writes the files in lora/ again"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class _Result:
     record, by file name.
     """
 
+    folder: Path
     settings: LoraSettings
     planned_steps: int
     steps: int
@@ -80,6 +82,21 @@ class _Result:
     modules: list[LoraModule]
     recorded: dict[str, dict[str, Any]]
     files: dict[Layout, LoraFile]
+
+    @cached_property
+    def changed_files(self) -> list[str]:
+        """Names of published files that changed after the run compared them with the trained weights."""
+        return [
+            file.path.name
+            for file in self.files.values()
+            if self.recorded.get(file.path.name, {}).get("sha256") != file_sha256(file.path)
+        ]
+
+    @property
+    def fix(self) -> str:
+        """What to do about published files that are wrong."""
+        # Unchanged files are wrong since the training, and a job would copy them from the run again.
+        return _PUBLISH_AGAIN if self.changed_files else f"delete {self.folder} and start the job again"
 
 
 def run(context: CheckContext) -> list[Finding]:
@@ -110,7 +127,9 @@ def _read_result(context: CheckContext) -> _Result:
     recipe = with_overrides(context.recipe, (context.report("trained_lora") or {}).get("overrides") or {})
     lora = recipe.output_dir / "lora"
     record = _read_json(lora / PROVENANCE_FILE)
-    layout = RunLayout(run_folder(recipe.output_dir, str(record.get("run"))))
+    if not isinstance(record.get("run"), str):
+        raise _unreadable(lora / PROVENANCE_FILE)
+    layout = RunLayout(run_folder(recipe.output_dir, record["run"]))
     finished = _read_json(layout.finished)
     try:
         # Only the run itself knows the number of steps in its epochs.
@@ -119,6 +138,7 @@ def _read_result(context: CheckContext) -> _Result:
         step = int(record.get("step", finished["steps"]))
         # A line of a validation counts the steps done, so the last one is at `planned_steps`.
         return _Result(
+            folder=layout.folder,
             settings=recipe.training.lora,
             planned_steps=planned_steps,
             steps=int(finished["steps"]),
@@ -132,7 +152,8 @@ def _read_result(context: CheckContext) -> _Result:
         )
     except (KeyError, TypeError, ValueError) as err:
         what = f"the record of the run is damaged: {err}"
-        raise TrainingError(what, where=str(layout.finished), fix=_TRAIN_AGAIN) from err
+        fix = f"delete {layout.finished} and start the job again; it continues from the last checkpoint"
+        raise TrainingError(what, where=str(layout.finished), fix=fix) from err
 
 
 def _recorded_files(
@@ -150,9 +171,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
-        what = f"no finished run can be checked: {path.name} cannot be read"
-        raise TrainingError(what, where=str(path), fix=_TRAIN_AGAIN) from err
+        raise _unreadable(path) from err
     return cast("dict[str, Any]", value if isinstance(value, dict) else {})
+
+
+def _unreadable(path: Path) -> TrainingError:
+    what = f"no finished run can be checked: {path.name} cannot be read"
+    return TrainingError(what, where=str(path), fix=_PUBLISH_AGAIN)
 
 
 def _loss_finite(result: _Result) -> Outcome:
@@ -174,7 +199,10 @@ def _plan_completed(result: _Result) -> Outcome:
     if result.steps != result.planned_steps or missing:
         summary = f"the run did {result.steps} of {counted(result.planned_steps, 'step')}, and "
         summary += counted(len(missing), "step has", "steps have") + " no metrics"
+        # A finished run is not resumed, and only a training can measure the losses of its steps again.
         fix = "start the job again; it resumes from the last checkpoint"
+        if result.steps == result.planned_steps:
+            fix = f"delete {result.folder} and start the job again, which trains the run again"
         return Outcome(False, summary, fix, rows=[{"step": step} for step in missing], numbers=numbers)
     return Outcome(True, f"{counted(result.steps, 'step')} done, as planned", numbers=numbers)
 
@@ -231,10 +259,7 @@ def _modules_touched(norms: Mapping[str, float]) -> Outcome:
 def _reload_equals(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
-        recorded = result.recorded.get(file.path.name, {})
-
-        # The run has compared the file with this hash to the trained weights.
-        if recorded.get("sha256") != file_sha256(file.path):
+        if file.path.name in result.changed_files:
             reason = "the file changed after the run verified it"
             rows.append({"file": file.path.name, "module": "", "reason": reason})
         rows += [
@@ -246,7 +271,7 @@ def _reload_equals(result: _Result) -> Outcome:
     errors = {name: item.get("max_error") for name, item in result.recorded.items()}
     if rows:
         summary = counted(len(rows), "file or module differs", "files or modules differ")
-        return Outcome(False, f"{summary} from the trained weights", _TRAIN_AGAIN, rows=rows, numbers=errors)
+        return Outcome(False, f"{summary} from the trained weights", result.fix, rows=rows, numbers=errors)
     files = counted(len(result.files), "file reproduces", "files reproduce")
     modules = counted(len(result.modules), "module")
     return Outcome(True, f"{files} the trained delta weights of {modules}", numbers=errors)
@@ -308,7 +333,7 @@ def _shape_uniformity(result: _Result) -> Outcome:
     if rows or not result.modules:
         keys = counted(len(rows), "key is", "keys are")
         summary = f"{keys} missing, unexpected, or of another shape than {ranks_text} requires"
-        return Outcome(False, summary, _TRAIN_AGAIN, rows=rows)
+        return Outcome(False, summary, result.fix, rows=rows)
     summary = f"all keys of {counted(len(result.modules), 'module')} have {ranks_text} in each layout"
     return Outcome(True, summary, numbers={"modules": len(result.modules), "rank": ranks[-1]})
 
@@ -339,7 +364,7 @@ def _file_size_outliers(result: _Result) -> Outcome:
     if rows:
         files = counted(len(rows), "file differs", "files differ")
         summary = f"{files} in size from what their keys and ranks require"
-        return Outcome(False, summary, _TRAIN_AGAIN, rows=rows, numbers=numbers)
+        return Outcome(False, summary, result.fix, rows=rows, numbers=numbers)
     return Outcome(True, f"{counted(len(result.files), 'file')} of the expected size", numbers=numbers)
 
 

@@ -44,9 +44,13 @@ from pipeline.trained_lora.export.lora_files import (
     LORA_FOLDER,
     SAMPLES_FILE,
     SHEET_FILE,
+    read_provenance,
 )
 from pipeline.trained_lora.export.publish import (
+    COMPANION_HASHES,
     accept_result,
+    companion_hashes,
+    damaged_companions,
     mark_finished,
     mirror_folder,
     publish,
@@ -320,6 +324,10 @@ def _finished(
     finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
     if finished is not None:
         log(f"run {job.run} is finished and unchanged: nothing is launched")
+        if damaged := damaged_companions(layout, finished):
+            log(f"{', '.join(damaged)} in {layout.exported} changed after the run wrote them: written again")
+            # The LoRA has the record of its training, while the job describes the current recipe.
+            _complete(replace(job, provenance=read_provenance(layout.exported)), table, finished)
         return finished, "finished run"
 
     saved = saved_result(layout, run=job.run, steps=recipe.training.num_steps, recipe_name=recipe.name)
@@ -382,6 +390,7 @@ def _complete(job: TrainingJob, table: pl.DataFrame, result: dict[str, Any]) -> 
     record = {name: result[name] for name in ("run", "steps", "device", "files")}
     record["step"] = result["steps"]
     write_companions(layout.exported, job, table, record, has_sheet=sheet.is_file())
+    result[COMPANION_HASHES] = companion_hashes(layout.exported)
 
     # The marker comes last: a run with it is never launched again, so all of its files must exist.
     mark_finished(layout, result)

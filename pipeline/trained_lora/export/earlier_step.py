@@ -26,7 +26,14 @@ from pipeline.trained_lora.export.lora_files import (
     SAMPLES_FILE,
     SHEET_FILE,
 )
-from pipeline.trained_lora.export.publish import publish, publish_files, read_finished, write_companions
+from pipeline.trained_lora.export.publish import (
+    COMPANION_HASHES,
+    damaged_companions,
+    publish,
+    publish_files,
+    read_finished,
+    write_companions,
+)
 from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.job import JOB_FILE, read_job
 from pipeline.trained_lora.previews import preview_sheet, read_previews
@@ -127,6 +134,10 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
         raise _not_available(layout, f"run {run} has not finished, or its files changed since")
     # First, so that a job after a crash publishes the last step too.
     forget_exported_step(output_dir)
+    if COMPANION_HASHES in finished and damaged_companions(layout, finished):
+        files = {item["name"]: layout.exported / item["name"] for item in finished["files"]}
+        companions = _write_companions(layout, steps, files)
+        return steps, publish_files({**files, **companions}, output_dir / LORA_FOLDER)
     return steps, publish(layout, output_dir / LORA_FOLDER, finished)
 
 

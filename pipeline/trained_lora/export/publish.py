@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipeline.trained_lora.job import TrainingJob
+
+# The provenance record comes last: its hashes show a reader whether all files belong to one run (FAILURES
+# R14).
+COMPANIONS = (SAMPLES_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE)
+"""Files that accompany LoRA files, in the order in which they are published. The sheet may be missing."""
+
+COMPANION_HASHES = "companions"
+"""Key in the record of a finished run: the SHA-256 of each companion, by name."""
+
+_RECORD_HASH = "record_sha256"
 
 
 def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any]:
@@ -54,29 +65,56 @@ def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) 
     return result
 
 
-def mark_finished(layout: RunLayout, result: dict[str, Any]) -> None:
+def mark_finished(layout: RunLayout, result: Mapping[str, Any]) -> None:
     """Write the marker of a finished run, for `read_finished`."""
-    write_text(layout.finished, json.dumps(result, indent=2) + "\n")
+    # A result that was made from the record of a longer run has the hash of that record.
+    record = {name: value for name, value in result.items() if name != _RECORD_HASH}
+    record[_RECORD_HASH] = _record_hash(record)
+    write_text(layout.finished, json.dumps(record, indent=2) + "\n")
 
 
 def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[str, Any] | None:
-    """Return the marker if the run finished at `steps` and its files are unchanged since, else None."""
+    """Return the marker if the run finished at `steps` and its LoRA is unchanged since, else None."""
     expected_names = {layout_file(each, recipe_name) for each in LAYOUTS}
-    companions = (PROVENANCE_FILE, SAMPLES_FILE, CARD_FILE)
     try:
         finished = json.loads(layout.finished.read_text(encoding="utf-8"))
         hashes = {item["name"]: item["sha256"] for item in finished["files"]}
+        # Records of 0.3.0 and earlier have no hash of their own.
+        record_hash = finished.pop(_RECORD_HASH, None)
         is_intact = (
-            finished["steps"] == steps
+            record_hash in (None, _record_hash(finished))
+            and finished["steps"] == steps
             and set(hashes) == expected_names
             and all(file_sha256(layout.exported / name) == sha256 for name, sha256 in hashes.items())
-            and all((layout.exported / name).is_file() for name in companions)
             # The checks read these keys.
             and {"output_change", "loss_trend"} <= set(finished)
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return finished if is_intact else None
+
+
+def _record_hash(record: Mapping[str, Any]) -> str:
+    # Of the values as they are read back, in any order.
+    values = json.loads(json.dumps(record))
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode("ascii")).hexdigest()
+
+
+def companion_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file that accompanies the LoRA files in `folder`, by name."""
+    return {name: file_sha256(folder / name) for name in COMPANIONS if (folder / name).is_file()}
+
+
+def damaged_companions(layout: RunLayout, finished: Mapping[str, Any]) -> list[str]:
+    """Return the companions of a finished run that differ from its record, which may be missing or added.
+
+    Runs of 0.3.0 and earlier have no record of them, so that all of them count.
+    """
+    recorded: dict[str, str] | None = finished.get(COMPANION_HASHES)
+    current = companion_hashes(layout.exported)
+    if recorded is None:
+        return [name for name in COMPANIONS if name in current or name != SHEET_FILE]
+    return [name for name in COMPANIONS if current.get(name) != recorded.get(name)]
 
 
 def saved_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any] | None:
@@ -120,16 +158,15 @@ def write_companions(
     write_text(folder / CARD_FILE, card)
 
     values = {**record, **job.provenance}
-    write_text(folder / PROVENANCE_FILE, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    write_text(
+        folder / PROVENANCE_FILE, json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    )
 
 
 def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str]:
     """Copy the run's files to the folder `lora`, and return the names of the replaced files."""
     names = [item["name"] for item in finished["files"]]
-    # The provenance record comes last: its hashes show a reader whether all files belong to one run (FAILURES
-    # R14).
-    companions = (SAMPLES_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE)
-    return publish_files({name: layout.exported / name for name in (*names, *companions)}, lora)
+    return publish_files({name: layout.exported / name for name in (*names, *COMPANIONS)}, lora)
 
 
 def publish_files(sources: Mapping[str, Path], lora: Path) -> list[str]:

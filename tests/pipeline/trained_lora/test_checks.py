@@ -222,3 +222,20 @@ def test_a_truncated_or_missing_file_fails_every_check(result: PublishedRun) -> 
 def test_a_folder_without_provenance_fails_every_check(result: PublishedRun) -> None:
     (result.lora / "provenance.json").unlink()
     assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}
+
+
+def test_the_fix_names_lora_only_if_its_files_changed_after_the_run(result: PublishedRun) -> None:
+    run = str(result.layout.folder)
+    result.factors = {name: (down[:2], up[:, :2]) for name, (down, up) in result.factors.items()}
+    result.write_all()
+    assert f"delete {run} and start the job again" in result.findings()["shape_uniformity"].fix
+    result.write("kohya", result.tensors("kohya"), metadata={"changed": "yes"})
+    for name in ("shape_uniformity", "reload_equals", "file_size_outliers"):
+        assert result.findings()[name].fix.startswith("start the job again, which writes the files in lora/")
+
+    # The log of a finished run is not written again, unless the run is trained again.
+    del result.metrics[1]
+    result.write_metrics()
+    assert f"delete {run} and" in result.findings()["plan_completed"].fix
+    result.layout.finished.write_text("{}")
+    assert f"delete {result.layout.finished} and" in result.findings()["plan_completed"].fix

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,13 @@ from pipeline.storage.addresses import Url
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables, frame, validated
 from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora.export.earlier_step import publish_last_step
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.previews import before_after, preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
+from tests.damage import DAMAGES
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.packs_case import pack_everything
 from tests.pipeline.trained_lora.project import FEW_MODULES, put, write_tables
@@ -36,6 +38,10 @@ from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_finished_run_writes_its_files_table_and_provenance(
@@ -79,7 +85,7 @@ def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     run(project, launch)
     lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
     assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
-    assert "1. `` a `red` cat (steps: 2) ``" in (lora / "README.md").read_text()
+    assert "1. a `red` cat (steps: 2)" in (lora / "README.md").read_text()
     assert {path.name for path in report.iterdir()} == {
         "before_after.jpg",
         "loss.png",
@@ -131,6 +137,58 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(tra
     assert len(launch.job_files) == 1
     assert third.report["resumed_from"] == 4
     assert differing_tensors(load_file(lora / FILES[-1]), original) == []
+
+
+COMPANIONS = ("samples.parquet", "samples.jpg", "README.md", "provenance.json")
+
+
+@pytest.mark.parametrize(
+    "damages",
+    [DAMAGES, *(pytest.param([damage] * 4, id=damage, marks=pytest.mark.slow) for damage in DAMAGES)],
+)
+def test_damaged_companions_of_a_finished_run_are_written_again_and_never_published(
+    make_project: Callable[..., Project], damages: Iterable[str]
+) -> None:
+    project = make_project(steps=2, sample_every=2, sample_prompts=[{"prompt": "a cat", "steps": 2}])
+    run(project, InProcessLaunch())
+    lora, (folder,) = project.recipe.output_dir / "lora", run_folders(project)
+    published, exported = files_in(lora), files_in(folder / "lora")
+    for name, damage in zip(COMPANIONS, damages, strict=True):
+        DAMAGES[damage](folder / "lora" / name)
+        log, launch = list[str](), InProcessLaunch()
+        run(project, launch, log)
+        assert launch.job_files == []
+        assert [line for line in log if line.startswith(f"{name} in {folder / 'lora'} changed")], log
+        assert files_in(lora) == published
+        assert files_in(folder / "lora") == exported
+
+        # What a person publishes again is not damaged either.
+        DAMAGES[damage](folder / "lora" / name)
+        publish_last_step(project.recipe.output_dir, folder.name, "demo")
+        again = files_in(lora)
+        record = json.loads(again.pop("provenance.json"))
+        assert record.items() >= read_provenance(lora).items()
+        assert again == {each: data for each, data in published.items() if each in again}
+        assert len(again) == len(published) - 1
+        run(project, launch, log)
+
+
+def test_a_finished_run_of_an_earlier_release_is_not_trained_again_and_gets_its_hashes(
+    trained: Project,
+) -> None:
+    lora, (folder,) = trained.recipe.output_dir / "lora", run_folders(trained)
+    published, record = files_in(lora), json.loads((folder / "finished.json").read_text())
+    for key in ("record_sha256", "companions"):
+        del record[key]
+    (folder / "finished.json").write_text(json.dumps(record))
+    (folder / "lora" / "README.md").write_text("damaged")
+    launch, log = InProcessLaunch(), list[str]()
+    run(trained, launch)
+    assert launch.job_files == []
+    assert files_in(lora) == published
+    assert set(json.loads((folder / "finished.json").read_text())) >= {"record_sha256", "companions"}
+    run(trained, launch, log)
+    assert not [line for line in log if "written again" in line]
 
 
 def test_packing_the_cache_changes_neither_a_finished_run_nor_the_lora_of_another_one(

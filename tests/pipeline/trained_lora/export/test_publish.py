@@ -12,6 +12,8 @@ from pipeline.errors import TrainingError
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
 from pipeline.trained_lora.export.publish import (
     accept_result,
+    companion_hashes,
+    damaged_companions,
     mark_finished,
     mirror_folder,
     publish,
@@ -109,18 +111,47 @@ def test_a_finished_run_reads_back_only_for_its_steps_and_recipe(layout: RunLayo
     assert read_finished(layout, steps=6, recipe_name="other") is None
 
 
-@pytest.mark.parametrize("name", [*NAMES, *COMPANIONS])
-def test_a_run_without_one_of_its_files_is_not_finished(layout: RunLayout, name: str) -> None:
-    mark_finished(layout, accepted(layout))
-    (layout.exported / name).unlink()
-    assert finished(layout) is None
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_with_a_changed_lora_file_is_not_finished(layout: RunLayout, name: str) -> None:
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_text("torn")], ids=["missing", "torn"]
+)
+def test_a_run_with_a_missing_or_changed_lora_file_is_not_finished(
+    layout: RunLayout, name: str, damage: Callable[[Path], Any]
+) -> None:
     mark_finished(layout, accepted(layout))
-    (layout.exported / name).write_text("torn")
+    damage(layout.exported / name)
     assert finished(layout) is None
+
+
+@pytest.mark.parametrize("value", [0.75, None, "0.5"])
+def test_a_record_with_another_value_is_not_that_of_a_finished_run(layout: RunLayout, value: Any) -> None:
+    mark_finished(layout, accepted(layout))
+    record = json.loads(layout.finished.read_text())
+    layout.finished.write_text(json.dumps({**record, "output_change": value}))
+    assert finished(layout) is None
+
+
+def test_a_record_of_an_earlier_release_has_no_hash_of_its_own(layout: RunLayout) -> None:
+    layout.finished.write_text(json.dumps(accepted(layout)))
+    assert finished(layout) == accepted(layout)
+
+
+def test_each_companion_that_differs_from_the_record_is_damaged(layout: RunLayout) -> None:
+    result = {**accepted(layout), "companions": companion_hashes(layout.exported)}
+    assert damaged_companions(layout, result) == []
+    (layout.exported / "README.md").write_text("content of README.me")
+    (layout.exported / "samples.parquet").unlink()
+    (layout.exported / "samples.jpg").write_bytes(b"a picture of another run")
+    assert damaged_companions(layout, result) == ["samples.parquet", "samples.jpg", "README.md"]
+
+    # Runs of earlier releases recorded none, so each file may be damaged.
+    del result["companions"]
+    assert damaged_companions(layout, result) == [
+        "samples.parquet",
+        "samples.jpg",
+        "README.md",
+        "provenance.json",
+    ]
 
 
 @pytest.mark.parametrize("key", ["steps", "files", "output_change", "loss_trend"])
