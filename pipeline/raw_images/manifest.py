@@ -20,6 +20,7 @@ from pipeline.errors import DatasetError
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import FoundFile, Problem, WalkResult
 from pipeline.raw_images.manifest_file import read_manifest
+from pipeline.raw_images.where_process import rows_where
 from pipeline.storage.addresses import Url, is_url
 from pipeline.storage.source import NO_FILE, Source, to_int64
 
@@ -245,8 +246,8 @@ def _filtered(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
     where = settings.filters.where
     assert where is not None
     try:
-        return table.filter(pl.sql_expr(where))
-    except (pl.exceptions.PolarsError, ValueError, TypeError) as err:
+        return table.filter(rows_where(where, table, path_column=settings.path_column))
+    except ValueError as err:
         columns = ", ".join(f"{name} ({kind})" for name, kind in table.schema.items())
         raise DatasetError(
             f"filters.where {where!r} cannot be applied: {err}",

@@ -36,7 +36,7 @@ MAX_EXPANSION = 20
 """Memory that a large manifest may take, as a multiple of its size."""
 
 # Each thread takes address space, which counts towards the limit.
-_THREADS = "4"
+THREADS = "4"
 """Threads of Polars in the process."""
 
 
@@ -67,7 +67,7 @@ def read_parquet(
                 {"table": str(table)},
                 file,
                 Limits(max_cpu_s, max_wall_s, max_bytes),
-                variables={"POLARS_MAX_THREADS": _THREADS},
+                variables={"POLARS_MAX_THREADS": THREADS},
             )
         except TooSlowError as err:
             detail = f"reading it took more than {err} and was stopped"

@@ -19,6 +19,7 @@ from pipeline.recipe.validators import (
     RecipeAddress,
     check_exclude,
 )
+from pipeline.recipe.where_expression import check_where
 from pipeline.storage.addresses import Address
 
 Pattern = Annotated[str, AfterValidator(check_exclude)]
@@ -63,11 +64,11 @@ class FilterSettings(Settings):
     max_aspect_ratio: float | None = Field(
         default=None, gt=0.0, description="Largest ratio of width to height."
     )
-    where: str | None = Field(
+    where: Annotated[str, AfterValidator(check_where)] | None = Field(
         default=None,
         min_length=1,
         description="SQL expression over the manifest's columns that selects the images to use, such as "
-        "`aesthetic > 5 AND language = 'en'`.",
+        "`aesthetic > 5 AND language = 'en'`. Queries and functions that read files are refused.",
     )
 
     def violations(self) -> Iterator[Violation]:
