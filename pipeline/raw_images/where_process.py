@@ -62,7 +62,7 @@ def rows_where(where: str, table: pl.DataFrame, *, path_column: str) -> pl.Serie
     return pl.arange(table.height, eager=True).is_in(rows.implode())
 
 
-def _field_names(kinds: Iterable[pl.DataType]) -> Iterator[str]:
+def _field_names(kinds: Iterable[object]) -> Iterator[str]:
     """Yield the names of the fields of structs, which an expression names as `column.field`."""
     for kind in kinds:
         if isinstance(kind, pl.Struct):

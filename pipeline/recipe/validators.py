@@ -19,6 +19,21 @@ from pipeline.storage.remote_folder import CONDITIONAL_WRITES
 MANIFEST_SUFFIXES = (".parquet", ".jsonl", ".csv")
 """Suffixes of manifest files."""
 
+PROTOCOLS = frozenset(
+    [
+        *("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "cos", "tos"),
+        *("http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "hdfs", "webhdfs", "dbfs"),
+        *("hf", "github", "box", "dropbox", "gdrive"),
+        *("zip", "tar", "libarchive", "simplecache", "file", "local", "memory"),
+    ]
+)
+"""Protocols that addresses may use in each of their links.
+
+fsspec knows more. With `reference`, a JSON file of the dataset names the files and addresses to read, and
+may use variables of the environment. `dir`, `generic`, `git` and others open what another link does not
+contain.
+"""
+
 _VERSIONLESS_CACHES = frozenset(["filecache", "blockcache", "cached"])
 """Caching protocols of fsspec that hide a remote file's size and version."""
 
@@ -78,21 +93,25 @@ def check_output(value: object) -> object:
 def _check_protocols(url: Url) -> None:
     from fsspec.registry import available_protocols  # slow to import, and only needed for remote addresses
 
-    known = available_protocols()
+    known = PROTOCOLS.intersection(available_protocols())
     *inner, last = url.links
 
     # The last link of a chain may be a local path, as in zip://photos::data/photos.zip.
     links = [*inner, last] if "://" in last else inner
     for protocol in [link.partition("://")[0] for link in links]:
-        if protocol not in known:
-            close = difflib.get_close_matches(protocol, known, n=1, cutoff=0.5)
-            fix = f"did you mean {close[0]}?" if close else "use s3, gs, abfs, https, sftp, zip or a folder"
-            reject(f'the address must use a protocol that fsspec supports, got "{protocol}" in {url}', fix)
         if protocol in _VERSIONLESS_CACHES:
             reject(
                 f"the address must not use {protocol}, which hides changes of remote files, got {url}",
                 f"remove {protocol}::, or use simplecache::, which caches for one process only",
             )
+        if protocol in PROTOCOLS - known:
+            what = f'the address must use a protocol that fsspec supports, got "{protocol}" in {url}'
+            reject(what, f"install fsspec's package for {protocol}")
+        if protocol not in PROTOCOLS:
+            close = difflib.get_close_matches(protocol, known, n=1, cutoff=0.5)
+            fix = f"did you mean {close[0]}?" if close else "use s3, gs, abfs, https, sftp, zip or a folder"
+            what = f'the address must use a protocol in docs/remote_storage.md, got "{protocol}" in {url}'
+            reject(what, fix)
 
 
 def check_not_manifest(value: object) -> object:

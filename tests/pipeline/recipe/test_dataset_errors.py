@@ -72,7 +72,7 @@ CASES: list[Case] = [
     (
         dataset(path="s4://bucket/x"),
         "datasets[0].path",
-        'a protocol that fsspec supports, got "s4"',
+        'a protocol in docs/remote_storage.md, got "s4"',
         "did you mean s3?",
     ),
     (

@@ -234,9 +234,9 @@ def test_L01_isolation_is_symmetric(tmp_path_factory: pytest.TempPathFactory, on
     ("data", "cache", "relation"),
     [
         ("zip://photos::{home}/cache/a.zip", "cache", "contains"),
-        ("dir://sub::{home}/data", "data/cache", "inside"),
-        ("dir://sub::file://{home}/link", "data/cache", "inside"),
-        ("dir://::{home}/cache", "cache", "same"),
+        ("simplecache::{home}/data", "data/cache", "inside"),
+        ("simplecache::file://{home}/link", "data/cache", "inside"),
+        ("simplecache::{home}/cache", "cache", "same"),
         ("file://{home}/data", "data/sub", "inside"),
         ("local://{home}/cache/..", "cache", "inside"),
     ],

@@ -46,7 +46,7 @@ def remote(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> It
         with web_server(filled.root.parent) as url:
             yield PublishedFolder(f"{url}/data/", lambda: None, quote)
     elif kind == "dir":
-        yield PublishedFolder(f"dir://data::{tmp_path}", lambda: None)
+        yield PublishedFolder(f"simplecache::{tmp_path}/data", lambda: None)
     elif kind in ("s3", "memory"):
         yield published_in_bucket(filled.root, kind)
     elif kind == "zip on s3":
@@ -144,10 +144,10 @@ def test_files_at_a_new_address_are_read_even_if_names_sizes_and_times_are_equal
         path = folder.add("a.bmp", folder.picture(seed, kind="BMP"), caption=f"of {seed}")
         for file in (path, path.with_suffix(".txt")):
             os.utime(file, ns=(10**18, 10**18))
-    moved = Folder(f"dir://one::{tmp_path}", tmp_path / "moved")
+    moved = Folder(f"simplecache::{tmp_path}/one", tmp_path / "moved")
     before = moved.ingest().table
     assert moved.scan().report["read"] == 0
-    moved.root = f"dir://two::{tmp_path}"
+    moved.root = f"simplecache::{tmp_path}/two"
     after = moved.ingest().table
     assert moved.tables.read("raw_images")["content_hash"].item() != before["content_hash"].item()
     assert after["caption"].to_list() == ["of 1"]
@@ -183,7 +183,7 @@ def test_an_empty_address_is_an_error(tmp_path: Path) -> None:
         "memory://nothing/there",
         f"zip://nothing::{archive}",
         f"zip://x::{tmp_path}/none.zip",
-        f"dir://nothing::{tmp_path}",
+        f"simplecache::{tmp_path}/nothing",
     ):
         assert "the dataset address does not exist" in scan_error(address, tmp_path).what
     assert "it is a file" in scan_error(f"{bucket}/a.zip", tmp_path).what
