@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import io
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
-from pipeline.storage.regular_files import open_regular
+from pipeline.storage.regular_files import InsideFolder, open_regular
 from pipeline.storage.remote_source import ListedPath, RemoteSource
 from pipeline.storage.source import DATASET_KEY, to_int64
 
@@ -274,6 +275,13 @@ class _LocalWalker:
         self._links: list[str] = []  # a heap: links are followed in the order of their names
         self._follows_links = False
 
+        # Folders that another process exchanges for links during the walk are not entered.
+        self._inside = self._inside_root = InsideFolder(self._root)
+
+        # Below a followed link, paths start with the link's path, and the files are in `_inside` below
+        # `_target`.
+        self._link, self._target = "", ""
+
     def run(self) -> None:
         # Real files first, so that a file has its own name and not the name of a link.
         self._visit_folder("")
@@ -290,16 +298,16 @@ class _LocalWalker:
         pending = [folder]
         while pending:
             folder = pending.pop()
-            full_path = f"{self._root}/{folder}"
             try:
-                identity = _identity(Path(full_path).stat())
-                if identity in self._visited_folders:
-                    self.result.passed_over["linked_twice"] += 1
-                    continue
-                self._visited_folders.add(identity)
-                with os.scandir(full_path) as entries:
-                    for entry in entries:
-                        self._visit_entry(folder, entry, pending)
+                with self._inside.listing(self._real(folder).rstrip("/")) as descriptor:
+                    identity = _identity(os.fstat(descriptor))
+                    if identity in self._visited_folders:
+                        self.result.passed_over["linked_twice"] += 1
+                        continue
+                    self._visited_folders.add(identity)
+                    with os.scandir(descriptor) as entries:
+                        for entry in entries:
+                            self._visit_entry(folder, entry, pending)
             except OSError as err:
                 detail = f"the folder cannot be listed: {err.strerror}"
                 problem = Problem(folder, "unreadable_folder", detail, "make it readable, or move it away")
@@ -326,12 +334,12 @@ class _LocalWalker:
             else:
                 self._add_image(path, stat)
 
+    def _real(self, path: str) -> str:
+        """Return the path below `_inside` of a file or folder."""
+        return self._target + path.removeprefix(self._link)
+
     def _looks_like_image(self, path: str) -> bool:
-        try:
-            with open_regular(f"{self._root}/{path}") as file:
-                return sniff(file.read(_SNIFFED_BYTES)) is not None
-        except OSError:
-            return False
+        return _starts_like_image(lambda: self._inside.open(self._real(path)))
 
     def _add_image(self, path: str, stat: os.stat_result) -> None:
         mtime_ns, ctime_ns, inode, device = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
@@ -342,8 +350,10 @@ class _LocalWalker:
             self._visited_files.add(_identity(stat))
 
     def _follow(self, path: str) -> None:
+        # Resolved once: another process may exchange the link before the target is visited.
+        target = Path(os.path.realpath(f"{self._root}/{path}"))
         try:
-            stat = Path(self._root, path).stat()
+            stat = target.stat()
         except OSError as err:
             self._add_broken_link(path, err)
             return
@@ -352,17 +362,26 @@ class _LocalWalker:
         if identity in self._visited_folders or identity in self._visited_files:
             self.result.passed_over["linked_twice"] += 1
             return
+        is_inside = target.is_relative_to(self._real_root)
         if S_ISDIR(stat.st_mode):
-            self._visit_folder(path + "/")
+            self._link = f"{path}/"
+            self._inside = self._inside_root if is_inside else InsideFolder(target)
+            self._target = f"{target.relative_to(self._real_root)}/" if is_inside else ""
+            self._visit_folder(self._link)
         elif not S_ISREG(stat.st_mode):
             self.result.passed_over["special"] += 1
             return
-        elif _may_be_image(self.result, path, self._caption_suffixes, self._looks_like_image):
+        elif _may_be_image(
+            self.result,
+            path,
+            self._caption_suffixes,
+            lambda _: _starts_like_image(lambda: open_regular(target)),
+        ):
             self._add_image(path, stat)
         else:
             return
 
-        if not Path(self._root, path).resolve().is_relative_to(self._real_root):
+        if not is_inside:
             self.result.links_out.append(path)
 
     def _add_broken_link(self, path: str, err: OSError) -> None:
@@ -371,6 +390,14 @@ class _LocalWalker:
             self.result.problems.append(Problem(path, "broken_link", detail, "repair or remove the link"))
         else:
             self.result.passed_over["broken_links"] += 1
+
+
+def _starts_like_image(open_file: Callable[[], io.BufferedReader]) -> bool:
+    try:
+        with open_file() as file:
+            return sniff(file.read(_SNIFFED_BYTES)) is not None
+    except OSError:
+        return False
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:

@@ -16,8 +16,14 @@ from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES
 from pipeline.raw_images.parquet_process import read_parquet
 from pipeline.recipe.datasets import SIDE_INPUT_KEYS
-from pipeline.storage.addresses import Address, Url
-from pipeline.storage.regular_files import MAX_FILE_BYTES, RefusedFileError, open_regular, require_size
+from pipeline.storage.addresses import Url
+from pipeline.storage.regular_files import (
+    MAX_FILE_BYTES,
+    InsideFolder,
+    RefusedFileError,
+    open_regular,
+    require_size,
+)
 from pipeline.storage.remote_source import source_at
 
 if TYPE_CHECKING:
@@ -77,7 +83,7 @@ def read_table(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES) ->
     """
     path = settings.path
     try:
-        with _opened(path, max_bytes) as file:
+        with _opened(settings, max_bytes) as file:
             return _parsed(settings, file)
     except RefusedFileError as err:
         raise DatasetError(f"the manifest is not read: {err.detail}", where=str(path), fix=err.fix) from err
@@ -215,9 +221,13 @@ def _mixed_columns(
     return [pl.Series(name, cells, pl.List(pl.String)) for name, cells in texts.items() if name in mixed]
 
 
-def _opened(path: Address, max_bytes: int) -> io.BufferedReader | io.BytesIO:
+def _opened(settings: DatasetSettings, max_bytes: int) -> io.BufferedReader | io.BytesIO:
+    path = settings.path
     if not isinstance(path, Url):
-        return open_regular(path, max_bytes=max_bytes)
+        if settings.follow_links:
+            return open_regular(path, max_bytes=max_bytes)
+        # Like a caption file, it holds texts that are published with the LoRA.
+        return InsideFolder(path.parent).open(path.name, max_bytes=max_bytes)
     source = source_at(path.parent, max_file_bytes=max_bytes)
     (stat,) = source.stats([path.name]).tolist()
     require_size(stat[0], max_bytes)
@@ -271,7 +281,7 @@ def _diagnose(settings: DatasetSettings, err: Exception, max_bytes: int) -> tupl
     """Return why the manifest cannot be read, with the line number if possible, and how to fix it."""
     suffix = settings.path.suffix.lower()
     try:
-        with _opened(settings.path, max_bytes) as file:
+        with _opened(settings, max_bytes) as file:
             data = file.read()
     except OSError as read_error:
         return str(read_error.strerror or read_error), "correct datasets[].path, or make the file readable"

@@ -17,12 +17,13 @@ def source_of(settings: DatasetSettings, *, max_file_bytes: int) -> LocalSource 
     Raises:
         DatasetError: Its URL cannot be opened.
     """
-    return source_at(
+    source = source_at(
         settings.root,
         max_file_bytes=max_file_bytes,
         follow_links=settings.follow_links,
         key=f"datasets[].{settings.root_key}",
     )
+    return _inside_for_manifest(settings, source)
 
 
 def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
@@ -43,5 +44,16 @@ def side_input_sources_of(recipe: Recipe, kind: str) -> dict[str, list[LocalSour
             if section.kind == kind:
                 key, folder = settings.folder_of(section)
                 opened = source_at(folder, max_file_bytes=limit, key=key)
+                if section.settings.path is None:
+                    opened = _inside_for_manifest(settings, opened)
                 sources.setdefault(settings.name, []).append(opened)
     return sources
+
+
+def _inside_for_manifest(
+    settings: DatasetSettings, source: LocalSource | RemoteSource
+) -> LocalSource | RemoteSource:
+    # The author of a manifest may not be the person who runs the job; see `walk_manifest`.
+    if settings.is_manifest and isinstance(source, LocalSource):
+        source.links_out = ()
+    return source

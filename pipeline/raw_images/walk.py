@@ -91,6 +91,7 @@ def walk_dataset(
             walk_manifest(settings, source, result=walk)
         elif isinstance(source, LocalSource):
             walk_local(Path(settings.path), caption_suffixes, result=walk, key=source.key)
+            source.links_out = frozenset(walk.links_out)
         else:
             walk_remote(source, caption_suffixes, result=walk)
 

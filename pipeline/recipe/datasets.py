@@ -179,10 +179,11 @@ class DatasetSettings(Settings):
 
     follow_links: bool = Field(
         default=False,
-        description="Whether caption files may be links to files outside the dataset's folder. Captions are "
-        "published with the LoRA, and archives and repositories of strangers can contain links to private "
-        "files. With false, an image with such a caption is rejected as `caption_outside_dataset`. Images "
-        "may be links in both cases; the check oddities lists links that lead outside.",
+        description="Whether caption files and the manifest may be links to files outside their folder. "
+        "Captions are published with the LoRA, and archives and repositories of strangers can contain links "
+        "to private files. With false, an image with such a caption is rejected as "
+        "`caption_outside_dataset`, and such a manifest is an error. Images may be links in both cases, "
+        "unless a manifest lists them; the check oddities lists links that lead outside.",
     )
     duplicates: Literal["keep_first", "keep_all"] = Field(
         default="keep_first",

@@ -16,6 +16,7 @@ from pipeline.cache.keys import KeyTemplate, MaskInputs, preprocessing_json, pre
 from pipeline.cache.recipe_entries import STATS, TARGET, RecipeEntries
 from pipeline.cache.store import TensorSpec
 from pipeline.images.decode import limits_of_recipe
+from pipeline.images.failures import changed_error
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry, Size
 from pipeline.images.mask import MaskSource, read_mask
@@ -60,6 +61,9 @@ class Masks(SideInput):
     def columns(self, image: Row, files: Sequence[Row]) -> Row:
         """See `SideInput.columns`."""
         (mask,) = files
+        # A mask from the image itself: its opacity, read after the scan read the pixels.
+        if mask["source"] == "alpha" and mask["hash"] != image["content_hash"]:
+            raise changed_error(mask["path"])
         image_size, size = Size(image["height"], image["width"]), Size(mask["height"], mask["width"])
         if size == image_size:
             names = ("path", "hash", "mean", "decoding")

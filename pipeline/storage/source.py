@@ -10,7 +10,7 @@ import io
 import os
 import posixpath
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address
-from pipeline.storage.regular_files import MAX_FILE_BYTES, InsideCheck, open_regular, read_all
+from pipeline.storage.regular_files import (
+    IMAGE_LINK_FIX,
+    MAX_FILE_BYTES,
+    InsideFolder,
+    open_regular,
+    read_all,
+)
 
 Stat = tuple[int, int, int, int]
 """Size in bytes, modification time and change time in nanoseconds, and inode. A remote file has 0 for an
@@ -128,7 +134,12 @@ class Source(ABC):
 
 
 class LocalSource(Source):
-    """A folder on this machine."""
+    """A folder on this machine.
+
+    Attributes:
+        links_out: Paths of links to files and folders outside the folder that `open` may follow. With None,
+            it follows any link, so the content must be compared with a recorded hash.
+    """
 
     def __init__(
         self,
@@ -140,20 +151,28 @@ class LocalSource(Source):
     ) -> None:
         """Store the address without opening it; with `follow_links`, texts may be outside the folder."""
         super().__init__(address, max_file_bytes=max_file_bytes, key=key)
-        self._inside = None if follow_links else InsideCheck(address)
+        self.links_out: Collection[str] | None = None
+        self._inside = InsideFolder(address)
+        self._follow_links = follow_links
 
     def open(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
         """See `Source.open`."""
         del num_bytes
-        return open_regular(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
+        if self.links_out is None or _passes(path, self.links_out):
+            return self._open_anywhere(path)
+        return self._inside.open(path, max_bytes=self.max_file_bytes, fix=IMAGE_LINK_FIX)
 
     def open_text(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
         """See `Source.open_text`."""
-        if self._inside is None:
-            return self.open(path, num_bytes)
+        del num_bytes
+        if self._follow_links:
+            return self._open_anywhere(path)
 
         # The text is published with the LoRA, so a link must not lead to any file of the user.
-        return self._inside.open(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
+        return self._inside.open(path, max_bytes=self.max_file_bytes)
+
+    def _open_anywhere(self, path: str) -> io.BufferedReader:
+        return open_regular(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
 
     def read(self, path: str) -> bytes:
         """See `Source.read`."""
@@ -178,6 +197,13 @@ class LocalSource(Source):
             return [entry.name for entry in Path(self.address, posixpath.dirname(path)).iterdir()]
         except OSError:
             return []
+
+
+def _passes(path: str, links: Collection[str]) -> bool:
+    """Return whether a path is one of the links, or leads through one."""
+    return bool(links) and (
+        path in links or any(path[:end] in links for end, letter in enumerate(path) if letter == "/")
+    )
 
 
 def threads_for(sources: Iterable[Source]) -> int | None:

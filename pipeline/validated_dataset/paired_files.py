@@ -176,6 +176,7 @@ def _files_by_stem(
     walk = WalkResult()
     if isinstance(source, LocalSource):
         walk_local(Path(root), result=walk, key=source.key)
+        source.links_out = frozenset(walk.links_out)
     else:
         walk_remote(source, result=walk)
     files: defaultdict[str, list[FoundFile]] = defaultdict(list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -28,9 +29,9 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def recipe(manifest: Path) -> Recipe:
+def recipe(manifest: Path, **more: Any) -> Recipe:
     root = manifest.parent.parent
-    dataset = {"name": "d", "path": manifest, "captions": {"from": "column"}}
+    dataset = {"name": "d", "path": manifest, "captions": {"from": "column"}, **more}
     paths = {"output_dir": root / "out", "cache_dir": root / "cache"}
     return recipe_from_mapping("r", {"datasets": [dataset], **paths, "model": {"base": "a/b"}})
 
@@ -239,3 +240,23 @@ def test_csv_of_pythons_writer_is_not_rewritten(rows: list[list[str]]) -> None:
         csv.writer(file, lineterminator=line_end).writerows(rows)
         data = file.getvalue().encode()
         assert plain_csv(data) is data
+
+
+def test_a_manifest_outside_its_folder_needs_follow_links(folder: Path) -> None:
+    private = folder.parent / "private.csv"
+    private.write_text("path,caption\na.png,a secret\n")
+    inside = folder / "real.csv"
+    inside.write_text("path,caption\na.png,a rose\n")
+    (folder / "inside.csv").symlink_to("real.csv")
+    (folder / "outside.csv").symlink_to(private)
+    (folder / "chain.csv").symlink_to("outside.csv")
+    (folder.parent / "linked").symlink_to(folder)
+
+    for manifest in (folder / "inside.csv", folder.parent / "linked" / "inside.csv"):
+        assert validated_rows(recipe(manifest))["caption"].to_list() == ["a rose"]
+    for name in ("outside.csv", "chain.csv"):
+        with pytest.raises(DatasetError, match=r"outside the dataset's folder") as excinfo:
+            validated_rows(recipe(folder / name))
+        assert "follow_links: true" in str(excinfo.value.fix)
+        followed = recipe(folder / name, follow_links=True)
+        assert validated_rows(followed)["caption"].to_list() == ["a secret"]
