@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 from dagster import AssetKey, DagsterInstance, DagsterRunStatus
+from diffusers import StableDiffusionPipeline
 
 from pipeline.recipe.check_specs import SPECS
 from resources.run_worker import MACHINE_TAG
@@ -21,6 +24,8 @@ from tests.command_line import latentline_command
 from tests.e2e.daemon import make_home
 from tests.e2e.problems import problem_of
 from tests.e2e.pseudo_terminal import Transcript, run_on_terminal
+from tests.e2e.workspace import Workspace, write_photographs
+from tests.waiting import until
 
 ENDLESS = {
     "steps": 100_000,
@@ -75,6 +80,33 @@ def test_a_run_prints_a_line_per_asset_and_a_summary_and_is_in_the_instance(fres
 
 
 @pytest.mark.slow
+def test_a_project_path_with_blanks_umlauts_and_quotes_trains_draws_and_exports(
+    tiny_sd: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / 'J\u00f6rg\'s "beste" Bilder, 100% & $HOME'
+    workspace = Workspace(root, shutil.copytree(tiny_sd, root / "models" / "ein Modell"))
+    write_photographs(workspace.data)
+    training = {
+        "steps": 2,
+        "checkpoint_every": 1,
+        "sample_every": 1,
+        "sample_prompts": [{"prompt": "a cat", "steps": 1}],
+        "lora": {"rank": 2, "alpha": 2.0, "modules": ["mid_block.*.to_q"]},
+    }
+    workspace.recipe(training=training)
+    home = make_home(root / "dagster home")
+    transcript = run_small(workspace, home)
+    assert transcript.status == 0, transcript.text
+    again = run_small(workspace, home)
+    assert "already finished and unchanged" in again.text
+    for command in (["sample", "small"], ["export", "small", "--step", "1"], ["verify", "small"]):
+        completed = workspace.latentline(*command)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+    pipeline: Any = StableDiffusionPipeline.from_pretrained(workspace.model, safety_checker=None)
+    pipeline.load_lora_weights(workspace.out / "lora")
+
+
+@pytest.mark.slow
 def test_O02_a_closed_gate_is_printed_once_and_without_a_traceback(cached, home) -> None:
     (cached.data / "photo1.txt").unlink()
     transcript = run_small(cached, home, "--cache-only")
@@ -85,6 +117,30 @@ def test_O02_a_closed_gate_is_printed_once_and_without_a_traceback(cached, home)
     assert transcript.text.count("  fix:   ") == 1
     assert "Traceback" not in transcript.raw
     assert "small_cache: failed after" in transcript.text
+
+
+@pytest.mark.slow
+def test_a_recipe_edited_in_mid_run_counts_for_the_next_run_only(cached, home) -> None:
+    training = {**ENDLESS, "steps": 120, "checkpoint_every": 60}
+    recipe = cached.recipe(training=training)
+    with cached.start("train") as running:
+        until(lambda: training_has_started(cached), seconds=240)
+        cached.recipe(training={**training, "learning_rate": 7e-5}, buckets={"resolution": 32, "step": 8})
+        _, stderr = running.communicate()
+    assert running.returncode == 0, stderr[-3000:]
+
+    [first] = cached.out.glob("runs/*")
+    provenance = json.loads((cached.out / "lora" / "provenance.json").read_text("utf-8"))
+    assert provenance["run"] == first.name
+    assert provenance["recipe"]["training"]["learning_rate"] == recipe.training.learning_rate
+    assert provenance["recipe"]["buckets"]["resolution"] == 64
+
+    cached.recipe(training=training)
+    assert cached.execute("train").success
+    assert [*cached.out.glob("runs/*")] == [first], "the first recipe still has its finished run"
+    cached.recipe(training={**training, "learning_rate": 7e-5})
+    assert cached.execute("train").success
+    assert len([*cached.out.glob("runs/*")]) == 2
 
 
 @pytest.mark.slow

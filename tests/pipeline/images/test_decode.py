@@ -78,8 +78,14 @@ def upright(stored: Pixels, orientation: int) -> Pixels:
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True}), ("JPEG", {"quality": 100, "subsampling": 0})],
-    ids=["PNG", "TIFF", "WebP", "JPEG"],
+    [
+        ("PNG", {}),
+        ("TIFF", {}),
+        ("WEBP", {"lossless": True}),
+        ("JPEG", {"quality": 100, "subsampling": 0}),
+        ("AVIF", {"quality": 100, "subsampling": "4:4:4"}),
+    ],
+    ids=["PNG", "TIFF", "WebP", "JPEG", "AVIF"],
 )
 def test_I09_header_and_pixels_agree_for_all_orientations(
     kind: str, options: dict[str, object], orientation: int
@@ -92,7 +98,7 @@ def test_I09_header_and_pixels_agree_for_all_orientations(
     assert header.size == Size(*expected.shape[:2])
     assert header.orientation == orientation
     assert pixels.shape == expected.shape
-    if kind == "JPEG":
+    if kind in ("JPEG", "AVIF"):
         assert np.abs(pixels - expected).mean() < 4
     else:
         assert (pixels == expected).all()

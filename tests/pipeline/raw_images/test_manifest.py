@@ -187,6 +187,30 @@ def test_digits_in_a_csvs_captions_and_paths_stay_as_written(folder: Path) -> No
     assert reasons == {}
 
 
+LITERALS = ("007", "NA", "true", "1e5", "null", "-0.0", "2026-01-02", "=1+1")
+"""Captions that a reader of tables may take for numbers, dates, booleans or missing values."""
+
+
+@pytest.mark.parametrize("kind", ["csv", "quoted.csv", "jsonl", "parquet", "txt"])
+def test_captions_that_look_like_other_values_stay_as_written(folder: Path, kind: str) -> None:
+    for number in range(len(LITERALS)):
+        (folder / f"{number}.png").write_bytes(picture(number + 10))
+    rows = [{"path": f"{number}.png", "caption": text} for number, text in enumerate(LITERALS)]
+    if kind == "txt":
+        for number, text in enumerate(LITERALS):
+            (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+        listed = recipe(write(folder, "jsonl", [{"path": row["path"]} for row in rows]), captions={})
+    elif kind == "quoted.csv":
+        path = folder / "list.csv"
+        pl.DataFrame(rows).write_csv(path, quote_style="always")
+        listed = recipe(path)
+    else:
+        listed = recipe(write(folder, kind, rows))
+    kept, reasons = run(listed)
+    assert reasons == {}
+    assert kept.sort("path")["caption"].to_list() == list(LITERALS)
+
+
 def all_captions(kept: pl.DataFrame) -> dict[str, list[str]]:
     return {row["path"]: [row["caption"], *json.loads(row["more_captions"])] for row in kept.to_dicts()}
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import DDPMScheduler
 
 from pipeline.images.geometry import Size
 from pipeline.images.mask import mask_weights
@@ -77,6 +79,34 @@ def test_weightings_follow_the_papers(prediction: str) -> None:
     for weight, snr in zip(debiased.tolist(), SNR.clamp(max=1000).tolist(), strict=True):
         expected = snr**-0.5 if prediction == "epsilon" else snr**0.5 / (snr + 1)
         assert weight == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "prediction", "cleanest", "noisiest"),
+    [
+        ("min_snr", "epsilon", 5 / 1175.4706, 1.0),
+        ("min_snr", "v_prediction", 5 / 1176.4706, 0.0046817 / 1.0046817),
+        ("soft_min_snr", "epsilon", 5 / 1180.4706, 5 / 5.0046817),
+        (
+            "soft_min_snr",
+            "v_prediction",
+            1175.4706 * 5 / 1180.4706 / 1176.4706,
+            0.0046817 * 5 / 5.0046817 / 1.0046817,
+        ),
+        ("debiased", "epsilon", 1000**-0.5, 14.61506),
+        ("debiased", "v_prediction", 1000**0.5 / 1001, 0.0681043),
+    ],
+)
+def test_weights_at_both_ends_of_stable_diffusion_s_schedule(
+    weighting: Any, prediction: Any, cleanest: float, noisiest: float
+) -> None:
+    """The SNR is 1 / 0.00085 - 1 at the first timestep, and 0.0047 at the last one."""
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    signal = scheduler.alphas_cumprod[[0, -1]].double()
+    snr = signal / (1 - signal)
+    assert snr.tolist() == pytest.approx([1175.4706, 0.0046817], rel=1e-4)
+    weights = snr_weights(snr, LossSettings(weighting=weighting), prediction)
+    assert weights.tolist() == pytest.approx([cleanest, noisiest], rel=1e-4)
 
 
 def test_an_error_has_the_same_weight_for_every_prediction_type() -> None:

@@ -175,6 +175,7 @@ def test_an_optimizer_that_refuses_its_arguments_in_any_way_is_an_error_with_a_f
         {"ema_decay": 0.9},
         {"optimizer": "schedule_free", "ema_decay": 0.9},
         {"lr_scheduler": "wsd", "decay_steps": 3},
+        {"lr_scheduler": "cosine_with_restarts", "lr_cycles": 2},
     ],
     ids=str,
 )

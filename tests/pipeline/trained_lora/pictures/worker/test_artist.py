@@ -142,11 +142,11 @@ def test_a_strength_multiplies_the_scale_of_a_prompt(trained: Project) -> None:
     assert not np.array_equal(pictures[1.0, 0.5], pictures[1.0, 1.0])
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("option", [None, "dora", "rslora"])
 def test_pictures_equal_those_of_diffusers_with_the_exported_file(
-    trained: Project, train: Callable[..., Project], *, dora: bool
+    trained: Project, train: Callable[..., Project], option: str | None
 ) -> None:
-    project = train(lora={**FEW_MODULES, "dora": True}, sample_every=0) if dora else trained
+    project = train(lora={**FEW_MODULES, option: True}, sample_every=0) if option else trained
     job = drawn(project, strengths=(0.0, 1.0, 0.5, -1.0), seed=11)
 
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)

@@ -103,8 +103,8 @@ def output(denoiser: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "lokr"}],
-    ids=["lora", "dora", "pissa", "loha", "lokr"],
+    [{}, {"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "lokr"}, {"rslora": True}],
+    ids=["lora", "dora", "pissa", "loha", "lokr", "rslora"],
 )
 def test_a_scale_of_0_is_the_base_model_1_is_the_adapter_and_both_end_with_the_context(
     tiny_bases: dict[str, Path], settings: dict[str, Any]
@@ -155,6 +155,16 @@ def test_peft_gets_the_settings_of_the_recipe_and_other_ranks_for_some_modules(
     }
     scales = {sizes[name]: module.scaling["default"] for name, module in lora_modules(denoiser)}
     assert scales == ({4: 1.0, 2: 3 / 2**0.5} if lora.rslora else {4: 0.5, 2: 1.5})
+
+
+def test_a_scale_of_half_halves_the_scale_of_rslora(tiny_bases: dict[str, Path]) -> None:
+    """The scale is alpha / sqrt(rank)."""
+    ranks = ({"modules": "*.to_k", "rank": 9, "alpha": 2.0},)
+    denoiser = moved(tiny_bases["epsilon"], rslora=True, ranks=ranks)
+    layers = [layer for _, layer in lora_modules(denoiser)]
+    with scaled_adapters({"": denoiser}, 0.5):
+        scales = {layer.r["default"]: layer.scaling["default"] for layer in layers}
+    assert scales == {4: 0.5 * 2 / 2, 9: 0.5 * 2 / 3}
 
 
 def test_the_states_of_several_networks_have_their_prefixes_and_load_back(
