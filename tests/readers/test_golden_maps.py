@@ -139,6 +139,15 @@ def test_a_file_in_kohyas_layout_that_comfyui_ignores_in_part_says_so(
     assert ("ComfyUI ignores" in note) == (kind != "Lumina Image 2")
 
 
+@pytest.mark.parametrize("kind", ["FLUX.2 klein", "Lumina Image 2", "FLUX.1 dev", "Chroma"])
+def test_E09_a_file_in_comfyuis_layout_that_diffusers_does_not_apply_says_so(
+    exported: Callable[[str], Exported], kind: str
+) -> None:
+    with safe_open(exported(kind).file("comfyui"), framework="pt") as file:
+        note = file.metadata().get(READERS_KEY, "")
+    assert ("diffusers does not apply" in note) == (kind in {"FLUX.2 klein", "Lumina Image 2"})
+
+
 def test_every_kind_of_model_has_a_golden_map_or_a_reason() -> None:
     covered = {kind for stored in MAPS.values() for kind in stored.maps}
     assert covered | NO_GOLDEN_MAP.keys() == TINY.keys()

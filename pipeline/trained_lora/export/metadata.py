@@ -92,7 +92,7 @@ def at_step(metadata: Mapping[str, str], step: int) -> dict[str, str]:
 
 
 def readers_note(layout: Layout, modules: Sequence[LoraModule], keys: LoraKeys) -> dict[str, str]:
-    """Return metadata that names the programs that misread these modules in this layout; usually empty."""
+    """Return metadata that names the programs that misread these modules in this layout."""
     if layout == "kohya" and any(module.magnitude for module in modules):
         note = (
             "ComfyUI divides DoRA magnitudes by other norms than kohya's tools, so it applies this file with "
@@ -101,6 +101,9 @@ def readers_note(layout: Layout, modules: Sequence[LoraModule], keys: LoraKeys) 
         return {READERS_KEY: note}
     if layout == "kohya" and keys.kohya_note:
         return {READERS_KEY: keys.kohya_note}
+    if layout == "comfyui" and not keys.diffusers_reads_comfyui:
+        note = "diffusers does not apply this file. It reads pytorch_lora_weights.safetensors."
+        return {READERS_KEY: note}
     if layout == "diffusers" and any(module.alpha != module.rank for module in modules):
         note = (
             "The scale, alpha / rank, is in lora_adapter_metadata. Programs that do not read it, such as "

@@ -61,7 +61,12 @@ def _has_converted_width(model: ModelFolder) -> bool:
     return int(config["num_attention_heads"]) * int(config["attention_head_dim"]) == _CONVERTED_WIDTH
 
 
-FLUX_KEYS = StackedKeys(flux_targets, kohya_readable=_has_converted_width, blocks=(_DOUBLE, _SINGLE))
+FLUX_KEYS = StackedKeys(
+    flux_targets,
+    kohya_readable=_has_converted_width,
+    diffusers_reads_comfyui=True,
+    blocks=(_DOUBLE, _SINGLE),
+)
 """Keys of FLUX.1 and Chroma."""
 
 FLUX2_KEYS = StackedKeys(flux2_targets, kohya_readable=True, blocks=(_DOUBLE_2, _SINGLE_2))

@@ -83,12 +83,15 @@ class LoraKeys:
             diffusers' names itself; with `diffusion_model.`, its model has the same names.
         kohya_readable: Whether diffusers' loader of the family reads kohya's layout of this denoiser.
         kohya_note: Metadata of files in kohya's layout that names programs that read them only in part.
+        diffusers_reads_comfyui: Whether diffusers applies files in ComfyUI's layout. Of other families it
+            applies nothing, in part without a warning, or refuses the file.
     """
 
     target_modules: Sequence[str] | Callable[[ModelFolder], Sequence[str]]
     comfyui_prefix: str = "transformer."
     kohya_readable: bool | Callable[[ModelFolder], bool] = False
     kohya_note: str = ""
+    diffusers_reads_comfyui: bool = False
 
     @property
     def max_parts(self) -> int:

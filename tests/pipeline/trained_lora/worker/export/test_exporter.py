@@ -185,6 +185,8 @@ def test_E09_a_file_that_comfyui_applies_with_another_strength_says_so(
     lora = project.recipe.training.lora.model_copy(update=settings)
     Trained(project.changed("misread", lora=lora)).export(tmp_path)
     files = {layout: read_lora_file(tmp_path / layout_file(layout, "demo")) for layout in LAYOUTS}
+    assert "diffusers does not apply" in files["comfyui"].metadata[READERS_KEY]
+    del files["comfyui"]
     assert {layout for layout, file in files.items() if READERS_KEY in file.metadata} == misread
     notes = {layout: files[layout].metadata[READERS_KEY] for layout in misread}
     assert {layout: note for layout, note in notes.items() if "ComfyUI" not in note} == {}
