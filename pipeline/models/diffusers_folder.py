@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
@@ -20,6 +21,15 @@ _WEIGHT_NAMES = ("diffusion_pytorch_model", "model", "pytorch_model")
 MAX_JSON_BYTES = 25_000_000
 """Maximum size of a configuration, a weight index or a safetensors header. Parsed JSON takes up to 24 times
 its size in memory. The headers of the largest models have about 1 MB."""
+
+# Tokenizers without a limit have 1e30, which transformers writes.
+_NUMBERS = {
+    "num_train_timesteps": (1, 100_000),
+    "model_max_length": (1, 1e30),
+    "scaling_factor": (-1e6, 1e6),
+    "shift_factor": (-1e6, 1e6),
+}
+"""Numbers in configurations, with the least and the largest value that can be used."""
 
 # Size of the header length at the start of a safetensors file; the number is little-endian.
 _LENGTH_BYTES = 8
@@ -73,10 +83,13 @@ class ModelFolder:
         """Return a component's configuration; each file is read once.
 
         Raises:
-            ModelError: The file is missing or unreadable.
+            ModelError: The file is missing or unreadable, or a number in it cannot be used.
         """
         if role not in self._configs:
-            self._configs[role] = read_json(self.config_file(role))
+            path = self.config_file(role)
+            config = read_json(path)
+            _require_usable_numbers(role, config, path)
+            self._configs[role] = config
         return self._configs[role]
 
     @cached_property
@@ -86,6 +99,32 @@ class ModelFolder:
     def has(self, role: str) -> bool:
         """Return whether the model has the component; the index lists an absent optional one as null."""
         return role in self.replaced or (self.index.get(role) or [None])[0] is not None
+
+
+def _require_usable_numbers(role: str, config: Mapping[str, Any], path: Path) -> None:
+    """Raise ModelError for numbers that would train NaN or use up memory."""
+    fix = "correct the number in that file, or download the model again from a source that you trust"
+    for name, (least, most) in _NUMBERS.items():
+        value = config.get(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most
+        ):
+            what = f"{name} must be a number from {least:,} to {most:,}, got {value!r:.40}"
+            raise ModelError(what, where=str(path), fix=fix)
+
+    # Configurations of text encoders may contain infinity as the absence of a limit.
+    if role in {"vae", "scheduler"}:
+        bad = next((each for each in _floats(config) if not math.isfinite(each)), None)
+        if bad is not None:
+            raise ModelError(f"its numbers must be finite, got {bad}", where=str(path), fix=fix)
+
+
+def _floats(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _floats(each)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
+from pipeline.storage.http_client import RedirectRefusedError
 from pipeline.storage.regular_files import InsideFolder, open_regular
 from pipeline.storage.remote_source import ListedPath, RemoteSource
 from pipeline.storage.source import DATASET_KEY, to_int64
@@ -51,6 +52,12 @@ _APPLE_COPIES = frozenset(["resources", "thumbnails", "previews", "data.noindex"
 
 FOREIGN_CACHES = frozenset(["npz", "npy", "pt", "pth", "safetensors", "ckpt"])
 """Suffixes of the cache files that other trainers write next to images."""
+
+MAX_REMOTE_FOLDERS = 1_000_000
+"""Maximum number of folders of a dataset at an address."""
+
+MAX_REMOTE_DEPTH = 64
+"""Maximum depth of folders of a dataset at an address."""
 
 _SNIFFED_BYTES = 64
 """Number of leading bytes that `sniff` needs."""
@@ -155,8 +162,16 @@ def walk_remote(
             return False
 
     pending = [""]
+    num_folders = 0
     while pending:
         folder = pending.pop()
+        num_folders += 1
+        if num_folders > MAX_REMOTE_FOLDERS or folder.count("/") >= MAX_REMOTE_DEPTH:
+            # A web server can invent folders without end.
+            what = f"the dataset has more than {MAX_REMOTE_FOLDERS:,} folders, or folders more than "
+            what += f"{MAX_REMOTE_DEPTH} deep"
+            fix = f"set {source.key} to a folder inside it"
+            raise DatasetError(what, where=source.where(folder), fix=fix)
         for entry in _remote_entries(source, folder, result):
             if _is_ignored(result, entry.path, str(source.address)):
                 continue
@@ -255,7 +270,7 @@ def _remote_entries(source: RemoteSource, folder: str, result: WalkResult) -> li
         return source.list_folder(folder)
     except DatasetError as err:
         # An unreadable subfolder becomes a problem, as in a local folder.
-        if not folder or not isinstance(err.__cause__, PermissionError):
+        if not folder or not isinstance(err.__cause__, (PermissionError, RedirectRefusedError)):
             raise
         detail = f"the folder cannot be listed: {err.__cause__}"
         result.problems.append(Problem(f"{folder}/", "unreadable_folder", detail, "make it readable"))

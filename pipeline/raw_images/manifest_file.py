@@ -8,7 +8,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import polars as pl
 
@@ -39,6 +39,26 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 """Byte order marks and their encodings."""
+
+MAX_COLUMNS = 1_000
+"""Maximum number of columns, and of fields inside them."""
+
+MAX_CELLS = 50_000_000
+"""Number of cells that a manifest with fewer bytes may have. A cell without a value takes no byte of the
+file, but memory in a table."""
+
+MAX_LINE_BYTES = 10_000_000
+"""Maximum size of a line of JSON lines."""
+
+MAX_DEPTH = 50
+"""Maximum depth of lists and objects in JSON lines. Polars needs gigabytes of memory for 600 objects."""
+
+# Polars compares the keys of each line with all keys before it, which takes minutes for many of both.
+_CHECKED_BYTES = 64_000
+"""Size of the parts of JSON lines in which keys are counted."""
+
+_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+"""A text, or the start or end of a list or an object."""
 
 _QUOTED = rb'"[^"]*(?:""[^"]*)*"(?!")'
 """A text in quotes, in which two quotes are one."""
@@ -100,8 +120,10 @@ def _parsed(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO) -> 
     if suffix == ".jsonl":
         return _read_json_lines(settings, data)
 
-    # Text columns are not inferred: a caption of digits such as 007 must not become the number 7.
     data = plain_csv(data)
+    _require_bounded_csv(data)
+
+    # Text columns are not inferred: a caption of digits such as 007 must not become the number 7.
     columns = pl.read_csv(data, infer_schema_length=0, n_rows=0).columns
     text_columns = {settings.path_column, *settings.captions.columns} & set(columns)
     side_inputs = (each.settings for each in settings.side_inputs)
@@ -184,6 +206,7 @@ def _unclosed_quote(data: bytes) -> int | None:
 def _read_json_lines(settings: DatasetSettings, data: bytes) -> pl.DataFrame:
     if b"\n" not in data:
         data = data.replace(b"\r", b"\n")  # JSON escapes these characters inside texts
+    _require_bounded_json_lines(data)
     table = pl.read_ndjson(io.BytesIO(data), infer_schema_length=None)
 
     # If some rows have a text and others a list, Polars returns the lists as JSON text.
@@ -195,6 +218,81 @@ def _read_json_lines(settings: DatasetSettings, data: bytes) -> pl.DataFrame:
     if not suspected:
         return table
     return table.with_columns(_mixed_columns(settings, io.BytesIO(data), suspected))
+
+
+def _require_bounded_csv(data: bytes) -> None:
+    num_columns = 0
+    for match in _fields(data):
+        num_columns += 1
+        if match[2] != b"," or num_columns > MAX_COLUMNS:
+            break
+    _require_table_size(data, num_columns)
+
+
+def _require_bounded_json_lines(data: bytes) -> None:
+    """Raise RefusedFileError for JSON lines whose table would not fit into memory.
+
+    Raises:
+        RefusedFileError: A line is too long or too deep, or there are too many keys.
+        pl.exceptions.PolarsError: The lines are not valid.
+    """
+    fields: set[str] = set()
+    start = 0
+    while start < len(data):
+        end = data.rfind(b"\n", start, start + _CHECKED_BYTES) + 1
+        end = end or data.find(b"\n", start, start + MAX_LINE_BYTES) + 1 or len(data)
+        if end - start > MAX_LINE_BYTES:
+            detail = f"line {_line_number(data, start)} must have at most {MAX_LINE_BYTES:,} bytes"
+            raise RefusedFileError("too_large", detail, fix="write one JSON object per line")
+
+        _require_flat(data, start, end)
+        if not data[start:end].isspace():
+            lines = pl.scan_ndjson(io.BytesIO(data[start:end]), infer_schema_length=None)
+            fields.update(_field_names("", pl.Struct(lines.collect_schema())))
+        _require_table_size(data, len(fields))
+        start = end
+
+
+def _require_flat(data: bytes, start: int, end: int) -> None:
+    for line in data[start:end].split(b"\n"):
+        # Texts are looked for only in the rare lines that may be nested deeply.
+        brackets = _JSON_TOKEN.finditer(line) if line.count(b"{") + line.count(b"[") > MAX_DEPTH else ()
+        depth = 0
+        for match in brackets:
+            depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(match[0], 0)
+            if depth > MAX_DEPTH:
+                number = _line_number(data, start)
+                detail = (
+                    f"lists and objects must be nested at most {MAX_DEPTH} deep, got more in line {number}"
+                )
+                raise RefusedFileError("too_deep", detail, fix="write texts, numbers and lists of texts only")
+        start += len(line) + 1
+
+
+def _line_number(data: bytes, position: int) -> int:
+    return data.count(b"\n", 0, position) + 1
+
+
+def _field_names(prefix: str, kind: pl.DataType) -> Iterator[str]:
+    """Yield the paths of the columns of a table, and of all fields inside them."""
+    while isinstance(kind, (pl.List, pl.Array)):
+        kind = cast("pl.DataType", kind.inner)
+    if not isinstance(kind, pl.Struct):
+        yield prefix
+        return
+    for field in kind.fields:
+        yield from _field_names(f"{prefix}\0{field.name}", cast("pl.DataType", field.dtype))
+
+
+def _require_table_size(data: bytes, num_columns: int) -> None:
+    fix = "remove the columns that training does not need, or write the manifest as Parquet"
+    if num_columns > MAX_COLUMNS:
+        detail = f"it must have at most {MAX_COLUMNS:,} columns, got {num_columns:,} or more"
+        raise RefusedFileError("too_many_columns", detail, fix=fix)
+    num_cells = num_columns * (data.count(b"\n") + data.count(b"\r") + 1)
+    if num_cells > max(MAX_CELLS, len(data)):
+        detail = f"it must have at most {MAX_CELLS:,} cells if most have no value, got {num_cells:,}"
+        raise RefusedFileError("too_many_cells", detail, fix=fix)
 
 
 def _mixed_columns(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +28,22 @@ SILENCE_S = 60.0
 """Time that a server may send nothing within an answer."""
 
 
+# fsspec runs a request in another thread, with the context of the thread that sends it.
+_MAX_ANSWER_BYTES: ContextVar[int | None] = ContextVar("max_answer_bytes", default=None)
+
+
+@contextmanager
+def answers_up_to(num_bytes: int) -> Generator[None]:
+    """Refuse larger answers to this thread's requests, also if they are small until they are unpacked."""
+    token = _MAX_ANSWER_BYTES.set(num_bytes)
+    try:
+        yield
+    finally:
+        _MAX_ANSWER_BYTES.reset(token)
+
+
 class RedirectRefusedError(OSError):
-    """A redirect to another server, which was not followed."""
+    """A redirect to another server, or to an invalid address, which was not followed."""
 
 
 class OversizedAnswerError(OSError):
@@ -58,7 +75,10 @@ async def _refuse_other_server(
     del session, context
     headers = params.response.headers
     location = headers.get("Location") or headers.get("URI") or ""
-    target = params.url.join(URL(location))
+    try:
+        target = params.url.join(URL(location))
+    except ValueError as err:
+        raise RedirectRefusedError(f"{params.url.origin()} redirects to an invalid address: {err}") from err
 
     # Otherwise a server could make this machine read an address that only this machine can reach, such as the
     # metadata service of a cloud, as a caption.
@@ -81,13 +101,13 @@ def _same_server(url: URL, target: URL) -> bool:
 # A class with a base of aiohttp cannot be defined before aiohttp is imported, which only HTTP addresses need.
 @cache
 def _bounded_response() -> type[ClientResponse]:
-    """Return a response class that reads its content into memory only up to `MAX_FILE_BYTES`."""
+    """Return a response class that reads its content into memory only up to the limit of its request."""
     from aiohttp import ClientResponse
 
     class BoundedResponse(ClientResponse):
         async def start(self, connection: Connection) -> ClientResponse:
             await super().start(connection)
-            self.content: Any = _BoundedContent(self.content, MAX_FILE_BYTES)
+            self.content: Any = _BoundedContent(self.content, _MAX_ANSWER_BYTES.get() or MAX_FILE_BYTES)
             return self
 
     return BoundedResponse

@@ -23,7 +23,7 @@ from pipeline.storage.file_systems import (
     stat_from_info,
     text_number,
 )
-from pipeline.storage.http_client import RedirectRefusedError
+from pipeline.storage.http_client import answers_up_to
 from pipeline.storage.regular_files import (
     MAX_FILE_BYTES,
     RefusedFileError,
@@ -34,6 +34,7 @@ from pipeline.storage.retry import is_transient, retry
 from pipeline.storage.source import (
     DATASET_KEY,
     MAX_BUFFERED_BYTES,
+    MAX_TEXT_BYTES,
     NO_FILE,
     LocalSource,
     Opened,
@@ -44,6 +45,10 @@ from pipeline.storage.source import (
 
 REMOTE_THREADS = 16
 """Number of concurrent requests to a remote source; each mostly waits for the server."""
+
+# Apache's listing has about 250 bytes for each file.
+MAX_LISTING_BYTES = 50_000_000
+"""Maximum size of a web page that lists a folder."""
 
 Answer = TypeVar("Answer")
 
@@ -110,7 +115,8 @@ class RemoteSource(Source):
     def read(self, path: str, num_bytes: int = 0) -> bytes:
         """See `Source.read`; `num_bytes` is the listed size, if known."""
         if self._files.async_impl:
-            return self._read(path)
+            # The listed size may be wrong, but a file that is listed as small is not read by parts.
+            return self._read(path, MAX_BUFFERED_BYTES if num_bytes else self.max_file_bytes)
 
         def read_member() -> bytes:
             # An archive lists its members' sizes, and a member can be larger. Reading one byte more than
@@ -130,6 +136,8 @@ class RemoteSource(Source):
 
     def open_text(self, path: str, num_bytes: int = 0) -> Opened:
         """See `Source.open_text`."""
+        if self._files.async_impl and num_bytes <= MAX_BUFFERED_BYTES:
+            return io.BytesIO(self._read(path, MAX_TEXT_BYTES))
         return self.open(path, num_bytes)
 
     def stat_open(self, file: Opened, listed: Stat) -> Stat:
@@ -142,7 +150,7 @@ class RemoteSource(Source):
 
     def read_start(self, path: str, num_bytes: int) -> bytes:
         """Return the first `num_bytes` bytes of a file."""
-        return self._read(path, start=0, end=num_bytes)[:num_bytes]
+        return self._read(path, MAX_BUFFERED_BYTES, start=0, end=num_bytes)[:num_bytes]
 
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
         """See `Source.stats`."""
@@ -171,7 +179,8 @@ class RemoteSource(Source):
 
         def list_items() -> list[ListedPath]:
             self._files.invalidate_cache()
-            infos: list[dict[str, Any]] = self._files.ls(self._full(folder), detail=True)
+            with answers_up_to(MAX_LISTING_BYTES):
+                infos: list[dict[str, Any]] = self._files.ls(self._full(folder), detail=True)
 
             # fsspec lists a file as a folder that contains only itself.
             listed = [(info["name"].strip("/"), info["type"]) for info in infos]
@@ -184,19 +193,10 @@ class RemoteSource(Source):
         except Exception as err:
             raise _unreadable_error(self.where(folder) if folder else self.address, err, self.key) from err
 
-    def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
-        """Yield every file below a folder, without hidden files and folders."""
-        for item in self.list_folder(folder):
-            if posixpath.basename(item.path).startswith("."):
-                continue
-            if item.stat is None and not item.is_special:
-                yield from self.walk_files(item.path)
-            else:
-                yield item
-
-    def _read(self, path: str, **limits: int) -> bytes:
+    def _read(self, path: str, max_bytes: int, **limits: int) -> bytes:
         try:
-            return self._request(lambda: bytes(self._files.cat_file(self._full(path), **limits)))
+            with answers_up_to(max_bytes):
+                return self._request(lambda: bytes(self._files.cat_file(self._full(path), **limits)))
         except Exception as err:
             raise _as_os_error(err) from err
 
@@ -251,14 +251,15 @@ class RemoteSource(Source):
                 yield ListedPath(path, self._stat(info))
 
     def _info(self, path: str) -> Mapping[str, Any]:
-        """Return fsspec's information about a file; an empty file for a redirect that is not followed."""
+        """Return fsspec's information about a file; an empty file if there is none."""
         try:
             return self._files.info(self._full(path))
         except FileNotFoundError as err:
-            # Reading such a file fails with the reason, which rejects one sample instead of the dataset.
-            if isinstance(err.__cause__, RedirectRefusedError):
-                return {"size": 0}
-            raise
+            # fsspec raises it for all failures. Reading a file that is missing, or that is redirected to
+            # another server, fails with the reason, which rejects one sample instead of the dataset.
+            if is_transient(err):
+                raise
+            return {"size": 0}
 
     def _stat(self, info: Mapping[str, Any]) -> Stat:
         # Without versions, a file at another address must not look unchanged, so the address stands in for

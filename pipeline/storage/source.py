@@ -44,6 +44,11 @@ MAX_BUFFERED_BYTES = 64_000_000
 """Size up to which an opened remote file is read into memory at once."""
 
 
+# A larger file is no caption, and would fill memory and table.
+MAX_TEXT_BYTES = 1_000_000
+"""Maximum size of a text that belongs to an image, such as its caption."""
+
+
 class SourceFile(NamedTuple):
     """One file of a source; its `str` is its name in messages."""
 

@@ -16,15 +16,11 @@ from pipeline.raw_images.manifest_file import unicode_encoding
 from pipeline.recipe.captions import JSON_SUFFIX
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.regular_files import RefusedFileError
-from pipeline.storage.source import NO_FILE
+from pipeline.storage.source import MAX_TEXT_BYTES, NO_FILE
 
 if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
     from pipeline.storage.source import Source
-
-# A larger file is not a caption, and would fill memory and table.
-MAX_CAPTION_BYTES = 1_000_000
-"""Maximum size of a caption file."""
 
 _FILE_TYPES = {
     b"PK\x03\x04": "a ZIP archive or an office document",
@@ -80,7 +76,7 @@ def read_caption_file(
     try:
         with source.open_text(sidecar, num_bytes) as opened:
             # One byte more than allowed shows a file that is too large without reading all of it.
-            data = opened.read(MAX_CAPTION_BYTES + 1)
+            data = opened.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError:
         return None
     except RefusedFileError as err:
@@ -91,8 +87,8 @@ def read_caption_file(
         detail = f"its caption {sidecar} cannot be read: {err.strerror or err}"
         raise ImageError("caption_unreadable", detail, where=where, fix="make it readable") from err
 
-    if len(data) > MAX_CAPTION_BYTES:
-        detail = f"its caption {sidecar} has more than {MAX_CAPTION_BYTES:,} bytes"
+    if len(data) > MAX_TEXT_BYTES:
+        detail = f"its caption {sidecar} has more than {MAX_TEXT_BYTES:,} bytes"
         raise ImageError("caption_unreadable", detail, where=where, fix="write a shorter caption")
     _require_no_other_type(data, sidecar, where)
     text = _decode(data, settings, where)

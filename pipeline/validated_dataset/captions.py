@@ -11,6 +11,7 @@ from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import last_suffix, sidecar_path
 from pipeline.raw_images.scan_index import SIDECAR
 from pipeline.recipe.captions import FILENAME
+from pipeline.storage.source import MAX_TEXT_BYTES
 from pipeline.validated_dataset.caption_files import missing_error, read_caption_file
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def _own_caption(
         texts = [_words_of_name(path)]
     elif settings.from_ == "column":
         texts, where = list(manifest_texts or ()), f"the manifest's row of {path}"
+        if any(len(text) > MAX_TEXT_BYTES for text in texts):
+            detail = f"its caption in the manifest has more than {MAX_TEXT_BYTES:,} characters"
+            raise ImageError("caption_unreadable", detail, where=where, fix="write a shorter caption")
     return Caption(_usable_texts(texts, settings, where), settings.from_)
 
 

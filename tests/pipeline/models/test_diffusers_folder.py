@@ -13,12 +13,14 @@ from safetensors.torch import save_file
 from pipeline.errors import ModelError
 from pipeline.models.convert.header import read_header
 from pipeline.models.diffusers_folder import (
+    ModelFolder,
     read_json,
     require_whole,
     tokenizer_files,
     weight_files,
     weight_variant,
 )
+from pipeline.models.families.parts.text import clip_length
 from pipeline.models.fingerprints import Fingerprints, ModelPart
 
 
@@ -183,3 +185,39 @@ def test_a_deep_endless_or_huge_configuration_is_an_error_with_a_fix(tmp_path: P
         part = ModelPart("vae", (tmp_path / f"{name}.json",), ())
         with pytest.raises(ModelError, match="a file of the base model is unreadable"):
             Fingerprints(tmp_path).of([part])
+
+
+@pytest.mark.parametrize(
+    ("role", "text"),
+    [
+        ("scheduler", '{"num_train_timesteps": 1000000000000}'),
+        ("scheduler", '{"num_train_timesteps": 0}'),
+        ("scheduler", '{"num_train_timesteps": "1000"}'),
+        ("scheduler", '{"beta_start": Infinity}'),
+        ("vae", '{"scaling_factor": NaN}'),
+        ("vae", '{"scaling_factor": "nan"}'),
+        ("vae", '{"shift_factor": 1e999}'),
+        ("vae", '{"latents_std": [1.0, {"x": [NaN]}]}'),
+        ("tokenizer", '{"model_max_length": 1e31}'),
+        ("tokenizer", '{"model_max_length": NaN}'),
+        ("tokenizer", '{"model_max_length": true}'),
+    ],
+)
+def test_numbers_that_no_model_can_have_are_an_error_with_the_file(
+    tmp_path: Path, role: str, text: str
+) -> None:
+    model = ModelFolder(tmp_path)
+    model.component(role).mkdir()
+    model.config_file(role).write_text(text)
+    with pytest.raises(ModelError, match="must be") as excinfo:
+        model.config(role)
+    assert excinfo.value.where == str(model.config_file(role))
+
+
+def test_a_clip_tokenizer_needs_a_limit_and_others_do_not(tmp_path: Path) -> None:
+    model = ModelFolder(tmp_path)
+    model.component("tokenizer").mkdir()
+    model.config_file("tokenizer").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert model.config("tokenizer")
+    with pytest.raises(ModelError, match="model_max_length of CLIP's tokenizer must be at most"):
+        clip_length(model)

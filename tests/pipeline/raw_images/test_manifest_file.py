@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,11 @@ def test_an_unusable_manifest_is_an_error_that_names_the_file(
             "one JSON object per line",
         ),
         pytest.param(
-            "a.jsonl", b"[" * 200_000, "line 1 is not valid JSON", "one JSON object per line", id="deep"
+            "a.jsonl",
+            b"\n" + b"[" * 200_000,
+            "at most 50 deep, got more in line 2",
+            "texts, numbers",
+            id="deep",
         ),
         ("a.jsonl", b'[{"path": "a.png"}]\n', "line 1 is not a JSON object", "one JSON object per line"),
         (
@@ -260,3 +265,53 @@ def test_a_manifest_outside_its_folder_needs_follow_links(folder: Path) -> None:
         assert "follow_links: true" in str(excinfo.value.fix)
         followed = recipe(folder / name, follow_links=True)
         assert validated_rows(followed)["caption"].to_list() == ["a secret"]
+
+
+NAMES = b"path,caption," + b",".join(b"c%d" % number for number in range(998))
+PADDING = b'{"path": "a.png", "caption": "a rose"}\n' * 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "detail"),
+    [
+        ("l.jsonl", b"".join(b'{"path":"a.png","k%d":1}\n' % i for i in range(20_000)), "1,000 columns"),
+        ("l.jsonl", PADDING + b"".join(b'{"k%d":1}\n' % i for i in range(2000)), "1,000 columns"),
+        ("l.jsonl", b"".join(b'{"m":[{"k%d":1}]}\n' % i for i in range(2000)), "1,000 columns"),
+        ("l.jsonl", b"{" + b",".join(b'"k%d":1' % i for i in range(2000)) + b"}\n", "1,000 columns"),
+        ("l.jsonl", PADDING + b'{"path":"' + b"a" * 10_000_001 + b'"}\n', "line 2001 must have at most"),
+        ("l.jsonl", b'{"m":' + b'{"a":' * 600 + b"1" + b"}" * 601 + b"\n", "nested at most 50"),
+        ("l.jsonl", PADDING + b'{"m":' + b"[" * 1000 + b"]" * 1000 + b"}\n", "nested at most 50"),
+        (
+            "l.jsonl",
+            b"{" + b",".join(b'"k%d":1' % i for i in range(900)) + b"}\n" + b"{}\n" * 60_000,
+            "cells",
+        ),
+        ("l.csv", NAMES + b"," + b",".join(b"d%d" % i for i in range(400_000)) + b"\n", "1,000 columns"),
+        ("l.csv", NAMES + b"\n" + b"a.png,a\n" * 60_000, "cells"),
+        ("l.csv", (NAMES + b"\n" + b"a.png,a\n" * 60_000).replace(b"\n", b"\r"), "cells"),
+    ],
+)
+def test_C14_a_manifest_that_would_use_up_memory_is_refused(
+    folder: Path, name: str, content: bytes, detail: str
+) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=f"the manifest is not read: .*{detail}"):
+        scan(recipe(folder / name), Tables(folder.parent / "out"), log=str)
+
+
+def test_many_brackets_in_texts_and_usual_nesting_are_read(folder: Path) -> None:
+    row = {"path": "a.png", "caption": "[{" * 100 + '\\" a rose', "boxes": [[{"x": 1}], []]}
+    (folder / "list.jsonl").write_text(json.dumps(row) + "\n\n" + "{}\n" * 10)
+    assert validated_rows(recipe(folder / "list.jsonl"))["caption"].to_list() == [row["caption"]]
+
+
+@pytest.mark.parametrize("name", ["list.csv", "list.jsonl"])
+def test_a_long_caption_of_a_manifest_is_used_and_a_huge_one_is_rejected(folder: Path, name: str) -> None:
+    (folder / "b.png").write_bytes(picture(1))
+    captions = {"a.png": "rose " * 40_000, "b.png": "b" * 1_000_001}
+    if name == "list.csv":
+        lines = ["path,caption", *(f"{path},{text}" for path, text in captions.items())]
+    else:
+        lines = [json.dumps({"path": path, "caption": text}) for path, text in captions.items()]
+    (folder / name).write_text("\n".join(lines) + "\n")
+    assert validated_rows(recipe(folder / name))["path"].to_list() == ["a.png"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
-from collections.abc import Callable, Generator
+import tracemalloc
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DatasetError
+from pipeline.raw_images.folder import walk_remote
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_source import RemoteSource
 from tests.pipeline.dataset_folder import Folder, picture
@@ -20,8 +23,11 @@ SECRET = "s3cr3t-query"
 
 
 @contextmanager
-def server(pages: dict[str, bytes | str]) -> Generator[str]:
-    """Serve bytes, and redirects to addresses, by path; the folder /photos/ lists the names below it."""
+def server(pages: dict[str, bytes | str], encoded: Collection[str] = ()) -> Generator[str]:
+    """Serve bytes, and redirects to addresses, by path; the folder /photos/ lists the names below it.
+
+    The paths `encoded` are packed with gzip.
+    """
     requested: list[str] = []
 
     class Pages(BaseHTTPRequestHandler):
@@ -42,15 +48,26 @@ def server(pages: dict[str, bytes | str]) -> Generator[str]:
             if isinstance(page, str):
                 self.send_header("Location", page)
                 page = b""
+            if path in encoded and self.command == "GET":
+                self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(page)))
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(page)
+                with suppress(ConnectionError):
+                    self.wfile.write(page)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    with serving(Pages) as url:
+        yield url
+
+
+@contextmanager
+def serving(pages: type[BaseHTTPRequestHandler]) -> Generator[str]:
+    """Run a web server, and yield its address."""
+    running = ThreadingHTTPServer(("127.0.0.1", 0), pages)
+    running.daemon_threads = True
     threading.Thread(target=running.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{running.server_port}"
@@ -121,17 +138,11 @@ def misbehaving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Generator[s
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    running.daemon_threads = True
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}"
-    finally:
-        running.shutdown()
-        running.server_close()
+    with serving(Pages) as url:
+        yield url
 
 
-def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_end_is_given_up() -> None:
     sent: list[int] = []
 
     def endless(page: BaseHTTPRequestHandler) -> None:
@@ -141,9 +152,8 @@ def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
             page.wfile.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
             sent.append(0x10000)
 
-    monkeypatch.setattr("pipeline.storage.http_client.MAX_FILE_BYTES", 1_000_000)
     with misbehaving(endless) as url, pytest.raises(OSError, match="sent more than 1,000,000 bytes"):
-        RemoteSource(Url(f"{url}/photos")).read("a.png")
+        RemoteSource(Url(f"{url}/photos"), max_file_bytes=1_000_000).read("a.png")
     assert sum(sent) < 50_000_000
 
 
@@ -174,3 +184,80 @@ def test_no_message_about_a_source_contains_its_query() -> None:
         with pytest.raises(OSError) as failed:  # noqa: PT011 - the message must not contain something
             source.read("a.txt")
         assert SECRET not in str(failed.value) or isinstance(failed.value, FileNotFoundError)
+
+
+def test_a_caption_that_unpacks_to_more_than_a_caption_may_have_is_not_unpacked(folder: Folder) -> None:
+    packed = gzip.compress(bytes(200_000_000), 1)
+    pages: dict[str, bytes | str] = {"/photos/a.png": picture(0), "/photos/a.txt": packed}
+    pages |= {"/photos/b.png": picture(1), "/photos/b.txt": b"a rose"}
+    with server(pages, encoded={"/photos/a.txt"}) as url:
+        folder.dataset = {"path": f"{url}/photos"}
+        tracemalloc.start()
+        try:
+            result = folder.ingest()
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert result.table["caption"].to_list() == ["a rose"]
+    (row,) = result.rejected.to_dicts()
+    assert (row["path"], row["reason"]) == ("a.png", "caption_unreadable")
+    assert "sent more than 1,000,000 bytes" in row["detail"]
+    assert peak_bytes < 100_000_000
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["http://[bad", "http://host:99999999/", "http://\x80\xff:x@/", "file:///etc/passwd", "//", "a.png"],
+)
+def test_a_file_with_an_unusable_redirect_rejects_one_sample(folder: Folder, location: str) -> None:
+    pages: dict[str, bytes | str] = {"/photos/a.png": location, "/photos/a.txt": b"a"}
+    pages |= {"/photos/b.png": picture(1), "/photos/b.txt": b"a rose"}
+    with server(pages) as url:
+        folder.dataset = {"path": f"{url}/photos"}
+        result = folder.ingest()
+    assert result.table["path"].to_list() == ["b.png"]
+    assert result.rejected["path"].to_list() in ([], ["a.png"])  # rejected by the scan or by validation
+
+
+def test_a_listed_file_that_does_not_exist_rejects_one_sample(folder: Folder) -> None:
+    listing = b'<a href="a.png">a</a><a href="b.png">b</a><a href="b.txt">b</a>'
+    with server({"/photos/": listing, "/photos/b.png": picture(1), "/photos/b.txt": b"a rose"}) as url:
+        folder.dataset = {"path": f"{url}/photos"}
+        assert folder.ingest().table["path"].to_list() == ["b.png"]
+
+
+@pytest.mark.parametrize("names", [("deeper/",), ("one/", "two/")])
+def test_folders_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    monkeypatch.setattr("pipeline.raw_images.folder.MAX_REMOTE_FOLDERS", 200)
+    listing = "".join(f'<a href="{name}">{name}</a>' for name in names).encode()
+    with endless_folders(listing) as url, pytest.raises(DatasetError, match="folders more than 64 deep"):
+        walk_remote(RemoteSource(Url(f"{url}/photos")))
+
+
+def test_a_listing_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.storage.remote_source.MAX_LISTING_BYTES", 100_000)
+    with (
+        endless_folders(b'<a href="a.png">a.png</a>' * 10_000) as url,
+        pytest.raises(DatasetError, match="sent more than 100,000 bytes"),
+    ):
+        walk_remote(RemoteSource(Url(f"{url}/photos")))
+
+
+@contextmanager
+def endless_folders(listing: bytes) -> Generator[str]:
+    """Serve the same listing for every folder."""
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(listing)))
+            self.end_headers()
+            with suppress(ConnectionError):
+                self.wfile.write(listing)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with serving(Pages) as url:
+        yield url

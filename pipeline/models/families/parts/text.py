@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import ModelFolder, is_tokenizer
 from pipeline.models.families.parts.lora_keys import ClipLora
 
@@ -25,9 +26,22 @@ TextPadding = Literal["stored", "zeros", "masked"]
 """
 
 
+MAX_CLIP_TOKENS = 10_000
+"""Most tokens that captions are padded to."""
+
+
 def clip_length(model: ModelFolder, role: str = "tokenizer") -> int:
-    """Return `model_max_length` of a tokenizer, the length that diffusers pads CLIP's captions to."""
-    return int(model.config(role)["model_max_length"])
+    """Return `model_max_length` of a tokenizer, the length that diffusers pads CLIP's captions to.
+
+    Raises:
+        ModelError: The tokenizer has no limit.
+    """
+    length = int(model.config(role).get("model_max_length") or 1e30)
+    if length > MAX_CLIP_TOKENS:
+        what = f"model_max_length of CLIP's tokenizer must be at most {MAX_CLIP_TOKENS:,}, got {length:.3g}"
+        fix = "set it to the number of positions of the text encoder, which is 77 for CLIP"
+        raise ModelError(what, where=str(model.config_file(role)), fix=fix)
+    return length
 
 
 @dataclass(frozen=True)
