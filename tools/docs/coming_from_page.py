@@ -132,6 +132,54 @@ Civitai distributes them, convert it to a folder once. The file is not modified:
 To continue training from a LoRA of another trainer, name its file in `training.lora.start_from`. It may be in
 the layout of diffusers, kohya or ComfyUI. Every run exports all three layouts.
 
+## Errors of scripts that LoRAs were trained with
+
+If a LoRA of one of these scripts is worse than its settings suggest, this may be the reason. Each row was
+read in the script of the first and the last release that it names. The scripts are in `examples/dreambooth`
+of diffusers, and their names begin with `train_dreambooth_lora_`.
+
+| script | diffusers | error | in Latentline |
+|---|---|---|---|"""
+
+_SCRIPT_ERRORS = (
+    (
+        "flux_kontext.py",
+        "0.35.0 to 0.40.0",
+        "With a caption per image, text embeddings are stored by step, and the batches are shuffled again in "
+        "each pass over the data. Images are trained with captions of other images.",
+        "An entry is found by the hash of its caption or image, in any order.",
+    ),
+    (
+        "z_image.py",
+        "0.37.0, 0.38.0",
+        "The same with a caption per image, unless `--cache_latents` is set.",
+        "",
+    ),
+    (
+        "flux2_klein.py",
+        "0.37.0 to 0.40.0",
+        "`--text_encoder_out_layers` is 10, 20 and 30 by default. The pipeline draws with the text encoder's "
+        "layers 9, 18 and 27.",
+        "The layers are the pipeline's.",
+    ),
+    (
+        "hidream.py",
+        "0.34.0 to 0.40.0",
+        "The transformer is loaded with `force_inference_output=True`, which computes its experts without "
+        "gradients. The layers before them learn only from what passes around the experts.",
+        "Gradients pass through the experts.",
+    ),
+    (
+        "flux2_img2img.py",
+        "0.37.0 to 0.40.0",
+        "The references of a batch get the position ids of several references of one sample: their time "
+        "coordinates are 10, 20, 30 and so on. Drawing with one reference uses 10.",
+        "Positions do not depend on the batch.",
+    ),
+    ("flux2_klein_img2img.py", "0.37.0, 0.38.0", "The same.", ""),
+)
+
+_SETTINGS = """\
 ## Equivalent settings
 
 Settings with the same name and meaning, such as `learning_rate`, are not listed. If a setting has no key, its
@@ -159,7 +207,8 @@ note says what Latentline does instead. [recipes.md](recipes.md) describes every
 
 def page_text() -> str:
     """Return the page in Markdown; it depends on the table of settings only."""
-    parts = [_TOP]
+    errors = ["| `{}` | {} | {} | {} |".format(*row) for row in _SCRIPT_ERRORS]
+    parts = [_TOP, *errors, "", _SETTINGS]
     for trainer, terms in terms_by_trainer().items():
         parts.append(f"### {trainer}\n\n| setting | key in a recipe | note |\n|---|---|---|")
         parts += [_row(term) for term in terms]
