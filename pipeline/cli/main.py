@@ -86,11 +86,13 @@ def main() -> None:
         latentline(prog_name="latentline", obj=context)
     except LatentlineError as error:
         _exit_with(error, context)
-    except OSError as error:
-        from pipeline.storage.os_errors import as_file_access_error
+    except Exception as error:
+        from pipeline.storage.os_errors import as_file_access_error, os_error_number
 
-        # Only errors with a number come from the operating system. For any other, the traceback helps.
-        access_error = as_file_access_error(error)
+        # Only errors with a number come from the operating system; Polars and safetensors have own classes
+        # for them. For any other, the traceback helps.
+        is_of_system = isinstance(error, OSError) or os_error_number(error) is not None
+        access_error = as_file_access_error(error) if is_of_system else None
         if access_error is None:
             raise
         _exit_with(access_error, context)

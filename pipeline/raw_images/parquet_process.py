@@ -24,6 +24,7 @@ from pipeline.processes.limited_process import (
     last_error_line,
     run_limited,
 )
+from pipeline.storage.os_errors import as_file_access_error, os_error_number
 from pipeline.storage.regular_files import RefusedFileError
 
 MAX_CPU_S = 120
@@ -84,7 +85,13 @@ def _failure(process: subprocess.CompletedProcess[bytes], max_bytes: int) -> Exc
         detail = f"reading it needs more than {max_bytes:,} bytes of memory"
         fix = "write the manifest as JSON lines or CSV, or split it into several datasets"
         return RefusedFileError("too_much_memory", detail, fix=fix)
-    return pl.exceptions.ComputeError(last_error_line(process) or f"status {process.returncode}")
+    line = last_error_line(process)
+    # The child writes its result to a temporary folder, and the manifest is not what is wrong.
+    number = os_error_number(OSError(line))
+    if number is not None:
+        error = OSError(number, os.strerror(number), tempfile.gettempdir())
+        return as_file_access_error(error) or error
+    return pl.exceptions.ComputeError(line or f"status {process.returncode}")
 
 
 def main() -> None:

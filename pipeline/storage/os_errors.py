@@ -35,12 +35,16 @@ _FIXES: dict[int, str] = {
     errno.EROFS: "move cache_dir and output_dir to a writable disk",
     errno.EMFILE: "allow more open files: ulimit -n 4096",
     errno.ENFILE: "close other programs: the system has too many open files",
+    errno.EFBIG: "allow larger files (ulimit -f), or use a disk with a file system that does",
     errno.EIO: "check the disk for hardware errors (dmesg)",
     errno.ESTALE: "mount the network folder again and start the job again",
 }
 
-_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
-"""Form in which libraries written in Rust, such as safetensors and Polars, report an error number."""
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+),")
+"""Forms in which libraries written in Rust, such as safetensors and Polars, report an error number.
+
+The second one is in the message of a panic.
+"""
 
 
 def as_file_access_error(err: BaseException) -> FileAccessError | None:
@@ -56,10 +60,11 @@ def as_file_access_error(err: BaseException) -> FileAccessError | None:
 
 def os_error_number(err: BaseException) -> int | None:
     """Return the error number of `err`, from its `errno` or its text; None without one."""
-    if isinstance(err, OSError):
+    if isinstance(err, OSError) and err.errno is not None:
         return err.errno
+    # Polars' own instances of OSError have the number in their text only.
     match = _RUST_ERROR.search(str(err))
-    return int(match[1]) if match else None
+    return int(match[1] or match[2]) if match else None
 
 
 def is_disk_full(err: OSError) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from polars.testing import assert_frame_equal
 from pipeline.errors import DatasetError
 from pipeline.raw_images.parquet_process import read_parquet
 from pipeline.storage.regular_files import RefusedFileError
+from tests.small_disk import on_small_disk
 
 
 def parquet(table: pl.DataFrame) -> bytes:
@@ -70,3 +73,31 @@ def test_bytes_on_which_polars_panics_are_reported_as_damaged() -> None:
             if "Panic" in str(err):
                 return
     pytest.fail("no damage made Polars panic")
+
+
+READER = """
+import sys
+from pathlib import Path
+from pipeline.errors import LatentlineError
+from pipeline.raw_images.parquet_process import read_parquet
+
+try:
+    with Path(sys.argv[1]).open("rb") as file:
+        read_parquet(file)
+except LatentlineError as err:
+    print(type(err).__name__, err.what, err.where)
+"""
+
+
+def test_a_full_temporary_folder_is_not_a_damaged_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, temporary = tmp_path / "list.parquet", tmp_path / "tmp"
+    manifest.write_bytes(parquet(pl.DataFrame({"path": [f"{n}.png" for n in range(100_000)]})))
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    command = [sys.executable, "-c", READER, str(manifest)]
+    completed = subprocess.run(
+        on_small_disk(str(temporary), "64k", command), capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == f"FileAccessError the disk is full (ENOSPC) {temporary}\n"

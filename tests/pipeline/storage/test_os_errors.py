@@ -12,7 +12,7 @@ from pipeline.errors import StoreError
 from pipeline.storage.os_errors import as_file_access_error, attach_path, require_disk_space
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
 def test_an_error_number_becomes_its_name_the_path_and_a_fix(number: int) -> None:
     error = as_file_access_error(OSError(number, "text", "/data/x.png"))
     assert error is not None
@@ -35,6 +35,20 @@ def test_an_error_number_is_found_in_the_text_of_a_rust_library_and_in_a_cause()
     error = as_file_access_error(outer)
     assert error is not None
     assert error.what == "the disk is full (ENOSPC)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("No space left on device (os error 28)"),
+        PermissionError("parquet: underlying IO error: No space left on device (os error 28)"),
+        RuntimeError('Err value: Os { code: 28, kind: StorageFull, message: "No space left on device" }'),
+    ],
+)
+def test_errors_of_rust_libraries_have_their_number_only_in_the_text(error: Exception) -> None:
+    access_error = as_file_access_error(error)
+    assert access_error is not None
+    assert access_error.what == "the disk is full (ENOSPC)"
 
 
 def test_an_error_without_a_number_is_not_an_error_of_the_operating_system() -> None:
