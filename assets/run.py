@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -142,10 +142,15 @@ def _redirected_output() -> Generator[TextIO]:
     try:
         os.dup2(discard, 1)
         os.dup2(discard, 2)
-        with open(
+        stream = open(  # noqa: SIM115 - its end may fail
             saved_stderr, "w", encoding=sys.stderr.encoding, errors="backslashreplace", closefd=False
-        ) as stream:
+        )
+        try:
             yield stream
+        finally:
+            # Nobody may read the rest, for example after `2>&1 | head -1`, which must not fail the run.
+            with suppress(OSError):
+                stream.close()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

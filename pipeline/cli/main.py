@@ -81,6 +81,7 @@ def main() -> None:
     """Run the command line and exit."""
     # `RecipeArgument` stores the recipe's name here, and it replaces `<recipe>` in error messages.
     context = dict[str, str]()
+    _open_closed_streams()
     find_terminal()
     try:
         latentline(prog_name="latentline", obj=context)
@@ -96,6 +97,17 @@ def main() -> None:
         if access_error is None:
             raise
         _exit_with(access_error, context)
+
+
+def _open_closed_streams() -> None:
+    """Connect standard streams that are closed, as by `>&-`, to the null device."""
+    # Otherwise the next file that any library opens, such as a database, gets the number of the stream, and
+    # what a child process prints is written into this file.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None and os.open(os.devnull, os.O_RDWR) == number:
+            os.set_inheritable(number, True)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def _exit_with(error: LatentlineError, context: Mapping[str, str]) -> NoReturn:

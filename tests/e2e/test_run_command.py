@@ -244,3 +244,13 @@ def test_O08_a_run_starts_although_an_earlier_one_was_killed_while_it_used_the_g
     statuses = {run.job_name: run.status for run in runs}
     assert statuses == {"small_train": DagsterRunStatus.FAILURE, "small_cache": DagsterRunStatus.SUCCESS}
     assert {run.tags[MACHINE_TAG] for run in runs} == {platform.node()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-", "2>&1 | true"])
+def test_a_closed_or_broken_standard_output_does_not_fail_a_run(cached, streams: str) -> None:
+    command = [sys.executable, "-c", "from pipeline.cli.main import main; main()"]
+    script = f'{{ "$@" {streams.removesuffix(" | true")}; echo $? > status; }}'
+    script += " | true" if streams.endswith("| true") else ""
+    completed = cached.run(["sh", "-c", script, "sh", *command, "run", str(cached.file), "--cache-only"])
+    assert (cached.root / "status").read_text() == "0\n", completed.stderr[-2000:]

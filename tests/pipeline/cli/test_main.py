@@ -1,5 +1,6 @@
 """The command line: errors, hints and help of all commands."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -251,3 +252,34 @@ def test_every_command_has_help(name: str, tmp_path: Path) -> None:
     completed = latentline(name, "--help", configs=tmp_path)
     assert completed.returncode == 0
     assert "Usage: latentline" in completed.stdout
+
+
+WITH_STREAMS = """
+import os, sys
+from pathlib import Path
+from pipeline.cli.main import main
+
+file = Path(sys.argv.pop())
+try:
+    main()
+finally:
+    file.write_text("\\n".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)))
+"""
+"""Runs a command, and writes what its standard streams are at its end."""
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path, closed: str) -> None:
+    write(tmp_path)
+    names = tmp_path / "names"
+    arguments = [sys.executable, "-c", WITH_STREAMS, "validate", "flowers", str(names)]
+    completed = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "LATENTLINE_CONFIGS": str(tmp_path)},
+    )
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert names.read_text().splitlines()[1] == "/dev/null"
+    assert not [name for name in names.read_text().splitlines() if name.startswith(str(tmp_path))]
