@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,16 @@ _DATABASE_FIX = (
 )
 
 
+_DAMAGED_DATABASE = (
+    "database disk image is malformed",
+    "file is not a database",
+    "malformed database schema",
+)
+"""Parts of SQLite's messages about a damaged file."""
+
+_CONFIGURATION = "dagster.yaml"
+
+
 def error_problem(error: Any, where: str) -> str:
     """Return what, where and fix of an error outside of the steps; the fix is `BUG` if it is unexpected.
 
@@ -41,7 +53,10 @@ def error_problem(error: Any, where: str) -> str:
         return f"{type(access_error).__name__}: {access_error}"
 
     fix = BUG
-    if messages[0].startswith("dagster."):
+    if _CONFIGURATION in messages[0]:
+        where = str(_dagster_home() / _CONFIGURATION)
+        fix = "correct the file, or copy .dagster/dagster.yaml from Latentline's repository"
+    elif messages[0].startswith("dagster."):
         fix = "compare the command and its configuration with the names in the message"
     kind, separator, text = messages[0].partition(": ")
     what = _indented(kind.rpartition(".")[2] + separator + text)
@@ -62,6 +77,12 @@ def _messages(error: Any) -> Iterator[str]:
 def _storage_problem(messages: list[str]) -> str | None:
     home = os.environ.get("DAGSTER_HOME", "")
     where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
+    if any(text in message for text in _DAMAGED_DATABASE for message in messages):
+        file = _damaged_database(_dagster_home())
+        if file is not None:
+            fix = f"move {file} to another folder and start the command again; Dagster creates an empty one, "
+            fix += "and tables, caches and LoRAs are kept"
+            return f"a file of Dagster's history is damaged\n  where: {file}\n  fix:   {fix}"
     for text, fix in SQLITE_FIXES.items():
         if any(text in message for message in messages):
             return f"Dagster cannot write its history: {text}\n  where: {where}\n  fix:   {fix}"
@@ -70,6 +91,23 @@ def _storage_problem(messages: list[str]) -> str | None:
             detail = " ".join(message.partition(": ")[2].split())
             what = f"Dagster's database cannot be used: {detail}"
             return f"{what}\n  where: {where}\n  fix:   {_DATABASE_FIX}"
+    return None
+
+
+def _dagster_home() -> Path:
+    return Path(os.environ.get("DAGSTER_HOME") or Path.cwd())
+
+
+def _damaged_database(home: Path) -> Path | None:
+    # SQLite's messages do not name the file.
+    for file in sorted(home.rglob("*.db")):
+        try:
+            with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
+                is_sound = database.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
+        except sqlite3.Error:
+            is_sound = False
+        if not is_sound:
+            return file
     return None
 
 
