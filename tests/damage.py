@@ -8,7 +8,7 @@ from pathlib import Path
 
 def flip(path: Path) -> None:
     """Change one bit in the middle of the file."""
-    data = bytearray(path.read_bytes())
+    data = bytearray(path.read_bytes() or b"\0")
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 

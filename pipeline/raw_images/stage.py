@@ -25,7 +25,7 @@ from pipeline.raw_images.scan_index import REJECTED_FILES, STAT, read_rejected_f
 from pipeline.raw_images.walk import WalkedDataset, walk_dataset
 from pipeline.reporting.rejections import count_by_reason, printable, rejection
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
-from pipeline.storage.atomic import remove_old_temp_files
+from pipeline.storage.atomic import OLD_S, remove_temp_files
 from pipeline.storage.source import Opened, Source, Stat, threads_for
 from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, empty, validated
 
@@ -78,7 +78,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     images, rejected_files = _read_images(sources, new_files, max_px, log)
     if remember:
         for folder in (tables.folder, recipe.output_dir / "reports"):
-            remove_old_temp_files(folder)
+            remove_temp_files(folder, min_age_s=OLD_S)
         new_rejected = rejected_files.filter(pl.col("reason").is_in(CONTENT_REASONS))
         write_rejected_files(tables, pl.concat([still_rejected, new_rejected]))
 

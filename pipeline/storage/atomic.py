@@ -93,11 +93,14 @@ def allow_readers(path: Path) -> None:
         path.chmod(mode)
 
 
-def remove_old_temp_files(folder: Path) -> None:
-    """Remove the temporary files below `folder` that killed writers left at least a day ago, if possible."""
+def remove_temp_files(folder: Path, *, min_age_s: float = 0.0) -> None:
+    """Remove the temporary files below `folder` that killed writers left, if possible.
+
+    Unless the caller holds a lock that excludes other writers, `min_age_s` must be `OLD_S`.
+    """
     for path in folder.rglob(f".*{TEMP_SUFFIX}"):
         with suppress(OSError):
-            if is_temp_name(path.name) and path.stat().st_mtime < time.time() - OLD_S:
+            if is_temp_name(path.name) and (not min_age_s or time.time() - path.stat().st_mtime > min_age_s):
                 path.unlink()
 
 

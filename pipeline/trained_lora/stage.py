@@ -29,7 +29,7 @@ from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
-from pipeline.storage.atomic import write_atomically, write_bytes
+from pipeline.storage.atomic import OLD_S, remove_temp_files, write_atomically, write_bytes
 from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.text_embeddings.caption_rows import with_seen_images
@@ -156,6 +156,8 @@ def train_lora(
 
     # The run is locked before it is fetched, because fetching replaces files in its folder.
     with used.kept_marked(), hold_run(layout, log), uploaded_run(recipe, layout, log) as run:
+        # Old ones only: another machine of a training may write into this folder without the lock.
+        remove_temp_files(layout.folder, min_age_s=OLD_S)
         finished, source = _finished(job, facts, table, launch=run.uploading(launch), log=log)
         if source == "training":
             watch.startup_s = finished["startup_s"]

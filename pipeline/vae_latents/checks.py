@@ -244,14 +244,15 @@ def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _rejected_fraction(context: CheckContext, kept: pl.Series) -> Outcome:
-    all_rejected = context.tables.read_rejected()
+    # Both cache stages reject a sample if its reference has changed and must be encoded.
+    stages = ("raw_images", "validated_dataset", "aspect_buckets", "text_embeddings", STAGE)
+    all_rejected = pl.concat([context.tables.read_rejected(stage) for stage in stages])
     if kept.is_empty():
         return no_samples_left(all_rejected, REPAIR)
 
     # The recipe's bucket settings decide what aspect_buckets rejects, as its filters do.
     rejected = all_rejected.filter(has_defect() & (pl.col("stage") != "aspect_buckets"))
     rejected_here = rejected.filter(pl.col("stage") == STAGE)
-    # Both cache stages reject a sample if its reference has changed and must be encoded.
     rejected = rejected.unique("sample_id", keep="first", maintain_order=True)
     num_kept = kept.filter(~kept.is_in(rejected["sample_id"].implode())).n_unique()
     total, limit = num_kept + len(rejected), context.recipe.checks.max_rejected_fraction

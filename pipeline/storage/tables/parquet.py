@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -90,13 +91,23 @@ class Tables:
         self.merge_rejected()
 
     def merge_rejected(self) -> None:
-        """Rebuild `rejected.parquet` from the files of all stages."""
+        """Rebuild `rejected.parquet` from the files of all stages, without damaged ones.
+
+        A damaged file must not stop a job whose later stage writes it again.
+        """
         # Repeated if another stage has replaced its file in the meantime, so that the last one of several
         # concurrent rebuilds includes every row.
         states: list[tuple[int, int]] = []
         while states != (current := self._rejected_states()):
             states = current
-            write_atomically(self.path("rejected"), partial(write_rows, self.read_rejected()))
+            write_atomically(self.path("rejected"), partial(write_rows, self._readable_rejected()))
+
+    def _readable_rejected(self) -> pl.DataFrame:
+        parts = [empty("rejected")]
+        for stage in ASSETS:
+            with suppress(TableError):
+                parts.append(self.read_rejected(stage))
+        return pl.concat(parts)
 
     def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
         """Read the samples rejected by one stage, or by all; no rows if nothing was ever rejected.

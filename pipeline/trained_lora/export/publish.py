@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import TrainingError
-from pipeline.storage.atomic import write_atomically, write_text
+from pipeline.storage.atomic import remove_temp_files, write_atomically, write_text
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
     LAYOUTS,
@@ -172,12 +172,14 @@ def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str
 def publish_files(sources: Mapping[str, Path], lora: Path) -> list[str]:
     """Copy files to the folder `lora`, in their order, each atomically and only if it differs.
 
-    `sources` maps names in `lora` to the files. A missing preview sheet is removed from `lora`.
+    `sources` maps names in `lora` to the files. A missing preview sheet is removed from `lora`. So are
+    temporary files of processes that were killed, because the caller holds the lock of `lora`.
 
     Returns:
         Names of the files that were replaced.
     """
     replaced: list[str] = []
+    remove_temp_files(lora)
     for name, source in sources.items():
         target = lora / name
         # The sheet of an earlier run would show pictures of another LoRA.

@@ -10,10 +10,11 @@ import pytest
 
 from pipeline.reporting.reports import write_report
 from pipeline.storage.atomic import (
+    OLD_S,
     TEMP_SUFFIX,
     allow_readers,
     is_temp_name,
-    remove_old_temp_files,
+    remove_temp_files,
     sync_file,
     sync_folder,
     temp_path_for,
@@ -24,6 +25,7 @@ from pipeline.storage.atomic import (
 from pipeline.storage.tables import Tables, empty
 from tests.pipeline.disk_calls import DiskCalls
 from tests.pipeline.namespaces import namespace
+from tests.small_disk import on_small_disk
 
 
 def test_a_file_is_written_with_its_parent_folders(tmp_path: Path) -> None:
@@ -110,11 +112,11 @@ def test_old_temp_files_of_killed_writers_are_removed_and_nothing_else(
     for path, age_s in ((old, day_s + 1), (foreign, day_s + 1), (young, day_s)):
         os.utime(path, (now_s - age_s, now_s - age_s))
 
-    remove_old_temp_files(tmp_path)
+    remove_temp_files(tmp_path, min_age_s=OLD_S)
     assert not old.exists()
     assert young.exists()
     assert foreign.exists()
-    remove_old_temp_files(tmp_path / "missing")
+    remove_temp_files(tmp_path / "missing")
 
 
 def test_a_file_and_the_names_in_a_folder_are_synced(tmp_path: Path, disk_calls: DiskCalls) -> None:
@@ -134,3 +136,39 @@ def test_a_file_system_that_refuses_modes_is_no_error() -> None:
     with pytest.raises(PermissionError):
         status.chmod(0o644)
     allow_readers(status)
+
+
+WRITERS = """
+import sys
+from pathlib import Path
+import polars as pl
+from pipeline.storage.atomic import write_atomically
+from pipeline.storage.os_errors import as_file_access_error
+from pipeline.storage.tables import write_rows
+
+folder, table = Path(sys.argv[1]), pl.DataFrame({"a": [str(n * 7919) for n in range(50_000)]})
+writers = {
+    "rows": lambda file: write_rows(table, file),
+    "parquet": table.write_parquet,
+    "ipc": table.write_ipc,
+    "csv": table.write_csv,
+    "ipc in a path": lambda _: table.write_ipc(folder / "path"),
+    "parquet in a path": lambda _: table.lazy().sink_parquet(folder / "path"),
+}
+for name, write in writers.items():
+    try:
+        write_atomically(folder / "table", write)
+    except BaseException as err:
+        error = as_file_access_error(err)
+        print(name, "|", None if error is None else f"{error.what} at {error.where}")
+    (folder / "path").unlink(missing_ok=True)
+"""
+"""Writes a table in each way that Polars offers; each one raises another error when the disk is full."""
+
+
+def test_a_full_disk_is_no_bug_whichever_error_polars_raises(tmp_path: Path) -> None:
+    command = on_small_disk(str(tmp_path), "64k", [sys.executable, "-c", WRITERS, str(tmp_path)])
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    errors = dict(line.split(" | ") for line in completed.stdout.splitlines())
+    assert len(errors) == 6, completed.stdout
+    assert set(errors.values()) == {f"the disk is full (ENOSPC) at {tmp_path / 'table'}"}

@@ -25,6 +25,7 @@ from pipeline.storage.tables import (
     read_rows,
     write_rows,
 )
+from tests.damage import DAMAGES
 
 VALUES = {
     pl.String: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -192,10 +193,23 @@ def test_L06_truncated_rejected_rows_are_an_error_that_names_the_stage_to_repeat
     tables.write_rejected("raw_images", frame("rejected", [rejection("d/a", "raw_images")]))
     part = tables.folder / "rejected" / "raw_images.parquet"
     part.write_bytes(part.read_bytes()[:-20])
-    for call in (tables.read_rejected, lambda: tables.write_rejected("vae_latents", empty("rejected"))):
-        with pytest.raises(TableError, match="materialize raw_images again") as excinfo:
-            call()
-        assert excinfo.value.where == str(part)
+    with pytest.raises(TableError, match="materialize raw_images again") as excinfo:
+        tables.read_rejected()
+    assert excinfo.value.where == str(part)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damaged", ["validated_dataset", "text_embeddings", "trained_lora"])
+def test_damaged_rejected_rows_of_a_stage_do_not_stop_the_stages_before_it(
+    tmp_path: Path, damage: str, damaged: str
+) -> None:
+    tables = Tables(tmp_path)
+    tables.write_rejected(damaged, frame("rejected", [rejection("d/a", damaged)]))
+    DAMAGES[damage](tables.folder / "rejected" / f"{damaged}.parquet")
+    tables.write_rejected("raw_images", frame("rejected", [rejection("d/b", "raw_images")]))
+    assert "d/b" in tables.read("rejected")["sample_id"]
+    tables.write_rejected(damaged, frame("rejected", [rejection("d/a", damaged)]))
+    assert sorted(tables.read("rejected")["sample_id"]) == ["d/a", "d/b"]
 
 
 def test_L10_a_table_that_another_process_replaces_is_read_as_one_of_the_two(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import TrainingError
+from pipeline.storage.atomic import temp_name
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
 from pipeline.trained_lora.export.publish import (
     accept_result,
@@ -217,3 +218,13 @@ def test_a_mirrored_folder_holds_exactly_the_files_of_its_source(tmp_path: Path)
     assert list(target.iterdir()) == []
     mirror_folder(tmp_path / "missing", tmp_path / "also missing")
     assert not (tmp_path / "also missing").exists()
+
+
+def test_a_temporary_file_of_a_killed_process_is_removed_from_lora(layout: RunLayout, tmp_path: Path) -> None:
+    result, lora = accepted(layout), tmp_path / "lora"
+    publish(layout, lora, result)
+    published = sorted(lora.iterdir())
+    (lora / temp_name()).write_bytes(b"half of a LoRA")
+    (lora / "notes.tmp").write_text("of a person")
+    assert publish(layout, lora, result) == []
+    assert sorted(lora.iterdir()) == sorted([*published, lora / "notes.tmp"])
