@@ -193,7 +193,8 @@ def _read(file: Path) -> _RecipeText:
     document, file_mistakes = read_yaml_file(file, RECIPE)
     mistakes = [*(PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)), *file_mistakes]
     if not mistakes and is_untrusted():
-        untrusted = untrusted_mistakes(document.data, project_root())
+        cache_dir = str(Recipe.model_fields["cache_dir"].default)
+        untrusted = untrusted_mistakes(document.data, project_root(), cache_dir=cache_dir)
         mistakes = [PlacedMistake(shown, each, document.line(each.path)) for each in untrusted]
     if mistakes:
         return _RecipeText(file, None, mistakes, document.data)
