@@ -14,6 +14,8 @@ from pipeline.trained_lora.job import with_steps
 from pipeline.trained_lora.run_folder import RunLayout, run_folder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import Recipe
 
@@ -40,18 +42,24 @@ def planned_run(
     ordered = by_content(named, entries.recipe, contents)
     recipe = with_steps(entries.recipe, ordered)
     facts = run_facts(recipe, entries, ordered)
-    if RunLayout(run_folder(recipe.output_dir, run_id(facts))).facts.is_file():
+    outputs = outputs_of(recipe, log)
+    is_known = RunLayout(run_folder(recipe.output_dir, run_id(facts))).facts.is_file()
+    if is_known or not (outputs.is_remote or _has_former_runs(recipe.output_dir)):
         return recipe, ordered, facts
 
     # Names ordered the runs of 0.3.0 and earlier, and their ids contain them.
     former_recipe = with_steps(entries.recipe, named)
     former = run_facts(former_recipe, entries, named)
     former_run = RunLayout(run_folder(recipe.output_dir, run_id(former)))
-    outputs = outputs_of(recipe, log)
     at_address = f"runs/{former_run.folder.name}/{former_run.facts.name}"
     if former_run.facts.is_file() or (outputs.is_remote and outputs.read(at_address)):
         return former_recipe, named, former
     return recipe, ordered, facts
+
+
+def _has_former_runs(output_dir: Path) -> bool:
+    # Facts of a million samples take seconds, so they are not computed for runs that cannot exist.
+    return any(b'"ordered_by"' not in path.read_bytes() for path in output_dir.glob("runs/*/run.json"))
 
 
 def by_content(named: TrainingInputs, recipe: Recipe, contents: pl.DataFrame) -> TrainingInputs:

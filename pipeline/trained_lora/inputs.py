@@ -175,8 +175,10 @@ class TrainingInputs(Sequence[TrainingInput]):
         self._ids = table["variant_id"]
 
     @cached_property
-    def _by_id(self) -> pl.Series:
-        return self._ids.arg_sort()
+    def _sorted_ids(self) -> tuple[pl.Series, pl.Series]:
+        """The variant_ids in ascending order, and the index of each."""
+        order = self._ids.arg_sort()
+        return self._ids.gather(order), order
 
     def __len__(self) -> int:
         return len(self.table)
@@ -206,10 +208,11 @@ class TrainingInputs(Sequence[TrainingInput]):
         Raises:
             KeyError: No input has this variant_id.
         """
-        place = bisect_left(self._by_id, variant_id, key=self._ids.__getitem__)
-        if place == len(self) or self._ids[number := self._by_id[place]] != variant_id:
+        ids, numbers = self._sorted_ids
+        place = bisect_left(ids, variant_id)
+        if place == len(ids) or ids[place] != variant_id:
             raise KeyError(variant_id)
-        return number
+        return numbers[place]
 
     def named(self, variant_id: str) -> TrainingInput:
         """Return the input with this variant_id.
