@@ -1,7 +1,7 @@
 """Choice of a cache's backend by its address.
 
 `FsspecFolder` serves every protocol that fsspec knows. Another backend is a class that implements
-`CacheFolder`, and its protocol here and in `pipeline.recipe.validators.PROTOCOLS`.
+`CacheFolder`, and its protocol here and in `pipeline.storage.addresses.PROTOCOLS`.
 """
 
 from __future__ import annotations

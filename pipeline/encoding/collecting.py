@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from pipeline.encoding.jobs import DESCRIPTIONS, read_encoding
+from pipeline.encoding.jobs import DESCRIPTIONS, Results, add_result, read_encoding
 from pipeline.encoding.shared_encoding import PICTURES, Shard, SharedEncoding, publish_encoding
 from pipeline.errors import LatentlineError, LaunchError, StoreError, counted
 from pipeline.escaping import without_secrets
@@ -22,6 +22,8 @@ from pipeline.storage.atomic import write_bytes
 
 _RESULTS = re.compile(r"results-(\d+)-of-(\d+)-[0-9a-f]+-\d+\.jsonl")
 _ERROR = re.compile(r"error-(\d+)-of-(\d+)-[0-9a-f]+\.json")
+
+_PICTURE = re.compile(rf"{PICTURES}/(\w[\w.-]*)")
 
 _MAX_NAMED = 10
 
@@ -84,7 +86,7 @@ class Collector:
     _ended: set[str] = field(default_factory=set[str])
     _finished: set[Shard] = field(default_factory=set[Shard])
     _sizes: dict[str, int] = field(default_factory=dict[str, int])
-    _errors: dict[Shard, str] = field(default_factory=dict[Shard, str])
+    _errors: dict[Shard, LatentlineError] = field(default_factory=dict[Shard, LatentlineError])
     _polled_s: float = 0.0
     _renewed_s: float = field(default_factory=time.monotonic)
 
@@ -105,10 +107,13 @@ class Collector:
             results, error = _RESULTS.fullmatch(file.name), _ERROR.fullmatch(file.name)
             if results is not None:
                 data = self.encoding.read(file.name)
+                with self.encoding.as_data(file.name):
+                    self._count(_shard(results), data)
                 (self.folder / file.name).write_bytes(data)
-                self._count(_shard(results), data)
             elif error is not None:
-                self._errors[_shard(error)] = self.encoding.read(file.name).decode()
+                data = self.encoding.read(file.name)
+                with self.encoding.as_data(file.name):
+                    self._errors[_shard(error)] = error_from_json(data.decode())
             self._sizes[file.name] = file.num_bytes
 
     def poll_sometimes(self) -> int:
@@ -130,8 +135,10 @@ class Collector:
     def fetch_pictures(self, folder: Path) -> None:
         """Copy the pictures for the report into `folder`; raises StoreError if one cannot be read."""
         for file in self.encoding.files():
-            if file.name.startswith(f"{PICTURES}/"):
-                write_bytes(folder / file.name.removeprefix(f"{PICTURES}/"), self.encoding.read(file.name))
+            # Object stores allow names such as pictures/../../x.
+            picture = _PICTURE.fullmatch(file.name)
+            if picture is not None:
+                write_bytes(folder / picture[1], self.encoding.read(file.name))
 
     def require_finished(self, num_shards: int, last_output: Sequence[str]) -> None:
         """Raise the error of a worker, or a LaunchError that names the shards which are not finished.
@@ -144,7 +151,7 @@ class Collector:
         unfinished = [shard for shard in shards if shard not in self._finished]
         for shard in unfinished:
             if shard in self._errors:
-                raise _with_shard(error_from_json(self._errors[shard]), shard)
+                raise _with_shard(self._errors[shard], shard)
         if unfinished:
             names = ", ".join(map(str, unfinished[:_MAX_NAMED])) + (
                 ", ..." if len(unfinished) > _MAX_NAMED else ""
@@ -160,6 +167,7 @@ class Collector:
     def _count(self, shard: Shard, data: bytes) -> None:
         for text in data.splitlines():
             line = json.loads(text)
+            add_result(line, Results())  # raises for a line that the stage could not read later
             if "work_s" in line:
                 self._finished.add(shard)
             else:

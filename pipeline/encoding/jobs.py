@@ -299,13 +299,14 @@ def read_results(folder: Path) -> Results:
     for path in sorted(folder.glob(RESULTS_PATTERN)):
         for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if text.endswith("\n"):
-                _add_result(json.loads(text), results)
+                add_result(json.loads(text), results)
     # A restarted worker finds the entries of its first attempt.
     results.present -= results.made
     return results
 
 
-def _add_result(line: dict[str, Any], results: Results) -> None:
+def add_result(line: dict[str, Any], results: Results) -> None:
+    """Add a line that a `ResultsWriter` wrote; any other raises one of the errors of parsing."""
     if "work_s" in line:
         results.work_s = max(results.work_s, line["work_s"])
         results.aside_s = max(results.aside_s, line["aside_s"])

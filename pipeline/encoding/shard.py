@@ -17,7 +17,16 @@ from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import Store
 from pipeline.encoding.collecting import Collector
 from pipeline.encoding.fill import WORKERS
-from pipeline.encoding.jobs import Encoding, Job, Jobs, ResultsWriter, read_encoding, share, write_encoding
+from pipeline.encoding.jobs import (
+    ENCODING_FILE,
+    Encoding,
+    Job,
+    Jobs,
+    ResultsWriter,
+    read_encoding,
+    share,
+    write_encoding,
+)
 from pipeline.encoding.shared_encoding import PICTURES, ResultsUpload, Shard, SharedEncoding
 from pipeline.errors import LatentlineError, ModelError, StoreError, counted
 from pipeline.log import Log
@@ -56,7 +65,8 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
                 log(f"shard {shard} of {encoding.encoding_id} was finished earlier")
                 return
 
-            complete = read_encoding(encoding_file)
+            with encoding.as_data(ENCODING_FILE):
+                complete = read_encoding(encoding_file)
             own = _own_encoding(_with_model(complete, Path(folder), log), shard, pictures)
             own_file = write_encoding(own, own_folder)
             with _uploaded(upload, log):

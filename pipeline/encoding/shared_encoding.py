@@ -95,7 +95,7 @@ class SharedEncoding:
             StoreError: The encoding does not exist, cannot be read, or is of another version of Latentline.
         """
         try:
-            settings: dict[str, Any] = json.loads(self.read(ENCODING_FILE))
+            text = self.read(ENCODING_FILE)
         except FileNotFoundError as err:
             raise StoreError(
                 "the encoding does not exist",
@@ -103,6 +103,8 @@ class SharedEncoding:
                 fix="pass the address in the job's log; if the job has succeeded, its encoding is deleted "
                 "and nothing is left to encode, otherwise start the job again",
             ) from err
+        with self.as_data(ENCODING_FILE):
+            settings: dict[str, Any] = dict(json.loads(text))
         if settings.get("versions") != VERSIONS:
             raise StoreError(
                 "the encoding was written by another version of Latentline: it has the versions "
@@ -143,11 +145,15 @@ class SharedEncoding:
             StoreError: A file does not exist or cannot be read.
         """
         settings = self.settings()
-        with (folder / JOBS_FILE).open("wb") as file:
-            for number in range(settings["num_parts"]):
-                file.write(self.read(_jobs_part(number)))
         encoding_file = folder / ENCODING_FILE
-        encoding_file.write_text(json.dumps(settings["encoding"]), encoding="utf-8")
+        with self.as_data(ENCODING_FILE):
+            # Entries go to the cache of the encoding, whatever address the file contains.
+            fields = {**settings["encoding"], "store_root": str(self.address.parent.parent)}
+            encoding_file.write_text(json.dumps(fields), encoding="utf-8")
+            numbers = range(int(settings["num_parts"]))
+        with (folder / JOBS_FILE).open("wb") as file:
+            for number in numbers:
+                file.write(self.read(_jobs_part(number)))
         return encoding_file, settings
 
     def remove(self) -> None:
@@ -158,6 +164,20 @@ class SharedEncoding:
             for name in names:
                 self._folder.delete(name)
             self._folder.tidy([PICTURES, ""])
+
+    @contextmanager
+    def as_data(self, name: str) -> Generator[None]:
+        """Convert every error from parsing a file, which anybody who may write the cache can have written.
+
+        Raises:
+            StoreError: The content is not what Latentline writes.
+        """
+        try:
+            yield
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+            what = f"a file of the encoding is damaged: {type(err).__name__}: {str(err)[:200]}"
+            fix = "start the job again, which writes a new encoding; check who may write the cache"
+            raise StoreError(what, where=self._folder.where(name), fix=fix) from err
 
     @contextmanager
     def _access(self, done: str, name: str) -> Generator[None]:

@@ -291,10 +291,19 @@ def error_to_json(err: LatentlineError) -> str:
 
 
 def error_from_json(text: str) -> LatentlineError:
-    """Return the error of `error_to_json`."""
-    parts = json.loads(text)
-    kind = getattr(pipeline.errors, parts["kind"], LatentlineError)
-    return kind(parts["what"], where=parts["where"], fix=parts["fix"])
+    """Return the error of `error_to_json`, which another machine may have written.
+
+    Raises:
+        ValueError: The text does not describe an error.
+    """
+    try:
+        parts = json.loads(text)
+        kind = getattr(pipeline.errors, parts["kind"], LatentlineError)
+        if not issubclass(kind, LatentlineError):
+            raise TypeError(f"{parts['kind']} is no error")
+        return kind(str(parts["what"]), where=str(parts["where"]), fix=str(parts["fix"]))
+    except (TypeError, KeyError, RecursionError) as err:
+        raise ValueError(f"not an error of a process: {err}") from err
 
 
 def error_in_output(output: Sequence[str]) -> LatentlineError | None:

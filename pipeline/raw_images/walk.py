@@ -187,9 +187,6 @@ def _orphan_captions(walk: WalkResult, caption_suffixes: tuple[str, ...]) -> lis
     return [path for path in walk.captions if path not in expected]
 
 
-_WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
-
-
 def excluded_by(patterns: Iterable[str]) -> Callable[[str], bool]:
     """Return a function that is True for paths below a dataset's folder that one of the patterns matches.
 
@@ -206,5 +203,10 @@ def excluded_by(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 def _expression(pattern: str) -> str:
     is_anchored = "/" in pattern.rstrip("/")
-    body = "".join(_WILDCARDS.get(each) or re.escape(each) for each in pattern.strip("/"))
+    first, *others = ["[^/]".join(map(re.escape, part.split("?"))) for part in pattern.strip("/").split("*")]
+
+    # Each part between two stars is taken only where it fits first (an atomic group), because no later place
+    # lets more match. Trying all places would take hours for a pattern of many stars.
+    last = f"[^/]*{others.pop()}" if others else ""
+    body = first + "".join(f"(?>[^/]*?{part})" for part in others) + last
     return body if is_anchored else f"(?:.*/)?{body}"

@@ -13,26 +13,11 @@ from pydantic import BeforeValidator, PlainSerializer, ValidatorFunctionWrapHand
 from pipeline.escaping import has_credentials
 from pipeline.recipe.check_specs import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.recipe.settings import MAX_COUNT, one_of, reject
-from pipeline.storage.addresses import Address, Url, is_url
+from pipeline.storage.addresses import PROTOCOLS, Address, Url, is_url
 from pipeline.storage.remote_folder import CONDITIONAL_WRITES
 
 MANIFEST_SUFFIXES = (".parquet", ".jsonl", ".csv")
 """Suffixes of manifest files."""
-
-PROTOCOLS = frozenset(
-    [
-        *("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "cos", "tos"),
-        *("http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "hdfs", "webhdfs", "dbfs"),
-        *("hf", "github", "box", "dropbox", "gdrive"),
-        *("zip", "tar", "libarchive", "simplecache", "file", "local", "memory"),
-    ]
-)
-"""Protocols that addresses may use in each of their links.
-
-fsspec knows more. With `reference`, a JSON file of the dataset names the files and addresses to read, and
-may use variables of the environment. `dir`, `generic`, `git` and others open what another link does not
-contain.
-"""
 
 _VERSIONLESS_CACHES = frozenset(["filecache", "blockcache", "cached"])
 """Caching protocols of fsspec that hide a remote file's size and version."""

@@ -13,6 +13,21 @@ from typing import TypeAlias
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
+PROTOCOLS = frozenset(
+    [
+        *("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "obs", "cos", "tos"),
+        *("http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "hdfs", "webhdfs", "dbfs"),
+        *("hf", "github", "box", "dropbox", "gdrive"),
+        *("zip", "tar", "libarchive", "simplecache", "file", "local", "memory"),
+    ]
+)
+"""Protocols that addresses may use in each of their links.
+
+fsspec knows more. With `reference`, a JSON file of the dataset names the files and addresses to read, and
+may use variables of the environment. `dir`, `generic`, `git` and others open what another link does not
+contain.
+"""
+
 _LOCAL_PROTOCOLS = ("file", "local")
 
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from pipeline.storage.addresses import Url
+from pipeline.storage.addresses import PROTOCOLS, Url
 from pipeline.storage.http_client import HTTP_PROTOCOLS, bounded_client
 
 _CONCURRENT_PROTOCOLS = frozenset(["memory", "zip", "file", "local", "dir"])
@@ -54,7 +54,12 @@ def open_url(url: Url) -> tuple[Any, str]:
     """
     from fsspec.core import url_to_fs
 
-    protocols = {link.partition("://")[0] for link in url.links}
+    # The recipe's addresses were checked with it, but files of a shared cache contain addresses too.
+    *inner, last = url.links
+    links = [*inner, last] if "://" in last else inner
+    protocols = {link.partition("://")[0] for link in links}
+    if not protocols <= PROTOCOLS:
+        raise ValueError(f"the address must not use {', '.join(sorted(protocols - PROTOCOLS))}")
     options = {name: {"get_client": bounded_client} for name in HTTP_PROTOCOLS if name in protocols}
     # A cached instance may hold an outdated listing.
     opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True, **options)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from pipeline.cache.store import EntrySpec, TensorSpec
@@ -31,6 +33,7 @@ from pipeline.encoding.shared_encoding import (
 )
 from pipeline.errors import StoreError
 from pipeline.maintenance.gc import survey
+from pipeline.storage.addresses import Url
 
 
 def job(number: int) -> Job:
@@ -162,3 +165,65 @@ def test_a_failed_renewal_of_an_order_is_repeated_after_the_next_poll(
     folder.unlink()
     assert collector.poll_sometimes() == 0
     assert [path.name for path in folder.iterdir()] == ["waiting.txt"]
+
+
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [NESTED, b"[]", b"7", b'{"versions"', b"\xff", b'{"versions": {}, "encoding": 1}'],
+)
+def test_a_settings_file_that_latentline_did_not_write_is_an_error(tmp_path: Path, content: bytes) -> None:
+    shared = SharedEncoding(tmp_path / "cache" / ENCODINGS / "x")
+    shared.put("encoding.json", content)
+    with pytest.raises(StoreError, match=r"damaged|another version"):
+        shared.fetch(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results-0-of-2-ab-00000.jsonl", NESTED),
+        ("results-0-of-2-ab-00000.jsonl", b'{"key": {}, "outcome": "made"}\n'),
+        ("results-0-of-2-ab-00000.jsonl", b'{"key": "a", "outcome": "failed", "failure": {"x": 1}}\n'),
+        ("results-0-of-2-ab-00000.jsonl", b'{"work_s": "a", "aside_s": 0}\n'),
+        ("error-0-of-2-ab.json", NESTED),
+        ("error-0-of-2-ab.json", b'{"kind": "counted", "what": "a", "where": "b", "fix": "c"}'),
+        ("error-0-of-2-ab.json", b'{"kind": "StoreError"}'),
+    ],
+)
+def test_results_that_latentline_did_not_write_are_an_error(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    shared = SharedEncoding(tmp_path / "cache" / ENCODINGS / "x")
+    shared.put(name, content)
+    with pytest.raises(StoreError, match="a file of the encoding is damaged"):
+        Collector(shared, tmp_path).poll()
+
+
+def test_entries_go_to_the_cache_of_the_encoding_whatever_it_contains(
+    encoding: Encoding, tmp_path: Path
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    shared = publish_encoding(write_encoding(encoding, tmp_path / "here"), num_shards=1, cpu_threads=1)
+    settings = json.loads(shared.read("encoding.json"))
+    settings["encoding"]["store_root"] = "http://169.254.169.254/latest"
+    shared.put("encoding.json", json.dumps(settings).encode())
+    file, _ = shared.fetch(tmp_path / "there")
+    assert read_encoding(file).store_root == encoding.store_root
+
+
+def test_pictures_are_written_into_their_folder_only(tmp_path: Path, s3: str) -> None:
+    del s3
+    files, bucket = fsspec.filesystem("s3", skip_instance_cache=True), uuid.uuid4().hex
+    files.mkdir(bucket)
+    shared = SharedEncoding(Url(f"s3://{bucket}/{ENCODINGS}/x"))
+    shared.put("pictures/a.jpg", b"picture")
+    for name in ("pictures/../../evil.txt", "pictures/sub/evil.txt", "pictures/.evil", "pictures/..evil"):
+        files.pipe_file(f"{bucket}/{ENCODINGS}/x/{name}", b"evil")
+    folder = tmp_path / "reports" / "vae_latents"
+    folder.mkdir(parents=True)
+    Collector(shared, tmp_path).fetch_pictures(folder)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["a.jpg"]

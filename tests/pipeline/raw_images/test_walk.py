@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from pipeline.errors import DatasetError
 from pipeline.log import discard
@@ -157,3 +159,28 @@ def test_excluded_files_are_neither_images_nor_rejected_and_are_counted(folder: 
     assert result.table["sample_id"].to_list() == ["d/a.png"]
     assert len(result.rejected) == 0
     assert result.report["passed_over"]["excluded"] == 3
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Return whether a pattern matches a path completely, by trying everything."""
+    if not pattern or not path:
+        return pattern.strip("*") == path
+    if pattern[0] == "*":
+        return matches(pattern[1:], path) or (path[0] != "/" and matches(pattern, path[1:]))
+    return (pattern[0] == path[0] or (pattern[0] == "?" and path[0] != "/")) and matches(
+        pattern[1:], path[1:]
+    )
+
+
+@given(st.text("ab*?", min_size=1, max_size=8), st.lists(st.text("ab", min_size=1), min_size=1, max_size=3))
+@example("*a*b*", ["ab"])
+@example("*?a", ["aa", "b"])
+def test_a_pattern_matches_as_if_every_place_of_its_stars_were_tried(pattern: str, parts: list[str]) -> None:
+    assert excluded_by([pattern])("/".join(parts)) is any(matches(pattern, part) for part in parts)
+
+
+@pytest.mark.timeout(20)
+def test_a_pattern_of_many_stars_takes_no_longer_than_one() -> None:
+    is_excluded = excluded_by(["*a" * 60 + "b", "/".join(["*a*a*a*a*a*c"] * 3), "?*" * 40 + "b"])
+    for path in ("a" * 250, "/".join(["a" * 250] * 10)):
+        assert not is_excluded(path)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import fsspec
 import pytest
 
+from pipeline.errors import DatasetError
 from pipeline.storage.addresses import Url
 from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.retry import retry
@@ -78,3 +79,13 @@ def test_a_dataset_on_a_server_that_is_away_for_good_is_an_error(
         with pytest.raises(OSError, match="connect"):
             source.read(name)
     assert repeated == (["first.png"] if has_answered else [])
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["reference://::memory://x.json", "dir::memory://x", "zip://a::generic://x", "jupyter://x", "data://x"],
+)
+def test_an_address_outside_the_list_is_opened_by_nothing(url: str) -> None:
+    # Files of a shared cache may contain addresses, which no recipe has checked.
+    with pytest.raises(DatasetError, match="the address must not use"):
+        RemoteSource(Url(url))
