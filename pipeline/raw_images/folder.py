@@ -228,6 +228,11 @@ def holds_copies(name: str, parent: str) -> bool:
     return name in _APPLE_COPIES and parent.rstrip("/").lower().endswith(_APPLE_LIBRARIES)
 
 
+def is_ignored(name: str, parent: str) -> bool:
+    """Return whether a file or folder of this name does not belong to the dataset; see `holds_copies`."""
+    return is_hidden(name) or holds_copies(name, parent)
+
+
 def _is_ignored(result: WalkResult, path: str, root: str) -> bool:
     """Return whether the name of a file or folder shows that it is not part of the dataset, and count it."""
     parent, _, name = path.rpartition("/")

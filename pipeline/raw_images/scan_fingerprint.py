@@ -15,13 +15,10 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import Protocol, TypeAlias
 
+from pipeline.raw_images.folder import is_ignored
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.remote_source import RemoteSource
-
-# Editors, file managers and copying tools create files with such names.
-IGNORED_PREFIX = "."
-"""Prefix of names that do not belong to a dataset."""
 
 # An entry takes about 240 bytes.
 MAX_ENTRIES_IN_MEMORY = 500_000
@@ -203,8 +200,13 @@ class _LocalTree:
             return False
         target = Path(folder).resolve()
         tops = [Path(self.path(each, "")).resolve() for each in open_folders]
-        below_tops = [target.relative_to(top).parts for top in tops if target.is_relative_to(top)]
-        return any(not any(map(_is_ignored, names)) for names in below_tops)
+        below_tops = [(top, target.relative_to(top)) for top in tops if target.is_relative_to(top)]
+        return any(
+            not any(
+                is_ignored(each.name, str(top / each.parent)) for each in (path, *path.parents) if each.name
+            )
+            for top, path in below_tops
+        )
 
 
 def _first_entries(folder: str, first: str) -> tuple[list[os.DirEntry[str]], str | None]:
@@ -218,7 +220,7 @@ def _first_entries(folder: str, first: str) -> tuple[list[os.DirEntry[str]], str
     with os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name
-            if name < first or _is_ignored(name) or (last is not None and name > last):
+            if name < first or is_ignored(name, folder) or (last is not None and name > last):
                 continue
             part.append(entry)
 
@@ -241,7 +243,7 @@ class _RemoteTree:
         items = self._source.list_folder(folder)
         for item in sorted(items, key=lambda each: (each.path, each.stat is not None)):
             name = item.path.rpartition("/")[2]
-            if name < first or _is_ignored(name):
+            if name < first or is_ignored(name, folder or str(self._source.address)):
                 continue
             if item.stat is None and not item.is_special:
                 yield name, None
@@ -260,10 +262,6 @@ class _RemoteTree:
         # Remote file systems list no links.
         del folder, open_folders
         return False
-
-
-def _is_ignored(name: str) -> bool:
-    return name.startswith(IGNORED_PREFIX)
 
 
 def _name(entry: os.DirEntry[str]) -> str:

@@ -67,6 +67,50 @@ def test_dot_files_and_dot_folders_do_not_count(folder: Path) -> None:
     assert state(folder) == before
 
 
+IGNORED = (
+    "#recycle/a.jpg",
+    "inner/@Recycle/b/c.jpg",
+    "RECYCLER/d.jpg",
+    "e.lrdata/f.jpg",
+    "Thumbs.db",
+    "a.txt~",
+)
+"""Files that the scan does not read: in folders of deleted pictures and previews, or left by a program."""
+
+
+def test_files_that_the_scan_ignores_do_not_count(folder: Path) -> None:
+    before = state(folder)
+    for name in (*IGNORED, "My.photoslibrary/Thumbnails/g.jpg"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    assert state(folder) == before
+    (folder / "My.photoslibrary" / "h.jpg").write_bytes(b"x")
+    (folder / "Thumbnails").mkdir()
+    counted = state(folder)
+    assert counted != before
+    (folder / "Thumbnails" / "i.jpg").write_bytes(b"x")
+    assert state(folder) != counted
+
+
+def test_a_link_into_a_folder_that_the_scan_ignores_counts(folder: Path) -> None:
+    (folder / "#recycle" / "deep").mkdir(parents=True)
+    before = state(folder)
+    (folder / "restored").symlink_to(folder / "#recycle" / "deep")
+    (folder / "#recycle" / "deep" / "j.jpg").write_bytes(b"x")
+    assert state(folder) != before
+
+
+def test_files_in_a_bucket_that_the_scan_ignores_do_not_count(folder: Path, s3: str) -> None:
+    del s3
+    bucket = published_in_bucket(folder)
+    before = scan_fingerprint([Url(bucket.address)])
+    for name in IGNORED:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    bucket.publish()
+    assert scan_fingerprint([Url(bucket.address)]) == before
+
+
 def test_I19_link_loops_end_and_a_broken_link_counts(folder: Path) -> None:
     before = state(folder)
     (folder / "loop").symlink_to(folder)
