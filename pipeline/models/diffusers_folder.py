@@ -112,9 +112,10 @@ def _require_usable_numbers(role: str, config: Mapping[str, Any], path: Path) ->
             what = f"{name} must be a number from {least:,} to {most:,}, got {value!r:.40}"
             raise ModelError(what, where=str(path), fix=fix)
 
-    # Configurations of text encoders may contain infinity as the absence of a limit.
+    # Infinity may be the absence of a limit: in text encoders, and in Sana's `lambda_min_clipped`.
     if role in {"vae", "scheduler"}:
-        bad = next((each for each in _floats(config) if not math.isfinite(each)), None)
+        limited = {name: value for name, value in config.items() if name != "lambda_min_clipped"}
+        bad = next((each for each in _floats(limited) if not math.isfinite(each)), None)
         if bad is not None:
             raise ModelError(f"its numbers must be finite, got {bad}", where=str(path), fix=fix)
 
