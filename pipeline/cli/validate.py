@@ -30,6 +30,7 @@ from pipeline.recipe.errors import combined_error
 from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
+from pipeline.trained_lora.supported_settings import require_supported_settings
 
 
 @click.command(short_help="Check a recipe, or the deployment settings.")
@@ -95,6 +96,7 @@ def check_settings(recipe: Recipe, *more_checks: Callable[[], None]) -> None:
         require_preview_prompts,
         require_references,
         require_training_settings,
+        require_supported_settings,
         require_start_file,
     )
     for check in (*(partial(each, recipe) for each in checks), *more_checks):

@@ -50,6 +50,7 @@ from pipeline.storage.tables import Tables, selected
 from pipeline.text_embeddings.caption_rows import text_rows
 from pipeline.text_embeddings.stage import needed_texts
 from pipeline.trained_lora.start_file import require_start_file
+from pipeline.trained_lora.supported_settings import require_supported_settings
 from pipeline.vae_latents.side_inputs import without_refused
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.stage import validate
@@ -131,6 +132,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     require_preview_prompts(recipe)
     require_references(recipe)
     require_training_settings(recipe)
+    require_supported_settings(recipe)
     require_start_file(recipe)
 
     # A forecast leaves the output folder as it is, also the indexes of the files that it reads.

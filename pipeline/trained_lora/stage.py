@@ -77,9 +77,7 @@ from pipeline.trained_lora.run_upload import uploaded_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.trained_lora.supported_settings import (
-    require_objective,
-    require_replaceable_shift,
-    require_text_encoders,
+    require_supported_settings,
     require_trackers,
 )
 from pipeline.vae_latents import checks as vae_latents
@@ -224,10 +222,8 @@ def _plan_run(
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora."""
     recipe = entries.recipe
-    require_objective(recipe.training, entries.family.prediction_type())
+    require_supported_settings(recipe, entries.family)
     require_training_settings(recipe, entries.family)
-    require_replaceable_shift(recipe.training, entries.family)
-    require_text_encoders(recipe.training, entries.family)
     require_preview_prompts(recipe, entries.family)
     require_references(recipe, entries.family)
     require_trackers(recipe.training)

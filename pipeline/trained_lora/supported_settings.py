@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import TrainingError
 from pipeline.models.families import FAMILIES, Family
+from pipeline.models.resolve import missing_files
+from pipeline.models.size_multiple import local_family
 from pipeline.recipe.settings import one_of
 
 if TYPE_CHECKING:
     from pipeline.models.families import Prediction
-    from pipeline.recipe import TrainingSettings
+    from pipeline.recipe import Recipe, TrainingSettings
 
 
 def require_trackers(settings: TrainingSettings) -> None:
@@ -22,6 +24,19 @@ def require_trackers(settings: TrainingSettings) -> None:
             where="training.trackers",
             fix="run pip install wandb and wandb login, or remove wandb from trackers",
         )
+
+
+def require_supported_settings(recipe: Recipe, family: Family | None = None) -> None:
+    """Raise TrainingError if the base model does not support one of the recipe's training settings.
+
+    Without a family, only a base model in a local folder is checked.
+    """
+    family = family or local_family(recipe)
+    if family is None or missing_files(family.model.path, family.model.replaced) is not None:
+        return  # `check_local_base` reports missing files
+    require_objective(recipe.training, family.prediction_type())
+    require_replaceable_shift(recipe.training, family)
+    require_text_encoders(recipe.training, family)
 
 
 def require_text_encoders(settings: TrainingSettings, family: Family) -> None:

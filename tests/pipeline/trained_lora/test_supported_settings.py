@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,8 +27,11 @@ from pipeline.trained_lora.supported_settings import (
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
+from tests.command_line import latentline
 from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.project import project_in
 from tests.pipeline.trained_lora.runs import run
+from tests.pipeline.trained_lora.worker.engine_steps import engine_of, one_step
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -53,6 +57,59 @@ def test_a_setting_that_does_not_apply_to_the_model_is_an_error_that_names_its_k
     with pytest.raises(TrainingError) as excinfo:
         require_objective(settings, prediction)
     assert excinfo.value.where == key
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "key"),
+    [
+        (
+            "Stable Diffusion 1.x and 2.x",
+            {"noise": {"zero_terminal_snr": True}},
+            "training.noise.zero_terminal_snr",
+        ),
+        ("Stable Diffusion XL", {"timesteps": {"shift": 3.0}}, "training.timesteps.shift"),
+        ("FLUX.1 dev", {"noise": {"offset": 0.1}}, "training.noise.offset"),
+        ("Z-Image", {"loss": {"weighting": "debiased"}}, "training.loss.weighting"),
+        ("Sana", {"lora": {"text_encoders": {}}}, "training.lora.text_encoders"),
+        ("Ideogram 4", {"timesteps": {"shift": 3.0}}, "training.timesteps.shift"),
+    ],
+)
+def test_validate_names_each_setting_that_the_base_model_does_not_support(
+    tmp_path: Path, tiny_model: TinyModel, kind: str, training: dict[str, Any], key: str
+) -> None:
+    (tmp_path / "photos").mkdir()
+    values: dict[str, Any] = {
+        "datasets": [{"name": "photos", "path": str(tmp_path / "photos")}],
+        "cache_dir": str(tmp_path / "cache"),
+        "output_dir": str(tmp_path / "out"),
+        "model": {"base": str(tiny_model(kind))},
+    }
+    file = tmp_path / "flowers.yaml"
+    file.write_text(json.dumps(values))
+    completed = latentline("validate", str(file))
+    assert completed.returncode == 0, completed.stderr
+    file.write_text(json.dumps({**values, "training": training}))
+    completed = latentline("validate", str(file))
+    assert completed.returncode == 1
+    assert completed.stderr.startswith("TrainingError: ")
+    assert f"where: {key}\n" in completed.stderr
+
+
+def test_guidance_of_the_recipe_reaches_the_denoiser_of_a_distilled_model(
+    tmp_path: Path, tiny_model: TinyModel
+) -> None:
+    scales = list[float]()
+    for guidance in (1.0, 3.5):
+        folder = tmp_path / str(guidance)
+        bases = {"flux": tiny_model("FLUX.1 dev")}
+        job = project_in(folder, bases, prediction="flux", steps=1, guidance=guidance).job()
+        engine = engine_of(job)
+        engine.denoiser.register_forward_pre_hook(
+            lambda _module, _arguments, named: scales.extend(named["guidance"].tolist()), with_kwargs=True
+        )
+        num_before = len(scales)
+        one_step(engine, job, 0)
+        assert set(scales[num_before:]) == {guidance}
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "flow"])
