@@ -16,7 +16,17 @@ _JOINERS = frozenset("\u200c\u200d")
 """Invisible characters that Persian and Indic texts and composed emoji need."""
 
 _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#\s@\"']*(?:@[^/?#\s@\"']*)*)@")
-_QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?(?!\*\*\*)[^\s\"'<>]*", re.IGNORECASE)
+_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#\s@\"':\[]*:(?!:)(?:(?!://)[^\s\"'<>])*)@")
+"""User and password. The password may contain /, ? and #, as half of all AWS keys do."""
+
+_PORT = re.compile(r"[^:]*:\d+/")
+"""Start of a server, its port and a path, which may contain an @."""
+
+_QUERY = re.compile(r"(https?://[^\s?#\"'<>]*)([?#])(?!\*\*\*)[^\s\"'<>]+", re.IGNORECASE)
+_PARAMETERS = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#\"'<>]*)([?#])(?!\*\*\*)(?=[^\s\"'<>]*=)[^\s\"'<>]+"
+)
+"""Query or fragment with name=value. Without one, ? and # belong to names of files, except on the web."""
 
 _OPENING, _CLOSING = "(\"'", ")\"',.;:!?"
 
@@ -35,6 +45,12 @@ _TOKEN_PROTOCOLS = frozenset(["http", "https"])
 
 _OTHER_MEANINGS = frozenset(["abfs", "abfss", "az", "wasb", "wasbs", "github", "gitlab", "git", "hf"])
 """Protocols that write a container or a revision next to an @."""
+
+_NO_SERVER = frozenset(["file", "local", "memory", "zip", "tar", "libarchive"])
+"""Protocols whose addresses have no user, but may have a colon in a name."""
+
+_BUCKETS = frozenset(["s3", "s3a", "gs", "gcs", "oci", "oss", "obs", "cos", "tos"])
+"""Protocols whose addresses have no port."""
 
 
 def printable(text: str) -> str:
@@ -136,12 +152,17 @@ def without_secrets(text: str) -> str:
         return text
 
     # Signed links have their secrets in the query.
-    return _QUERY.sub(r"\1?***", _USERINFO.sub(_hide_userinfo, text))
+    for userinfo in (_PASSWORD, _USERINFO):
+        text = userinfo.sub(_hide_userinfo, text)
+    for parameters in (_QUERY, _PARAMETERS):
+        text = parameters.sub(r"\1\2***", text)
+    return text
 
 
 def has_credentials(text: str) -> bool:
     """Return True if an address in `text` contains a password, or a token in place of a user."""
-    return any(_is_secret(*match.groups()) for match in _USERINFO.finditer(text))
+    matches = (match for pattern in (_PASSWORD, _USERINFO) for match in pattern.finditer(text))
+    return any(_is_secret(*match.groups()) for match in matches)
 
 
 def _hide_userinfo(match: re.Match[str]) -> str:
@@ -151,4 +172,8 @@ def _hide_userinfo(match: re.Match[str]) -> str:
 def _is_secret(protocol: str, userinfo: str) -> bool:
     # For sftp and others, a user name without a password is the usual way to log in.
     protocol = protocol.lower()
-    return protocol not in _OTHER_MEANINGS and (":" in userinfo or protocol in _TOKEN_PROTOCOLS)
+    if protocol in _OTHER_MEANINGS or (protocol in _NO_SERVER and "/" in userinfo):
+        return False
+    if protocol not in _BUCKETS and _PORT.match(userinfo):
+        return False
+    return ":" in userinfo or protocol in _TOKEN_PROTOCOLS
