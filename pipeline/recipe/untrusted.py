@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 UNTRUSTED_VARIABLE = "LATENTLINE_UNTRUSTED"
 """Environment variable; 1 refuses recipes that run code or leave the project, 0 or nothing accepts them."""
 
-WRITABLE = ("outputs", ".cache")
-"""Folders of the project that a stranger's recipe may write to. Any other could hold code that runs later."""
+WRITABLE = ("outputs", ".cache/latentline")
+"""Folders of the project below which a stranger's recipe may write; any other could hold code or tokens."""
 
 
 def _keys(section: str, names: str) -> list[str]:
@@ -270,8 +270,8 @@ def _written_problem(text: str, root: Path) -> str | None:
     if is_url(text):
         return "an address"
     real = _real(root, text)
-    folders = [Path(os.path.realpath(root), folder) for folder in WRITABLE]
-    if not any(folder in real.parents for folder in folders):
+    outputs, cache = (Path(os.path.realpath(root), folder) for folder in WRITABLE)
+    if not ({outputs, cache} & set(real.parents) or real == cache):
         return text
 
     # A table written through a link would replace a file of another folder.

@@ -80,6 +80,7 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("output_dir", "cache_dir: .dagster/cache\noutput_dir", "cache_dir"),
         ("output_dir", "cache_dir: resources\noutput_dir", "cache_dir"),
         ("output_dir", "cache_dir: .cache\noutput_dir", "cache_dir"),
+        ("output_dir", "cache_dir: .cache/huggingface\noutput_dir", "cache_dir"),
     ],
 )
 def test_what_leaves_the_project_or_runs_code_is_a_mistake_with_its_line(
