@@ -101,3 +101,19 @@ def test_docker_compose_accepts_the_files(files: list[str]) -> None:
         [*command, "config", "--quiet"], env=environment, capture_output=True, text=True, check=False
     )
     assert (completed.returncode, completed.stderr) == (0, "")
+
+
+def test_the_service_that_runs_recipes_can_refuse_those_of_strangers() -> None:
+    running = [
+        name for name, each in SERVICES.items() if any(":/recipes" in v for v in each.get("volumes", ()))
+    ]
+    with_token = [name for name, each in SERVICES.items() if "HF_TOKEN" in each.get("environment", {})]
+    assert running == with_token == ["code"]
+    environment = SERVICES["code"]["environment"]
+    assert environment["LATENTLINE_UNTRUSTED"] is None, "a variable without a value has the shell's value"
+
+
+def test_every_image_can_be_pinned_by_digest() -> None:
+    images = [each["image"] for each in SERVICES.values()]
+    assert all(re.fullmatch(r"\$\{[A-Z0-9_]+_IMAGE:-.+\}", image) for image in images)
+    assert "ARG BASE=" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
