@@ -243,8 +243,10 @@ class Store:
 
         name = entry_name(spec.kind, spec.key)
         try:
-            # A job has verified the checksum with `check`, and training reads each entry many times.
-            return parse(spec, self.folder.read(name), verify=False)[0]
+            # A job has verified the checksum with `check`, and training reads each entry many times. What a
+            # service sends may be damaged on its way each time.
+            is_remote = self.folder.reads_packs_first
+            return parse(spec, self.folder.read(name), verify=is_remote)[0]
         except WrongEntryError as err:
             raise damaged_error(self.where(spec), err) from err
         except (FileNotFoundError, NotAFileError) as err:

@@ -54,16 +54,25 @@ def open_url(url: Url) -> tuple[Any, str]:
     """
     from fsspec.core import url_to_fs
 
-    # The recipe's addresses were checked with it, but files of a shared cache contain addresses too.
-    *inner, last = url.links
-    links = [*inner, last] if "://" in last else inner
-    protocols = {link.partition("://")[0] for link in links}
-    if not protocols <= PROTOCOLS:
-        raise ValueError(f"the address must not use {', '.join(sorted(protocols - PROTOCOLS))}")
+    protocols = _protocols_in(url)
     options = {name: {"get_client": bounded_client} for name in HTTP_PROTOCOLS if name in protocols}
     # A cached instance may hold an outdated listing.
     opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True, **options)
     return opened
+
+
+def require_listed_protocols(url: Url) -> None:
+    """Raise ValueError for an address of a dataset with a protocol that is not in `PROTOCOLS`."""
+    # A recipe's addresses were checked, but the jobs of a shared cache contain addresses too.
+    if unlisted := _protocols_in(url) - PROTOCOLS:
+        raise ValueError(f"the address must not use {', '.join(sorted(unlisted))}")
+
+
+def _protocols_in(url: Url) -> set[str]:
+    # The last link of a chain may be a local path.
+    *inner, last = url.links
+    links = [*inner, last] if "://" in last else inner
+    return {link.partition("://")[0] for link in links}
 
 
 def missing_package(url: Url) -> str:

@@ -20,6 +20,7 @@ from pipeline.storage.file_systems import (
     missing_package,
     open_url,
     request_lock,
+    require_listed_protocols,
     stat_from_info,
     text_number,
 )
@@ -90,6 +91,7 @@ class RemoteSource(Source):
         """
         super().__init__(url, max_file_bytes=max_file_bytes, key=key)
         try:
+            require_listed_protocols(url)
             self._files, base = open_url(url)
         except Exception as err:
             raise _unreadable_error(url, err, key) from err
