@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -48,9 +49,11 @@ from pipeline.trained_lora.export.lora_files import (
 )
 from pipeline.trained_lora.export.publish import (
     COMPANION_HASHES,
+    JOB_HASHES,
     accept_result,
     companion_hashes,
     damaged_companions,
+    job_hashes,
     mark_finished,
     mirror_folder,
     publish,
@@ -324,8 +327,12 @@ def _finished(
         log(f"run {job.run} is finished and unchanged: nothing is launched")
         if damaged := damaged_companions(layout, finished):
             log(f"{', '.join(damaged)} in {layout.exported} changed after the run wrote them: written again")
-            # The LoRA has the record of its training, while the job describes the current recipe.
-            _complete(replace(job, provenance=read_provenance(layout.exported)), table, finished)
+            _complete(_as_trained(job), table, finished)
+        elif job_hashes(layout) != finished.get(JOB_HASHES):
+            # `latentline export` and `sample` read them.
+            log(f"the files of the job in {layout.folder} changed after the run wrote them: written again")
+            _write_job(_as_trained(job), table)
+            _complete(_as_trained(job), table, finished)
         return finished, "finished run"
 
     saved = saved_result(layout, run=job.run, steps=recipe.training.num_steps, recipe_name=recipe.name)
@@ -336,6 +343,16 @@ def _finished(
         _complete(job, table, saved)
         return saved, "checkpoint"
     return _train(job, facts, table, launch=launch, log=log), "training"
+
+
+def _as_trained(job: TrainingJob) -> TrainingJob:
+    # The LoRA has the record of its training, while the job describes the current recipe.
+    return replace(job, provenance=read_provenance(RunLayout(job.folder).exported))
+
+
+def _write_job(job: TrainingJob, table: pl.DataFrame) -> Path:
+    write_atomically(job.folder / SAMPLES_FILE, table.write_parquet)
+    return job.write()
 
 
 def _train(
@@ -359,10 +376,10 @@ def _train(
             # A result of an earlier attempt must not be accepted if this one dies without writing its own.
             stale.unlink()
 
-    write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
+    job_file = _write_job(job, table)
     log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()
-    launch(TRAINING_MODULE, job.write())
+    launch(TRAINING_MODULE, job_file)
     returned_at_s = time.time()
 
     result = accept_result(layout, run=job.run, steps=num_steps, recipe_name=job.recipe.name)
@@ -389,6 +406,7 @@ def _complete(job: TrainingJob, table: pl.DataFrame, result: dict[str, Any]) -> 
     record["step"] = result["steps"]
     write_companions(layout.exported, job, table, record, has_sheet=sheet.is_file())
     result[COMPANION_HASHES] = companion_hashes(layout.exported)
+    result[JOB_HASHES] = job_hashes(layout)
 
     # The marker comes last: a run with it is never launched again, so all of its files must exist.
     mark_finished(layout, result)

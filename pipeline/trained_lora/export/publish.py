@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from pipeline.trained_lora.export.lora_files import (
 )
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.trained_lora.job import INPUTS_FILE, JOB_FILE
 from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, read_record
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ COMPANIONS = (SAMPLES_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE)
 
 COMPANION_HASHES = "companions"
 """Key in the record of a finished run: the SHA-256 of each companion, by name."""
+
+JOB_HASHES = "job_files"
+"""Key in the record of a finished run: the SHA-256 of each file of `job_hashes`."""
 
 _RECORD_HASH = "record_sha256"
 
@@ -102,7 +106,16 @@ def _record_hash(record: Mapping[str, Any]) -> str:
 
 def companion_hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file that accompanies the LoRA files in `folder`, by name."""
-    return {name: file_sha256(folder / name) for name in COMPANIONS if (folder / name).is_file()}
+    return _hashes(folder, COMPANIONS)
+
+
+def job_hashes(layout: RunLayout) -> dict[str, str]:
+    """Return the SHA-256 of each file of the run's job, by name."""
+    return _hashes(layout.folder, (JOB_FILE, INPUTS_FILE, SAMPLES_FILE))
+
+
+def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    return {name: file_sha256(folder / name) for name in names if (folder / name).is_file()}
 
 
 def damaged_companions(layout: RunLayout, finished: Mapping[str, Any]) -> list[str]:

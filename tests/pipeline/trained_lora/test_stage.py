@@ -173,6 +173,24 @@ def test_damaged_companions_of_a_finished_run_are_written_again_and_never_publis
         run(project, launch, log)
 
 
+def test_damaged_files_of_a_finished_run_s_job_are_written_again(trained: Project) -> None:
+    """`latentline export` and `latentline sample` read them."""
+    (folder,) = run_folders(trained)
+    files = [folder / name for name in ("order.json", "inputs.parquet", "samples.parquet")]
+    sound, lora = [path.read_bytes() for path in files], files_in(trained.recipe.output_dir / "lora")
+    for path, damage in zip(files, DAMAGES.values(), strict=False):
+        damage(path)
+    launch, log = InProcessLaunch(), list[str]()
+    run(trained, launch, log)
+    assert launch.job_files == []
+    assert [line for line in log if line.startswith(f"the files of the job in {folder} changed")]
+    assert [path.read_bytes() for path in files[1:]] == sound[1:]
+    assert read_job(files[0]).run == folder.name
+    assert files_in(trained.recipe.output_dir / "lora") == lora
+    run(trained, launch, log)
+    assert len([line for line in log if "written again" in line]) == 1
+
+
 def test_a_finished_run_of_an_earlier_release_is_not_trained_again_and_gets_its_hashes(
     trained: Project,
 ) -> None:
