@@ -21,12 +21,14 @@ import numpy.typing as npt
 from PIL import Image
 
 from pipeline.images import colour
+from pipeline.images.avif import require_stated_sizes
 from pipeline.images.colour import Background
 from pipeline.images.colour_key import load_with_key
 from pipeline.images.decode_limits import (
     DECODE_MEMORY,
     MAX_DECODE_BYTES,
     TimedFile,
+    contents,
     decode_bytes,
     require_few_scans,
 )
@@ -241,6 +243,8 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 def _require_cost(image: Image.Image, file: BinaryIO, max_bytes: int | None) -> tuple[DecodeCost, int]:
     """Return what decoding an opened image takes, and its orientation as it is visible before decoding."""
+    if image.format == "AVIF":
+        require_stated_sizes(contents(file), image.size)
     num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
     orientation = 1 if has_late_metadata(image) else orientation_of(image)
     converts = orientation != 1 or not colour.is_srgb(image)

@@ -146,7 +146,7 @@ def count_scans(file: BinaryIO) -> int:
 
     The position in the file does not change.
     """
-    data = _contents(file)
+    data = contents(file)
     num_channels, is_progressive, num_scans = 0, False, 0
     for marker, content in _segments(data):
         if marker in _FRAMES:
@@ -163,7 +163,8 @@ def count_scans(file: BinaryIO) -> int:
     return max(num_scans, 1)  # a decoder reports that there is no scan
 
 
-def _contents(file: BinaryIO) -> _Data:
+def contents(file: BinaryIO) -> _Data:
+    """Return the bytes of a file without a change of its position; a local file is mapped, not read."""
     if isinstance(file, io.BytesIO):
         return file.getvalue()
     try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from pipeline.images.avif import boxes, primary_item, properties_by_item
 from pipeline.images.formats import ImageError
 
 _D65, _C = (0.3127, 0.3290), (0.310, 0.316)
@@ -131,18 +131,17 @@ def _cicp_of_png(file: BinaryIO) -> tuple[int, int, int, int] | None:
         file.seek(position)
 
 
-# The metadata of an AVIF are boxes: size (4 bytes, big endian, including itself), type (4), content. "meta"
-# contains the primary item ("pitm"), all properties ("iprp/ipco") and which items have them ("iprp/ipma").
-
-
 def _nclx_of_avif(file: BinaryIO) -> tuple[int, int] | None:
     """Return the colour primaries and transfer characteristics of the primary image."""
     position = file.tell()
     try:
-        meta = dict(_boxes(_meta_of(file)[4:]))
-        properties = dict(_boxes(meta[b"iprp"]))
-        all_properties = list(_boxes(properties[b"ipco"]))
-        for index in _properties_of(_primary_item(meta[b"pitm"]), properties[b"ipma"]):
+        meta = dict(boxes(_meta_of(file)[4:]))
+        properties = dict(boxes(meta[b"iprp"]))
+        all_properties = list(boxes(properties[b"ipco"]))
+        primary = primary_item(meta[b"pitm"])
+        for item, index in properties_by_item(properties[b"ipma"]):
+            if item != primary:
+                continue
             kind, content = all_properties[index - 1]
             if kind == b"colr" and content[:4] == b"nclx":
                 return struct.unpack(">HH", content[4:8])
@@ -164,38 +163,6 @@ def _meta_of(file: BinaryIO) -> bytes:
             return file.read(min(size - 8, _MAX_META_BYTES))
         file.seek(size - 8, io.SEEK_CUR)
     return b""
-
-
-def _boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield type and content of each box."""
-    position = 0
-    while position + 8 <= len(data):
-        size, kind = struct.unpack_from(">I4s", data, position)
-        if size < 8:
-            return
-        yield kind, data[position + 8 : position + size]
-        position += size
-
-
-def _primary_item(pitm: bytes) -> int:
-    (item,) = struct.unpack_from(">I" if pitm[0] else ">H", pitm, 4)
-    return item
-
-
-def _properties_of(wanted: int, ipma: bytes) -> Iterator[int]:
-    """Yield the properties of an item, counted from 1."""
-    item_format = ">IB" if ipma[0] else ">HB"
-    index_bytes = 2 if ipma[3] & 1 else 1
-    (num_items,) = struct.unpack_from(">I", ipma, 4)
-    position = 8
-    for _ in range(num_items):
-        item, num_properties = struct.unpack_from(item_format, ipma, position)
-        position += struct.calcsize(item_format)
-        for _ in range(num_properties):
-            index = int.from_bytes(ipma[position : position + index_bytes], "big")
-            position += index_bytes
-            if item == wanted:
-                yield index & (2 ** (8 * index_bytes - 1) - 1)  # the highest bit means "essential"
 
 
 # Profiles.
