@@ -29,6 +29,9 @@ Denoiser = Literal["unet", "transformer"]
 """Component of the diffusers pipeline that training adapts."""
 
 
+LOSES_ZERO_SNR = "loses_zero_snr"
+"""Key of the provenance of a LoRA for a base model with `Family.loses_zero_snr`."""
+
 FORCES_ZEROS = "force_zeros_for_empty_prompt"
 """Key of `model_index.json`: without a negative prompt, the pipeline draws with zeros in place of a text."""
 
@@ -210,6 +213,11 @@ class Family:
 
     def timestep_facts(self) -> dict[str, Any]:
         return self.spec.noise.timestep_facts(self.model)
+
+    @property
+    def loses_zero_snr(self) -> bool:
+        """Whether training reads a zero terminal SNR that the model's own scheduler ignores."""
+        return self.spec.noise.loses_zero_snr(self.model)
 
     @property
     def num_timesteps(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.escaping import markdown_text, printable
-from pipeline.models.families.family import FORCES_ZEROS
+from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
 from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
 
@@ -16,7 +16,7 @@ _ZERO_SNR_LINES = [
     f"    pipe.scheduler.config, {', '.join(f'{key}={value!r}' for key, value in ZERO_SNR_DRAWING.items())}",
     ")",
 ]
-"""Lines that draw on the schedule of `noise.zero_terminal_snr`, as previews do."""
+"""Lines that draw on a schedule of zero terminal SNR, as previews do."""
 
 _EMPTY_PROMPT = [
     'Pass `negative_prompt=""` if you have no other. Without it, the pipeline of this base model uses zeros',
@@ -27,7 +27,7 @@ _EMPTY_PROMPT = [
 
 def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str], has_sheet: bool) -> str:
     """Return the card as Markdown; with `has_sheet`, it shows `SHEET_FILE` and lists the headings."""
-    has_zero_snr = record["recipe"]["training"]["noise"]["zero_terminal_snr"]
+    has_zero_snr = _needs_zero_snr(record)
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 
     # The Hub reads the front matter between the two lines of dashes.
@@ -67,6 +67,13 @@ def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str]
     return "\n".join(lines)
 
 
+def _needs_zero_snr(record: Mapping[str, Any]) -> bool:
+    """Return the condition of `load_drawing_pipeline` for its replacement of the base model's scheduler."""
+    return record["recipe"]["training"]["noise"]["zero_terminal_snr"] or record["model"].get(
+        LOSES_ZERO_SNR, False
+    )
+
+
 def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
     recipe, model = record["recipe"], record["model"]
     training, lora = recipe["training"], recipe["training"]["lora"]
@@ -81,7 +88,7 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
         ("steps", f"{steps_text}, {batch}"),
         *_slider_rows(recipe),
         ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
-        *([("noise schedule", "zero terminal SNR")] if training["noise"]["zero_terminal_snr"] else []),
+        *([("noise schedule", "zero terminal SNR")] if _needs_zero_snr(record) else []),
         ("optimizer", f"{training['optimizer']}, {training['learning_rate']}, {training['lr_scheduler']}"),
         ("resolution", str(recipe["buckets"]["resolution"])),
         ("seed", str(training["seed"])),

@@ -100,7 +100,7 @@ def load_drawing_pipeline(
     pipeline = family.drawing.load_pipeline(denoiser=denoiser, dtype=dtype, device=device)
 
     # The only setting that changes the schedule (FAILURES R13): a shift is a density of training.
-    if recipe.training.noise.zero_terminal_snr:
+    if recipe.training.noise.zero_terminal_snr or family.loses_zero_snr:
         scheduler_class = cast("Any", DDIMScheduler)
         pipeline.scheduler = scheduler_class.from_config(pipeline.scheduler.config, **ZERO_SNR_DRAWING)
     return pipeline

@@ -52,8 +52,19 @@ ZERO_SNR_DRAWING: Mapping[str, Any] = {
 """Settings with which diffusers' DDIMScheduler draws on the schedule of `noise.zero_terminal_snr`.
 
 Drawing must start at the last timestep, of noise alone: sections 3.1 and 3.3 of https://arxiv.org/abs/2305.08891.
-Other schedulers do not read the first setting, and DDIM clips latents unless a configuration says otherwise.
+DDIM clips latents unless a configuration says otherwise.
 """
+
+
+RESCALING_SCHEDULERS = frozenset(
+    [
+        *("DDIMScheduler", "DDIMParallelScheduler", "DDIMInverseScheduler", "CogVideoXDDIMScheduler"),
+        *("DDPMScheduler", "DDPMParallelScheduler", "EulerDiscreteScheduler"),
+        *("EulerAncestralDiscreteScheduler", "DPMSolverMultistepScheduler", "CogVideoXDPMScheduler"),
+        *("UniPCMultistepScheduler", "LCMScheduler", "TCDScheduler"),
+    ]
+)
+"""Schedulers of diffusers that read `rescale_betas_zero_snr`; the others ignore it and draw without it."""
 
 
 NO_SHIFT: Mapping[str, Any] = {"use_dynamic_shifting": False, "shift": 1.0}
@@ -77,6 +88,10 @@ class NoiseSpec(ABC):
     @abstractmethod
     def prediction_type(self, model: ModelFolder) -> Prediction:
         """Return the denoiser's prediction type, according to the scheduler's configuration."""
+
+    def loses_zero_snr(self, model: ModelFolder) -> bool:
+        """Return True if training reads a zero terminal SNR that the model's own scheduler ignores."""
+        return False
 
     @abstractmethod
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
@@ -109,6 +124,15 @@ class BetaNoise(NoiseSpec):
                 fix="use a base model with epsilon or v-prediction",
             )
         return prediction
+
+    def loses_zero_snr(self, model: ModelFolder) -> bool:
+        # Drawing the image from a prediction of noise would divide by a signal of zero.
+        config = model.config("scheduler")
+        is_rescaled = bool(config.get("rescale_betas_zero_snr"))
+        if not is_rescaled or self.prediction_type(model) != "v_prediction":
+            return False
+        _, scheduler = model.index["scheduler"]
+        return scheduler not in RESCALING_SCHEDULERS
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
         # The schedule is part of the denoiser's fingerprint.

@@ -16,16 +16,18 @@ import torch
 from PIL import Image
 
 from pipeline.cache.local_folder import LocalFolder
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
-from pipeline.models.worker.family import load_family
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.loading import unpacked_weight
 from pipeline.recipe import NoiseSettings, Recipe
 from pipeline.storage.atomic import write_text
+from pipeline.storage.tables import frame
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.previews import PROMPT_KEY, read_previews
-from pipeline.trained_lora.provenance import shareable
+from pipeline.trained_lora.provenance import provenance, shareable
 from pipeline.trained_lora.worker.draw_previews import draw_previews, load_drawing_pipeline
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, read_entry
@@ -298,6 +300,75 @@ def test_R13_pictures_are_drawn_on_the_schedule_of_training(
     own = scheduler_of(project.recipe.model_copy(update={"training": plain}))
     assert type(own).__name__ == kind
     assert {name: own.config[name] for name in SCHEDULERS[kind]} == SCHEDULERS[kind]
+
+
+# Several schedulers of diffusers convert tensors with an interface that NumPy 2 deprecates.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "is_replaced"),
+    [
+        ("PNDMScheduler", True),
+        ("HeunDiscreteScheduler", True),
+        ("LMSDiscreteScheduler", True),
+        ("DEISMultistepScheduler", True),
+        ("DPMSolverSinglestepScheduler", True),
+        ("DDIMScheduler", False),
+        ("EulerDiscreteScheduler", False),
+        ("UniPCMultistepScheduler", False),
+    ],
+)
+def test_R13_zero_snr_of_a_base_whose_scheduler_ignores_it_is_drawn_and_on_the_card(
+    make_project: Callable[..., Project], tmp_path: Path, kind: str, is_replaced: bool
+) -> None:
+    project = make_project(prediction="v_prediction")
+    base = tmp_path / "base"
+    shutil.copytree(project.job().base, base, copy_function=os.link)
+    index = json.loads((base / "model_index.json").read_text("utf-8"))
+    write_text(base / "model_index.json", json.dumps({**index, "scheduler": ["diffusers", kind]}))
+    config_file = base / "scheduler" / "scheduler_config.json"
+
+    def family_with(**changes: Any) -> WorkerFamily:
+        schedule = {
+            "beta_start": 0.00085,
+            "beta_end": 0.012,
+            "beta_schedule": "scaled_linear",
+            "steps_offset": 1,
+            "clip_sample": False,
+        }
+        config = {"_class_name": kind, "prediction_type": "v_prediction", **schedule, **changes}
+        write_text(config_file, json.dumps(config))
+        return load_family(base)
+
+    family = family_with(rescale_betas_zero_snr=True)
+    training = make_noise_scheduler(family, project.recipe.training)
+    assert training.alphas_cumprod[-1] == 0.0
+    assert family.loses_zero_snr is is_replaced
+    denoiser = family.denoiser.load("float32", "cpu")
+
+    def scheduler_of(family: WorkerFamily) -> Any:
+        recipe = project.recipe
+        pipeline = load_drawing_pipeline(family, recipe, denoiser=denoiser, dtype="float32", device="cpu")
+        return pipeline.scheduler
+
+    drawing = scheduler_of(family)
+    assert type(drawing).__name__ == ("DDIMScheduler" if is_replaced else kind)
+    assert drawing.alphas_cumprod[-1] < 1e-7
+    drawing.set_timesteps(3)
+    assert not is_replaced or drawing.timesteps[0] == 999
+
+    # The card has the same lines, from the record of the run.
+    model = project.recipe.model.model_copy(update={"base": str(base)})
+    recipe = project.recipe.model_copy(update={"model": model})
+    record = provenance(recipe, RecipeEntries(recipe), {}, frame("trained_lora", []))
+    card = model_card(record, steps=6, headings=[], has_sheet=False)
+    assert ("DDIMScheduler.from_config" in card) is is_replaced
+    assert ("| noise schedule | zero terminal SNR |" in card) is is_replaced
+
+    # A model that predicts noise cannot be drawn from no signal at all.
+    for changes in ({}, {"rescale_betas_zero_snr": True, "prediction_type": "epsilon"}):
+        other = family_with(**changes)
+        assert not other.loses_zero_snr
+        assert type(scheduler_of(other)).__name__ == kind
 
 
 def test_R13_a_preview_of_zero_snr_equals_the_picture_of_the_card_s_code(

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import ModelFolder
-from pipeline.models.families.parts.noise import FLUX_SHIFT, BetaNoise, FlowNoise, SolverFlowNoise
+from pipeline.models.families.parts.noise import (
+    FLUX_SHIFT,
+    RESCALING_SCHEDULERS,
+    BetaNoise,
+    FlowNoise,
+    SolverFlowNoise,
+)
 
 PUBLISHED: dict[str, Any] = {
     "base_image_seq_len": 256,
@@ -52,6 +60,17 @@ def test_a_scheduler_without_a_prediction_type_predicts_the_noise(tmp_path: Path
 def test_other_predictions_and_schedules_are_errors(tmp_path: Path, config: dict[str, str]) -> None:
     with pytest.raises(FamilyError):
         BetaNoise().prediction_type(model_with(tmp_path, **config))
+
+
+def test_the_schedulers_that_rescale_are_those_of_diffusers_with_the_setting() -> None:
+    rescaling = {
+        name
+        for name in dir(diffusers)
+        if name.endswith("Scheduler")
+        and not name.startswith("Flax")
+        and "rescale_betas_zero_snr" in inspect.signature(getattr(diffusers, name)).parameters
+    }
+    assert rescaling == RESCALING_SCHEDULERS
 
 
 def test_the_facts_of_a_flow_are_all_settings_of_its_shift_with_those_of_the_training(tmp_path: Path) -> None:
