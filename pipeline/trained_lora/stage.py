@@ -326,7 +326,10 @@ def _finished(
     if finished is not None:
         log(f"run {job.run} is finished and unchanged: nothing is launched")
         if damaged := damaged_companions(layout, finished):
-            log(f"{', '.join(damaged)} in {layout.exported} changed after the run wrote them: written again")
+            reason = "changed after the run wrote them"
+            if COMPANION_HASHES not in finished:
+                reason = "are from an earlier release, which recorded no hashes of them"
+            log(f"{', '.join(damaged)} in {layout.exported} {reason}: written again")
             _complete(_as_trained(job), table, finished)
         elif job_hashes(layout) != finished.get(JOB_HASHES):
             # `latentline export` and `sample` read them.

@@ -201,9 +201,13 @@ def test_a_finished_run_of_an_earlier_release_is_not_trained_again_and_gets_its_
     (folder / "finished.json").write_text(json.dumps(record))
     (folder / "lora" / "README.md").write_text("damaged")
     launch, log = InProcessLaunch(), list[str]()
-    run(trained, launch)
+    run(trained, launch, log)
     assert launch.job_files == []
     assert files_in(lora) == published
+    reasons = [line for line in log if "written again" in line]
+    assert len(reasons) == 1
+    assert "are from an earlier release, which recorded no hashes of them" in reasons[0]
+    log.clear()
     assert set(json.loads((folder / "finished.json").read_text())) >= {"record_sha256", "companions"}
     run(trained, launch, log)
     assert not [line for line in log if "written again" in line]
