@@ -10,6 +10,7 @@ All files are in one temporary folder:
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
-from pipeline.cache.entry_format import Array
+from pipeline.cache.entry_format import KINDS, Array
 from pipeline.cache.store import EntrySpec, Kind, TensorSpec
 from pipeline.storage.addresses import Address, address
 
@@ -33,6 +34,8 @@ NUM_PROBES = 3
 """Maximum number of jobs that are encoded first to detect a broken model."""
 
 _POLL_INTERVAL_S = 0.01
+
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -328,5 +331,12 @@ def _job_from_json(fields: dict[str, Any]) -> Job:
         name: TensorSpec(dtype, tuple(shape), ragged)
         for name, (dtype, shape, ragged) in fields["spec"]["tensors"].items()
     }
-    spec = EntrySpec(fields["spec"]["kind"], fields["spec"]["key"], tensors)
+    kind, key = fields["spec"]["kind"], fields["spec"]["key"]
+
+    # They become names of files, and anybody who may write a shared cache can have written them.
+    if kind not in KINDS or _KEY.fullmatch(key) is None:
+        raise ValueError(
+            f"an entry must have a kind and 64 hexadecimal digits, got {kind!r:.20}, {key!r:.80}"
+        )
+    spec = EntrySpec(kind, key, tensors)
     return Job(spec, fields["facts"], fields["work"], fields["name"], fields["cost"])

@@ -19,6 +19,7 @@ from pipeline.encoding.collecting import Collector
 from pipeline.encoding.fill import WORKERS
 from pipeline.encoding.jobs import (
     ENCODING_FILE,
+    JOBS_FILE,
     Encoding,
     Job,
     Jobs,
@@ -67,12 +68,15 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
 
             with encoding.as_data(ENCODING_FILE):
                 complete = read_encoding(encoding_file)
-            own = _own_encoding(_with_model(complete, Path(folder), log), shard, pictures)
-            own_file = write_encoding(own, own_folder)
+                accelerate = AccelerateSettings(cpu_threads=settings["cpu_threads"])
+                named = _named_model(complete)
+            complete = _with_model(complete, named, Path(folder), log)
+            with encoding.as_data(JOBS_FILE):
+                own = _own_encoding(complete, shard, pictures)
+                own_file = write_encoding(own, own_folder)
             with _uploaded(upload, log):
                 # A process without a job would load the model for nothing.
                 if len(own.jobs) or (own.pictures is not None and own.pictures.jobs):
-                    accelerate = AccelerateSettings(cpu_threads=settings["cpu_threads"])
                     (launch or LocalLaunch(accelerate, log))(WORKERS[own.kind], own_file)
                 else:
                     with ResultsWriter(own_file, 0) as results:
@@ -131,14 +135,21 @@ class _NamedModel:
     model: ModelSettings
     source: Path
 
+    fingerprint: str
 
-def _with_model(encoding: Encoding, temp: Path, log: Log) -> Encoding:
+
+def _named_model(encoding: Encoding) -> _NamedModel:
+    """Return the base model of an encoding; raises an error of parsing if its file lacks a usable one."""
+    if encoding.model is None or encoding.kind not in WORKERS:
+        raise ValueError("it must have a kind and a model")
+    settings = ModelSettings.model_validate(encoding.model.settings)
+    return _NamedModel(settings, Path(encoding.model.source), str(encoding.model.fingerprint))
+
+
+def _with_model(encoding: Encoding, named: _NamedModel, temp: Path, log: Log) -> Encoding:
     """Return the encoding with folders of this machine that hold exactly the stage's base model."""
-    assert encoding.model is not None, "only stages publish encodings, and they name the model"
     folder, components = encoding.model_folder, dict(encoding.component_folders)
     if not all(each.is_dir() for each in (folder, *components.values())):
-        settings = ModelSettings.model_validate(encoding.model.settings)
-        named = _NamedModel(settings, Path(encoding.model.source))
         try:
             folder, components = resolve_base(named, log=log), resolve_components(named, log=log)
         except ModelError as err:
@@ -154,10 +165,10 @@ def _with_model(encoding: Encoding, temp: Path, log: Log) -> Encoding:
     memory = encoding.store_root if isinstance(encoding.store_root, Path) else temp
     parts = detect(folder, components).fingerprint_parts(cast("Use", encoding.kind))
     fingerprint = Fingerprints(memory, log=log).of(parts)
-    if fingerprint != encoding.model.fingerprint:
+    if fingerprint != named.fingerprint:
         raise ModelError(
             f"the base model of this worker ({platform.node()}) differs from the stage's: fingerprint "
-            f"{fingerprint[:16]} instead of {encoding.model.fingerprint[:16]}",
+            f"{fingerprint[:16]} instead of {named.fingerprint[:16]}",
             where=str(folder),
             fix="if model.base is a Hub id, set model.revision to a commit, so that all machines load the "
             "same files; if it is a folder, copy it to this machine again",

@@ -19,6 +19,7 @@ from pipeline.models.hub import (
     is_hub_id,
     require_access,
     require_known,
+    require_revision,
     resembles_folder,
     suggest_folder,
 )
@@ -97,6 +98,7 @@ def _hub_id(role: str, name: str, where: str) -> tuple[str, str | None]:
     """Return the Hub id and revision of a component without a local folder; ModelError if it is no Hub id."""
     hub_id, _, revision = name.partition("@")
     if is_hub_id(hub_id):
+        require_revision(revision or None, where)
         return hub_id, revision or None
     similar_folder = suggest_folder(name)
     fix = (

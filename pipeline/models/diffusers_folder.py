@@ -184,6 +184,15 @@ def weight_variant(folder: Path) -> str | None:
 
 
 def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
+    # transformers would add its weights, also pickled ones, and no fingerprint would contain them.
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        raise ModelError(
+            "a component of the base model must have its own weights only, got an adapter",
+            where=str(adapter),
+            fix="merge the adapter into the weights (peft's merge_and_unload), or delete this file to use "
+            "the component without it",
+        )
     for variant in (None, *WEIGHT_VARIANTS):
         for suffix in ("safetensors", "bin"):
             for name in _WEIGHT_NAMES:

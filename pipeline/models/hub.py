@@ -37,6 +37,14 @@ def is_hub_id(name: str) -> bool:
     return has_form and parts[0] not in _RESERVED_OWNERS
 
 
+def require_revision(revision: str | None, where: str) -> None:
+    """Raise ModelError for a revision that is no name of a branch, tag or commit."""
+    # The Hub's client reads the file of this name below its folder of revisions.
+    if revision is not None and {"", ".", ".."} & set(revision.split("/")):
+        what = f"a revision must be the name of a branch, tag or commit, got the path {revision}"
+        raise ModelError(what, where=where, fix="use a name as the Hub shows it, such as main or a commit")
+
+
 def suggest_folder(name: str) -> str | None:
     """Return the local folder with a name similar to a missing one, as a recipe writes it, or None."""
     missing = in_project(name)

@@ -25,6 +25,7 @@ from pipeline.models.hub import (
     is_hub_id,
     require_access,
     require_known,
+    require_revision,
     resembles_folder,
     suggest_folder,
 )
@@ -215,6 +216,7 @@ def local_base(recipe: NamesModel) -> Path | None:
         if similar_folder is not None:
             fix = f"did you mean {similar_folder}?"
         raise ModelError(f"model.base {base} does not exist", where=expected, fix=fix)
+    require_revision(recipe.model.revision, f"{recipe.source}, model.revision")
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, cast
@@ -50,7 +51,8 @@ def check_address(value: object) -> object:
         reject("the path must not be empty", "name a folder; relative paths start at the project root")
     if "\0" in value:
         reject("the path must not contain a NUL character", "remove the character")
-    if has_credentials(value):
+    # In a text, spaces and quotes end an address. Here they can be part of a password.
+    if has_credentials(re.sub(r"[\s\"'<>]", "_", value)):
         reject(
             "the address must not contain a user or password, because recipes, reports and LoRAs are shared",
             "remove the part before @; set credentials in the service's own variables and files, and other "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -248,6 +249,41 @@ def test_a_worker_resolves_a_model_that_its_disk_lacks_and_refuses_one_that_diff
     assert "not on this worker" in missing.what
     assert "Hub id" in missing.fix
     assert "differs from the stage's" in other.what
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "other"),
+    [
+        ("jobs-00000.jsonl", r'"key": "\w{64}"', '"key": "../../../../evil"'),
+        ("jobs-00000.jsonl", r'"key": "(\w{64})"', r'"key": "\1/../../evil"'),
+        ("jobs-00000.jsonl", r'"key": "\w{64}"', '"key": 7'),
+        ("jobs-00000.jsonl", r'"kind": "latents"', '"kind": "../../evil"'),
+        ("jobs-00000.jsonl", r"\n\{", "\n" + "[" * 100_000),
+        ("encoding.json", r'"key": "\w{64}"', '"key": "../../../../evil"'),
+        ("encoding.json", r'"kind": "latents"', '"kind": "evil"'),
+        ("encoding.json", r'"model": ', '"former": '),
+        ("encoding.json", r'"base": ', '"bass": '),
+        ("encoding.json", r'"cpu_threads": \d+', '"cpu_threads": "all"'),
+    ],
+)
+def test_an_encoding_that_latentline_did_not_write_is_an_error_and_writes_nothing(
+    cache: Cache, tmp_path: Path, in_process_launch: Any, name: str, pattern: str, other: str
+) -> None:
+    def run(encoding: SharedEncoding) -> Sequence[str]:
+        text = encoding.read(name).decode()
+        changed = re.sub(pattern, other, text)
+        assert changed != text
+        encoding.put(name, changed.encode())
+        before = set(tmp_path.rglob("*.safetensors"))
+        with pytest.raises(StoreError, match="a file of the encoding is damaged"):
+            launch.run_here(encoding)
+        assert set(tmp_path.rglob("*.safetensors")) == before
+        return []
+
+    launch = OnWorkers(in_process_launch, run)
+    with pytest.raises(LatentlineError):
+        latents(at(cache, str(tmp_path / "a" / "b" / "c" / "cache")), launch)
+    assert launch.encodings
 
 
 def test_shards_have_about_equal_cost_and_every_job_is_in_one(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import FamilyError, ModelError
+from pipeline.models.components import resolve_components
 from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.resolve import check_local_base, resolve_base, wanted_files
 from pipeline.models.training_adapter import check_training_adapter
@@ -46,6 +47,19 @@ def model(tmp_path: Path, tiny_sd: Path) -> Path:
 
 def test_a_local_folder_is_used_unchanged(tmp_path: Path, model: Path) -> None:
     assert resolve_base(recipe(tmp_path, model)) == model
+
+
+@pytest.mark.parametrize("revision", ["/etc/passwd", "../../../secret", "main/../../../x", "refs//pr/1", "."])
+def test_a_revision_that_is_a_path_out_of_the_hubs_cache_is_an_error(tmp_path: Path, revision: str) -> None:
+    requested = recipe(tmp_path, "owner/name", revision=revision)
+    with pytest.raises(ModelError, match="a revision must be the name of a branch") as excinfo:
+        resolve_base(requested)
+    assert excinfo.value.where.endswith("model.revision")
+
+    requested = recipe(tmp_path, "owner/name", components={"vae": f"owner/vae@{revision}"})
+    with pytest.raises(ModelError, match="a revision must be the name of a branch") as excinfo:
+        resolve_components(requested)
+    assert excinfo.value.where.endswith("model.components.vae")
 
 
 def test_T01_a_revision_of_a_local_folder_is_an_error(tmp_path: Path, model: Path) -> None:

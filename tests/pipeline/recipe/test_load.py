@@ -433,6 +433,21 @@ def test_H05_an_address_with_a_password_is_a_mistake_that_does_not_repeat_it(
 @pytest.mark.parametrize(
     "address",
     [
+        "sftp://me:s3cr3t's@host/x",
+        "smb://me:a s3cr3t@host/x",
+        'zip://a::ftp://me:"s3cr3t"@host/a.zip',
+        "s3://k:<s3cr3t /@b",
+    ],
+)
+def test_a_password_may_contain_quotes_and_spaces(tmp_path: Path, address: str):
+    with pytest.raises(RecipeError, match="must not contain a user or password") as excinfo:
+        load_recipe(write(tmp_path, "small", GOOD.replace("data/photos", json.dumps(address))))
+    assert "s3cr3t" not in str(excinfo.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
         "sftp://user@host/photos",
         "abfs://container@account.dfs.core.windows.net/photos",
         "github://a:b@main/c",

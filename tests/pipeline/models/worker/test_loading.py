@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from demo.tiny_models import TINY
+from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import stored_dtype, weight_files
 from pipeline.models.families import detect
 from pipeline.models.worker.family import load_family
@@ -72,6 +73,25 @@ def test_code_that_a_model_folder_contains_is_not_run(model: Path, tmp_path: Pat
     for role in roles:
         load_component(detect(model), role, "float32", "cpu")
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("role", ["text_encoder", "unet", "vae"])
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin", None])
+def test_an_adapter_beside_the_weights_of_a_component_is_an_error(
+    model: Path, role: str, weights: str | None
+) -> None:
+    config = {
+        "peft_type": "LORA",
+        "r": 1,
+        "base_model_name_or_path": "/elsewhere",
+        "target_modules": ["q_proj"],
+    }
+    (model / role / "adapter_config.json").write_text(json.dumps(config))
+    if weights is not None:
+        (model / role / weights).write_bytes(b"weights")
+    with pytest.raises(ModelError, match="must have its own weights only") as excinfo:
+        load_component(detect(model), role, "float32", "cpu")
+    assert excinfo.value.where.endswith(f"{role}/adapter_config.json")
 
 
 def test_a_pickle_in_place_of_weights_is_not_executed(model: Path, tmp_path: Path) -> None:
