@@ -26,8 +26,8 @@ its size in memory. The headers of the largest models have about 1 MB."""
 _NUMBERS = {
     "num_train_timesteps": (1, 100_000),
     "model_max_length": (1, 1e30),
-    "scaling_factor": (-1e6, 1e6),
-    "shift_factor": (-1e6, 1e6),
+    "scaling_factor": (-1e12, 1e12),
+    "shift_factor": (-1e12, 1e12),
 }
 """Numbers in configurations, with the least and the largest value that can be used."""
 

@@ -245,7 +245,7 @@ def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 def _rejected_fraction(context: CheckContext, kept: pl.Series) -> Outcome:
     # Both cache stages reject a sample if its reference has changed and must be encoded.
-    stages = ("raw_images", "validated_dataset", "aspect_buckets", "text_embeddings", STAGE)
+    stages = ("raw_images", "validated_dataset", "aspect_buckets", STAGE, "text_embeddings")
     all_rejected = pl.concat([context.tables.read_rejected(stage) for stage in stages])
     if kept.is_empty():
         return no_samples_left(all_rejected, REPAIR)

@@ -11,14 +11,14 @@ from demo.world import draw_scene
 
 
 def test_scores_at_the_targets_miss_none_of_them() -> None:
-    assert Learned(0.1, 0.6, 1.0, 0.9).missed_targets() == []
+    assert Learned(0.1, 0.4, 1.0, 0.9).missed_targets() == []
 
 
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
         (Learned(0.11, 1.0, 1.0, 1.0), "the base model draws the concept: 0.11"),
-        (Learned(0.0, 0.59, 1.0, 1.0), "the concept scores 0.59, not 0.6"),
+        (Learned(0.0, 0.39, 1.0, 1.0), "the concept scores 0.39, not 0.4"),
         (Learned(0.0, 1.0, 0.9, 0.79), "known shapes lost 0.11, more than 0.1"),
     ],
     ids=str,

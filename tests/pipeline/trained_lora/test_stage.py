@@ -144,7 +144,10 @@ COMPANIONS = ("samples.parquet", "samples.jpg", "README.md", "provenance.json")
 
 @pytest.mark.parametrize(
     "damages",
-    [DAMAGES, *(pytest.param([damage] * 4, id=damage, marks=pytest.mark.slow) for damage in DAMAGES)],
+    [
+        pytest.param(DAMAGES, id="one each"),
+        *(pytest.param([damage] * 4, id=damage, marks=pytest.mark.slow) for damage in DAMAGES),
+    ],
 )
 def test_damaged_companions_of_a_finished_run_are_written_again_and_never_published(
     make_project: Callable[..., Project], damages: Iterable[str]

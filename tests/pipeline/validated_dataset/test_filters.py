@@ -147,9 +147,7 @@ def test_an_expression_over_the_manifest_selects_images() -> None:
     assert set(reasons.values()) == {"filter_where"}
 
 
-@pytest.mark.parametrize(
-    "where", ["score >", "nosuch > 1", "score", "1; DROP TABLE x", "read_csv('/etc/passwd')"]
-)
+@pytest.mark.parametrize("where", ["score >", "nosuch > 1", "score"])
 def test_an_invalid_expression_is_an_error_that_lists_the_columns(where: str) -> None:
     manifest = pl.DataFrame({"path": ["0.png"], "score": [1]})
     with pytest.raises(DatasetError) as excinfo:
