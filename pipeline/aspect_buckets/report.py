@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import posixpath
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from pipeline.reporting.grids import evenly_spaced
 from pipeline.reporting.pictures import SheetImage, SheetRow, chart, contact_sheet, png
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.source import Source
-from pipeline.storage.tables import content_digest
+from pipeline.storage.tables import content_digest, write_rows
 from pipeline.validated_dataset.holdout import times_drawn
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Pat
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / BUCKETS_FILE, buckets.write_parquet)
+    write_atomically(folder / BUCKETS_FILE, partial(write_rows, buckets))
     if len(table):
         write_bytes(folder / SIZES_FILE, _sizes_chart(table))
         write_bytes(folder / CROPS_FILE, _crops_sheet(recipe, table, buckets, log))

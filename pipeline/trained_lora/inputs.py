@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, overload
 
 import polars as pl
 
@@ -23,7 +23,7 @@ from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.side_inputs import MASKS, REFERENCES, SIDE_INPUTS, SideInput
 from pipeline.storage.needed_columns import NEEDED
-from pipeline.storage.tables import read_rows, selected
+from pipeline.storage.tables import read_rows, selected, write_rows
 from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION, with_seen_images
 from pipeline.validated_dataset.holdout import held_out
 
@@ -395,9 +395,9 @@ def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFr
     return captions.join(empty, on="sample_id", how="left", maintain_order="left")
 
 
-def write_inputs(inputs: TrainingInputs, file: Any) -> None:
-    """Write the table of inputs as Parquet to a path or binary file."""
-    inputs.table.write_parquet(file)
+def write_inputs(inputs: TrainingInputs, file: BinaryIO) -> None:
+    """Write the table of inputs as Parquet to a binary file."""
+    write_rows(inputs.table, file)
 
 
 def read_inputs(path: Path) -> TrainingInputs:

@@ -26,6 +26,7 @@ from pipeline.migrations import migrated_order
 from pipeline.recipe import Recipe
 from pipeline.recipe.datasets import side_input_sections
 from pipeline.storage.atomic import write_atomically, write_text
+from pipeline.storage.tables import write_rows
 from pipeline.trained_lora.inputs import (
     IDENTITY,
     SLIDER_COLUMNS,
@@ -129,7 +130,7 @@ class TrainingJob:
         ]
         schema = {"epoch": pl.Int32, "sample_id": pl.String, "times": pl.Int32}
         table = pl.DataFrame(rows, schema=schema, orient="row")
-        write_atomically(self.folder / DROPPED_FILE, table.write_parquet)
+        write_atomically(self.folder / DROPPED_FILE, partial(write_rows, table))
 
 
 def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:

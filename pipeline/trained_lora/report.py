@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.reporting.pictures import chart, png
 from pipeline.storage.atomic import write_atomically, write_bytes
-from pipeline.storage.tables import read_rows
+from pipeline.storage.tables import read_rows, write_rows
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
 from pipeline.trained_lora.previews import before_after, preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics
@@ -50,7 +51,7 @@ def write_run_report(job: TrainingJob, layout: RunLayout) -> None:
             (layout.report / name).unlink(missing_ok=True)
 
     table = sample_statistics(job.inputs, layout, num_steps)
-    write_atomically(layout.report / LOSSES_FILE, table.write_parquet)
+    write_atomically(layout.report / LOSSES_FILE, partial(write_rows, table))
 
 
 def hardest_samples(layout: RunLayout) -> list[dict[str, Any]]:

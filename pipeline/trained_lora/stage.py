@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +32,7 @@ from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
 from pipeline.storage.atomic import OLD_S, remove_temp_files, write_atomically, write_bytes
-from pipeline.storage.tables import Tables, columns_in, empty, validated
+from pipeline.storage.tables import Tables, columns_in, empty, validated, write_rows
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import needed_texts
@@ -354,7 +355,7 @@ def _as_trained(job: TrainingJob) -> TrainingJob:
 
 
 def _write_job(job: TrainingJob, table: pl.DataFrame) -> Path:
-    write_atomically(job.folder / SAMPLES_FILE, table.write_parquet)
+    write_atomically(job.folder / SAMPLES_FILE, partial(write_rows, table))
     return job.write()
 
 

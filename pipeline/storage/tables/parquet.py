@@ -8,7 +8,8 @@ output_dir/tables/rejected.parquet           samples rejected by any stage
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,20 @@ ROWS_AT_ONCE = 8_192
 # Writing takes two thirds of the default level's time, and files are 2% larger.
 _COMPRESSION_LEVEL = 1
 """Lowest level of Zstandard."""
+
+_HASH_KEY = "latentline.sha256"
+"""Key in a file's metadata: the SHA-256 of the file, in which these digits are zeros."""
+
+_NO_HASH = "0" * 64
+
+# A string in Thrift's compact protocol: its type, its length, its bytes. It is searched, because a damaged
+# footer may end the process that parses it.
+_STORED_HASH = re.compile(re.escape(_HASH_KEY.encode()) + rb"\x18\x40([0-9a-f]{64})")
+
+_HASHED_AT_ONCE = 2**20
+
+_FOOTER_END_BYTES = 2**16
+"""Size of the last part of a footer, which has the metadata."""
 
 
 class Tables:
@@ -129,8 +144,37 @@ class Tables:
 
 
 def write_rows(table: pl.DataFrame, file: BinaryIO) -> None:
-    """Write the table to a binary file as Parquet, one row group at a time."""
-    table.write_parquet(file, compression_level=_COMPRESSION_LEVEL, row_group_size=ROWS_AT_ONCE)
+    """Write the table to a seekable binary file as Parquet, one row group at a time, with its hash."""
+    hashed = _HashedFile(file)
+    table.write_parquet(
+        hashed,  # pyright: ignore[reportArgumentType] - Polars calls `write` and `flush` only
+        compression_level=_COMPRESSION_LEVEL,
+        row_group_size=ROWS_AT_ONCE,
+        metadata={_HASH_KEY: _NO_HASH},
+    )
+    assert hashed.hash_at > 0, "Polars writes the metadata at once"
+    file.seek(hashed.hash_at)
+    file.write(hashed.sha256.hexdigest().encode("ascii"))
+
+
+class _HashedFile:
+    """A binary file that hashes its bytes, and finds the place of the hash in the footer, the last write."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_bytes = 0
+        self.sha256 = hashlib.sha256()
+        self.hash_at = -1
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        if stored := _STORED_HASH.search(data):
+            self.hash_at = self._num_bytes + stored.start(1)
+        self._num_bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def read_rows(
@@ -146,6 +190,8 @@ def read_rows(
     # the file in between.
     with path.open("rb") as file:
         try:
+            _require_unchanged(file)
+            file.seek(0)
             names = pl.read_parquet_schema(file)
             file.seek(0)
             wanted = None if columns is None else [name for name in names if name in columns]
@@ -153,6 +199,34 @@ def read_rows(
         # Polars panics on some damaged files. A panic is not an Exception, so no caller would catch it.
         except pl.exceptions.PanicException as err:
             raise pl.exceptions.ComputeError(str(err)) from err
+
+
+def _require_unchanged(file: BinaryIO) -> None:
+    """Raise ComputeError if the file differs from what `write_rows` wrote.
+
+    Parquet has no checksums that Polars verifies, and most flipped bits give another text or number. Files of
+    0.3.0 and earlier have no hash.
+    """
+    num_bytes = file.seek(0, 2)
+    end_at = file.seek(max(0, num_bytes - _FOOTER_END_BYTES))
+    stored = _STORED_HASH.search(file.read())
+    if stored is None:
+        return
+
+    hash_at, digest = end_at + stored.start(1), hashlib.sha256()
+    file.seek(0)
+    _pass_on(file, hash_at, digest.update)
+    digest.update(_NO_HASH.encode("ascii"))
+    file.seek(hash_at + len(_NO_HASH))
+    _pass_on(file, num_bytes, digest.update)
+    if digest.hexdigest().encode("ascii") != stored[1]:
+        raise pl.exceptions.ComputeError("it changed after it was written")
+
+
+def _pass_on(file: BinaryIO, num_bytes: int, update: Callable[[bytes], object]) -> None:
+    while num_bytes > 0 and (part := file.read(min(num_bytes, _HASHED_AT_ONCE))):
+        update(part)
+        num_bytes -= len(part)
 
 
 def content_digest(*tables: pl.DataFrame, more: str = "") -> str:

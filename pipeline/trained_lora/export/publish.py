@@ -6,11 +6,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import remove_temp_files, write_atomically, write_text
+from pipeline.storage.tables import write_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
     LAYOUTS,
@@ -164,7 +166,7 @@ def write_companions(
 
     `record` begins the provenance; its `steps` is the number of steps that trained the LoRA.
     """
-    write_atomically(folder / SAMPLES_FILE, table.write_parquet)
+    write_atomically(folder / SAMPLES_FILE, partial(write_rows, table))
 
     headings = [prompt.heading for prompt in job.prompts]
     card = model_card(job.provenance, steps=record["steps"], headings=headings, has_sheet=has_sheet)
