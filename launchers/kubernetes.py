@@ -106,7 +106,7 @@ def job_manifest(
     `pod` has keys of a PodSpec. Its first container is merged into the container that encodes, for resources
     and for `envFrom` with secrets; further containers are added.
     """
-    command = ["python", "-m", "pipeline.cli", "encode", str(encoding.address)]
+    command = ["python", "-m", "pipeline.cli", "encode", _literal(str(encoding.address))]
     first, *others = [dict(each) for each in pod.get("containers", ())] or [{}]
     container = {**first, "name": CONTAINER, "image": image, "command": command}
     labels = {"app.kubernetes.io/name": "latentline", "app.kubernetes.io/component": "encoding"}
@@ -299,6 +299,12 @@ def _text(err: Exception) -> str:
     cause = getattr(err, "k8s_api_exception", err)
     text = str(cause.body or cause.reason) if isinstance(cause, ApiException) else str(cause)
     return " ".join(text.split())[:500]
+
+
+def _literal(text: str) -> str:
+    # Kubernetes replaces $(NAME) in a command by a variable of the container, so that a path in a recipe
+    # could show the secrets of `envFrom`, and $$ by $.
+    return text.replace("$", "$$")
 
 
 def _name(text: str) -> str:

@@ -87,7 +87,7 @@ class SlurmLauncher(RemoteLauncher):
         folder = self._job_folder(encoding.encoding_id)
         job = _Job(
             name=f"latentline-{encoding.encoding_id}",
-            options=[*self.options, f"--array=0-{num_shards - 1}", f"--output={folder}/%a.txt"],
+            options=[*self.options, f"--array=0-{num_shards - 1}", f"--output={_in_pattern(folder)}/%a.txt"],
             # Without --shard: the command reads its index from Slurm's variable.
             script=shlex.join([sys.executable, "-m", "pipeline.cli", "encode", str(encoding.address)]),
             outputs=[ForwardedOutput(folder / f"{index}.txt") for index in range(num_shards)],
@@ -118,7 +118,7 @@ class SlurmLauncher(RemoteLauncher):
         job = _Job(
             name=f"latentline-{folder.name}",
             # Of equal options, Slurm uses the last one.
-            options=[*cpus, *self.options, *nodes, f"--output={output.file}"],
+            options=[*cpus, *self.options, *nodes, f"--output={_in_pattern(output.file)}"],
             script=_TRAINING_STEP + shlex.join(command),
             outputs=[output],
             submission=ForwardedOutput(folder / "sbatch.txt"),
@@ -147,6 +147,21 @@ class SlurmLauncher(RemoteLauncher):
         folder = Path(self.scratch, "slurm", name)
         folder.mkdir(parents=True)
         return folder
+
+
+def _in_pattern(path: Path) -> str:
+    """Return a path as the option --output needs it, in which Slurm replaces %j and others.
+
+    Raises:
+        LaunchError: The path contains a backslash, with which Slurm does not replace the %a of a task.
+    """
+    if "\\" in str(path):
+        raise LaunchError(
+            "the folder for the output of Slurm's jobs must not contain a backslash",
+            where=str(path),
+            fix="set scratch in the deployment file to a folder without one",
+        )
+    return str(path).replace("%", "%%")
 
 
 @dataclass

@@ -20,7 +20,7 @@ from pipeline.recipe import (
     path_in_recipe,
     recipes_dir,
 )
-from pipeline.storage.addresses import Url
+from pipeline.storage.addresses import Url, expanded
 
 _MAX_NAMES = 10
 
@@ -47,7 +47,7 @@ class RecipeArgument(click.ParamType[Recipe]):
         # A text without a folder and without a suffix is a name.
         text = str(value)
         is_path = text.endswith((".yaml", ".yml")) or len(Path(text).parts) > 1
-        file = (Path(text).expanduser() if is_path else recipes_dir() / f"{text}.yaml").absolute()
+        file = (expanded(text) if is_path else recipes_dir() / f"{text}.yaml").absolute()
         if not file.exists():
             raise _no_such_recipe(text, file)
 
@@ -151,7 +151,7 @@ def _listed(names: list[str]) -> str:
 def as_recipe_path(text: str) -> str:
     """Return an existing path as a recipe writes it; Hub ids and missing paths are returned unchanged."""
     # Paths on a command line are relative to the working directory, paths in recipes to the project root.
-    path = Path(text).expanduser()
+    path = expanded(text)
     return path_in_recipe(path) if path.exists() else text
 
 

@@ -12,6 +12,7 @@ from pipeline.cli.conventions import RECIPE
 from pipeline.errors import FileAccessError
 from pipeline.recipe import Recipe, project_root
 from pipeline.recipe.load import CONFIGS_VARIABLE
+from pipeline.storage.addresses import expanded
 
 HOME_VARIABLE = "DAGSTER_HOME"
 
@@ -48,7 +49,7 @@ def command(recipe: Recipe, cache_only: bool) -> None:
 def dagster_home() -> Path:
     """Return the existing folder of the Dagster instance: `DAGSTER_HOME`, or `.dagster` in the project."""
     chosen = os.environ.get(HOME_VARIABLE, "")
-    folder = Path(chosen).expanduser().absolute() if chosen else project_root() / ".dagster"
+    folder = expanded(chosen).absolute() if chosen else project_root() / ".dagster"
     if not folder.is_dir():
         raise FileAccessError(
             f"the folder of the Dagster instance does not exist: {folder}",

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pipeline.errors import DatasetError
 from pipeline.recipe.other_trainers import terms_by_trainer
 from pipeline.recipe.yaml_document import parse
+from pipeline.storage.addresses import expanded
 
 FORMS = (
     "sd-scripts' dataset TOML, OneTrainer's concepts JSON, ai-toolkit's YAML, SimpleTuner's multidatabackend "
@@ -98,7 +99,7 @@ def read_config(file: Path) -> ForeignConfig:
 def candidate_paths(name: str, file: Path) -> list[Path]:
     """Return the paths that a name in `file` may mean: trainers resolve them in their own folder."""
     folders = (file.absolute().parent, file.absolute().parent.parent, Path.cwd())
-    return [folder / Path(name).expanduser() for folder in folders]
+    return [folder / expanded(name) for folder in folders]
 
 
 def _parsed(file: Path) -> Any:

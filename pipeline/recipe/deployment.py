@@ -25,6 +25,7 @@ from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, one_of, rej
 from pipeline.recipe.validators import FolderPath
 from pipeline.recipe.yaml_document import KeyPath
 from pipeline.recipe.yaml_file import read_yaml_file
+from pipeline.storage.addresses import expanded
 
 DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
 """Environment variable with the path of the deployment file; without it, all defaults apply."""
@@ -169,6 +170,9 @@ class SlurmSettings(Settings):
                     f"an option of sbatch must start with - and not be surrounded by spaces, got {option!r}"
                 )
                 yield Violation(f"options[{index}]", what, "write it as one text, such as --partition=gpu")
+            elif "\0" in option:
+                what = f"an option of sbatch must not contain a NUL character, got {option!r}"
+                yield Violation(f"options[{index}]", what, "remove the character")
             elif (name := _set_by_slurm_launcher(option)) is not None:
                 what = f"the launcher sets {name} of sbatch itself, got {option!r}"
                 yield Violation(f"options[{index}]", what, f"remove it: {_SET_BY_SLURM_LAUNCHER[name][1]}")
@@ -325,7 +329,7 @@ def load_deployment() -> Deployment:
 
 def read_deployment(file: Path) -> Deployment:
     """Return the deployment in `file`; see `load_deployment`."""
-    file = file.expanduser().absolute()
+    file = expanded(str(file)).absolute()
     if not file.exists():
         fix = f"set {DEPLOYMENT_VARIABLE} to a deployment file, or unset it for the defaults"
         raise DeploymentError("the deployment file does not exist", where=path_in_recipe(file), fix=fix)

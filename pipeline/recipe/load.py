@@ -24,7 +24,7 @@ from pipeline.recipe.schema import NAME_PATTERN, RecacheSettings, Recipe, valid_
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.recipe.yaml_file import read_yaml_file
-from pipeline.storage.addresses import Address, Url, absolute, address, address_hash
+from pipeline.storage.addresses import Address, Url, absolute, address, address_hash, expanded
 
 CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable with the folder of recipes; the default is configs/."""
@@ -33,12 +33,12 @@ CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 def recipes_dir() -> Path:
     """Return the folder of recipes: `LATENTLINE_CONFIGS` (relative to the working directory), or configs/."""
     chosen = os.environ.get(CONFIGS_VARIABLE, "")
-    return Path(chosen).expanduser().absolute() if chosen else project_root() / "configs"
+    return expanded(chosen).absolute() if chosen else project_root() / "configs"
 
 
 def load_recipe(file: Path) -> Recipe:
     """Return the recipe in `file`; all mistakes are in one RecipeError, with line, key and fix."""
-    read = _read(Path(file).expanduser().absolute())
+    read = _read(expanded(str(file)).absolute())
     if read.recipe is None:
         raise recipe_error(read.mistakes)
     return read.recipe

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path, PurePath
 
 from pipeline.escaping import without_secrets
+from pipeline.storage.addresses import expanded
 
 
 @cache
@@ -17,13 +18,13 @@ def project_root() -> Path:
 
 def in_project(text: str) -> Path:
     """Return the path that a recipe's text refers to, relative to the project root; `~` is expanded."""
-    return project_root() / Path(text).expanduser()
+    return project_root() / expanded(text)
 
 
 def path_in_recipe(path: Path) -> str:
     """Return `path` as a recipe writes it: relative if it is inside the project root, absolute otherwise."""
     # Symbolic links stay, so that messages show the path that the user knows.
-    absolute_path, root = path.expanduser().absolute(), project_root()
+    absolute_path, root = expanded(str(path)).absolute(), project_root()
     if absolute_path.is_relative_to(root):
         return absolute_path.relative_to(root).as_posix()
     return str(absolute_path)

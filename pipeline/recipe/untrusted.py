@@ -17,7 +17,7 @@ from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.recipe.yaml_document import dotted
-from pipeline.storage.addresses import is_url
+from pipeline.storage.addresses import expanded, is_url
 
 if TYPE_CHECKING:
     from pipeline.recipe.yaml_document import KeyPath
@@ -280,7 +280,7 @@ def _written_problem(text: str, root: Path) -> str | None:
 
 
 def _real(root: Path, text: str) -> Path:
-    return Path(os.path.realpath(root / Path(text).expanduser()))
+    return Path(os.path.realpath(root / expanded(text)))
 
 
 def _links_below(folder: Path) -> Iterator[str]:

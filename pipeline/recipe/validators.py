@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, PlainSerializer, ValidatorFunctionWrapHand
 from pipeline.escaping import has_credentials
 from pipeline.recipe.check_specs import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.recipe.settings import MAX_COUNT, one_of, reject
-from pipeline.storage.addresses import PROTOCOLS, Address, Url, is_url
+from pipeline.storage.addresses import PROTOCOLS, Address, Url, expanded, is_url
 from pipeline.storage.remote_folder import CONDITIONAL_WRITES
 
 MANIFEST_SUFFIXES = (".parquet", ".jsonl", ".csv")
@@ -51,6 +51,12 @@ def check_address(value: object) -> object:
         reject("the path must not be empty", "name a folder; relative paths start at the project root")
     if "\0" in value:
         reject("the path must not contain a NUL character", "remove the character")
+    home = value.rpartition("::")[2].partition("/")[0]
+    if home.startswith("~") and expanded(home) == Path(home):
+        reject(
+            f"the path must start with the home folder of a user of this machine, got {value!r}",
+            f"correct the user name, or write ./{value} for a folder with this name",
+        )
     # In a text, spaces and quotes end an address. Here they can be part of a password.
     if has_credentials(re.sub(r"[\s\"'<>]", "_", value)):
         reject(

@@ -7,6 +7,7 @@ each following link is the container of the one before. This module opens nothin
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
@@ -90,6 +91,12 @@ def address(text: str) -> Address:
     return Url(text) if is_url(text) else Path(text)
 
 
+def expanded(text: str) -> Path:
+    """Return a path with the home folder in place of `~` or `~user`; an unknown `~user` stays."""
+    # For an unknown user, Path.expanduser raises; for a NUL, both functions do.
+    return Path(text if "\0" in text else os.path.expanduser(text))  # noqa: PTH111
+
+
 def absolute(text: str, root: Path) -> Address:
     """Return the address named in a recipe.
 
@@ -97,13 +104,13 @@ def absolute(text: str, root: Path) -> Address:
     of a chain. Relative paths start at `root`, and `~` is the home folder.
     """
     if not is_url(text):
-        return root / Path(text).expanduser()
+        return root / expanded(text)
 
     *inner_links, last_link = text.split("::")
     protocol, separator, path = last_link.partition("://")
     if separator and protocol.lower() not in _LOCAL_PROTOCOLS:
         return Url(text)
-    local = root / Path(path if separator else last_link).expanduser()
+    local = root / expanded(path if separator else last_link)
     return Url("::".join([*inner_links, str(local)])) if inner_links else local
 
 

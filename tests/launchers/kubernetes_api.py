@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -64,6 +64,15 @@ def _object_mistakes(model: Any, value: dict[str, Any], path: str) -> Iterator[s
         model(**given)  # the constructor checks required fields
     except ValueError as err:
         yield f"{path}: {err}"
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Return a word of a container's command as Kubernetes starts it: $(NAME) is a variable, and $$ is $."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda match: "$" if match[0] == "$$" else variables.get(match[1], match[0]),
+        text,
+    )
 
 
 class Job:
@@ -144,7 +153,7 @@ class Server:
         container = next(each for each in job.spec["containers"] if each["name"] == "latentline")
         python, *arguments = container["command"]
         assert python == "python"
-        return [sys.executable, *arguments]
+        return [sys.executable, *(expanded(each, os.environ) for each in arguments)]
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the status and the body of an answer; a text for a log."""

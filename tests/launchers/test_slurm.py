@@ -46,6 +46,8 @@ def test_an_encoding_is_a_job_array_whose_entries_have_the_bytes_of_a_local_run(
     shutil.rmtree(cache.recipe.cache_dir)
     shutil.rmtree(cache.recipe.output_dir)
 
+    # Slurm replaces %j in the names of output files, and a shell of the job replaces $(id).
+    scratch = scratch / "100%j $(id)"
     launcher = SlurmLauncher(scratch=str(scratch), workers=3, options=["--cpus-per-task=1", "--time=10"])
     reports: list[Any] = []
     messages, error = in_step(launcher, lambda launch: reports.append(encode(cache, launch).report))

@@ -10,6 +10,7 @@ from pipeline.models.diffusers_folder import is_tokenizer, tokenizer_files, weig
 from pipeline.models.families import Family, detect
 from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.models.resolve import indexed_snapshot
+from pipeline.storage.addresses import expanded
 
 WHERE = "--like"
 """Command-line option that names the reference model."""
@@ -28,7 +29,7 @@ def resolve_reference(reference: str, weights_of: Collection[str] | None) -> Fam
         ModelError: The reference is neither a folder nor a Hub id, or a file is missing.
         FamilyError: The family of its pipeline class is not supported.
     """
-    local = Path(reference).expanduser()
+    local = expanded(reference)
     if local.is_dir():
         family = detect(local.resolve())
         _require_files(family, weights_of)

@@ -456,3 +456,24 @@ def test_a_password_may_contain_quotes_and_spaces(tmp_path: Path, address: str):
 def test_an_address_without_a_password_may_contain_an_at_sign(tmp_path: Path, address: str):
     recipe = load_recipe(write(tmp_path, "small", GOOD.replace("data/photos", f'"{address}"')))
     assert str(recipe.datasets[0].path) == address
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "text"),
+    [
+        ("output_dir", "outputs/NAME", "~no-such-user/out"),
+        ("cache_dir", ".cache/latentline", "~$(id)"),
+        ("datasets[0].path", "data/photos", "zip://photos::~{{x}}/all.zip"),
+        ("datasets[0].path", "data/photos", "~no-such-user"),
+    ],
+)
+def test_O12_the_home_folder_of_an_unknown_user_is_a_mistake_in_one_recipe(
+    tmp_path: Path, key: str, usual: str, text: str
+) -> None:
+    file = write(tmp_path, "a", f"{GOOD}cache_dir: .cache/latentline\n".replace(usual, f'"{text}"'))
+    write(tmp_path, "b")
+    message = error_of(file)
+    assert "must start with the home folder of a user of this machine" in message
+    assert key in message
+    folder = load_recipe_folder(tmp_path)
+    assert ([each.name for each in folder.recipes], [each.file for each in folder.broken]) == (["b"], [file])
