@@ -16,6 +16,9 @@ from pipeline.processes.launch import PARENT_VARIABLE
 
 WATCH_INTERVAL_S = 0.5
 
+ORPHAN_GRACE_S = 4.0
+"""Seconds that training has for a checkpoint when the process that started it is gone."""
+
 _PR_SET_PDEATHSIG = 1
 
 

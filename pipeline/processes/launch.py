@@ -1,4 +1,4 @@
-"""Starting GPU work: the command line of `accelerate launch`, its environment, and its errors."""
+"""Starting GPU work: the command line and environment of launched processes, and their errors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,6 @@ ERROR_FILE_VARIABLE = "LATENTLINE_ERROR_FILE"
 TRAINING_MODULE = "pipeline.trained_lora.worker"
 """Entry module of training. Only its processes may be on several machines."""
 
-WITHOUT_ACCELERATE = (
-    "pipeline.vae_latents.worker",
-    "pipeline.text_embeddings.worker",
-    "pipeline.models.convert.worker",
-    "pipeline.trained_lora.pictures.worker",
-    "pipeline.memory.worker",
-)
-"""Entry modules that do not need accelerate's launcher. A single process of one is started directly, because
-the launcher would import torch first, which takes as long as a first image takes to be encoded."""
-
 THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
 """Environment variable with `accelerate.cpu_threads`."""
 
@@ -72,7 +62,7 @@ Meanwhile: TypeAlias = Callable[[], object]
 
 
 class Launch(Protocol):
-    """A function that runs one entry module under accelerate until it ends."""
+    """A function that runs one entry module in launched processes until they end."""
 
     def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         """Run `python -m <module> <job file>` in `accelerate.num_processes` processes.
@@ -91,13 +81,15 @@ class Launch(Protocol):
 def launch_command(
     settings: AccelerateSettings, module: str, job_file: Path, machines: Machines = ONE_MACHINE
 ) -> list[str]:
-    """Return the arguments of `accelerate launch` on this machine, or of Python for `WITHOUT_ACCELERATE`.
+    """Return the arguments of Python for a single process, or of `accelerate launch` on this machine.
 
     Raises:
         LaunchError: The processes cannot be divided among the machines.
     """
     machines.num_processes_here(settings)
-    if settings.num_processes == 1 and module in WITHOUT_ACCELERATE:
+    if settings.num_processes == 1:
+        # For a single process, accelerate's launcher only sets `accelerate_variables`, but it imports torch
+        # first, which takes seconds, and stays in memory until the process ends.
         return [sys.executable, "-m", module, str(job_file)]
 
     # The project's own file and explicit options, so that the user's accelerate configuration has no effect.
@@ -110,12 +102,14 @@ def launch_command(
     else:
         command += ["--machine_rank", str(machines.rank), "--main_process_ip", machines.host]
         command += ["--main_process_port", str(machines.port), "--rdzv_conf", f"timeout={machines.wait_s}"]
-    # With "auto", the process resolves the precision for its model and passes it to its `Accelerator`.
-    precision = "no" if settings.mixed_precision == "auto" else settings.mixed_precision
-    command += ["--mixed_precision", precision, "--dynamo_backend", "no"]
-    command += ["--num_cpu_threads_per_process", str(settings.cpu_threads)]
-    command += ["--multi_gpu"] if settings.num_processes > 1 else []
+    command += ["--mixed_precision", _launched_precision(settings), "--dynamo_backend", "no"]
+    command += ["--num_cpu_threads_per_process", str(settings.cpu_threads), "--multi_gpu"]
     return [*command, "-m", module, str(job_file)]
+
+
+def _launched_precision(settings: AccelerateSettings) -> str:
+    # With "auto", the process resolves the precision for its model and passes it to its `Accelerator`.
+    return "no" if settings.mixed_precision == "auto" else settings.mixed_precision
 
 
 def launch_environment(
@@ -132,7 +126,24 @@ def launch_environment(
         ERROR_FILE_VARIABLE: str(error_file),
         PARENT_VARIABLE: str(os.getpid()),
         **worker_variables(settings),
+        **(accelerate_variables(settings) if settings.num_processes == 1 else {}),
         **machines.environment(),
+    }
+
+
+def accelerate_variables(settings: AccelerateSettings) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets for a single process.
+
+    `Accelerator` reads them. The values of the user's environment have no effect, as with the launcher.
+    """
+    return {
+        "ACCELERATE_USE_CPU": "False",
+        "ACCELERATE_MIXED_PRECISION": _launched_precision(settings),
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
     }
 
 

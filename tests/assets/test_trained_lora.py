@@ -59,8 +59,6 @@ def recipe(tmp_path: Path) -> Recipe:
 def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "worker_under_test.py").write_text(WORKER, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    # Accelerate's launcher takes seconds to import torch, and adds nothing to these tests.
-    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ("worker_under_test",))
     file = tmp_path / "run" / "order.json"
     file.parent.mkdir()
     job = {"recipe": {"training": {"steps": 100}}, "prompts": ["a cat"]}

@@ -45,8 +45,7 @@ def test_the_error_of_a_killed_trainer_names_its_signal(cached) -> None:
     [trainer] = [
         process
         for process in psutil.Process(running.pid).children(recursive=True)
-        if process.cmdline()[1:3] != ["-m", "pipeline.processes.worker.accelerate_launch"]
-        and process.cmdline()[1:2] == ["-m"]
+        if process.cmdline()[1:2] == ["-m"]
     ]
     trainer.send_signal(signal.SIGKILL)
     _, errors = running.communicate(timeout=60)

@@ -1,28 +1,23 @@
-"""`accelerate launch` in a process that ends with its parent and stops its workers.
+"""`accelerate launch` for several processes, in a process that ends with its parent and stops its workers.
 
 The chain is Dagster's step, this process, and one worker per rank. When one ends, the following ones end too:
 
     the step is killed      the kernel sends this process a SIGTERM, and the thread of `watch_parent` notices
     this process is killed  the kernel sends each worker a SIGTERM (`end_with_parent` in `reporter`)
-    SIGTERM to this one     is forwarded to the workers, which write a checkpoint; their status becomes ours
+    SIGTERM to this one     torch's launcher forwards it to the workers, which write a checkpoint; before it
+                            has started them, this process ends
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 from functools import partial
-from types import FrameType
 
 from pipeline.errors import LaunchError
-from pipeline.processes.guard import end_now, end_with_parent, watch_parent
+from pipeline.processes.guard import ORPHAN_GRACE_S, end_now, end_with_parent, watch_parent
 from pipeline.processes.machines import Machines, machines_of_this_process
 from pipeline.processes.pipes import write_error
 from pipeline.processes.tree import ProcessTree
-
-ORPHAN_GRACE_S = 4.0
-"""Seconds that workers have for a checkpoint when the step that started them is gone."""
 
 
 def launch() -> int:
@@ -34,8 +29,6 @@ def launch() -> int:
     watch_parent(on_death=partial(tree.stop_below, grace_s=ORPHAN_GRACE_S))
     end_with_parent()
     machines = machines_of_this_process()
-    # While other machines are awaited, a signal ends this process; afterwards torch's launcher handles it.
-    signal.signal(signal.SIGTERM, _forward if machines.number == 1 else signal.SIG_DFL)
 
     # These imports take seconds, in which the parent may die: the guards above come first.
     import torch
@@ -48,8 +41,6 @@ def launch() -> int:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # otherwise several processes would require NCCL
     try:
         main()
-    except subprocess.CalledProcessError as err:
-        return err.returncode if err.returncode > 0 else 128 - err.returncode
     except SignalException as err:
         return 128 + err.sigval
     except ChildFailedError as err:
@@ -81,12 +72,6 @@ def _not_connected(machines: Machines, err: Exception) -> LaunchError:
         fix="start latentline train on every machine, with the same --machines and --master and its own "
         "--rank; the port must be open between them",
     )
-
-
-def _forward(number: int, _frame: FrameType | None) -> None:
-    for process in ProcessTree(os.getpid()).members():
-        if process.pid != os.getpid():
-            process.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
-"""`python -m pipeline.trained_lora.worker <order.json>`: one process of a training run, under accelerate."""
+"""`python -m pipeline.trained_lora.worker <order.json>`: one process of a training run.
+
+It ends with its parent: Dagster's step or `latentline train` for a single process, accelerate's launcher for
+one of several. If the parent dies, the process saves a checkpoint if it can do so in time.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from pipeline.processes.guard import end_now
+from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import reporter
+from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals, stop_orphan
 
 
 def main(job_file: Path) -> None:
     """Train; exit with status 143 after a stop request, once a checkpoint is saved."""
+    watch_parent(on_death=stop_orphan)
     with reporter() as report:
         # Imports below `reporter` and not at the top, so that an import error reaches the run's log.
         from pipeline.cache.pack_copies import CopySettings
@@ -36,7 +42,6 @@ def main(job_file: Path) -> None:
         from pipeline.processes.worker.devices import used_memory_text
         from pipeline.processes.worker.machine_watch import machines_watched
         from pipeline.trained_lora.worker.loop import train
-        from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+from pipeline.processes.guard import ORPHAN_GRACE_S
+from pipeline.processes.tree import ProcessTree
 
 STOPPED_STATUS = 128 + signal.SIGTERM
 """Exit status of a process that saved a checkpoint and stopped on request."""
@@ -46,3 +51,15 @@ def stop_on_signals(file: Path | None = None) -> Generator[StopRequest]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+def stop_orphan(grace_s: float = ORPHAN_GRACE_S) -> None:
+    """Request a stop of this process, wait for a checkpoint, then stop its descendants.
+
+    It returns only if the process has not ended within `grace_s`. Call it in a thread, when the process that
+    started this one is gone.
+    """
+    # On Linux, the kernel has sent the same signal (`end_with_parent`).
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    ProcessTree(os.getpid()).stop_below(grace_s=0)

@@ -37,21 +37,73 @@ def value(command: list[str], option: str) -> str:
     return command[command.index(option) + 1]
 
 
-def test_only_several_processes_are_a_multi_gpu_launch() -> None:
-    one = launch_command(AccelerateSettings(), "pipeline.trained_lora.worker", Path("order.json"))
-    two = launch_command(AccelerateSettings(num_processes=2, mixed_precision="bf16"), "m", Path("o"))
-    assert "--multi_gpu" not in one
-    assert "--multi_gpu" in two
-    assert (value(two, "--num_processes"), value(two, "--mixed_precision")) == ("2", "bf16")
-    assert one[-3:] == ["-m", "pipeline.trained_lora.worker", "order.json"]
+ONE, TWO = AccelerateSettings(), AccelerateSettings(num_processes=2)
+
+ACCELERATE_LAUNCH = [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
 
 
-def test_a_single_process_that_does_not_use_accelerate_is_started_directly() -> None:
-    module = "pipeline.vae_latents.worker"
-    one = launch_command(AccelerateSettings(), module, Path("order.json"))
-    two = launch_command(AccelerateSettings(num_processes=2), module, Path("order.json"))
-    assert one == [sys.executable, "-m", module, "order.json"]
-    assert two[:3] == [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
+def test_only_several_processes_are_started_by_accelerates_launcher() -> None:
+    one = launch_command(ONE, "pipeline.trained_lora.worker", Path("order.json"))
+    two = launch_command(TWO, "pipeline.trained_lora.worker", Path("order.json"))
+    assert one == [sys.executable, "-m", "pipeline.trained_lora.worker", "order.json"]
+    assert two[:3] == ACCELERATE_LAUNCH
+    assert two[-4:] == ["--multi_gpu", "-m", "pipeline.trained_lora.worker", "order.json"]
+    assert value(two, "--num_processes") == "2"
+
+
+SHOWS_ENVIRONMENT = """
+import json, os, sys
+variables = dict(os.environ)
+if sys.argv[2:] == ["state"]:
+    from accelerate import Accelerator
+    variables["state"] = repr(Accelerator().state)
+json.dump(variables, open(sys.argv[1], "w"))
+"""
+
+
+def shown(folder: Path, settings: AccelerateSettings, *, launcher: bool, state: bool) -> dict[str, str]:
+    """Return the environment of a process started by accelerate's own launcher, or as a launch starts it."""
+    script, result = folder / "shows_environment.py", folder / "shown.json"
+    script.write_text(SHOWS_ENVIRONMENT, encoding="utf-8")
+    variables = launch_environment(settings, folder / "error.json")
+    command = [sys.executable]
+    if launcher:
+        variables = {name: each for name, each in variables.items() if not name.startswith("ACCELERATE_")}
+        precision = "no" if settings.mixed_precision == "auto" else settings.mixed_precision
+        command += ["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+        command += ["--config_file", value(launch_command(TWO, "m", Path("o")), "--config_file")]
+        command += ["--mixed_precision", precision, "--dynamo_backend", "no"]
+        command += ["--num_cpu_threads_per_process", str(settings.cpu_threads)]
+    command += [str(script), str(result), *(["state"] if state else [])]
+    subprocess.run(command, env=variables, check=True, capture_output=True)
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "state"),
+    [
+        ("bf16", False),
+        pytest.param("auto", True, marks=pytest.mark.slow),
+        pytest.param("no", True, marks=pytest.mark.slow),
+        pytest.param("fp16", True, marks=pytest.mark.slow),
+        pytest.param("bf16", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_single_process_has_the_environment_and_state_that_accelerates_launcher_would_give_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Literal["auto", "no", "fp16", "bf16"],
+    *,
+    state: bool,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    settings = AccelerateSettings(mixed_precision=precision, cpu_threads=3)
+    expected = shown(tmp_path, settings, launcher=True, state=state)
+    assert shown(tmp_path, settings, launcher=False, state=state) == expected
+    assert expected["OMP_NUM_THREADS"] == "3"
+    assert "ACCELERATE_MIXED_PRECISION" in expected
+    assert ("Mixed precision type: " in expected.get("state", "")) == state
 
 
 def test_processes_that_cannot_be_divided_among_the_machines_are_refused() -> None:
@@ -60,7 +112,7 @@ def test_processes_that_cannot_be_divided_among_the_machines_are_refused() -> No
 
 
 def test_the_users_accelerate_configuration_is_not_read() -> None:
-    command = launch_command(AccelerateSettings(), "m", Path("o"))
+    command = launch_command(TWO, "m", Path("o"))
     assert Path(value(command, "--config_file")).is_file()
 
 
@@ -68,9 +120,10 @@ def test_the_users_accelerate_configuration_is_not_read() -> None:
 def test_the_number_of_threads_is_two_unless_the_recipe_sets_it(
     tmp_path: Path, cpu_threads: int | None
 ) -> None:
-    settings = AccelerateSettings() if cpu_threads is None else AccelerateSettings(cpu_threads=cpu_threads)
-    threads = str(cpu_threads or 2)
-    assert value(launch_command(settings, "m", Path("o")), "--num_cpu_threads_per_process") == threads
+    chosen = {} if cpu_threads is None else {"cpu_threads": cpu_threads}
+    settings, threads = AccelerateSettings(**chosen), str(cpu_threads or 2)
+    two = AccelerateSettings(num_processes=2, **chosen)
+    assert value(launch_command(two, "m", Path("o")), "--num_cpu_threads_per_process") == threads
     variables = launch_environment(settings, tmp_path / "e")
     assert variables["OMP_NUM_THREADS"] == threads, "for a process that accelerate does not start"
     code = "from pipeline.processes.launch import cpu_threads; print(cpu_threads())"
@@ -102,8 +155,8 @@ def test_one_machine_uses_any_free_port_and_several_meet_at_the_address_of_the_f
 def test_the_process_chooses_the_precision_if_the_recipe_leaves_it_open(
     chosen: Literal["auto", "no", "bf16"], passed: str
 ) -> None:
-    command = launch_command(AccelerateSettings(mixed_precision=chosen), "m", Path("o"))
-    assert value(command, "--mixed_precision") == passed
+    two = AccelerateSettings(num_processes=2, mixed_precision=chosen)
+    assert value(launch_command(two, "m", Path("o")), "--mixed_precision") == passed
 
 
 def test_the_variables_of_a_launched_process_are_those_of_the_recipe_and_not_of_a_scheduler(
@@ -165,7 +218,6 @@ while not (folder / "go").exists():
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "slow_entry.py").write_text(SLOW_ENTRY, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ("slow_entry",))
     return tmp_path / "order.json"
 
 
@@ -260,7 +312,6 @@ def test_lines_are_logged_while_the_process_runs_and_an_error_is_only_raised(
 ) -> None:
     (tmp_path / "reporting_entry.py").write_text(REPORTING_ENTRY, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ("reporting_entry",))
     order, lines = tmp_path / "order.json", list[str]()
 
     def log(line: str) -> None:
