@@ -17,18 +17,31 @@ The column `decoding` follows if an image has decoding rules, see `images/decode
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pandera.errors
-import pandera.polars as pa
 import polars as pl
 
 from pipeline.errors import TableError
 
+if TYPE_CHECKING:
+    import pandera.errors
+    import pandera.polars
+
 Columns = dict[str, Any]
 """Column names in table order, each with its Polars type."""
 
-_PanderaColumns = dict[str, pa.Column]
+
+class _Column(NamedTuple):
+    """What the Pandera schema of a table states about one column."""
+
+    dtype: type[pl.DataType]
+    description: str
+    nullable: bool = False
+    required: bool = True
+
+
+_Declared = dict[str, _Column]
 
 FILTER_PREFIX = "filter_"
 """Prefix of the reasons given by a recipe's filters and limit; such a sample is not defective."""
@@ -43,44 +56,44 @@ _MAX_FAILURE_CHARS = 160
 """Maximum length of one failing value in an error message."""
 
 
-def _text(description: str, *, nullable: bool = False) -> pa.Column:
-    return pa.Column(pl.String, nullable=nullable, description=description)
+def _text(description: str, *, nullable: bool = False) -> _Column:
+    return _Column(pl.String, description, nullable=nullable)
 
 
-def _int32(description: str) -> pa.Column:
-    return pa.Column(pl.Int32, description=description)
+def _int32(description: str) -> _Column:
+    return _Column(pl.Int32, description)
 
 
-def _int64(description: str) -> pa.Column:
-    return pa.Column(pl.Int64, description=description)
+def _int64(description: str) -> _Column:
+    return _Column(pl.Int64, description)
 
 
-def _float64(description: str) -> pa.Column:
-    return pa.Column(pl.Float64, description=description)
+def _float64(description: str) -> _Column:
+    return _Column(pl.Float64, description)
 
 
-def _boolean(description: str) -> pa.Column:
-    return pa.Column(pl.Boolean, description=description)
+def _boolean(description: str) -> _Column:
+    return _Column(pl.Boolean, description)
 
 
-def _optional(dtype: type[pl.DataType], description: str) -> pa.Column:
-    return pa.Column(dtype, nullable=True, required=False, description=description)
+def _optional(dtype: type[pl.DataType], description: str) -> _Column:
+    return _Column(dtype, description, nullable=True, required=False)
 
 
-_SAMPLE: _PanderaColumns = {
+_SAMPLE: _Declared = {
     "sample_id": _text("Dataset name and relative POSIX path, NFC."),
     "dataset": _text("Name of the dataset in the recipe."),
     "path": _text("Path relative to the dataset, spelled as in the file system."),
 }
-_CONTENT: _PanderaColumns = {
+_CONTENT: _Declared = {
     "content_hash": _text("SHA-256 of the image file's bytes."),
     "height": _int32("Height in pixels after EXIF orientation."),
     "width": _int32("Width in pixels after EXIF orientation."),
 }
-_DUPLICATES: _PanderaColumns = {
+_DUPLICATES: _Declared = {
     "duplicate_group": _text("Smallest content hash among the images that look the same."),
 }
-_GEOMETRY: _PanderaColumns = {
+_GEOMETRY: _Declared = {
     "bucket": _text("Target size as <height>x<width>."),
     "resized_height": _int32("Height after scaling, before the crop."),
     "resized_width": _int32("Width after scaling, before the crop."),
@@ -89,7 +102,7 @@ _GEOMETRY: _PanderaColumns = {
     "target_height": _int32("Height after the crop, as seen by the VAE."),
     "target_width": _int32("Width after the crop, as seen by the VAE."),
 }
-_ENTRY: _PanderaColumns = {
+_ENTRY: _Declared = {
     "key": _text("Key of the cache entry."),
     "dtype": _text("Dtype of the stored tensors."),
     "entry_bytes": _int64("Size of the entry's file when it was last verified."),
@@ -98,7 +111,7 @@ _ENTRY: _PanderaColumns = {
     "entry_inode": _int64("Inode of the entry's file when it was last verified."),
 }
 
-_ASSET_COLUMNS: dict[str, _PanderaColumns] = {
+_ASSET_COLUMNS: dict[str, _Declared] = {
     "raw_images": {
         **_SAMPLE,
         **_CONTENT,
@@ -170,13 +183,13 @@ _ASSET_COLUMNS: dict[str, _PanderaColumns] = {
     },
 }
 
-_MASK: _PanderaColumns = {
+_MASK: _Declared = {
     "mask_path": _optional(pl.String, "Path of the mask file, or of the image if its opacity is the mask."),
     "mask_hash": _optional(pl.String, "SHA-256 of that file's bytes."),
     "mask_mean": _optional(pl.Float64, "Mean weight of the mask before the crop, 0 to 1."),
     "mask_decoding": _optional(pl.String, "As decoding, for the mask."),
 }
-_MASK_COLUMNS: dict[str, _PanderaColumns] = {
+_MASK_COLUMNS: dict[str, _Declared] = {
     "validated_dataset": _MASK,
     "aspect_buckets": _MASK,
     "vae_latents": {
@@ -191,7 +204,7 @@ _MASK_COLUMNS: dict[str, _PanderaColumns] = {
 }
 """Columns at the end of a table of a recipe with masks; null for samples of datasets without masks."""
 
-_REFERENCES: _PanderaColumns = {
+_REFERENCES: _Declared = {
     "reference_images": _optional(
         pl.String,
         "The sample's reference images in the recipe's order, a JSON array of objects with path, hash "
@@ -199,7 +212,7 @@ _REFERENCES: _PanderaColumns = {
         "column of that name) where it is not null.",
     ),
 }
-_REFERENCE_COLUMNS: dict[str, _PanderaColumns] = {
+_REFERENCE_COLUMNS: dict[str, _Declared] = {
     "validated_dataset": _REFERENCES,
     "aspect_buckets": _REFERENCES,
     "vae_latents": {
@@ -226,19 +239,19 @@ text_embeddings has them only if the text encoder sees the references.
 
 _SIDE_INPUT_COLUMNS = {"masks": _MASK_COLUMNS, "references": _REFERENCE_COLUMNS}
 
-_DECODING: _PanderaColumns = {
+_DECODING: _Declared = {
     "decoding": _optional(
         pl.String,
         "Names of the decoding rules of the image that are part of its latent's key, separated by spaces, "
         "such as white_is_zero; null for images without such rules.",
     ),
 }
-_DECODING_COLUMNS: dict[str, _PanderaColumns] = dict.fromkeys(
+_DECODING_COLUMNS: dict[str, _Declared] = dict.fromkeys(
     ("validated_dataset", "aspect_buckets", "vae_latents"), _DECODING
 )
 """Last column of these tables if at least one image has decoding rules."""
 
-_OPTIONAL_COLUMNS: dict[str, _PanderaColumns] = {
+_OPTIONAL_COLUMNS: dict[str, _Declared] = {
     asset: {
         name: column
         for of_tables in (*_SIDE_INPUT_COLUMNS.values(), _DECODING_COLUMNS)
@@ -247,7 +260,7 @@ _OPTIONAL_COLUMNS: dict[str, _PanderaColumns] = {
     for asset in _ASSET_COLUMNS
 }
 
-_REJECTED_COLUMNS: _PanderaColumns = {
+_REJECTED_COLUMNS: _Declared = {
     **_SAMPLE,
     "stage": _text("Stage that rejected the sample."),
     "reason": _text("Reason code, such as empty_file."),
@@ -269,20 +282,12 @@ def row_names(asset: str) -> list[str]:
     return _ROW_NAMES.get(asset, ["sample_id"])
 
 
-def _schema(asset: str, columns: _PanderaColumns) -> pa.DataFrameSchema:
-    return pa.DataFrameSchema(columns, name=asset, strict=True, ordered=True, unique=row_names(asset))
+def _polars_types(columns: _Declared) -> Columns:
+    return {name: column.dtype for name, column in columns.items()}
 
 
-def _polars_types(columns: _PanderaColumns) -> Columns:
-    types: Columns = {}
-    for name, column in columns.items():
-        assert column.dtype is not None, f"column {name} has no type"
-        types[name] = column.dtype.type
-    return types
-
-
-_PANDERA_SCHEMAS = {
-    asset: _schema(asset, {**columns, **_OPTIONAL_COLUMNS.get(asset, {})})
+_ALL_COLUMNS = {
+    asset: {**columns, **_OPTIONAL_COLUMNS.get(asset, {})}
     for asset, columns in (*_ASSET_COLUMNS.items(), ("rejected", _REJECTED_COLUMNS))
 }
 
@@ -302,9 +307,14 @@ ASSETS = tuple(SCHEMAS)
 """Asset names in graph order."""
 
 
-def pandera_schema(asset: str) -> pa.DataFrameSchema:
+@cache
+def pandera_schema(asset: str) -> pandera.polars.DataFrameSchema:
     """Return the schema of `asset` (or "rejected"): ordered columns, types, nulls and unique rows."""
-    return _PANDERA_SCHEMAS[asset]
+    # Pandera takes half a second and 40 MB to load, and only a table that violates its schema needs it.
+    import pandera.polars as pa
+
+    columns = {name: pa.Column(**column._asdict()) for name, column in _ALL_COLUMNS[asset].items()}
+    return pa.DataFrameSchema(columns, name=asset, strict=True, ordered=True, unique=row_names(asset))
 
 
 def columns_in(asset: str, table: pl.DataFrame) -> Columns:
@@ -357,10 +367,29 @@ def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
     Raises:
         TableError: The table violates the schema; the message names the first failing rows.
     """
+    if _is_valid(asset, table):
+        return table
+    import pandera.errors
+
     try:
         return pandera_schema(asset).validate(table, lazy=True)
     except pandera.errors.SchemaErrors as err:
         raise _schema_error(asset, where, _failures(err)) from err
+
+
+def _is_valid(asset: str, table: pl.DataFrame) -> bool:
+    """Return whether `pandera_schema(asset)` accepts the table."""
+    declared = _ALL_COLUMNS[asset]
+    names = [name for name, column in declared.items() if column.required or name in table.columns]
+    if table.columns != names or any(table.schema[name] != declared[name].dtype for name in names):
+        return False
+    for name in names:
+        values = table[name]
+        if not declared[name].nullable and (
+            values.has_nulls() or (values.dtype.is_float() and values.is_nan().any())
+        ):
+            return False
+    return table.select(row_names(asset)).n_unique() == len(table)
 
 
 def _types(asset: str) -> Columns:

@@ -1,9 +1,12 @@
 """Pandera schemas accept exactly the tables that the stages exchange."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pandera.errors
 import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
@@ -55,6 +58,42 @@ def test_nan_is_an_error_in_a_column_of_floats(asset: str) -> None:
     table = one_row(asset).with_columns(pl.lit(float("nan")).alias(name) for name in floats)
     with pytest.raises(TableError, match="NaN"):
         validated(asset, table, "a test")
+
+
+@pytest.mark.parametrize("asset", [*ASSETS, "rejected"])
+def test_tables_are_valid_exactly_if_the_pandera_schema_accepts_them(asset: str) -> None:
+    names = list(pandera_schema(asset).columns)
+    types = {name: column.dtype.type for name, column in pandera_schema(asset).columns.items()}
+    values = pl.DataFrame({name: "x" if types[name] == pl.String else 1 for name in names})
+    complete = values.cast(types)
+    floats = [name for name in names if types[name].is_float()]
+    tables = [
+        *(complete, complete.clear(), one_row(asset), complete.select(reversed(names))),
+        *(complete.with_columns(pl.lit(None, types[name]).alias(name)) for name in names),
+        *(complete.drop(name) for name in names),
+        *(complete.with_columns(pl.lit(1, pl.Int16).alias(name)) for name in names),
+        *(complete.with_columns(pl.lit(float("nan")).alias(name)) for name in floats),
+        # The equal rows are not neighbours.
+        pl.concat([complete, complete.with_columns(sample_id=pl.lit("y")), complete]),
+    ]
+    for table in tables:
+        try:
+            pandera_schema(asset).validate(table, lazy=True)
+        except pandera.errors.SchemaErrors:
+            with pytest.raises(TableError):
+                validated(asset, table, "a test")
+        else:
+            assert_frame_equal(validated(asset, table, "a test"), table)
+
+
+def test_a_valid_table_does_not_load_pandera() -> None:
+    code = """
+import sys
+from pipeline.storage.tables import empty, validated
+validated("raw_images", empty("raw_images"), "a test")
+assert "pandera" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_error_names_column_row_and_table_and_counts_further_failures() -> None:
