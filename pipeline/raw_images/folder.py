@@ -53,6 +53,10 @@ _APPLE_COPIES = frozenset(["resources", "thumbnails", "previews", "data.noindex"
 FOREIGN_CACHES = frozenset(["npz", "npy", "pt", "pth", "safetensors", "ckpt"])
 """Suffixes of the cache files that other trainers write next to images."""
 
+_IGNORED_NAMES = JUNK | COPIES | _APPLE_COPIES
+_IGNORED_STARTS = (".", _SNAPSHOT_PREFIX)
+_IGNORED_ENDS = ("~", _PREVIEWS_SUFFIX)
+
 MAX_REMOTE_FOLDERS = 1_000_000
 """Maximum number of folders of a dataset at an address."""
 
@@ -173,7 +177,9 @@ def walk_remote(
             fix = f"set {source.key} to a folder inside it"
             raise DatasetError(what, where=source.where(folder), fix=fix)
         for entry in _remote_entries(source, folder, result):
-            if _is_ignored(result, entry.path, str(source.address)):
+            parent, _, name = entry.path.rpartition("/")
+            if is_ignored(name, parent or str(source.address)):
+                _count_ignored(result, entry.path, name)
                 continue
             if entry.is_special:
                 result.passed_over["special"] += 1
@@ -230,36 +236,39 @@ def holds_copies(name: str, parent: str) -> bool:
 
 def is_ignored(name: str, parent: str) -> bool:
     """Return whether a file or folder of this name does not belong to the dataset; see `holds_copies`."""
+    # Called for every file of a dataset, and most names are in none of the lists.
+    lower = name.lower()
+    if (
+        lower not in _IGNORED_NAMES
+        and not lower.startswith(_IGNORED_STARTS)
+        and not lower.endswith(_IGNORED_ENDS)
+    ):
+        return False
     return is_hidden(name) or holds_copies(name, parent)
 
 
-def _is_ignored(result: WalkResult, path: str, root: str) -> bool:
-    """Return whether the name of a file or folder shows that it is not part of the dataset, and count it."""
-    parent, _, name = path.rpartition("/")
+def _count_ignored(result: WalkResult, path: str, name: str) -> None:
     if is_hidden(name):
         result.passed_over["hidden"] += 1
-    elif holds_copies(name, parent or root):
+    else:
         result.passed_over["deleted_or_cached"] += 1
         result.deleted_or_cached.append(path)
-    else:
-        return False
-    return True
 
 
 def _may_be_image(
     result: WalkResult, path: str, caption_suffixes: tuple[str, ...], looks_like_image: Callable[[str], bool]
 ) -> bool:
     """Return True for a possible image; count every other file in `result` by its kind."""
-    name = path.rpartition("/")[2]
-    _, dot, suffix = name.rpartition(".")
-    suffix = suffix.lower() if dot else ""
+    _, dot, suffix = path.rpartition(".")
+    has_suffix = dot and "/" not in suffix
+    suffix = suffix.lower() if has_suffix else ""
 
     # Only files without a suffix are opened, because scrapers leave such images.
-    if suffix in SUFFIXES or (not dot and looks_like_image(path)):
+    if suffix in SUFFIXES or (not has_suffix and looks_like_image(path)):
         return True
 
     result.suffixes[suffix] += 1
-    if name.endswith(caption_suffixes):
+    if path.endswith(caption_suffixes):
         result.captions.append(path)
         result.passed_over["captions"] += 1
     elif suffix in FOREIGN_CACHES:
@@ -334,16 +343,18 @@ class _LocalWalker:
                 self.result.problems.append(problem)
 
     def _visit_entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
-        path = folder + entry.name
-        if _is_ignored(self.result, path, self._root):
-            return
-        if entry.is_symlink():
-            heapq.heappush(self._links, path)
-        elif entry.is_dir(follow_symlinks=False):
-            pending.append(path + "/")
-        # Reading a FIFO could block forever (FAILURES I25).
+        name = entry.name
+        path = folder + name
+        if is_ignored(name, folder or self._root):
+            _count_ignored(self.result, path, name)
         elif not entry.is_file(follow_symlinks=False):
-            self.result.passed_over["special"] += 1
+            if entry.is_symlink():
+                heapq.heappush(self._links, path)
+            elif entry.is_dir(follow_symlinks=False):
+                pending.append(path + "/")
+            # Reading a FIFO could block forever (FAILURES I25).
+            else:
+                self.result.passed_over["special"] += 1
         elif _may_be_image(self.result, path, self._caption_suffixes, self._looks_like_image):
             try:
                 stat = entry.stat(follow_symlinks=False)

@@ -106,7 +106,7 @@ def walk_dataset(
         walk=walk,
         images=images,
         rejected=[_rejected_row(settings.name, problem) for problem in problems],
-        orphan_captions=_orphan_captions(walk, caption_suffixes),
+        orphan_captions=_orphan_captions(walk.captions, images, problems, caption_suffixes),
     )
 
 
@@ -125,7 +125,8 @@ def _remove_excluded(walk: WalkResult, is_excluded: Callable[[str], bool]) -> No
 
 def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame, list[Problem]]:
     """Return the files with their sample ids, and a problem for each file that cannot have one."""
-    valid = [file for file in files if printable(file.path) == file.path]
+    undecodable = [file for file in files if printable(file.path) != file.path]
+    valid = [file for file in files if printable(file.path) == file.path] if undecodable else files
     problems = [
         Problem(
             file.path,
@@ -133,16 +134,14 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
             f"the file name is not UTF-8: {os.fsencode(file.path)!r}",
             "rename the file or its folder",
         )
-        for file in files
-        if printable(file.path) != file.path
+        for file in undecodable
     ]
 
-    schema = {"path": pl.String, **dict.fromkeys(STAT, pl.Int64)}
+    schema = {"path": pl.String, **dict.fromkeys(STAT, pl.Int64), "composed": pl.String}
     composed = [unicodedata.normalize("NFC", file.path) for file in valid]
-    table = pl.DataFrame([file[:-1] for file in valid], schema=schema, orient="row").with_columns(
-        dataset=pl.lit(dataset),
-        sample_id=pl.lit(f"{dataset}/") + pl.Series(composed, dtype=pl.String),
-        composed=pl.Series(composed, dtype=pl.String),
+    columns = [[file[index] for file in valid] for index in range(1 + len(STAT))]
+    table = pl.DataFrame([*columns, composed], schema=schema, orient="col").with_columns(
+        dataset=pl.lit(dataset), sample_id=pl.lit(f"{dataset}/") + pl.col("composed")
     )
 
     # If two names differ only in Unicode form, the composed one wins: its path is the sample id.
@@ -179,12 +178,23 @@ def _rejected_row(dataset: str, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _orphan_captions(walk: WalkResult, caption_suffixes: tuple[str, ...]) -> list[str]:
-    if not walk.captions:
+def _orphan_captions(
+    captions: list[str], images: pl.DataFrame, problems: list[Problem], caption_suffixes: tuple[str, ...]
+) -> list[str]:
+    if not captions:
         return []
-    image_paths = [image.path for image in walk.images] + [problem.path for problem in walk.problems]
-    expected = {sidecar_path(path, suffix) for path in image_paths for suffix in caption_suffixes}
-    return [path for path in walk.captions if path not in expected]
+
+    # Names that are not UTF-8 are among the problems, since a table cannot hold them.
+    stems = images.select(without_suffix(pl.col("path"))).to_series().to_list()
+    stems += [sidecar_path(problem.path, "") for problem in problems]
+    expected = {stem + suffix for stem in stems for suffix in caption_suffixes}
+    return [path for path in captions if path not in expected]
+
+
+def without_suffix(paths: pl.Expr) -> pl.Expr:
+    """Return the column of paths as `sidecar_path` with the suffix "" does, without a call for each path."""
+    # The character before the dot makes sure that the name does not start with the dot.
+    return paths.str.replace(r"([^/])\.[^./]*$", "${1}")
 
 
 def excluded_by(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -20,7 +20,6 @@ from pipeline.images.decode import DECODER, File, open_content
 from pipeline.images.formats import ImageError
 from pipeline.images.pixel_values import PIXEL_VALUES
 from pipeline.log import Log
-from pipeline.raw_images.folder import sidecar_path
 from pipeline.raw_images.manifest import (
     captions_by_path,
     composed,
@@ -40,6 +39,7 @@ from pipeline.raw_images.scan_index import (
 )
 from pipeline.raw_images.sources import sources_of
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS, MAX_NAMED
+from pipeline.raw_images.walk import without_suffix
 from pipeline.reporting.rejections import count_by_reason, rejection
 from pipeline.reporting.reports import Report, StageResult, Stopwatch, read_report
 from pipeline.side_inputs import SIDE_INPUTS
@@ -103,16 +103,13 @@ class _CaptionReader:
     def with_sidecars(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Add the column `sidecars`: the paths of an image's caption files; null in datasets without them."""
         # Other sources of captions have no file next to the image, so that nothing must be listed for them.
-        suffixes = {
-            name: settings.captions.suffixes
-            for name, settings in self.settings.items()
-            if settings.captions.from_ == "sidecar"
-        }
-        sidecars = [
-            [sidecar_path(path, suffix) for suffix in suffixes[dataset]] if dataset in suffixes else None
-            for dataset, path in rows.select("dataset", "path").rows()
-        ]
-        return rows.with_columns(pl.Series("sidecars", sidecars, dtype=pl.List(pl.String)))
+        sidecars = pl.lit(None, dtype=pl.List(pl.String))
+        for name, settings in self.settings.items():
+            if settings.captions.from_ == "sidecar":
+                paths = [without_suffix(pl.col("path")) + suffix for suffix in settings.captions.suffixes]
+                of_dataset = pl.when(pl.col("dataset") == name).then(pl.concat_list(paths))
+                sidecars = of_dataset.otherwise(sidecars)
+        return rows.with_columns(sidecars=sidecars)
 
     def read(self, row: Row) -> Row:
         """Return the caption columns and the focus point of one image.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.errors import DatasetError
 from pipeline.log import discard
-from pipeline.raw_images.walk import excluded_by, require_readable, walk_dataset
+from pipeline.raw_images.folder import sidecar_path
+from pipeline.raw_images.walk import excluded_by, require_readable, walk_dataset, without_suffix
 from pipeline.recipe import DatasetSettings, recipe_from_mapping
 
 
@@ -184,3 +187,22 @@ def test_a_pattern_of_many_stars_takes_no_longer_than_one() -> None:
     is_excluded = excluded_by(["*a" * 60 + "b", "/".join(["*a*a*a*a*a*c"] * 3), "?*" * 40 + "b"])
     for path in ("a" * 250, "/".join(["a" * 250] * 10)):
         assert not is_excluded(path)
+
+
+@given(st.lists(st.text(alphabet="a./ \n\u00e4\U0001f98a", min_size=1)))
+@example(
+    ["a.b.png", ".txt", "sub/.txt", "..txt", "a..png", "a.", "a.b/c", "a.\nb", "a\n.b\n", "\u00e4.\u00e4"]
+)
+def test_a_column_of_paths_loses_the_same_suffixes_as_single_paths(paths: list[str]) -> None:
+    table = pl.DataFrame({"path": paths}, schema={"path": pl.String})
+    stems = table.select(without_suffix(pl.col("path"))).to_series().to_list()
+    assert stems == [sidecar_path(path, "") for path in paths]
+
+
+def test_captions_of_rejected_and_of_undecodable_names_are_not_orphans(tmp_path: Path) -> None:
+    for name in (b"a.png", b"a.txt", b"\xff.png", b"\xff.txt", b"\xfe.txt", b"orphan.b.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"x")
+    (tmp_path / "broken.png").symlink_to("gone.png")
+    (tmp_path / "broken.txt").write_bytes(b"x")
+    walked = walk_dataset(settings_of(tmp_path), log=discard)
+    assert sorted(walked.orphan_captions) == sorted(["orphan.b.txt", os.fsdecode(b"\xfe.txt")])
