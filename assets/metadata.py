@@ -219,7 +219,18 @@ def _metadata_value(value: Any) -> MetadataValue[Any]:
     if isinstance(value, str):
         fits = len(value) <= _MAX_TEXT_CHARACTERS
         return MetadataValue.text(printable_lines(value)) if fits else MetadataValue.md(markdown_text(value))
-    return MetadataValue.json(value)
+    return MetadataValue.json(_printable(value))
+
+
+def _printable(value: Any) -> Any:
+    """Return a JSON value with escapes for control characters in its texts and names."""
+    if isinstance(value, str):
+        return printable_lines(value)
+    if isinstance(value, Mapping):
+        return {_printable(name): _printable(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item) for item in cast("Sequence[Any]", value)]
+    return value
 
 
 def _is_curve(value: Any) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sys
 import threading
 import time
 import uuid
@@ -32,7 +31,7 @@ from pipeline.errors import LaunchError
 from pipeline.processes.launch import error_from_json, worker_variables
 from pipeline.processes.machines import Machines
 from resources.local_launcher import Observer
-from resources.process_output import uninterrupted
+from resources.process_output import uninterrupted, write_output
 from resources.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -288,8 +287,7 @@ class _Job:
     def _forward(self, text: str) -> None:
         """Copy output to standard error, which Dagster captures, without the line of the result."""
         self._num_forwarded += len(text)
-        sys.stderr.write("".join(line for line in text.splitlines(True) if not line.startswith(RESULT)))
-        sys.stderr.flush()
+        write_output("".join(line for line in text.splitlines(True) if not line.startswith(RESULT)))
 
     def _failure(self) -> LaunchError:
         details = self._repeated(lambda: self._client.get_job_info(self.name))

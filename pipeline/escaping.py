@@ -22,6 +22,11 @@ _PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#\s@\"':\[]*:(?!:)(?:(
 _PORT = re.compile(r"[^:]*:\d+/")
 """Start of a server, its port and a path, which may contain an @."""
 
+_FILE = re.compile(
+    r"[^\s/\"'<>]*\.(?:png|jpe?g|webp|avif|hei[cf]|gif|bmp|tiff?|txt|caption|json|jsonl|csv|parquet|zip)\b"
+)
+"""End of the name of a file in a dataset; a server has none of these suffixes."""
+
 _QUERY = re.compile(r"(https?://[^\s?#\"'<>]*)([?#])(?!\*\*\*)[^\s\"'<>]+", re.IGNORECASE)
 _PARAMETERS = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#\"'<>]*)([?#])(?!\*\*\*)(?=[^\s\"'<>]*=)[^\s\"'<>]+"
@@ -166,7 +171,17 @@ def has_credentials(text: str) -> bool:
 
 
 def _hide_userinfo(match: re.Match[str]) -> str:
-    return f"{match[1]}://***@" if _is_secret(match[1], match[2]) else match[0]
+    is_secret = _is_secret(match[1], match[2]) or _may_be_secret(match)
+    return f"{match[1]}://***@" if is_secret else match[0]
+
+
+def _may_be_secret(match: re.Match[str]) -> bool:
+    # `sftp://me:22/x@host` is a port and a folder for fsspec, and what somebody writes whose password has a
+    # slash. In messages, it is hidden unless the name of a file follows.
+    protocol = match[1].lower()
+    if protocol in _TOKEN_PROTOCOLS | _OTHER_MEANINGS | _NO_SERVER or not _PORT.match(match[2]):
+        return False
+    return not _FILE.match(match.string, match.end())
 
 
 def _is_secret(protocol: str, userinfo: str) -> bool:

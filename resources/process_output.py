@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from pipeline.escaping import printable_lines, without_secrets
 from pipeline.processes.launch import OutputFile
 
 
@@ -39,7 +40,17 @@ class ForwardedOutput(OutputFile):
     """The output of launched processes, which the log of a step shows."""
 
     def forward(self, *, final: bool = False) -> None:
-        """Copy new output to standard error, which Dagster captures: complete lines only, unless `final`."""
+        """Copy new output to standard error: complete lines only, unless `final`; see `write_output`."""
         if text := self.new_text(final=final):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            write_output(text)
+
+
+def write_output(text: str) -> None:
+    """Write output of processes to standard error, which Dagster captures, with escapes and without secrets.
+
+    A traceback quotes names and captions as they are.
+    """
+    # Progress bars of libraries return to the start of the line.
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    sys.stderr.write(printable_lines(without_secrets(lines)))
+    sys.stderr.flush()

@@ -20,6 +20,7 @@ from dagster import (
 )
 
 from pipeline.errors import LatentlineError
+from pipeline.escaping import printable_lines, without_secrets
 from pipeline.storage.addresses import Url
 from resources.problems import (
     INTERRUPTIONS,
@@ -89,7 +90,8 @@ def write_summary(summary: RunSummary) -> None:
 
 def write_parts(parts: Sequence[str], stream: TextIO) -> None:
     """Write each part after an empty line."""
-    text = "".join(f"\n{part}\n" for part in parts)
+    # The error of a bug quotes names and captions as they are.
+    text = "".join(f"\n{printable_lines(without_secrets(part))}\n" for part in parts)
 
     # The stream's encoding may lack a character, and its reader may have gone away.
     with suppress(OSError, ValueError):

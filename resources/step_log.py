@@ -16,7 +16,10 @@ PAUSE_S = 30.0
 
 
 class StepLog:
-    """Logs lines. One that cannot be stored is printed to standard error, which Dagster captures."""
+    """Logs lines without their secrets and control characters.
+
+    A line that cannot be stored is printed to standard error, which Dagster captures.
+    """
 
     def __init__(self, context: AssetExecutionContext) -> None:
         self._context = context
@@ -32,19 +35,19 @@ class StepLog:
 
     def log(self, level: str, text: str) -> None:
         """Log a line with a level such as "INFO"."""
+        text = printable_lines(without_secrets(text))
         if time.monotonic() >= self._next_attempt_s:
             try:
                 self._context.log.log(level, text)
                 return
             except Exception as err:  # each database has its own errors
                 self._next_attempt_s = time.monotonic() + PAUSE_S
-                reason = f"{type(err).__name__}: {err}".splitlines()[0]
+                reason = printable_lines(f"{type(err).__name__}: {err}".splitlines()[0])
                 sys.stderr.write(f"Dagster's log cannot be written ({reason}); lines are printed instead\n")
         sys.stderr.write(f"{level}: {text}\n")
         sys.stderr.flush()
 
 
 def run_log(context: AssetExecutionContext) -> Callable[[str], None]:
-    """Return a function that logs a line without its secrets and control characters."""
-    log = StepLog(context)
-    return lambda text: log.info(printable_lines(without_secrets(text)))
+    """Return a function that logs a line in the log of the step."""
+    return StepLog(context).info

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from importlib import import_module
 from typing import NoReturn
@@ -15,6 +16,7 @@ from typing import NoReturn
 import click
 
 from pipeline.errors import LatentlineError
+from pipeline.escaping import printable_lines, without_secrets
 from pipeline.reporting.terminal import find_terminal
 
 DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
@@ -95,7 +97,9 @@ def main() -> None:
         is_of_system = isinstance(error, OSError) or os_error_number(error) is not None
         access_error = as_file_access_error(error) if is_of_system else None
         if access_error is None:
-            raise
+            # A bug. The message may quote a name or a caption, which Python would print as it is.
+            click.echo(printable_lines(without_secrets(traceback.format_exc())), err=True, nl=False)
+            sys.exit(1)
         _exit_with(access_error, context)
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import FileAccessError, StoreError
+from pipeline.escaping import printable_name
 
 SPARE_BYTES = 64 * 2**20
 """Disk space that encoding keeps free beyond the missing entries."""
@@ -113,7 +114,9 @@ def attach_path(path: Path) -> Generator[None]:
 
 
 def _file_access_error(err: BaseException, number: int) -> FileAccessError:
-    paths = [str(name) for name in (getattr(err, "filename", None), getattr(err, "filename2", None)) if name]
+    names = (getattr(err, "filename", None), getattr(err, "filename2", None))
+    # The name of a file must not look like another part of the message.
+    paths = [printable_name(str(name)) for name in names if name]
     what = "the disk is full" if number in _DISK_FULL else os.strerror(number)
     return FileAccessError(
         f"{what} ({errno.errorcode.get(number, number)})",

@@ -256,3 +256,11 @@ def test_the_dataset_page_is_linked_from_both_assets(tmp_path: Path, tiny_sd: Pa
         (event,) = result.asset_materializations_for_node(f"flowers__{name}")
         assert event.metadata["dataset_page"] == MetadataValue.path(str(page))
         assert "picture_kept" in event.metadata or name == "aspect_buckets"
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "\u202egnp", "\x85", "\x00"])
+def test_control_characters_in_json_become_escapes(name: str) -> None:
+    shown = name.encode("unicode_escape").decode()
+    metadata = report_metadata({"names": [name, {name: [1, name]}], "by_name": {name: 2}})
+    assert metadata["names"].value == [shown, {shown: [1, shown]}]
+    assert metadata["by_name"].value == {shown: 2}

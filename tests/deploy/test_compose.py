@@ -116,4 +116,8 @@ def test_the_service_that_runs_recipes_can_refuse_those_of_strangers() -> None:
 def test_every_image_can_be_pinned_by_digest() -> None:
     images = [each["image"] for each in SERVICES.values()]
     assert all(re.fullmatch(r"\$\{[A-Z0-9_]+_IMAGE:-.+\}", image) for image in images)
-    assert "ARG BASE=" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    default = re.search(
+        r"^ARG BASE=(\S+)$", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert default is not None
+    assert SERVICES["code"]["build"]["args"] == {"BASE": f"${{BASE_IMAGE:-{default[1]}}}"}

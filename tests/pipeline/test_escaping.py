@@ -213,3 +213,22 @@ def test_passwords_and_query_strings_are_hidden(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
     assert without_secrets(shown) == shown
     assert has_credentials(text) == ("***@" in shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("sftp://me:123/456@host", "sftp://***@host"),
+        ("ftp://me:22/x@nas/photos", "ftp://***@nas/photos"),
+        ("no zip://p::smb://me:1/2#3@nas/a.zip", "no zip://p::smb://***@nas/a.zip"),
+        ("webdav://me:1/a@nas.example.com/p", "webdav://***@nas.example.com/p"),
+        ("sftp://nas:22/photos/a@2x.png", "sftp://nas:22/photos/a@2x.png"),
+        ("sftp://nas:2222/photos", "sftp://nas:2222/photos"),
+        ("hdfs://node:8020/a/b@c.parquet: damaged", "hdfs://node:8020/a/b@c.parquet: damaged"),
+    ],
+)
+def test_a_password_that_looks_like_a_port_is_hidden_and_the_address_is_accepted(
+    text: str, shown: str
+) -> None:
+    assert without_secrets(text) == shown
+    assert not has_credentials(text)

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from resources.process_output import uninterrupted
+from resources.process_output import ForwardedOutput, uninterrupted
 
 STATUS_AFTER_SIGTERM = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
 
@@ -47,3 +48,21 @@ def test_R12_a_command_that_the_clean_up_starts_is_not_stopped_either() -> None:
     with uninterrupted():
         completed = subprocess.run([sys.executable, "-c", STATUS_AFTER_SIGTERM], check=False)
     assert completed.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("ValueError: \x1b]0;owned\x07 \u202egnp\n", "ValueError: \\x1b]0;owned\\x07 \\u202egnp\n"),
+        ("10%\r20%\r\n", "10%\n20%\n"),
+        ("\tno http://me:pass@host/x?sig=1\n", "\tno http://***@host/x?***\n"),
+        ("a\x9b2Jb\x85c\x7f\n", "a\\x9b2Jb\\x85c\\x7f\n"),
+    ],
+)
+def test_output_of_processes_is_forwarded_with_escapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str, shown: str
+) -> None:
+    file = tmp_path / "output.txt"
+    file.write_bytes(output.encode())
+    ForwardedOutput(file).forward()
+    assert capsys.readouterr().err == shown

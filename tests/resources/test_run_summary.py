@@ -301,3 +301,19 @@ def test_reports_at_an_address_that_cannot_be_read_are_missing_from_the_summary(
     with DagsterInstance.ephemeral() as instance:
         run_id = materialize([scan], instance=instance).run_id
         assert summarize_run(instance, run_id, [recipe]) == RunSummary([], [])
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "\x9b2J", "\u202egnp", "\x07"])
+def test_a_name_in_the_error_of_a_bug_has_escapes(
+    run_step, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    def fail() -> None:
+        raise ValueError(f"no {name} at sftp://me:pass@host")
+
+    summary = run_step(fail)
+    # Dagster's own logger, which jobs do not use, has printed the error as it is.
+    capfd.readouterr()
+    write_summary(summary)
+    error = capfd.readouterr().err
+    assert f"no {name.encode('unicode_escape').decode()} at sftp://***@host" in error
+    assert name not in error

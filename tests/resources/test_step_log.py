@@ -47,3 +47,20 @@ def test_after_a_failure_lines_are_printed_without_another_attempt_for_a_while(
     printed = [line for line in errors.splitlines() if line.startswith("WARNING: ")]
     assert printed == ["WARNING: one", "WARNING: two", "WARNING: three"]
     assert errors.count("Dagster's log cannot be written") == 1
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_control_characters_of_names_become_escapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_refused: bool
+) -> None:
+    @asset
+    def step(context: AssetExecutionContext) -> None:
+        with events_refused(tmp_path) if is_refused else nullcontext():
+            StepLog(context).warning("bad \x1b[2J\x9b31m\x07\u202egnp sftp://me:pass@host/x")
+
+    shown = "bad \\x1b[2J\\x9b31m\\x07\\u202egnp sftp://***@host/x"
+    with DagsterInstance.local_temp(str(tmp_path)) as instance:
+        result = materialize([step], instance=instance)
+        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
+    assert (shown in messages) != is_refused
+    assert shown in capsys.readouterr().err

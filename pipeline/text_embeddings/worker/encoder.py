@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +91,7 @@ class TextEncoder:
     def _encode_waiting(
         self, waiting: Sequence[tuple[Job, Sequence[SeenImage]]]
     ) -> Iterator[tuple[Job, Outcome]]:
-        with out_of_memory_as(self._memory_error):
+        with out_of_memory_as(self._memory_error), self._tokenizer_panics(waiting):
             # Only the single path takes images, and repeats an overflow in float32.
             if len(waiting) == 1:
                 encoded = [self._encode(*waiting[0])]
@@ -109,6 +111,23 @@ class TextEncoder:
             }
             tensors = {name: as_stored(tensor) for name, tensor in self._stored(job, caption).items()}
             yield job, Encoded(tensors, facts)
+
+    @contextmanager
+    def _tokenizer_panics(self, waiting: Sequence[tuple[Job, Sequence[SeenImage]]]) -> Generator[None]:
+        try:
+            yield
+        except BaseException as err:
+            # The class for panics of libraries in Rust is no Exception, and cannot be imported.
+            if type(err).__name__ != "PanicException":
+                raise
+            captions = " or ".join(json.dumps(job.name[:100], ensure_ascii=False) for job, _ in waiting)
+            folders = [self.family.model.component(role) for role in self.family.token_limits]
+            raise ModelError(
+                f"a tokenizer failed on the caption {captions}: {err}",
+                where="\n".join(str(folder / "tokenizer.json") for folder in folders),
+                fix="change the caption, or use another base model: a regular expression in tokenizer.json "
+                "takes too many steps for it",
+            ) from err
 
     def _encode(self, job: Job, images: Sequence[SeenImage]) -> EncodedCaption:
         encoded = self.family.text.encode_caption(self._encoders, job.work["caption"], images)

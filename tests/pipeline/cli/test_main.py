@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from pipeline.cli.main import COMMANDS
+from pipeline.recipe import project_root
 from pipeline.recipe.deployment import read_deployment
 from tests import command_line
 from tests.command_line import Completed
@@ -283,3 +284,23 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path, closed: str)
     assert (completed.returncode, completed.stderr) == (0, "")
     assert names.read_text().splitlines()[1] == "/dev/null"
     assert not [name for name in names.read_text().splitlines() if name.startswith(str(tmp_path))]
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "\x9b2J", "\u202egnp"])
+def test_the_traceback_of_a_bug_has_escapes(tmp_path: Path, name: str) -> None:
+    (tmp_path / "broken.py").write_text(
+        "import click\n\n@click.command()\ndef command():\n"
+        f"    raise ValueError({name!r} + ' sftp://me:pass@host')\n",
+        encoding="utf-8",
+    )
+    code = "import pipeline.cli.main as cli; cli.COMMANDS['new'] = 'broken'; cli.main()"
+    process = subprocess.run(
+        [sys.executable, "-c", code, "new"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{project_root()}", "PYTHONUTF8": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert f"ValueError: {name.encode('unicode_escape').decode()} sftp://***@host" in process.stderr
+    assert name not in process.stderr

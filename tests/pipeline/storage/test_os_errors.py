@@ -69,3 +69,12 @@ def test_an_error_of_a_library_gets_the_path_that_was_being_written() -> None:
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/out/lora")
     with pytest.raises(KeyError), attach_path(Path("/out/lora")):
         raise KeyError("x")
+
+
+@pytest.mark.parametrize("name", ["a\n  fix:   run x", "\x1b[2J", "a\rb\u2028c"])
+def test_a_file_name_stays_on_its_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OSError) as excinfo:  # noqa: PT011 - any of the system
+        (tmp_path / "missing" / name).open()
+    error = as_file_access_error(excinfo.value)
+    assert error is not None
+    assert error.where == f"{tmp_path}/missing/{name.encode('unicode_escape').decode()}"

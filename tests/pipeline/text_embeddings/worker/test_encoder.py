@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from demo.tiny_models import make_tiny_ernie_image
+from demo.tiny_models.parts import write_json
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Encoded, Encoding, Job
 from pipeline.encoding.progress import Progress
+from pipeline.errors import ModelError
+from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.text_embeddings.worker.encoder import TextEncoder, captions_per_pass
 from tests.listener import Listener
@@ -70,3 +75,29 @@ def test_the_current_caption_is_named_if_it_is_slow(
 
 def test_a_gpu_encodes_16_captions_of_clip_at_once(tiny_sd: Path) -> None:
     assert captions_per_pass(load_family(tiny_sd), "cuda:0") == 16
+
+
+@pytest.mark.parametrize(
+    ("pattern", "caption"),
+    [
+        ("(?:(a+)+)+c", "a" * 40 + "b"),
+        ("(?:(?:x|y)+|(?:x|y)+)+z", "xy" * 20),
+        ("(?:([0-9]+)+)+;", "1" * 40 + ","),
+    ],
+)
+def test_a_regular_expression_that_never_ends_names_caption_and_tokenizer(
+    encoding: Encoding, tmp_path: Path, pattern: str, caption: str
+) -> None:
+    model = tmp_path / "ernie"
+    make_tiny_ernie_image(model)
+    file = model / "tokenizer" / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    write_json(file, {**read_json(file), "pre_tokenizer": split})
+    (job, *_) = encoding.jobs
+    hostile = replace(
+        encoding, model_folder=model, jobs=[replace(job, work={"caption": caption}, name=caption)]
+    )
+    with pytest.raises(ModelError, match="retry-limit-in-match") as error:
+        list(encoder_of(hostile, Listener()).encoded(hostile.jobs, Store(encoding.store_root)))
+    assert f'on the caption "{caption[:100]}"' in error.value.what
+    assert error.value.where == str(file)
