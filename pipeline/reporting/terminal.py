@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from pipeline.escaping import printable
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -78,6 +80,8 @@ class ProgressBar:
             return
         self._drawn_s = now_s
 
+        # The note may name the current image or caption, of which a terminal would obey escape sequences.
+        text, note = printable(text), printable(note)
         with suppress(OSError):  # a closed terminal must not stop the job
             if self._tqdm is None or text != self._text:
                 self._clear()

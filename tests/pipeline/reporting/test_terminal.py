@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,29 @@ def test_there_is_no_bar_on_a_terminal_that_was_closed(
 ) -> None:
     monkeypatch.setenv(TERMINAL_VARIABLE, str(tmp_path / "gone"))
     assert open_progress_bar() is None
+
+
+@pytest.mark.parametrize(
+    ("caption", "shown"),
+    [
+        ("\x1b]0;owned\x07", "\\x1b]0;owned\\x07"),
+        ("\x9b2Jcat", "\\x9b2Jcat"),
+        ("a\r\nb\x0bc", "a b c"),
+        ("\u202egnp\x7f", "\\u202egnp\\x7f"),
+    ],
+)
+def test_a_bar_names_a_caption_with_escapes(
+    monkeypatch: pytest.MonkeyPatch, caption: str, shown: str
+) -> None:
+    controller, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 200))
+    monkeypatch.setenv(TERMINAL_VARIABLE, os.ttyname(terminal))
+    bar = open_progress_bar()
+    assert bar is not None
+    bar.show(1, 3, "captions encoded", f"working on {caption} for 9 s")
+    drawn = os.read(controller, 4_096).decode()
+    bar.close()
+    os.close(controller)
+    os.close(terminal)
+    assert f"working on {shown} for 9 s" in drawn
+    assert caption not in drawn
