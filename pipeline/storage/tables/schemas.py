@@ -379,13 +379,15 @@ def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
 
 def _is_valid(asset: str, table: pl.DataFrame) -> bool:
     """Return whether `pandera_schema(asset)` accepts the table."""
-    declared = _ALL_COLUMNS[asset]
-    names = [name for name, column in declared.items() if column.required or name in table.columns]
-    if table.columns != names or any(table.schema[name] != declared[name].dtype for name in names):
+    types = dict(table.schema)
+    declared = {
+        name: column for name, column in _ALL_COLUMNS[asset].items() if column.required or name in types
+    }
+    if list(types.items()) != [(name, column.dtype) for name, column in declared.items()]:
         return False
-    for name in names:
+    for name, column in declared.items():
         values = table[name]
-        if not declared[name].nullable and (
+        if not column.nullable and (
             values.has_nulls() or (values.dtype.is_float() and values.is_nan().any())
         ):
             return False
