@@ -24,7 +24,8 @@ from pipeline.log import Log
 from pipeline.raw_images.sources import sources_of
 from pipeline.reporting.grids import evenly_spaced
 from pipeline.reporting.pictures import SheetImage, SheetRow, chart, contact_sheet, png
-from pipeline.storage.atomic import write_atomically, write_bytes, write_text
+from pipeline.reporting.reports import is_current, mark_current
+from pipeline.storage.atomic import write_atomically, write_bytes
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest, write_rows
 from pipeline.validated_dataset.holdout import times_drawn
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 FOLDER = "aspect_buckets"
 BUCKETS_FILE, SIZES_FILE = "buckets.parquet", "sizes.png"
 CROPS_FILE, WORST_FILE = "crops.jpg", "worst_crops.jpg"
-_DIGEST_FILE = "made_for.txt"
 
 _REPORT_FORMAT = "2: names"
 """Part of the digest, so that reports of earlier versions are drawn again."""
@@ -57,10 +57,9 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Pat
     An image that cannot be read any more is shown as an empty frame.
     """
     folder = recipe.output_dir / "reports" / FOLDER
-    digest_file = folder / _DIGEST_FILE
     buckets = bucket_table(recipe, table)
     digest = _digest(table, buckets)
-    if digest_file.is_file() and digest_file.read_text(encoding="utf-8") == digest:
+    if is_current(folder, digest):
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +70,7 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Pat
         write_bytes(folder / WORST_FILE, _worst_crops_sheet(recipe, table, log))
 
     # The digest comes last, so that an interrupted report is written again.
-    write_text(digest_file, digest)
+    mark_current(folder, digest)
     return folder
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.storage.atomic import write_bytes
+from pipeline.storage.checked_json import read_checked, write_checked
 
 _FILE = "speed.json"
 
@@ -15,7 +14,7 @@ def record_speed(machine_state_dir: Path, kind: str, seconds_per_cost: float) ->
     """Record how long one unit of cost took to encode; a failure to write is ignored."""
     speeds = {**_speeds(machine_state_dir), kind: seconds_per_cost}
     with suppress(OSError):
-        write_bytes(machine_state_dir / _FILE, json.dumps(speeds).encode())
+        write_checked(machine_state_dir / _FILE, speeds)
 
 
 def recorded_speed(machine_state_dir: Path, kind: str) -> float | None:
@@ -25,6 +24,8 @@ def recorded_speed(machine_state_dir: Path, kind: str) -> float | None:
 
 def _speeds(machine_state_dir: Path) -> dict[str, float]:
     try:
-        return dict(json.loads((machine_state_dir / _FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        speeds = read_checked(machine_state_dir / _FILE)
+    except (OSError, ValueError):
         return {}
+    # A file of another program may hold any JSON.
+    return {kind: float(each) for kind, each in speeds.items() if isinstance(each, int | float)}

@@ -18,7 +18,7 @@ from pipeline.errors import ModelError
 from pipeline.log import Log, discard
 from pipeline.models.diffusers_folder import read_bounded, stored_dtype
 from pipeline.reporting.progress import progress
-from pipeline.storage.atomic import write_text
+from pipeline.storage.checked_json import read_checked, write_checked
 
 _MEMORY_FILE = "fingerprints.json"
 
@@ -144,12 +144,9 @@ class Fingerprints:
         """Return the remembered entries, path to [size, mtime, ctime, inode, hash]."""
         # A file that is damaged or of another version only means that weights are hashed again.
         try:
-            content = json.loads(self._file.read_text(encoding="utf-8"))
+            items = read_checked(self._file).items()
         except (OSError, ValueError):
             return {}
-        if not isinstance(content, dict):
-            return {}
-        items = cast("dict[str, Any]", content).items()
         lists = {path: cast("list[Any]", entry) for path, entry in items if isinstance(entry, list)}
         return {path: entry for path, entry in lists.items() if len(entry) == 5}
 
@@ -159,7 +156,7 @@ class Fingerprints:
         # Another process may have added entries meanwhile.
         self._remembered = {**self._read(), **new_entries}
         with suppress(OSError):  # the memory only saves time
-            write_text(self._file, json.dumps(self._remembered, indent=1, sort_keys=True))
+            write_checked(self._file, dict(sorted(self._remembered.items())))
 
 
 def _stat_numbers(stat: os.stat_result) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 Report: TypeAlias = dict[str, Any]
 """JSON-serialisable report; counters are top-level keys, including `samples`, `seconds` and
 `startup_seconds`."""
+
+_MADE_FOR_FILE = "made_for.txt"
+"""File in a report's folder: digests of what it shows, then the hash and the name of each file."""
 
 
 @dataclass(frozen=True)
@@ -69,3 +73,43 @@ def write_report(output_dir: Path, asset: str, report: Mapping[str, Any]) -> Pat
     path = report_path(output_dir, asset)
     write_text(path, json.dumps(report, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
     return path
+
+
+def is_current(folder: Path, *digests: str) -> bool:
+    """Return whether `mark_current` recorded these digests first, and the folder's files are unchanged since.
+
+    Deletes files that have changed, so that they are written again. Reports of 0.3.0 have no hashes.
+    """
+    try:
+        recorded, *files = (folder / _MADE_FOR_FILE).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return False
+
+    hashes = {name: sha256 for sha256, _, name in (line.partition(" ") for line in files)}
+    # Of the files that exist, because a damaged record may name any file.
+    current = {name: _sha256(folder / name) for name in _names(folder)}
+    for name in current.keys() & hashes.keys():
+        if current[name] != hashes[name]:
+            (folder / name).unlink()
+    return (not files or current == hashes) and recorded.split()[: len(digests)] == [*digests]
+
+
+def mark_current(folder: Path, *digests: str) -> None:
+    """Record what the files in the folder, which are complete, were made for, and their hashes."""
+    lines = [f"{_sha256(folder / name)} {name}" for name in _names(folder)]
+    write_text(folder / _MADE_FOR_FILE, "\n".join([" ".join(digests), *lines]) + "\n")
+
+
+def _names(folder: Path) -> list[str]:
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != _MADE_FOR_FILE)
+
+
+def forget_current(folder: Path) -> None:
+    """Remove the record before the files are written, so that an interruption leaves none."""
+    (folder / _MADE_FOR_FILE).unlink(missing_ok=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

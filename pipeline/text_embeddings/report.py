@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.reporting.pictures import chart, png
-from pipeline.storage.atomic import write_bytes, write_text
+from pipeline.reporting.reports import is_current, mark_current
+from pipeline.storage.atomic import write_bytes
 from pipeline.text_embeddings.caption_rows import EMPTY_CAPTION
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 FOLDER = "text_embeddings"
 TOKENS_FILE = "tokens.png"
-_DIGEST_FILE = "made_for.txt"
 
 MIN_TOKENS_SHOWN = 8
 """Smallest range of token counts on the histogram's axis."""
@@ -32,13 +32,12 @@ MAX_BARS = 40
 def write_caption_report(recipe: Recipe, table: pl.DataFrame) -> Path:
     """Draw the picture below `output_dir/reports` unless it exists for the same counts; return its folder."""
     folder = recipe.output_dir / "reports" / FOLDER
-    digest_file = folder / _DIGEST_FILE
 
     # Empty captions are written by the stage and not by a person.
     table = table.filter(pl.col("variant") > EMPTY_CAPTION)
     counts = table.group_by("num_tokens", "num_cut").len("captions").sort("num_tokens", "num_cut")
     digest = hashlib.sha256(counts.write_csv().encode("utf-8")).hexdigest()
-    if digest_file.is_file() and digest_file.read_text(encoding="utf-8") == digest:
+    if is_current(folder, digest):
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +46,7 @@ def write_caption_report(recipe: Recipe, table: pl.DataFrame) -> Path:
         write_bytes(folder / TOKENS_FILE, _histogram(counts))
 
     # The digest comes last, so that the picture is drawn again after an interruption.
-    write_text(digest_file, digest)
+    mark_current(folder, digest)
     return folder
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from pipeline.errors import TrainingError
+from pipeline.storage.checked_json import read_checked
 
 Metrics = dict[str, Any]
 """Parsed line of a metrics file.
@@ -203,12 +204,9 @@ def _is_held(file: Path) -> bool:
 def read_record(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_checked(path)
     except (OSError, ValueError):
         return {}
-
-    # A damaged file may hold any JSON.
-    return value if isinstance(value, dict) else {}
 
 
 def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:

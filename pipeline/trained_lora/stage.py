@@ -51,11 +51,13 @@ from pipeline.trained_lora.export.lora_files import (
 from pipeline.trained_lora.export.publish import (
     COMPANION_HASHES,
     JOB_HASHES,
+    MEASURED_HASHES,
     accept_result,
     companion_hashes,
     damaged_companions,
     job_hashes,
     mark_finished,
+    measured_hashes,
     mirror_folder,
     publish,
     read_finished,
@@ -326,16 +328,20 @@ def _finished(
     finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
     if finished is not None:
         log(f"run {job.run} is finished and unchanged: nothing is launched")
+        _warn_of_changed_losses(layout, finished, log)
         if damaged := damaged_companions(layout, finished):
             reason = "changed after the run wrote them"
             if COMPANION_HASHES not in finished:
                 reason = "are from an earlier release, which recorded no hashes of them"
             log(f"{', '.join(damaged)} in {layout.exported} {reason}: written again")
-            _complete(_as_trained(job), table, finished)
-        elif job_hashes(layout) != finished.get(JOB_HASHES):
-            # `latentline export` and `sample` read them.
+
+        # `latentline export` and `sample` read them, and later runs are compared with the facts.
+        is_job_changed = JOB_HASHES in finished and job_hashes(layout) != finished[JOB_HASHES]
+        if is_job_changed:
             log(f"the files of the job in {layout.folder} changed after the run wrote them: written again")
+            write_facts(layout, facts)
             _write_job(_as_trained(job), table)
+        if damaged or is_job_changed:
             _complete(_as_trained(job), table, finished)
         return finished, "finished run"
 
@@ -347,6 +353,18 @@ def _finished(
         _complete(job, table, saved)
         return saved, "checkpoint"
     return _train(job, facts, table, launch=launch, log=log), "training"
+
+
+def _warn_of_changed_losses(layout: RunLayout, finished: dict[str, Any], log: Log) -> None:
+    # Runs of 0.3.0 and earlier have no hashes of them.
+    recorded, current = finished.get(MEASURED_HASHES, {}), measured_hashes(layout)
+    changed = [name for name in recorded if current.get(name) != recorded[name]]
+    if changed:
+        log(
+            f"warning: {', '.join(changed)} in {layout.folder} changed after the run wrote them: losses in "
+            f"reports may be wrong, the LoRA is unchanged. To train the run again, delete {layout.folder} "
+            "and start the job again"
+        )
 
 
 def _as_trained(job: TrainingJob) -> TrainingJob:
@@ -411,6 +429,8 @@ def _complete(job: TrainingJob, table: pl.DataFrame, result: dict[str, Any]) -> 
     write_companions(layout.exported, job, table, record, has_sheet=sheet.is_file())
     result[COMPANION_HASHES] = companion_hashes(layout.exported)
     result[JOB_HASHES] = job_hashes(layout)
+    # Losses that changed after the training stay changed.
+    result.setdefault(MEASURED_HASHES, measured_hashes(layout))
 
     # The marker comes last: a run with it is never launched again, so all of its files must exist.
     mark_finished(layout, result)

@@ -9,7 +9,6 @@ The encoding processes draw the pictures after encoding. A run that encodes noth
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,8 @@ import numpy.typing as npt
 
 from pipeline.cache.entry_format import LATENT, MEAN
 from pipeline.reporting.pictures import jpeg, side_by_side
-from pipeline.storage.atomic import write_bytes, write_text
+from pipeline.storage.atomic import write_bytes
+from pipeline.storage.checked_json import read_checked, write_checked
 
 if TYPE_CHECKING:
     import polars as pl
@@ -113,7 +113,7 @@ def save(folder: Path, key: str, image: Pixels, decoded: Pixels, *, seconds: flo
     similarity = DecodedLatent(key, *ratios, seconds=round(seconds, 3))
     pair = side_by_side(Image.fromarray(image), Image.fromarray(decoded), edge_px=_EDGE_PX)
     write_bytes(_file(folder, key, ".jpg"), jpeg(pair, MAX_PICTURE_BYTES))
-    write_text(_file(folder, key, ".json"), json.dumps(asdict(similarity)))
+    write_checked(_file(folder, key, ".json"), asdict(similarity))
     return similarity
 
 
@@ -122,7 +122,7 @@ def read(folder: Path, keys: Sequence[str]) -> list[DecodedLatent]:
     similarities: list[DecodedLatent] = []
     for key in keys:
         try:
-            similarity = DecodedLatent(**json.loads(_file(folder, key, ".json").read_text(encoding="utf-8")))
+            similarity = DecodedLatent(**read_checked(_file(folder, key, ".json")))
         except (OSError, ValueError, TypeError):
             continue
 
@@ -193,7 +193,7 @@ def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict
         key = row["key"]
         moments[key] = saved[key] if key in saved else _moments(_values(entries, row))
     if moments.keys() != saved.keys():
-        write_text(file, json.dumps({"latents": {key: each.tolist() for key, each in moments.items()}}))
+        write_checked(file, {"latents": {key: each.tolist() for key, each in moments.items()}})
     return _numbers(np.stack(list(moments.values())))
 
 
@@ -216,7 +216,7 @@ def _moments(values: npt.NDArray[np.float64]) -> Moments:
 
 def _read_moments(file: Path) -> dict[str, Moments]:
     try:
-        latents = json.loads(file.read_text(encoding="utf-8"))["latents"]
+        latents = read_checked(file)["latents"]
 
         # A damaged file is replaced: the moments can be computed again.
         return {key: np.array(each, np.float64).reshape(-1, _NUM_MOMENTS) for key, each in latents.items()}

@@ -24,7 +24,7 @@ from pipeline.escaping import html_text, printable
 from pipeline.log import Log
 from pipeline.raw_images.sources import sources_of
 from pipeline.reporting.pictures import SheetImage, for_each_image, jpeg, readable_thumbnail
-from pipeline.reporting.reports import StageResult
+from pipeline.reporting.reports import StageResult, forget_current, is_current, mark_current
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 FOLDER = "dataset"
 INDEX_FILE, REJECTED_FILE = "index.html", "rejected.html"
 _THUMBNAILS = "thumbnails"
-_DIGEST_FILE = "made_for.txt"
 _FORMAT = "1"
 
 MAX_IMAGES = 2_000
@@ -100,13 +99,11 @@ def write_dataset_page(
         shown = shown.join(_bucket_texts(placed.table), on="sample_id", how="inner").sort("sample_id")
         digests.append(content_digest(shown, rejected_shown, more=str(num_kept)))
 
-    digest_file = folder / _DIGEST_FILE
-    existing = digest_file.read_text("utf-8").split() if digest_file.is_file() else []
-    if existing[: len(digests)] == digests:
+    if is_current(folder, *digests):
         return folder / INDEX_FILE
 
     # An interruption leaves no digest, so that the next run writes all pages again.
-    digest_file.unlink(missing_ok=True)
+    forget_current(folder)
     sources = sources_of(recipe)
     thumbnails = _write_thumbnails(folder / _THUMBNAILS, [shown, rejected_shown], sources, log)
     pages = _kept_pages(
@@ -114,7 +111,7 @@ def write_dataset_page(
     )
     pages[REJECTED_FILE] = _rejected_page(recipe.name, rejected_shown, thumbnails)
     _replace_pages(folder, pages)
-    write_text(digest_file, "\n".join(digests))
+    mark_current(folder, *digests)
     return folder / INDEX_FILE
 
 

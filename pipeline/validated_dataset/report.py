@@ -28,6 +28,7 @@ from pipeline.log import Log
 from pipeline.raw_images.manifest import captions_by_path, composed, manifests_with_columns
 from pipeline.raw_images.sources import side_input_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
+from pipeline.reporting.reports import is_current, mark_current
 from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.needed_columns import DECODING_COLUMNS
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 FOLDER = "validated_dataset"
 KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
 REPLACED_FILE, TAGS_FILE = "replaced.csv", "tags.csv"
-_DIGEST_FILE = "made_for.txt"
 
 NUM_STRIPS = 6
 """Maximum number of reasons on the sheet of rejected images."""
@@ -78,11 +78,10 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         The folder of the pictures.
     """
     folder = recipe.output_dir / "reports" / FOLDER
-    digest_file = folder / _DIGEST_FILE
     digest = _digest(recipe, table, rejected)
 
     # Drawing opens dozens of images, possibly from an address, so an unchanged report is kept.
-    if digest_file.is_file() and digest_file.read_text(encoding="utf-8") == digest:
+    if is_current(folder, digest):
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +104,7 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         write_bytes(folder / REJECTED_FILE, contact_sheet(_rejected_strips(rejected, sources), log=log))
 
     # The digest comes last, so that an interrupted report is drawn again.
-    write_text(digest_file, digest)
+    mark_current(folder, digest)
     return folder
 
 

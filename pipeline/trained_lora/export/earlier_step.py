@@ -8,16 +8,16 @@ exported_step.json                   {"run": ..., "step": 500}; absent while `lo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline.errors import TrainingError, counted
-from pipeline.storage.atomic import write_bytes, write_text
+from pipeline.storage.atomic import write_bytes
+from pipeline.storage.checked_json import read_checked, write_checked
 from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
@@ -55,17 +55,20 @@ _COMPANIONS_FOLDER = "exported_step"
 
 
 def exported_step(output_dir: Path, run: str) -> int | None:
-    """Return the earlier step of `run` that was published last; None if the last step is to be published."""
-    record = read_record(_record_path(output_dir))
+    """Return the earlier step of `run` that was published last; None if the last step is to be published.
+
+    Raises:
+        TrainingError: The record is damaged.
+    """
+    record = _read_exported_step(output_dir)
     return int(record["step"]) if record.get("run") == run else None
 
 
 def forget_exported_step(output_dir: Path) -> tuple[str, int] | None:
     """Remove the record of an earlier step, and return its run and step; jobs then publish the last step."""
-    path = _record_path(output_dir)
-    record = read_record(path)
-    path.unlink(missing_ok=True)
-    return (str(record["run"]), int(record["step"])) if record else None
+    record = read_record(_record_path(output_dir))
+    _record_path(output_dir).unlink(missing_ok=True)
+    return (str(record["run"]), int(record["step"])) if record.keys() >= {"run", "step"} else None
 
 
 def exportable_run(output_dir: Path) -> str:
@@ -114,7 +117,7 @@ def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
     sources = {**{name: folder / name for name in hashes}, **companions}
 
     # The record comes first, so that a job after a crash publishes this step and not the last one.
-    write_text(_record_path(output_dir), json.dumps({"run": run, "step": step}) + "\n")
+    write_checked(_record_path(output_dir), {"run": run, "step": step})
     return publish_files(sources, output_dir / LORA_FOLDER)
 
 
@@ -193,6 +196,21 @@ def _not_available(layout: RunLayout, what: str, *, without: int | None = None) 
     steps = [str(step) for step in lora_steps(layout) if step != without]
     fix = f"choose one of its {counted(len(steps), 'step')}: {', '.join(steps)}" if steps else "train the run"
     return TrainingError(what, where=str(layout.checkpoints), fix=fix)
+
+
+def _read_exported_step(output_dir: Path) -> dict[str, Any]:
+    path = _record_path(output_dir)
+    try:
+        record = read_checked(path)
+        if record.keys() != {"run", "step"}:
+            raise ValueError(f"{path.name} must have the keys run and step")
+    except FileNotFoundError:
+        return {}
+    except ValueError as err:
+        # Neither the last step nor a changed one may replace the step that a person chose.
+        fix = "run latentline export <recipe> --latest, or --step with the step to publish"
+        raise TrainingError(f"the exported step is unknown: {err}", where=str(path), fix=fix) from err
+    return record
 
 
 def _record_path(output_dir: Path) -> Path:

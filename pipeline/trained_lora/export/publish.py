@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import remove_temp_files, write_atomically, write_text
+from pipeline.storage.checked_json import read_checked, write_checked
 from pipeline.storage.tables import write_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
@@ -23,7 +23,7 @@ from pipeline.trained_lora.export.lora_files import (
 )
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.fingerprint import file_sha256
-from pipeline.trained_lora.job import INPUTS_FILE, JOB_FILE
+from pipeline.trained_lora.job import DROPPED_FILE, INPUTS_FILE, JOB_FILE
 from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, read_record
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ COMPANION_HASHES = "companions"
 JOB_HASHES = "job_files"
 """Key in the record of a finished run: the SHA-256 of each file of `job_hashes`."""
 
-_RECORD_HASH = "record_sha256"
+MEASURED_HASHES = "measured_files"
+"""Key in the record of a finished run: the SHA-256 of each file of `measured_hashes`."""
 
 
 def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any]:
@@ -73,23 +74,17 @@ def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) 
 
 def mark_finished(layout: RunLayout, result: Mapping[str, Any]) -> None:
     """Write the marker of a finished run, for `read_finished`."""
-    # A result that was made from the record of a longer run has the hash of that record.
-    record = {name: value for name, value in result.items() if name != _RECORD_HASH}
-    record[_RECORD_HASH] = _record_hash(record)
-    write_text(layout.finished, json.dumps(record, indent=2) + "\n")
+    write_checked(layout.finished, result)
 
 
 def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[str, Any] | None:
     """Return the marker if the run finished at `steps` and its LoRA is unchanged since, else None."""
     expected_names = {layout_file(each, recipe_name) for each in LAYOUTS}
     try:
-        finished = json.loads(layout.finished.read_text(encoding="utf-8"))
+        finished = read_checked(layout.finished)
         hashes = {item["name"]: item["sha256"] for item in finished["files"]}
-        # Records of 0.3.0 and earlier have no hash of their own.
-        record_hash = finished.pop(_RECORD_HASH, None)
         is_intact = (
-            record_hash in (None, _record_hash(finished))
-            and finished["steps"] == steps
+            finished["steps"] == steps
             and set(hashes) == expected_names
             and all(file_sha256(layout.exported / name) == sha256 for name, sha256 in hashes.items())
             # The checks read these keys.
@@ -100,20 +95,25 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
     return finished if is_intact else None
 
 
-def _record_hash(record: Mapping[str, Any]) -> str:
-    # Of the values as they are read back, in any order.
-    values = json.loads(json.dumps(record))
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode("ascii")).hexdigest()
-
-
 def companion_hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file that accompanies the LoRA files in `folder`, by name."""
     return _hashes(folder, COMPANIONS)
 
 
 def job_hashes(layout: RunLayout) -> dict[str, str]:
-    """Return the SHA-256 of each file of the run's job, by name."""
-    return _hashes(layout.folder, (JOB_FILE, INPUTS_FILE, SAMPLES_FILE))
+    """Return the SHA-256 of each file of the run's job, its facts and its report, by name.
+
+    A job can write all of them again without training.
+    """
+    report = sorted(layout.report.iterdir()) if layout.report.is_dir() else []
+    names = (JOB_FILE, INPUTS_FILE, DROPPED_FILE, SAMPLES_FILE, layout.facts.name)
+    return _hashes(layout.folder, (*names, *(f"{layout.report.name}/{path.name}" for path in report)))
+
+
+def measured_hashes(layout: RunLayout) -> dict[str, str]:
+    """Return the SHA-256 of each file that only a training can write again, by name: losses, not weights."""
+    files = (layout.metrics, layout.sample_losses, layout.validation)
+    return _hashes(layout.folder, (path.relative_to(layout.folder).as_posix() for path in files))
 
 
 def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -12,7 +12,8 @@ def test_speed_is_recorded_per_kind_and_a_damaged_record_is_ignored(tmp_path: Pa
     record_speed(tmp_path, "latents", 0.5)
     record_speed(tmp_path, "text", 0.25)
     assert (recorded_speed(tmp_path, "latents"), recorded_speed(tmp_path, "text")) == (0.5, 0.25)
-    for damaged in ("nonsense", "5", "[1]", ""):
+    flipped = (tmp_path / "speed.json").read_text().replace("0.25", "0.65")
+    for damaged in ("nonsense", "5", "[1]", "", '{"text": "fast"}', '{"text": null}', flipped):
         (tmp_path / "speed.json").write_text(damaged)
         assert recorded_speed(tmp_path, "text") is None
     record_speed(tmp_path / "speed.json", "text", 0.5)  # a folder that cannot be written

@@ -189,6 +189,21 @@ def test_damaged_stored_hashes_are_ignored(tmp_path: Path, part: ModelPart, text
     assert fingerprint(tmp_path, part) == before
 
 
+def test_L07_a_flipped_bit_of_a_stored_hash_changes_no_fingerprint(
+    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed fingerprint would encode everything again under other keys."""
+    monkeypatch.setattr("pipeline.models.fingerprints.RACY_NS", -(10**18))
+    before, memory = fingerprint(tmp_path, part), tmp_path / "cache" / "fingerprints.json"
+    sound = memory.read_text()
+    (stored,) = {entry[-1] for entry in json.loads(sound).values() if isinstance(entry, list)}
+    for place in (0, 31, 63):
+        digit = "0" if stored[place] != "0" else "1"
+        memory.write_text(sound.replace(stored, stored[:place] + digit + stored[place + 1 :]))
+        assert fingerprint(tmp_path, part) == before
+        assert memory.read_text() == sound
+
+
 def test_the_hash_in_the_name_of_a_hub_blob_equals_that_of_a_local_file(
     tmp_path: Path, part: ModelPart
 ) -> None:

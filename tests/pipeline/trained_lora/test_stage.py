@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -179,9 +181,10 @@ def test_damaged_companions_of_a_finished_run_are_written_again_and_never_publis
 def test_damaged_files_of_a_finished_run_s_job_are_written_again(trained: Project) -> None:
     """`latentline export` and `latentline sample` read them."""
     (folder,) = run_folders(trained)
-    files = [folder / name for name in ("order.json", "inputs.parquet", "samples.parquet")]
+    names = ("order.json", "inputs.parquet", "samples.parquet", "run.json", "report/sample_losses.parquet")
+    files = [folder / name for name in names]
     sound, lora = [path.read_bytes() for path in files], files_in(trained.recipe.output_dir / "lora")
-    for path, damage in zip(files, DAMAGES.values(), strict=False):
+    for path, damage in zip(files, [*DAMAGES.values(), *DAMAGES.values()], strict=False):
         damage(path)
     launch, log = InProcessLaunch(), list[str]()
     run(trained, launch, log)
@@ -192,6 +195,28 @@ def test_damaged_files_of_a_finished_run_s_job_are_written_again(trained: Projec
     assert files_in(trained.recipe.output_dir / "lora") == lora
     run(trained, launch, log)
     assert len([line for line in log if "written again" in line]) == 1
+
+
+def test_changed_losses_of_a_finished_run_are_named_and_the_fix_trains_them_again(trained: Project) -> None:
+    (folder,) = run_folders(trained)
+    lora, metrics = files_in(trained.recipe.output_dir / "lora"), folder / "logs" / "metrics.jsonl"
+    before = metrics.read_text()
+    metrics.write_text(re.sub(r'("loss": \d+\.)(\d)', lambda match: f"{match[1]}{9 - int(match[2])}", before))
+    for _ in range(2):
+        log = list[str]()
+        run(trained, InProcessLaunch(), log)
+        (warning,) = [line for line in log if line.startswith("warning: logs/metrics.jsonl in")]
+        assert files_in(trained.recipe.output_dir / "lora") == lora
+
+    deleted = re.search(r"delete (\S+) and start the job again", warning)
+    assert deleted is not None
+    shutil.rmtree(deleted[1])
+    run(trained, InProcessLaunch(), log)
+    losses = [re.findall(r'"loss": [\d.]+', text) for text in (before, metrics.read_text())]
+    assert losses[0] == losses[1]
+    log = list[str]()
+    run(trained, InProcessLaunch(), log)
+    assert [line for line in log if "changed after" in line] == []
 
 
 def test_a_finished_run_of_an_earlier_release_is_not_trained_again_and_gets_its_hashes(

@@ -159,10 +159,19 @@ def test_the_step_that_stays_is_recorded_for_its_run_until_it_is_forgotten(tmp_p
     assert forget_exported_step(tmp_path) == ("aa", 4)
     assert not record.exists()
 
-    record.write_text("torn")
+
+@pytest.mark.parametrize(
+    "text", ["", "torn", "[4]", '{"run": "aa"}', '{"run": "aa", "step": 6, "record_sha256": "0"}']
+)
+def test_a_damaged_record_of_the_step_that_stays_publishes_no_other_step(tmp_path: Path, text: str) -> None:
+    record = tmp_path / "runs" / "exported_step.json"
+    record.parent.mkdir()
+    record.write_text(text)
+    with pytest.raises(TrainingError, match="the exported step is unknown") as raised:
+        exported_step(tmp_path, "aa")
+    assert raised.value.fix == "run latentline export <recipe> --latest, or --step with the step to publish"
+    forget_exported_step(tmp_path)
     assert exported_step(tmp_path, "aa") is None
-    assert forget_exported_step(tmp_path) is None
-    assert not record.exists()
 
 
 def test_a_step_that_cannot_be_published_is_an_error_that_lists_the_others(
