@@ -53,9 +53,8 @@ def _run(recipe_file: Path, job_name: str, command: str) -> int:
             summary = _execute(recipe_file, job_name, command, interrupts)
     except Exception as err:
         problem = error_problem(err, command)
-        if BUG in problem:
-            traceback.print_exc()
-        write_parts([problem], sys.stderr)
+        traces = [traceback.format_exc().rstrip()] if BUG in problem else []
+        write_parts([*traces, problem], sys.stderr)
         return FAILED_STATUS
 
     write_summary(summary)
