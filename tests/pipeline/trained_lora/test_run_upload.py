@@ -399,8 +399,9 @@ def test_a_step_that_lost_its_run_leaves_the_lora_that_the_other_machine_publish
 ) -> None:
     recipe, weights, export = machine("one"), "lora/weights.safetensors", "runs/exported_step.json"
     remote = RemoteFolder(Url(str(recipe.output_address)))
-    for name in (weights, export):
-        remote.put(name, b"before")
+    exported = b'{"run": "another", "step": 2}'
+    remote.put(weights, b"before")
+    remote.put(export, exported)
 
     def lose_run() -> None:
         with uploaded_run(recipe, layout_of(recipe), print) as run, run.publishing():
@@ -411,7 +412,7 @@ def test_a_step_that_lost_its_run_leaves_the_lora_that_the_other_machine_publish
 
     with pytest.raises(TrainingError, match="another machine took over the run"):
         lose_run()
-    assert (remote.read(weights), remote.read(export)) == (b"of the other", b"before")
+    assert (remote.read(weights), remote.read(export)) == (b"of the other", exported)
 
 
 def test_a_run_that_another_machine_deleted_is_uploaded_completely(machine: MakeRecipe) -> None:
