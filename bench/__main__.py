@@ -13,7 +13,6 @@ python -m bench --gpu --tiny "SDXL LoRA"      the same code with tiny models, on
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -22,9 +21,6 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
-
-# OpenMP reads this when torch is imported. Launched processes use the same setting.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import bench.figures
 from bench import results

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
@@ -111,6 +114,51 @@ def timed(work: Callable[[], object]) -> Side:
         return time.perf_counter() - start_s
 
     return side
+
+
+@contextmanager
+def side_in_process(
+    open_side: Callable[[Path], AbstractContextManager[Side]], file: Path, variables: Mapping[str, str]
+) -> Generator[Side]:
+    """Provide the side that `open_side` prepares from `file`, in a process with these environment variables.
+
+    OpenMP reads its variables once per process, so two settings cannot be compared within one.
+    """
+    context = get_context("spawn")
+    connection, other_end = context.Pipe()
+    process = context.Process(target=_serve, args=(open_side, file, other_end), daemon=True)
+
+    # A new process has the environment of this one at its start.
+    own = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
+    other_end.close()  # so that the end of the process is an EOFError here, and not an endless wait
+    connection.recv()
+
+    def side() -> float:
+        connection.send(None)
+        return connection.recv()
+
+    yield side
+    connection.close()
+    process.join()
+
+
+def _serve(
+    open_side: Callable[[Path], AbstractContextManager[Side]], file: Path, connection: Connection
+) -> None:
+    with open_side(file) as side:
+        connection.send("ready")
+        while True:
+            try:
+                connection.recv()
+            except EOFError:
+                return
+            connection.send(side())
 
 
 def measure(figure: Figure, place: Workplace, *, rounds: int) -> Measured:

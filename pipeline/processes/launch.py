@@ -39,6 +39,9 @@ TRAINING_MODULE = "pipeline.trained_lora.worker"
 THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
 """Environment variable with `accelerate.cpu_threads`."""
 
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Environment variables that decide how long OpenMP threads spin while they wait."""
+
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with the settings of torch's CUDA allocator; the second name is older."""
 
@@ -158,16 +161,21 @@ def worker_variables(settings: AccelerateSettings) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONUTF8": "1",
-        # OpenMP threads that spin while they wait lose all progress as soon as another process needs a core:
-        # next to two busy threads on 2 cores, 12 VAE passes took 11 to 26 s with the default, and 0.8 s with
-        # PASSIVE. A short spin (GOMP_SPINCOUNT=20000) is a fifth faster on an idle machine, but takes twice
-        # the CPU time and four times as long next to two busy threads.
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "OMP_NUM_THREADS": str(settings.cpu_threads),  # accelerate's launcher sets the same
         THREADS_VARIABLE: str(settings.cpu_threads),
         "TOKENIZERS_PARALLELISM": "false",  # prevents a warning about forks
+        **_wait_policy(),
         **_allocator_settings(),
     }
+
+
+def _wait_policy() -> dict[str, str]:
+    # OpenMP threads that spin while they wait take the cores from other processes, and from the threads that
+    # decode images. With more work than cores, a training step of small layers took 0.16 s with PASSIVE (0.09
+    # s of CPU time), 0.20 s with 2,000 spins, 0.27 s with 5,000, and 1.8 s (1.3 s) with libgomp's default of
+    # 300,000. A machine with idle cores is faster with spinning, see docs/operations.md.
+    own = {name: os.environ[name] for name in WAIT_VARIABLES if name in os.environ}
+    return own or {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _allocator_settings() -> dict[str, str]:

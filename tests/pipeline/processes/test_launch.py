@@ -19,6 +19,7 @@ from pipeline.errors import LatentlineError, LaunchError, StoreError, TrainingEr
 from pipeline.processes.launch import (
     ALLOCATOR_VARIABLES,
     OUTPUT_TAIL_LINES,
+    WAIT_VARIABLES,
     LocalLaunch,
     describe_status,
     error_from_json,
@@ -162,7 +163,7 @@ def test_the_process_chooses_the_precision_if_the_recipe_leaves_it_open(
 def test_the_variables_of_a_launched_process_are_those_of_the_recipe_and_not_of_a_scheduler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PYTHONPATH", "OMP_WAIT_POLICY", *ALLOCATOR_VARIABLES):
+    for name in ("PYTHONPATH", *WAIT_VARIABLES, *ALLOCATOR_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("OWN", "kept")
@@ -190,9 +191,6 @@ def test_the_variables_of_a_launched_process_are_those_of_the_recipe_and_not_of_
     assert expected.items() <= variables.items()
     assert "RANK" not in variables
     assert json.loads(variables["LATENTLINE_MACHINES"])["rank"] == 1
-
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert worker_variables(settings)["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_a_launched_process_has_its_parents_id_and_imports_the_project(
@@ -413,6 +411,26 @@ def test_a_status_is_described_in_words(status: int, words: str) -> None:
 )
 def test_the_advice_depends_on_how_a_process_ended(tmp_path: Path, status: int, advice: str) -> None:
     assert advice in launch_error("m", status, output=[], error_file=tmp_path / "none").fix
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"OMP_WAIT_POLICY": "ACTIVE"},
+        {"GOMP_SPINCOUNT": "300000"},
+        {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "9"},
+    ],
+)
+def test_a_wait_policy_of_the_user_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, str]
+) -> None:
+    for name in WAIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert launch_environment(ONE, tmp_path / "error.json")["OMP_WAIT_POLICY"] == "PASSIVE"
+    for name, each in own.items():
+        monkeypatch.setenv(name, each)
+    variables = launch_environment(ONE, tmp_path / "error.json")
+    assert {name: variables[name] for name in WAIT_VARIABLES if name in variables} == own
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch supports expandable segments on Linux")
