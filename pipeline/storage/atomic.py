@@ -42,8 +42,8 @@ def is_temp_name(name: str) -> bool:
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace `path` with the bytes that `write` puts into the binary file passed to it.
 
-    Parent folders are created. A reader sees either the old file or the new one. After an error, `path` is
-    unchanged, the temporary file is removed, and the first error is raised.
+    `write` may read the file too. Parent folders are created. A reader sees either the old file or the new
+    one. After an error, `path` is unchanged, the temporary file is removed, and the first error is raised.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full. Its `filename` is `path`, even if a
@@ -52,7 +52,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = temp_path_for(path)
     try:
-        with temp.open("xb") as file:
+        with temp.open("x+b") as file:
             write(file)
 
             # The data are on the disk before the name refers to them, so that a crash leaves no torn file.

@@ -8,7 +8,9 @@ output_dir/tables/rejected.parquet           samples rejected by any stage
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -144,37 +146,23 @@ class Tables:
 
 
 def write_rows(table: pl.DataFrame, file: BinaryIO) -> None:
-    """Write the table to a seekable binary file as Parquet, one row group at a time, with its hash."""
-    hashed = _HashedFile(file)
+    """Write the table as Parquet, one row group at a time, with its hash.
+
+    `file` is empty and open for reading and writing, such as the one of `write_atomically`.
+    """
     table.write_parquet(
-        hashed,  # pyright: ignore[reportArgumentType] - Polars calls `write` and `flush` only
+        file,
         compression_level=_COMPRESSION_LEVEL,
         row_group_size=ROWS_AT_ONCE,
         metadata={_HASH_KEY: _NO_HASH},
     )
-    assert hashed.hash_at > 0, "Polars writes the metadata at once"
-    file.seek(hashed.hash_at)
-    file.write(hashed.sha256.hexdigest().encode("ascii"))
-
-
-class _HashedFile:
-    """A binary file that hashes its bytes, and finds the place of the hash in the footer, the last write."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._num_bytes = 0
-        self.sha256 = hashlib.sha256()
-        self.hash_at = -1
-
-    def write(self, data: bytes) -> int:
-        self.sha256.update(data)
-        if stored := _STORED_HASH.search(data):
-            self.hash_at = self._num_bytes + stored.start(1)
-        self._num_bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
+    file.flush()
+    stored = _stored_hash(file)
+    assert stored is not None, "the metadata are at the end of the file"
+    hash_at, _ = stored
+    digest = _hash_of(file, hash_at)
+    file.seek(hash_at)
+    file.write(digest)
 
 
 def read_rows(
@@ -207,20 +195,29 @@ def _require_unchanged(file: BinaryIO) -> None:
     Parquet has no checksums that Polars verifies, and most flipped bits give another text or number. Files of
     0.3.0 and earlier have no hash.
     """
-    num_bytes = file.seek(0, 2)
-    end_at = file.seek(max(0, num_bytes - _FOOTER_END_BYTES))
-    stored = _STORED_HASH.search(file.read())
-    if stored is None:
-        return
+    stored = _stored_hash(file)
+    if stored is not None and _hash_of(file, stored[0]) != stored[1]:
+        raise pl.exceptions.ComputeError("it changed after it was written")
 
-    hash_at, digest = end_at + stored.start(1), hashlib.sha256()
+
+def _stored_hash(file: BinaryIO) -> tuple[int, bytes] | None:
+    """Return the place of the hash in the file and the hash; None if there is none."""
+    end_at = max(0, file.seek(0, os.SEEK_END) - _FOOTER_END_BYTES)
+    file.seek(end_at)
+    # The last one, because a table may contain anything.
+    matches = list(_STORED_HASH.finditer(file.read()))
+    return (end_at + matches[-1].start(1), matches[-1][1]) if matches else None
+
+
+def _hash_of(file: BinaryIO, hash_at: int) -> bytes:
+    """Return the SHA-256 of the file with `_NO_HASH` at `hash_at`, in hexadecimal."""
+    digest = hashlib.sha256()
     file.seek(0)
     _pass_on(file, hash_at, digest.update)
     digest.update(_NO_HASH.encode("ascii"))
     file.seek(hash_at + len(_NO_HASH))
-    _pass_on(file, num_bytes, digest.update)
-    if digest.hexdigest().encode("ascii") != stored[1]:
-        raise pl.exceptions.ComputeError("it changed after it was written")
+    _pass_on(file, sys.maxsize, digest.update)
+    return digest.hexdigest().encode("ascii")
 
 
 def _pass_on(file: BinaryIO, num_bytes: int, update: Callable[[bytes], object]) -> None:

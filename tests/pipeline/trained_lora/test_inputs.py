@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.storage.atomic import write_atomically
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
 from pipeline.trained_lora.inputs import (
@@ -169,7 +171,7 @@ def test_each_view_has_its_own_references_and_the_mirrored_ones_come_second(rich
 
 def test_inputs_with_entries_of_all_kinds_survive_their_file(rich: Project, tmp_path: Path) -> None:
     inputs, file = rich.job().inputs, tmp_path / "inputs.parquet"
-    write_inputs(inputs, file)
+    write_atomically(file, partial(write_inputs, inputs))
     assert read_inputs(file) == inputs
     assert list(read_inputs(file)) == list(inputs)
     entries = [view.entry for item in inputs for view in item.views]

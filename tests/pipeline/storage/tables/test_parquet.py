@@ -291,6 +291,19 @@ def test_tables_of_earlier_releases_have_no_hash_and_are_read(tmp_path: Path) ->
     assert_frame_equal(read_rows(path), table)
 
 
+def test_L07_the_hash_is_found_wherever_polars_parts_the_footer(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    for length in range(1, 20_000, 97):
+        table = pl.DataFrame({"x" * length: ["a"]})
+        write_atomically(path, partial(write_rows, table))
+        assert_frame_equal(read_rows(path), table)
+        data = bytearray(path.read_bytes())
+        data[length // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(pl.exceptions.ComputeError, match="it changed after it was written"):
+            read_rows(path)
+
+
 def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_atomically(tmp_path / name, partial(write_rows, numbered(20_000)))
@@ -299,7 +312,7 @@ def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
 
 def test_a_file_is_read_with_the_asked_columns_that_it_has_and_with_its_first_rows(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
-    with path.open("wb") as file:
+    with path.open("w+b") as file:
         write_rows(pl.DataFrame({"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}), file)
     assert read_rows(path, ["c", "missing", "a"], limit=2).to_dict(as_series=False) == {
         "a": [1, 2],

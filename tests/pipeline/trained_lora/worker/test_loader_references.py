@@ -70,7 +70,7 @@ def test_inputs_have_the_references_of_the_table_in_order_and_survive_their_file
         assert len(expected) == (2 if item.dataset == "edits" else 0)
     assert len({tuple(shapes(item)) for item in inputs}) == 3
 
-    with (tmp_path / "inputs.parquet").open("wb") as file:
+    with (tmp_path / "inputs.parquet").open("w+b") as file:
         write_inputs(inputs, file)
     assert read_inputs(tmp_path / "inputs.parquet") == inputs
 
