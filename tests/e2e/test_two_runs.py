@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from dagster import DagsterEventType, DagsterInstance, DagsterRun, DagsterRunStatus
 
 from assets.names import GPU_POOL
-from tests.e2e.daemon import make_home, running, runs_of, until
+from tests.e2e.daemon import make_home, running, runs_of, succeeded, until
 from tests.e2e.gpu_pool import holders, is_blocked, waiting
 from tests.e2e.served import CodeServer
 
@@ -111,6 +112,31 @@ def test_O08_a_killed_run_frees_the_gpu_and_its_place_in_the_queue(cached, tmp_p
             )
         assert "ended without reporting it" in log.read_text()
         assert holders(instance) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_O08_a_run_outlives_a_killed_daemon_and_the_next_one_starts_the_queue(cached, tmp_path: Path) -> None:
+    cached.recipe(training={**ENDLESS, "steps": 400, "lora": {"rank": 2, "alpha": 2.0}})
+    home, log = make_home(tmp_path / "home"), tmp_path / "daemon.log"
+    environment = {**cached.environment(), "DAGSTER_HOME": str(home)}
+    daemon = [sys.executable, "-m", "dagster._daemon", "run", "-m", "assets.definitions"]
+    launch = [sys.executable, "-m", "dagster", "job", "launch", "-m", "assets.definitions", "-j"]
+    with DagsterInstance.from_config(str(home)) as instance:
+        with running(daemon, environment=environment, cwd=tmp_path, log=log) as pid:
+            for job in ("small_train", "small_cache"):
+                subprocess.run([*launch, job], env=environment, cwd=tmp_path, check=True, capture_output=True)
+            until(lambda: _trains(instance), "the training", seconds=120, log=log)
+            os.kill(pid, signal.SIGKILL)
+        training, cache = runs_of(instance)
+        assert status(instance, training) == DagsterRunStatus.STARTED
+        assert status(instance, cache) == DagsterRunStatus.QUEUED
+
+        log = tmp_path / "next_daemon.log"
+        with running(daemon, environment=environment, cwd=tmp_path, log=log):
+            until(lambda: succeeded(instance, 2), "both runs", seconds=300, log=log)
+        assert holders(instance) == set()
+    assert sum(1 for _ in (cached.out / "lora").glob("*.safetensors")) == 3
 
 
 def _trains(instance: DagsterInstance) -> bool:
