@@ -381,9 +381,9 @@ class _LocalWalker:
             self._visited_files.add(_identity(stat))
 
     def _follow(self, path: str) -> None:
-        # Resolved once: another process may exchange the link before the target is visited.
-        target = Path(os.path.realpath(f"{self._root}/{path}"))
+        # Resolved once: another process may exchange the link before the target is visited, or meanwhile.
         try:
+            target = Path(os.path.realpath(f"{self._root}/{path}"))
             stat = target.stat()
         except OSError as err:
             self._add_broken_link(path, err)
