@@ -150,7 +150,7 @@ class SlurmLauncher(RemoteLauncher):
 
 
 def _in_pattern(path: Path) -> str:
-    """Return a path as the option --output needs it, in which Slurm replaces %j and others.
+    """Return a path for the option --output, without patterns such as %j, which Slurm would replace.
 
     Raises:
         LaunchError: The path contains a backslash, with which Slurm does not replace the %a of a task.

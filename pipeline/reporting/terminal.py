@@ -80,7 +80,7 @@ class ProgressBar:
             return
         self._drawn_s = now_s
 
-        # The note may name the current image or caption, of which a terminal would obey escape sequences.
+        # The note may name the current image or caption, whose escape sequences a terminal would obey.
         text, note = printable(text), printable(note)
         with suppress(OSError):  # a closed terminal must not stop the job
             if self._tqdm is None or text != self._text:
