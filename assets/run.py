@@ -45,7 +45,7 @@ def main(recipe_file: Path, job_name: str) -> int:
 
 
 def _run(recipe_file: Path, job_name: str, command: str) -> int:
-    from resources.problems import BUG, error_problem
+    from resources.problems import REPORT, error_problem
     from resources.run_summary import write_parts, write_summary
 
     try:
@@ -53,7 +53,7 @@ def _run(recipe_file: Path, job_name: str, command: str) -> int:
             summary = _execute(recipe_file, job_name, command, interrupts)
     except Exception as err:
         problem = error_problem(err, command)
-        traces = [traceback.format_exc().rstrip()] if BUG in problem else []
+        traces = [traceback.format_exc().rstrip()] if REPORT in problem else []
         write_parts([*traces, problem], sys.stderr)
         return FAILED_STATUS
 

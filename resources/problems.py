@@ -16,7 +16,10 @@ from pipeline.recipe.check_specs import SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
 
-BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
+REPORT = "report it with the traceback above"
+"""Part of a fix that needs the traceback."""
+
+BUG = f"this is a bug in Latentline or in a package it uses: {REPORT}"
 INTERRUPTIONS = (DagsterExecutionInterruptedError, KeyboardInterrupt)
 
 _OUR_ERRORS = "pipeline.errors."
@@ -34,7 +37,17 @@ _DAMAGED_DATABASE = (
 )
 """Parts of SQLite's messages about a damaged file."""
 
+_DAMAGED_RECORD = ("(sqlite3.OperationalError) no such ", "Could not decode to UTF-8 column")
+"""The same about a damaged name in the schema, or a damaged text."""
+
+_HISTORY_FOLDERS = ("history", "schedules")
+
+_STORAGE_CODE = tuple(f"/dagster/_core/storage/{part}/" for part in ("runs", "event_log", "schedules"))
+"""Parts of the paths of Dagster's code that reads and writes its history."""
+
 _CONFIGURATION = "dagster.yaml"
+
+_CONFIGURATION_CODE = "/dagster/_core/instance/config.py"
 
 
 def error_problem(error: Any, where: str) -> str:
@@ -52,8 +65,12 @@ def error_problem(error: Any, where: str) -> str:
     if isinstance(error, BaseException) and (access_error := as_file_access_error(error)) is not None:
         return f"{type(access_error).__name__}: {access_error}"
 
+    frames = "".join(_frames(error))
+    if isinstance(error, BaseException) and any(part in frames for part in _STORAGE_CODE):
+        return _damaged_record(messages[0])
+
     fix = BUG
-    if _CONFIGURATION in messages[0]:
+    if _CONFIGURATION in messages[0] or (messages[0].startswith("Unicode") and _CONFIGURATION_CODE in frames):
         where = str(_dagster_home() / _CONFIGURATION)
         fix = "correct the file, or copy .dagster/dagster.yaml from Latentline's repository"
     elif messages[0].startswith("dagster."):
@@ -74,6 +91,23 @@ def _messages(error: Any) -> Iterator[str]:
             error = error.cause or error.context
 
 
+def _frames(error: Any) -> Iterator[str]:
+    """Yield the lines of the traceback of an error and of its causes."""
+    while isinstance(error, BaseException):
+        yield from traceback.format_tb(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _damaged_record(message: str) -> str:
+    # SQLite has no checksums, so damage to a text of the history is found when Dagster interprets it.
+    home = _dagster_home()
+    folders = " and ".join(str(home / name) for name in _HISTORY_FOLDERS)
+    what = f"a record of Dagster's history cannot be read: {_indented(message)}"
+    fix = f"move {folders} to another folder and start the command again; Dagster creates empty ones, and "
+    fix += f"tables, caches and LoRAs are kept. If the same error comes again, {REPORT}"
+    return f"{what}\n  where: {home} (DAGSTER_HOME)\n  fix:   {fix}"
+
+
 def _storage_problem(messages: list[str]) -> str | None:
     home = os.environ.get("DAGSTER_HOME", "")
     where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
@@ -87,6 +121,8 @@ def _storage_problem(messages: list[str]) -> str | None:
         if any(text in message for message in messages):
             return f"Dagster cannot write its history: {text}\n  where: {where}\n  fix:   {fix}"
     for message in messages:
+        if any(text in message for text in _DAMAGED_RECORD):
+            return _damaged_record(" ".join(message.partition(": ")[2].split())[:200])
         if message.startswith("sqlalchemy."):
             detail = " ".join(message.partition(": ")[2].split())
             what = f"Dagster's database cannot be used: {detail}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.errors import TrainingError, counted
+from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.models.families import Use
 from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
 from pipeline.recipe import shareable_path
@@ -145,8 +145,8 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
         One line if the record lists `wanted`, and one per matching row of the table of samples in the folder.
 
     Raises:
-        TrainingError: The record holds only a digest and the table is missing, or `wanted` is not a regular
-            file.
+        TrainingError: The record holds only a digest and the table is missing, the table is damaged, or
+            `wanted` is not a regular file.
     """
     image, captions = _hashes_of(wanted)
     samples = record["samples"]
@@ -184,7 +184,11 @@ def _matching_rows(path: Path, image: str, captions: list[str]) -> list[str]:
     if not path.is_file():
         return []
     columns = ["sample_id", "content_hash", "caption_hashes", "times_seen", "split", "reference_hashes"]
-    table = read_rows(path, columns)
+    try:
+        table = read_rows(path, columns)
+    except (OSError, pl.exceptions.PolarsError) as err:
+        fix = f"start the job that made the LoRA again, which writes the table: {RUN_RECIPE} <recipe>"
+        raise TrainingError(f"the table of samples is damaged: {err}", where=str(path), fix=fix) from err
 
     is_reference = pl.lit(False)
     if "reference_hashes" in table.columns:

@@ -5,12 +5,14 @@ The kinds are the ones of a real listing, so that a new kind of file fails the t
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import polars as pl
@@ -21,14 +23,17 @@ from PIL import Image
 from safetensors.numpy import load
 
 from pipeline.cache.used_keys import UsedKeys
-from pipeline.cli.pack import command as pack
+from pipeline.cli.main import latentline
 from pipeline.errors import StoreError, TrainingError
+from pipeline.maintenance.gc import KEEP_S, survey
 from pipeline.storage.tables import read_rows
-from pipeline.trained_lora.export.earlier_step import publish_step
 from resources.failures import failure_text
 from tests.damage import DAMAGES
 from tests.e2e.daemon import make_home
 from tests.e2e.workspace import Workspace, write_photographs
+
+if TYPE_CHECKING:
+    from click.testing import Result
 
 TRAINING = {
     "steps": 4,
@@ -49,7 +54,7 @@ restored: The next job writes the same bytes again.
 written again: The next job writes the same content with other times.
 trained again: As restored, by continuing the run from its last checkpoint.
 reported: The next job warns; nothing but a training could write the file again.
-refused: What reads the file ends with an error.
+refused: What reads the file ends with an error, and its fix works.
 shown: For people. A report that is damaged at the same time would be drawn from it.
 unused: No result is computed from it; see the reason.
 """
@@ -93,7 +98,7 @@ KINDS: dict[str, tuple[Outcome, str]] = {
     r"cache/used/[0-9a-f]{64}\.keys": ("refused", ""),
     r"home/dagster\.yaml|home/(history/(runs|runs/index)|schedules/schedules)\.db": (
         "unused",
-        "test_problems.py damages them",
+        "no job computes anything from them; test_problems.py damages them and follows the fixes",
     ),
     r"home/(history/runs/[0-9a-f-]*\.db|storage/.*|history/.*-(shm|wal))": ("unused", "events of ended runs"),
 }
@@ -148,7 +153,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_sd: Path) -> Finishe
     assert made.run().success
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LATENTLINE_CONFIGS", str(workspace.file.parent))
-        assert CliRunner().invoke(pack, ["small"]).exit_code == 0
+        assert CliRunner().invoke(latentline, ["pack", "small"]).exit_code == 0
     # A file that was young when it was read is read again by the second job.
     assert made.run().success
     return Finished(workspace, made.files())
@@ -205,7 +210,7 @@ def is_same(finished: Finished, name: str) -> bool:
 
 def problems_of(finished: Finished, damaged: Iterable[str], printed: str) -> list[str]:
     """Return the damaged files without the outcome of their kind, and all other files that changed."""
-    workspace, sound, after = finished.workspace, finished.sound, finished.files()
+    sound, after = finished.sound, finished.files()
     # A key or run id that changes would be computed again under another name.
     names = r"cache/(latents|text|masks)/.*|out/runs/[0-9a-f]+/run\.json"
     before, now = ({name for name in files if re.fullmatch(names, name)} for files in (sound, after))
@@ -230,15 +235,70 @@ def problems_of(finished: Finished, damaged: Iterable[str], printed: str) -> lis
             if not re.search(rf"warning: .*{re.escape(Path(name).name)}.* changed after the run", printed):
                 problems.append(f"{name} is not reported")
         elif outcome == "refused" and name.startswith("cache/used/"):
-            with pytest.raises(StoreError, match="list of used entries is damaged") as raised:
-                UsedKeys(workspace.cache, 3600.0).read()
-            assert raised.value.fix.startswith("delete the file, and run the jobs")
-            Path(raised.value.where).unlink()
+            problems += problems_of_refused_list(finished, finished.root / name)
         elif outcome == "refused":
-            step = int(name.split("step-")[1][:8])
-            with pytest.raises(TrainingError, match=f"the LoRA of step {step} is damaged"):
-                publish_step(workspace.out, run, step)
+            problems += problems_of_refused_step(finished, run, int(name.split("step-")[1][:8]))
     return problems
+
+
+def problems_of_refused_list(finished: Finished, path: Path) -> list[str]:
+    """Return what is wrong after the fix of a damaged list of used entries, and restore the list."""
+    cache = finished.workspace.cache
+    lists = sorted(path.parent.glob("*.keys"))
+    refusal = UsedKeys(cache, KEEP_S)
+    with pytest.raises(StoreError, match="list of used entries is damaged") as raised:
+        refusal.read()
+    assert raised.value.where == str(path)
+    assert (
+        raised.value.fix == "delete the file, and run the jobs that use the cache again before latentline gc"
+    )
+    path.unlink()
+    assert finished.run().success
+
+    # Without its lists, an old entry would not be kept.
+    with aged(file for file in cache.rglob("*") if file.is_file() and file.suffix != ".keys"):
+        surveyed = survey(cache, keep_s=KEEP_S)
+        listing = CliRunner().invoke(latentline, ["gc", "--cache-dir", str(cache)])
+    problems = [] if sorted(path.parent.glob("*.keys")) == lists else ["the lists are not as before"]
+    if surveyed.orphans or not surveyed.is_use_known or surveyed.num_used != surveyed.entries:
+        problems.append(f"gc would delete {sorted(surveyed.orphans)}")
+    if listing.exit_code or "        0 not used" not in listing.output:
+        problems.append(f"gc: {listing.output} {listing.exception}")
+    return problems
+
+
+@contextmanager
+def aged(files: Iterable[Path]) -> Generator[None]:
+    """Set the modification times to twice `KEEP_S` ago during the body."""
+    stats = {path: path.stat() for path in files}
+    for path, stat in stats.items():
+        os.utime(path, (stat.st_atime, stat.st_mtime - 2 * KEEP_S))
+    yield
+    for path, stat in stats.items():
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def problems_of_refused_step(finished: Finished, run: str, step: int) -> list[str]:
+    """Return what is wrong after the fix of a damaged LoRA of a checkpoint, and publish the last step."""
+
+    def export(*arguments: str) -> Result:
+        return CliRunner().invoke(latentline, ["export", str(finished.workspace.file), *arguments])
+
+    refused = export("--step", str(step)).exception
+    assert isinstance(refused, TrainingError)
+    assert f"the LoRA of step {step} is damaged" in refused.what
+    other = re.fullmatch(r"choose one of its 1 step: (\d+)", refused.fix)
+    assert other is not None
+
+    chosen, out = export("--step", other[1]), finished.workspace.out
+    saved = (out / "runs" / run / "checkpoints" / f"step-{int(other[1]):08}").glob("*.safetensors")
+    problems = [
+        f"{path.name} of step {other[1]} is not published: {chosen.output}"
+        for path in saved
+        if path.name.startswith(("pytorch", "small"))
+        if path.read_bytes() != (out / "lora" / path.name).read_bytes()
+    ]
+    return problems if export("--latest").exit_code == 0 else [*problems, "the last step is not published"]
 
 
 def damage_and_run(

@@ -1,14 +1,19 @@
 """What, where and fix of an error that ended a command; test_run_summary.py has those of steps and runs."""
 
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
+import dagster as dg
 import pytest
-from dagster import DagsterInstance, DagsterInvariantViolationError
+from dagster import DagsterInstance, DagsterInvariantViolationError, DagsterRun
 
 from pipeline.errors import StoreError
 from resources.problems import error_problem
 from tests.damage import DAMAGES
+from tests.e2e.daemon import SETTINGS, make_home
 
 
 @pytest.mark.parametrize(
@@ -48,28 +53,116 @@ def test_an_error_of_ours_that_dagster_wrapped_is_the_one_that_is_printed() -> N
     )
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign"])
-@pytest.mark.parametrize("name", ["history/runs.db", "history/runs/index.db", "schedules/schedules.db"])
-def test_the_fix_of_a_damaged_history_names_its_file_and_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
-) -> None:
-    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
-    read_history()
-    DAMAGES[damage](tmp_path / name)
-    with pytest.raises(Exception, match="database") as raised:
-        read_history()
-    problem = error_problem(raised.value, "latentline run flowers")
-    assert problem.startswith(f"a file of Dagster's history is damaged\n  where: {tmp_path / name}\n")
-
-    moved = re.search(r"fix:   move (\S+) to another folder and start the command again", problem)
-    assert moved is not None
-    Path(moved[1]).rename(tmp_path.with_name(f"{tmp_path.name}_moved"))
-    read_history()
+DATABASES = ["history/runs.db", "history/runs/index.db", "schedules/schedules.db"]
 
 
-def read_history() -> None:
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DAGSTER_HOME with the project's settings and the history of two runs with a check."""
+    folder = make_home(tmp_path_factory.mktemp("problems") / "home")
+
+    @dg.asset(name="flowers")
+    def flowers() -> None: ...
+
+    @dg.asset_check(asset=flowers)
+    def bloom() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=True)
+
+    with DagsterInstance.from_config(str(folder)) as instance:
+        for _ in range(2):
+            assert dg.materialize([flowers, bloom], instance=instance).success
+    return folder
+
+
+def follow(problem: str, home: Path) -> None:
+    """Move the files and folders that the fix names, or copy the settings that it names."""
+    fix = problem.split("\n  fix:   ")[1]
+    if fix.startswith("correct the file, or copy .dagster/dagster.yaml from Latentline's repository"):
+        where = problem.split("\n  where: ")[1].splitlines()[0]
+        Path(where).write_bytes(SETTINGS.read_bytes())
+        return
+    moved = re.match(r"move (\S+)(?: and (\S+))? to another folder and start the command again", fix)
+    assert moved is not None, problem
+    other = home.with_name(f"{home.name}_moved")
+    other.mkdir(exist_ok=True)
+    for path in filter(None, moved.groups()):
+        Path(path).rename(other / Path(path).name)
+
+
+def read_home(home: Path) -> list[DagsterRun]:
+    """Read what commands and Dagster's UI read."""
     with DagsterInstance.get() as instance:
-        assert (instance.get_runs(), instance.all_asset_keys()) == ([], [])
+        for key in instance.all_asset_keys():
+            instance.get_latest_materialization_event(key)
+        instance.all_instigator_state()
+        assert Path(instance.root_directory) == home
+        return list(instance.get_runs())
+
+
+def problems_after(source: Path, home: Path, damage: Callable[[Path], None], name: str) -> str | None:
+    """Copy a DAGSTER_HOME, damage a file of it, follow the fix of the error, and return the error."""
+    shutil.copytree(source, home)
+    damage(home / name)
+    try:
+        read_home(home)
+    except Exception as err:
+        problem = error_problem(err, "latentline run flowers")
+        assert str(home) in problem.split("\n  where: ")[1], problem
+        follow(problem, home)
+        read_home(home)
+        return problem
+    return None
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [*DATABASES, "dagster.yaml"])
+def test_the_fix_of_a_damaged_file_of_dagster_home_works(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
+) -> None:
+    """SQLite and YAML accept an empty file, and some flipped bits change nothing that is read."""
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+    problem = problems_after(home, tmp_path / "home", DAMAGES[damage], name)
+    if damage == "foreign" or (damage == "cut" and name.endswith(".db")):
+        assert problem is not None
+        assert f"\n  where: {tmp_path / 'home' / name}\n" in problem
+
+
+@pytest.mark.parametrize("old", [b'"run_id": "', b"SUCCESS", b"PipelineRun", b"run_body"])
+def test_the_fix_of_a_damaged_text_in_the_history_works(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bytes
+) -> None:
+    """SQLite returns a text with a flipped bit, and Dagster or its decoder fails on it."""
+
+    def flip_all(path: Path) -> None:
+        data = path.read_bytes()
+        assert old in data
+        path.write_bytes(data.replace(old, old[:-1] + bytes([old[-1] ^ bit])))
+
+    for bit in (1, 0x80):
+        monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / f"home{bit}"))
+        problem = problems_after(home, tmp_path / f"home{bit}", flip_all, "history/runs.db")
+        assert problem is not None
+        assert "a bug in Latentline" not in problem
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [*DATABASES, "dagster.yaml"])
+def test_the_fix_of_any_flipped_bit_in_dagster_home_works(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    numbers = Random(0)
+    data = (home / name).read_bytes()
+    places = numbers.sample([place for place, byte in enumerate(data) if byte], 200)
+
+    def flip_one(path: Path) -> None:
+        path.write_bytes(
+            data[:place] + bytes([data[place] ^ (1 << numbers.randrange(8))]) + data[place + 1 :]
+        )
+
+    for place in places:
+        monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / str(place)))
+        problems_after(home, tmp_path / str(place), flip_one, name)
 
 
 @pytest.mark.parametrize(

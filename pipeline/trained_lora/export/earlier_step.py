@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.errors import TrainingError, counted
+from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.checked_json import read_checked, write_checked
 from pipeline.storage.tables import read_rows
@@ -35,7 +35,7 @@ from pipeline.trained_lora.export.publish import (
     write_companions,
 )
 from pipeline.trained_lora.fingerprint import file_sha256
-from pipeline.trained_lora.job import JOB_FILE, read_job
+from pipeline.trained_lora.job import INPUTS_FILE, JOB_FILE, read_job
 from pipeline.trained_lora.previews import preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import (
     LORA_RECORD,
@@ -134,7 +134,12 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
     steps = read_record(layout.finished).get("steps", 0)
     finished = read_finished(layout, steps=steps, recipe_name=recipe_name)
     if finished is None:
-        raise _not_available(layout, f"run {run} has not finished, or its files changed since")
+        # The job trains what is missing and publishes it, which no earlier step would replace.
+        raise TrainingError(
+            f"run {run} has not finished, or its files changed since",
+            where=str(layout.folder),
+            fix=f"start the recipe's job, which trains the rest of it: {RUN_RECIPE} <recipe>",
+        )
     # First, so that a job after a crash publishes the last step too.
     forget_exported_step(output_dir)
     if COMPANION_HASHES in finished and damaged_companions(layout, finished):
@@ -146,7 +151,15 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
 
 def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Path]) -> dict[str, Path]:
     """Write the files that accompany the LoRA of a step; return the path of each published name."""
-    job = read_job(layout.folder / JOB_FILE)
+    try:
+        job = read_job(layout.folder / JOB_FILE)
+        samples = _samples_at(layout, job, step)
+    except (OSError, ValueError, TypeError, KeyError, pl.exceptions.PolarsError) as err:
+        raise TrainingError(
+            f"{JOB_FILE}, {INPUTS_FILE} or {SAMPLES_FILE} is damaged: {type(err).__name__}: {err}"[:500],
+            where=str(layout.folder),
+            fix=f"start the recipe's job, which writes the files of its run again: {RUN_RECIPE} <recipe>",
+        ) from err
     folder = layout.folder / _COMPANIONS_FOLDER
 
     # The run's own sheet also shows pictures of later steps, which this LoRA does not draw (FAILURES R14).
@@ -167,7 +180,7 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
         "device": read_record(layout.finished).get("device"),
         "files": files,
     }
-    write_companions(folder, job, _samples_at(layout, job, step), record, has_sheet=sheet.is_file())
+    write_companions(folder, job, samples, record, has_sheet=sheet.is_file())
     return {
         SAMPLES_FILE: folder / SAMPLES_FILE,
         SHEET_FILE: sheet,
@@ -194,7 +207,12 @@ def _samples_at(layout: RunLayout, job: TrainingJob, step: int) -> pl.DataFrame:
 
 def _not_available(layout: RunLayout, what: str, *, without: int | None = None) -> TrainingError:
     steps = [str(step) for step in lora_steps(layout) if step != without]
-    fix = f"choose one of its {counted(len(steps), 'step')}: {', '.join(steps)}" if steps else "train the run"
+    if steps:
+        fix = f"choose one of its {counted(len(steps), 'step')}: {', '.join(steps)}"
+    elif layout.finished.is_file():
+        fix = f"publish its last step: latentline export <recipe> --latest --run {layout.folder.name}"
+    else:
+        fix = f"start the recipe's job, which trains the rest of it: {RUN_RECIPE} <recipe>"
     return TrainingError(what, where=str(layout.checkpoints), fix=fix)
 
 

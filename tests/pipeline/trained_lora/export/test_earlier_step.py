@@ -22,6 +22,7 @@ from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.previews import preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
+from tests.damage import DAMAGES
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 
@@ -208,3 +209,61 @@ def test_a_step_that_cannot_be_published_is_an_error_that_lists_the_others(
     assert isinstance(busy.exception, TrainingError)
     assert "is being trained" in busy.exception.what
     assert published(project) == before
+
+
+def test_the_fix_of_a_damaged_lora_of_the_only_step_works(
+    make_project: Callable[..., Project], export: Callable[..., Result]
+) -> None:
+    project = make_project(checkpoint_every=6)
+    run(project, InProcessLaunch())
+    before, folder = published(project), run_folders(project)[0]
+    for name in ("lora.json", "demo_comfyui.safetensors"):
+        file = folder / "checkpoints" / "step-00000006" / name
+        sound = file.read_bytes()
+        for damage in DAMAGES.values():
+            damage(file)
+            finished = export(project, "--step", "6").exception
+            assert isinstance(finished, TrainingError)
+            command = finished.fix.removeprefix("publish its last step: latentline export <recipe> ")
+            assert export(project, *command.split()).exit_code == 0
+            assert published(project) == before
+            file.write_bytes(sound)
+
+    # A run that has not finished, and one whose exported files are damaged, train the rest.
+    (folder / "finished.json").unlink()
+    file.unlink()
+    for option in (["--step", "6"], ["--latest"]):
+        unfinished = export(project, *option).exception
+        assert isinstance(unfinished, TrainingError)
+        assert (
+            unfinished.fix == "start the recipe's job, which trains the rest of it: latentline run <recipe>"
+        )
+    run(project, InProcessLaunch())
+    assert export(project, "--latest").exit_code == 0
+
+
+def test_the_fix_of_damaged_files_of_a_run_works_for_the_export(
+    make_project: Callable[..., Project], export: Callable[..., Result]
+) -> None:
+    project = make_project(checkpoint_every=2)
+    run(project, InProcessLaunch())
+    names = ("order.json", "inputs.parquet", "samples.parquet")
+    sound = {file: file.read_bytes() for file in (run_folders(project)[0] / name for name in names)}
+    for file, data in sound.items():
+        for way, damage in DAMAGES.items():
+            # Any JSON that is an order may be one; the next job compares its hash.
+            if way == "flip" and file.suffix == ".json":
+                continue
+            damage(file)
+            refused = export(project, "--step", "2").exception
+            assert isinstance(refused, TrainingError)
+            assert refused.what.startswith("order.json, inputs.parquet or samples.parquet is damaged: ")
+            assert refused.fix == (
+                "start the recipe's job, which writes the files of its run again: latentline run <recipe>"
+            )
+            file.write_bytes(data)
+
+    for file in sound:
+        DAMAGES["cut"](file)
+    run(project, InProcessLaunch())
+    assert export(project, "--step", "2").exit_code == 0
