@@ -1,7 +1,11 @@
 """Automatic cache updates: a schedule, a sensor that watches datasets, and one that ends dead runs."""
 
+import hashlib
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from dagster import (
@@ -22,10 +26,12 @@ from dagster import (
 )
 
 from assets.names import RECIPE_TAG
-from pipeline.errors import DatasetError
-from pipeline.recipe import RecacheSettings, Recipe
+from assets.step import ALGORITHM_VERSIONS
+from pipeline.errors import DatasetError, RecipeError, counted
+from pipeline.recipe import RecacheSettings, Recipe, load_recipe
 from pipeline.storage.addresses import Address
 from resources.dead_runs import end_dead_runs
+from resources.failures import has_closed_gate
 
 _ENDED = {
     DagsterRunStatus.SUCCESS,
@@ -46,14 +52,36 @@ SLICE_S = 20.0
 """Seconds for which one tick lists files."""
 
 
+RETRY_DELAYS_S = (60.0, 300.0, 1800.0)
+"""Seconds from the end of a run that did not succeed to the next attempt, for each further attempt."""
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A run of a recipe's cache job that ended without success.
+
+    Attributes:
+        run_id: Its id.
+        end_s: When it ended, in seconds since the epoch.
+        is_cancelled: Whether somebody stopped it.
+        has_closed_gate: Whether a gate stopped it: the next run would end in the same way.
+    """
+
+    run_id: str
+    end_s: float
+    is_cancelled: bool = False
+    has_closed_gate: bool = False
+
+
 @dataclass(frozen=True)
 class SensorState:
     """State of the sensor between two ticks, stored as JSON in its cursor.
 
     Attributes:
-        seen: Fingerprint of the files after the last complete listing.
-        handled: Fingerprint of the files for which a run was last requested. Files that return to an older
-            state are a change again.
+        seen: State of files and recipe after the last complete listing.
+        since: When it was listed first, in seconds since the epoch.
+        handled: Last state with which a run has succeeded, or which a gate has rejected. Files that return
+            to an older state are a change again.
         position: Fields of the `ScanPosition` at which the listing of a large dataset stopped; None between
             two listings.
     """
@@ -61,21 +89,53 @@ class SensorState:
     seen: str | None = None
     handled: str | None = None
     position: dict[str, Any] | None = None
+    since: float = 0.0
 
-    def advance(self, fingerprint: str, *, active_run: str | None) -> tuple["SensorState", str | None]:
-        """Return the next state, and the reason to skip this tick or None to request a run."""
-        if fingerprint == self.handled:
-            return SensorState(fingerprint, self.handled), "nothing has changed since the last requested run"
-
+    def settle(self, seen: str, *, now: float) -> tuple["SensorState", str | None]:
+        """Return the state after a complete listing, and the reason to skip this tick if there is one."""
         # Somebody may still be copying files (FAILURES O05): two listings, `settle_s` apart, must be equal.
-        if fingerprint != self.seen:
+        if seen not in {self.seen, self.handled}:
+            reason = f"files or recipe are changing (state {seen}): waiting until they settle"
+            return SensorState(seen, self.handled, since=now), reason
+
+        since = self.since if seen == self.seen else now
+        reason = "nothing has changed since the last run" if seen == self.handled else None
+        return SensorState(seen, self.handled, since=since), reason
+
+    def after_runs(
+        self, *, succeeded: str | None, failed: Sequence[EndedRun], now: float
+    ) -> tuple["SensorState", str | None]:
+        """Return the next state of a settled one, and the reason to skip this tick or None to request a run.
+
+        Args:
+            succeeded: Id of a run that began after the files were as they are, and succeeded.
+            failed: Runs of the same time that ended without success, the newest first.
+            now: The time, in seconds since the epoch.
+        """
+        handled = replace(self, handled=self.seen)
+        if succeeded is not None:
+            return handled, f"nothing has changed since run {succeeded}"
+        if not failed:
+            return self, None
+
+        last, attempts = failed[0], counted(len(failed), "run")
+        if last.has_closed_gate:
             return (
-                SensorState(fingerprint, self.handled),
-                f"files are changing (state {fingerprint}): waiting until they settle",
+                handled,
+                f"a check stopped run {last.run_id}: a change of dataset or recipe starts the next",
             )
-        if active_run is not None:
-            return self, f"run {active_run} of this recipe is in progress: waiting for its end"
-        return SensorState(fingerprint, fingerprint), None
+
+        ended = f"run {last.run_id} {'was cancelled' if last.is_cancelled else 'failed'}"
+        if len(failed) > len(RETRY_DELAYS_S):
+            return (
+                self,
+                f"{ended}, the last of {attempts} with this state: repair the cause, then start the job",
+            )
+        due = last.end_s + RETRY_DELAYS_S[len(failed) - 1]
+        if now < due:
+            at = datetime.fromtimestamp(due, tz=UTC).strftime("%H:%M:%S")
+            return self, f"{ended}: attempt {len(failed) + 1} of {len(RETRY_DELAYS_S) + 1} at {at} UTC"
+        return self, None
 
 
 def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None:
@@ -107,7 +167,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         name=f"{recipe.name}_dataset_changed",
         minimum_interval_seconds=recipe.recache.settle_s,
         default_status=_sensor_status(recipe.recache),
-        description=f"Starts {recipe.name}_cache when its images or captions have changed and settled.",
+        description=f"Starts {recipe.name}_cache when images, captions or recipe have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
         from pipeline.raw_images.scan_fingerprint import ScanPosition, scan_slice
@@ -118,7 +178,10 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
             fields: Any = {**state.position, "after": tuple(state.position["after"])}  # JSON has no tuples
             position = ScanPosition(**fields)
         try:
-            listed = scan_slice(watched_addresses(recipe), position, seconds=SLICE_S)
+            current = _as_written(recipe)
+            listed = scan_slice(watched_addresses(current), position, seconds=SLICE_S)
+        except RecipeError as err:
+            return SensorResult(skip_reason=f"the recipe has a mistake: {err}", cursor=context.cursor)
         except (OSError, DatasetError) as err:
             # With the same cursor, the next tick continues where this one began.
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
@@ -128,8 +191,15 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
             reason = f"listed {listed.num_files:,} files so far: the next tick continues"
             return SensorResult(skip_reason=reason, cursor=cursor)
 
-        state = replace(state, position=None)
-        state, skip_reason = state.advance(listed, active_run=find_active_run(context.instance, recipe))
+        now = time.time()
+        state, skip_reason = state.settle(_state(current, listed), now=now)
+        if skip_reason is None:
+            active_run = find_active_run(context.instance, recipe)
+            if active_run is not None:
+                skip_reason = f"run {active_run} of this recipe is in progress: waiting for its end"
+            else:
+                succeeded, failed = _ended_runs(context.instance, recipe, job_name, state.since)
+                state, skip_reason = state.after_runs(succeeded=succeeded, failed=failed, now=now)
         cursor = json.dumps(asdict(state))
         if skip_reason is not None:
             return SensorResult(skip_reason=skip_reason, cursor=cursor)
@@ -137,6 +207,40 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         return SensorResult(run_requests=[RunRequest(tags={RECIPE_TAG: recipe.name})], cursor=cursor)
 
     return dataset_changed
+
+
+def _as_written(recipe: Recipe) -> Recipe:
+    """Return the recipe in its file, which a run would load, and this code server may have loaded earlier."""
+    return load_recipe(recipe.source) if recipe.source.is_file() else recipe
+
+
+def _state(recipe: Recipe, files: str) -> str:
+    """Return 16 hex digits over the listed files, the recipe and the versions of the algorithms."""
+    settings = recipe.model_dump_json(exclude={"recache"})
+    return hashlib.sha256(repr((files, settings, ALGORITHM_VERSIONS)).encode("utf-8")).hexdigest()[:16]
+
+
+def _ended_runs(
+    instance: DagsterInstance, recipe: Recipe, cache_job: str, since: float
+) -> tuple[str | None, list[EndedRun]]:
+    """Return a successful run of the recipe that began after `since`, and failed runs of its cache job."""
+    created_after = datetime.fromtimestamp(since, tz=UTC)
+    filters = RunsFilter(tags={RECIPE_TAG: recipe.name}, created_after=created_after)
+    failed: list[EndedRun] = []
+    for record in instance.get_run_records(filters):  # the newest first
+        run = record.dagster_run
+        if run.status == DagsterRunStatus.SUCCESS:
+            return run.run_id, failed
+        if run.job_name == cache_job:
+            failed.append(
+                EndedRun(
+                    run.run_id,
+                    record.end_time or record.update_timestamp.timestamp(),
+                    is_cancelled=run.status == DagsterRunStatus.CANCELED,
+                    has_closed_gate=not failed and has_closed_gate(instance, run.run_id),
+                )
+            )
+    return None, failed
 
 
 def skipping_schedule(

@@ -79,8 +79,8 @@ def first(entry: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    folders = [Path(argument) for argument in sys.argv[2:4]]
+    base, source = Path(sys.argv[2]), Path(sys.argv[3])
     if sys.argv[1] == "encode":
-        encode(*folders, Path(sys.argv[4]), int(sys.argv[5]))
+        encode(base, source, Path(sys.argv[4]), int(sys.argv[5]))
     else:
-        step(*folders, int(sys.argv[4]), int(sys.argv[5]))
+        step(base, source, int(sys.argv[4]), int(sys.argv[5]))

@@ -6,9 +6,9 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dagster import Failure, MetadataValue
+from dagster import DagsterEvent, DagsterEventType, DagsterInstance, Failure, MetadataValue
 
-from pipeline.errors import LatentlineError
+from pipeline.errors import GateClosedError, LatentlineError
 from pipeline.storage.os_errors import as_file_access_error
 
 _PARTS = ("what", "where", "fix")
@@ -35,6 +35,17 @@ def _failure(err: LatentlineError) -> Failure:
 
     # A retry with the same input would fail again.
     return Failure(description, metadata=parts, allow_retries=False)
+
+
+def has_closed_gate(instance: DagsterInstance, run_id: str) -> bool:
+    """Return whether a gate has stopped the run."""
+    failures = instance.all_logs(run_id, of_type=DagsterEventType.STEP_FAILURE)
+    return any(_kind(entry.get_dagster_event()) == GateClosedError.__name__ for entry in failures)
+
+
+def _kind(event: DagsterEvent) -> str | None:
+    failure = event.step_failure_data.user_failure_data
+    return (failure.description or "").partition(":")[0] if failure is not None else None
 
 
 def failure_text(description: str, metadata: Mapping[str, MetadataValue[Any]]) -> str | None:

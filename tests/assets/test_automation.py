@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from dagster import (
     AssetKey,
     DagsterInstance,
@@ -20,11 +21,11 @@ from dagster import (
 )
 
 from assets import automation
-from assets.automation import IN_PROGRESS, SensorState, find_active_run, watched_addresses
+from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run, watched_addresses
 from assets.definitions import build_definitions
 from assets.names import RECIPE_TAG
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, load_recipe
 from tests.small_recipe import small_recipe
 
 NOT_ACTIVE = {"SUCCESS", "FAILURE", "CANCELED", "MANAGED"}
@@ -62,8 +63,8 @@ class Ticks:
         self.instance = instance
         self.cursor: str | None = None
 
-    def evaluate(self) -> str:
-        """Return "run" for a requested run, and the skip reason otherwise."""
+    def evaluate(self, status: DagsterRunStatus = DagsterRunStatus.SUCCESS) -> str:
+        """Return "run" for a requested run, which then ends in `status`, and the skip reason otherwise."""
         context = build_sensor_context(
             self.instance, cursor=self.cursor, repository_def=self.repository, sensor_name=self.sensor.name
         )
@@ -72,7 +73,14 @@ class Ticks:
         for request in result.run_requests or []:
             assert request.run_key is None, "with a run key, an earlier state would never run again"
             assert request.tags[RECIPE_TAG] == "flowers"
+            self.record("flowers_cache", status)
         return "run" if result.run_requests else str(result.skip_message)
+
+    def record(self, job: str, status: DagsterRunStatus) -> str:
+        """Record a run of the recipe that has ended in `status`, and return its id."""
+        tags = {RECIPE_TAG: "flowers"}
+        job_def = self.repository.get_job(job)
+        return self.instance.create_run_for_job(job_def, status=status, tags=tags).run_id
 
 
 def test_O05_a_change_runs_once_after_it_settled(tmp_path: Path, instance: DagsterInstance) -> None:
@@ -120,17 +128,87 @@ def test_the_cursor_of_an_earlier_version_is_read(tmp_path: Path, instance: Dags
 def test_O06_files_that_return_to_an_older_state_run_again() -> None:
     state, requested = SensorState(), list[str]()
     for now in ["one", "one", "two", "two", "one", "one", "one"]:
-        state, reason = state.advance(now, active_run=None)
-        requested += [now] if reason is None else []
+        state, reason = state.settle(now, now=0.0)
+        if reason is None:
+            state, reason = state.after_runs(succeeded=None, failed=[], now=0.0)
+            assert reason is None
+            requested.append(now)
+            state, _ = state.after_runs(succeeded="a run", failed=[], now=0.0)
     assert requested == ["one", "two", "one"]
 
 
 def test_a_change_that_is_reverted_before_it_settles_runs_nothing() -> None:
     state = SensorState("one", "one")
-    state, _ = state.advance("two", active_run=None)
-    state, reason = state.advance("one", active_run=None)
+    state, _ = state.settle("two", now=1.0)
+    state, reason = state.settle("one", now=2.0)
     assert reason is not None
-    assert state == SensorState("one", "one")
+    assert (state.seen, state.handled) == ("one", "one")
+
+
+@pytest.mark.parametrize("ended", [DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED])
+def test_O14_a_run_that_did_not_succeed_is_tried_again_three_times_with_growing_delays(
+    tmp_path: Path, instance: DagsterInstance, ended: DagsterRunStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    (tmp_path / "data" / "a.jpg").write_bytes(b"1")
+    assert "settle" in ticks.evaluate()
+    assert ticks.evaluate(ended) == "run"
+
+    for number in range(2, len(RETRY_DELAYS_S) + 2):
+        assert f"attempt {number} of 4 at" in ticks.evaluate()
+        with monkeypatch.context() as patch:
+            patch.setattr(automation, "RETRY_DELAYS_S", (0.0, 0.0, 0.0))
+            assert ticks.evaluate(ended) == "run"
+    assert "the last of 4 runs with this state" in ticks.evaluate()
+
+    # A run that somebody starts after repairing the cause counts.
+    ticks.record("flowers_train", DagsterRunStatus.SUCCESS)
+    assert "nothing has changed since run" in ticks.evaluate()
+    assert "nothing has changed" in ticks.evaluate()
+
+
+def test_O14_trainings_that_fail_are_no_attempts(tmp_path: Path, instance: DagsterInstance) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.evaluate()
+    for _ in range(5):
+        ticks.record("flowers_train", DagsterRunStatus.FAILURE)
+    assert ticks.evaluate() == "run"
+
+
+def test_O14_a_success_before_the_change_does_not_count(tmp_path: Path, instance: DagsterInstance) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.record("flowers_cache", DagsterRunStatus.SUCCESS)
+    ticks.evaluate()
+    assert ticks.evaluate() == "run"
+
+
+def test_O14_after_a_closed_gate_only_a_change_of_dataset_or_recipe_starts_a_run(
+    tmp_path: Path, instance: DagsterInstance, tiny_sd: Path
+) -> None:
+    folders = {"output_dir": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
+    values: dict[str, object] = {
+        "datasets": [{"name": "photos", "path": str(tmp_path / "data")}],
+        "model": {"base": str(tiny_sd)},
+        **folders,
+    }
+    file = tmp_path / "flowers.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    ticks = Ticks(tmp_path, instance)
+    ticks.repository = repository_of(load_recipe(file))
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
+    (tmp_path / "data" / "a.jpg").write_bytes(b"no image")
+    ticks.evaluate()
+    job = ticks.repository.get_job("flowers_cache")
+    assert not job.execute_in_process(instance=instance, raise_on_error=False).success
+    assert "a check stopped run" in ticks.evaluate()
+    assert "nothing has changed" in ticks.evaluate()
+
+    file.write_text(yaml.safe_dump({**values, "checks": {"max_rejected_fraction": 1.0}}), encoding="utf-8")
+    assert "settle" in ticks.evaluate()
+    assert ticks.evaluate() == "run"
+
+    file.write_text("datasets: [\n", encoding="utf-8")
+    assert "the recipe has a mistake" in ticks.evaluate()
 
 
 def test_O07_sensor_and_schedule_wait_for_a_run_of_the_recipe_and_report_its_id(
@@ -228,7 +306,7 @@ def test_the_schedule_and_the_sensor_describe_what_they_start(tmp_path: Path) ->
     schedule = repository.get_schedule_def("flowers_recache").description
     sensor = repository.get_sensor_def("flowers_dataset_changed").description
     assert schedule == "Brings the cache of flowers up to date, unless one of its runs is in progress."
-    assert sensor == "Starts flowers_cache when its images or captions have changed and settled."
+    assert sensor == "Starts flowers_cache when images, captions or recipe have changed and settled."
 
 
 def test_while_a_run_is_in_progress_the_next_listing_starts_at_the_first_file(

@@ -20,7 +20,7 @@ NUM_ARRIVING = 8
 ARRIVE_EVERY_S = 2.0
 """Shorter than the 5 s between two ticks, so that each tick finds other files."""
 
-UNCHANGED = "nothing has changed since the last requested run"
+UNCHANGED = "nothing has changed since the last run"
 
 
 def ticks_of(instance: DagsterInstance) -> list[InstigatorTick]:
@@ -100,6 +100,8 @@ def test_O05_O06_settled_and_reverted_files_run_once_each_and_unchanged_files_ne
         assert overlapping(instance) == []
 
         reasons = [tick.skip_reason or "" for tick in ticks_of(instance)]
-        settling = re.compile(r"files are changing \(state [0-9a-f]{16}\): waiting until they settle")
+        settling = re.compile(
+            r"files or recipe are changing \(state [0-9a-f]{16}\): waiting until they settle"
+        )
         assert any(settling.fullmatch(reason) for reason in reasons), reasons
     assert "recipe bad is excluded" in log.read_text("utf-8")
