@@ -2,15 +2,20 @@
 
 <cache_dir>/encodings/<id>/
   jobs-00000.jsonl, ...                   parts of the local `jobs.jsonl`
-  encoding.json                           the local encoding and settings of its workers; written last
+  encoding.json                           the local encoding, hashes of the parts, and settings of its
+                                          workers; written last
   results-2-of-8-1a2b3c4d-00000.jsonl     results of shard 2 of 8, by attempt and part
   error-2-of-8-1a2b3c4d.json              error that ended an attempt
   waiting.txt                             time at which the stage last renewed the encoding
   pictures/                               pictures for the report
+
+The id ends with the hash of encoding.json. Launchers pass it to the workers in the address, so whoever may
+write only the cache cannot choose what the workers read and load.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import uuid
@@ -41,8 +46,11 @@ PART_BYTES = 256 * 1024
 JOBS_PART_BYTES = 4 * 1024 * 1024
 """Approximate size of a part of the jobs, which bounds the memory for copying them."""
 
-VERSIONS = {"encoding": 1, "preprocessing": PREPROCESSING_VERSION}
+VERSIONS = {"encoding": 2, "preprocessing": PREPROCESSING_VERSION}
 """Versions of code that stage and workers must have in common."""
+
+_HASH_DIGITS = 32
+"""Number of hexadecimal digits of a SHA-256 in an id."""
 
 _SHARD = re.compile(r"(\d+)/(\d+)")
 
@@ -92,7 +100,8 @@ class SharedEncoding:
         """Return the content of `encoding.json`.
 
         Raises:
-            StoreError: The encoding does not exist, cannot be read, or is of another version of Latentline.
+            StoreError: The encoding does not exist, cannot be read, has changed since the stage wrote it, or
+                is of another version of Latentline.
         """
         try:
             text = self.read(ENCODING_FILE)
@@ -112,7 +121,17 @@ class SharedEncoding:
                 where=self._folder.where(ENCODING_FILE),
                 fix="install the same version of Latentline on all machines",
             )
+        self._require(self.encoding_id.endswith(f"-{_digest(text)[:_HASH_DIGITS]}"), ENCODING_FILE)
         return settings
+
+    def _require(self, is_unchanged: bool, name: str) -> None:
+        if not is_unchanged:
+            raise StoreError(
+                "a file of the encoding has changed since the job wrote it, or its folder was renamed",
+                where=self._folder.where(name),
+                fix="start the job again, which writes a new encoding, or pass the address in the job's log; "
+                "check who may write the cache",
+            )
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file of the encoding.
@@ -150,10 +169,12 @@ class SharedEncoding:
             # Entries go to the cache of the encoding, whatever address the file contains.
             fields = {**settings["encoding"], "store_root": str(self.address.parent.parent)}
             encoding_file.write_text(json.dumps(fields), encoding="utf-8")
-            numbers = range(int(settings["num_parts"]))
+            hashes = [str(sha256) for sha256 in settings["jobs_sha256"]]
         with (folder / JOBS_FILE).open("wb") as file:
-            for number in numbers:
-                file.write(self.read(_jobs_part(number)))
+            for number, sha256 in enumerate(hashes):
+                part = self.read(_jobs_part(number))
+                self._require(_digest(part) == sha256, _jobs_part(number))
+                file.write(part)
         return encoding_file, settings
 
     def remove(self) -> None:
@@ -200,23 +221,24 @@ def publish_encoding(encoding_file: Path, *, num_shards: int, cpu_threads: int) 
         StoreError: The cache cannot be written.
     """
     fields: Mapping[str, Any] = json.loads(encoding_file.read_text(encoding="utf-8"))
-    now = datetime.now(UTC)
-    encoding_id = f"{now:%Y%m%d-%H%M%S}-{fields['kind']}-{uuid.uuid4().hex[:8]}"
-    encoding = SharedEncoding(_below(address(fields["store_root"]), ENCODINGS, encoding_id))
-
-    num_parts = 0
-    for part in _parts(encoding_file.parent / JOBS_FILE):
-        encoding.put(_jobs_part(num_parts), part)
-        num_parts += 1
+    jobs_file = encoding_file.parent / JOBS_FILE
     settings = {
         "versions": VERSIONS,
-        "num_parts": num_parts,
+        "jobs_sha256": [_digest(part) for part in _parts(jobs_file)],
         "num_shards": num_shards,
         "cpu_threads": cpu_threads,
         "encoding": fields,
+        # Equal encodings of two jobs have different folders.
+        "id": uuid.uuid4().hex,
     }
+    content = json.dumps(settings).encode()
+    encoding_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{fields['kind']}-{_digest(content)[:_HASH_DIGITS]}"
+    encoding = SharedEncoding(_below(address(fields["store_root"]), ENCODINGS, encoding_id))
+
+    for number, part in enumerate(_parts(jobs_file)):
+        encoding.put(_jobs_part(number), part)
     # Last, because a worker starts when it finds this file.
-    encoding.put(ENCODING_FILE, json.dumps(settings).encode())
+    encoding.put(ENCODING_FILE, content)
     return encoding
 
 
@@ -269,6 +291,10 @@ def _parts(jobs_file: Path) -> Iterator[bytes]:
     with jobs_file.open("rb") as file:
         while lines := file.readlines(JOBS_PART_BYTES):
             yield b"".join(lines)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _jobs_part(number: int) -> str:

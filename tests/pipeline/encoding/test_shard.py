@@ -37,6 +37,7 @@ from pipeline.recipe import AccelerateSettings, Recipe
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents.stage import cache_latents
 from tests.pipeline.cache_case import Cache, recipe_of
+from tests.pipeline.encoding.forged import forged
 
 NUM_SHARDS = 4
 
@@ -273,10 +274,9 @@ def test_an_encoding_that_latentline_did_not_write_is_an_error_and_writes_nothin
         text = encoding.read(name).decode()
         changed = re.sub(pattern, other, text)
         assert changed != text
-        encoding.put(name, changed.encode())
         before = set(tmp_path.rglob("*.safetensors"))
         with pytest.raises(StoreError, match="a file of the encoding is damaged"):
-            launch.run_here(encoding)
+            launch.run_here(forged(encoding, name, changed.encode()))
         assert set(tmp_path.rglob("*.safetensors")) == before
         return []
 
@@ -284,6 +284,41 @@ def test_an_encoding_that_latentline_did_not_write_is_an_error_and_writes_nothin
     with pytest.raises(LatentlineError):
         latents(at(cache, str(tmp_path / "a" / "b" / "c" / "cache")), launch)
     assert launch.encodings
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "other"),
+    [
+        ("jobs-00000.jsonl", r'"root": "[^"]*"', '"root": "/etc"'),
+        ("jobs-00000.jsonl", r'"root": "[^"]*"', '"root": "http://169.254.169.254"'),
+        ("jobs-00000.jsonl", r'"cost": \d+', '"cost": 1000000'),
+        ("encoding.json", r'"model_folder": "[^"]*"', '"model_folder": "/home/guest/model"'),
+        ("encoding.json", r'"allow_pickle": false', '"allow_pickle": true'),
+        ("encoding.json", r'"base": "[^"]*"', '"base": "guest/model"'),
+        ("encoding.json", r'"fingerprint": "[^"]*"', '"fingerprint": "0"'),
+        ("encoding.json", r'"num_shards": \d+', '"num_shards": 1'),
+        ("encoding.json", r'"jobs_sha256": \["\w{4}', '"jobs_sha256": ["0000'),
+    ],
+)
+def test_whoever_may_write_the_cache_does_not_choose_what_workers_read_and_load(
+    cache: Cache, in_process_launch: Any, name: str, pattern: str, other: str
+) -> None:
+    def run(encoding: SharedEncoding) -> Sequence[str]:
+        before = encoding.read(name)
+        changed = re.sub(pattern, other, before.decode())
+        assert changed.encode() != before
+        encoding.put(name, changed.encode())
+        with pytest.raises(StoreError, match="has changed since the job wrote it") as raised:
+            launch.run_here(encoding)
+        assert name in raised.value.where
+        assert entries_at(cache.recipe) == {}
+
+        # Started again after the file was restored, the workers encode it.
+        encoding.put(name, before)
+        return launch.run_here(encoding)
+
+    launch = OnWorkers(in_process_launch, run)
+    assert latents(cache, launch).report["encoded"] == 5
 
 
 def test_shards_have_about_equal_cost_and_every_job_is_in_one(

@@ -34,6 +34,7 @@ from pipeline.encoding.shared_encoding import (
 from pipeline.errors import StoreError
 from pipeline.maintenance.gc import survey
 from pipeline.storage.addresses import Url
+from tests.pipeline.encoding.forged import forged
 
 
 def job(number: int) -> Job:
@@ -175,8 +176,7 @@ NESTED = b"[" * 100_000
     [NESTED, b"[]", b"7", b'{"versions"', b"\xff", b'{"versions": {}, "encoding": 1}'],
 )
 def test_a_settings_file_that_latentline_did_not_write_is_an_error(tmp_path: Path, content: bytes) -> None:
-    shared = SharedEncoding(tmp_path / "cache" / ENCODINGS / "x")
-    shared.put("encoding.json", content)
+    shared = forged(SharedEncoding(tmp_path / "cache" / ENCODINGS / "x"), "encoding.json", content)
     with pytest.raises(StoreError, match=r"damaged|another version"):
         shared.fetch(tmp_path)
 
@@ -210,8 +210,7 @@ def test_entries_go_to_the_cache_of_the_encoding_whatever_it_contains(
     shared = publish_encoding(write_encoding(encoding, tmp_path / "here"), num_shards=1, cpu_threads=1)
     settings = json.loads(shared.read("encoding.json"))
     settings["encoding"]["store_root"] = "http://169.254.169.254/latest"
-    shared.put("encoding.json", json.dumps(settings).encode())
-    file, _ = shared.fetch(tmp_path / "there")
+    file, _ = forged(shared, "encoding.json", json.dumps(settings).encode()).fetch(tmp_path / "there")
     assert read_encoding(file).store_root == encoding.store_root
 
 
