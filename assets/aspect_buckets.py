@@ -55,7 +55,9 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
             page = write_dataset_page(recipe, validated, rejected, placed=result, log=run_log(context))
             pictures = picture_metadata(folder)
             files = {"dataset_page": MetadataValue.path(str(page))}
-            return publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
+            return publish(
+                recipe, "aspect_buckets", result, log=run_log(context), pictures=pictures, files=files
+            )
 
         yield from run_step(context, recipe, "aspect_buckets", materialize, checks.run)
 

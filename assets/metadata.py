@@ -17,6 +17,7 @@ from dagster import (
 )
 
 from pipeline.escaping import markdown_text, printable_lines
+from pipeline.log import Log, discard
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report, StageResult, write_report
 
@@ -53,13 +54,17 @@ def publish(
     asset: str,
     result: StageResult,
     *,
+    log: Log = discard,
     pictures: Metadata = _NO_METADATA,
     files: Metadata = _NO_METADATA,
 ) -> MaterializeResult[Any]:
-    """Write the rejected rows and the report of a stage, and return its table with metadata."""
+    """Write the rejected rows and the report of a stage, and return its table with metadata.
+
+    `log` receives a line for each damaged file with rejected rows of another stage.
+    """
     from pipeline.storage.tables import Tables
 
-    Tables(recipe.output_dir).write_rejected(asset, result.rejected)
+    Tables(recipe.output_dir, log=log).write_rejected(asset, result.rejected)
 
     # The name shows to which of several recipes an output folder belongs.
     report = write_report(recipe.output_dir, asset, {**result.report, "recipe": recipe.name})

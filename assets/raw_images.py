@@ -48,8 +48,8 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
             require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
             for dataset in recipe.datasets:
                 require_folders(dataset)
-            result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
-            return publish(recipe, "raw_images", result)
+            result = scan(recipe, Tables(recipe.output_dir, log=run_log(context)), log=run_log(context))
+            return publish(recipe, "raw_images", result, log=run_log(context))
 
         yield from run_step(context, recipe, "raw_images", materialize, checks.run)
 

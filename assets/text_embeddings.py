@@ -40,7 +40,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         def materialize() -> MaterializeResult[Any]:
             launch = launcher.bind(context, recipe.accelerate)
-            tables = Tables(recipe.output_dir)
+            tables = Tables(recipe.output_dir, log=run_log(context))
             result = cache_text(
                 recipe,
                 validated,
@@ -50,7 +50,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 seal_packs=launcher.seal_packs,
             )
             pictures = picture_metadata(write_caption_report(recipe, result.table))
-            return publish(recipe, "text_embeddings", result, pictures=pictures)
+            return publish(recipe, "text_embeddings", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "text_embeddings", materialize, checks.run)
 

@@ -67,7 +67,9 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
             )
             pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
             files = _file_metadata(recipe, result.report["run"])
-            return publish(recipe, "trained_lora", result, pictures=pictures, files=files)
+            return publish(
+                recipe, "trained_lora", result, log=run_log(context), pictures=pictures, files=files
+            )
 
         yield from run_step(context, recipe, "trained_lora", materialize, checks.run)
 

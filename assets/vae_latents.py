@@ -48,7 +48,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
 
         def materialize() -> MaterializeResult[Any]:
             launch = launcher.bind(context, recipe.accelerate)
-            tables = Tables(recipe.output_dir)
+            tables = Tables(recipe.output_dir, log=run_log(context))
             result = cache_latents(
                 recipe,
                 buckets,
@@ -58,7 +58,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 seal_packs=launcher.seal_packs,
             )
             pictures = _decoded_latents(recipe, result.report)
-            return publish(recipe, "vae_latents", result, pictures=pictures)
+            return publish(recipe, "vae_latents", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "vae_latents", materialize, checks.run)
 

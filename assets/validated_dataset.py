@@ -44,14 +44,16 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
         from pipeline.validated_dataset.stage import validate
 
         def materialize() -> MaterializeResult[Any]:
-            tables = Tables(recipe.output_dir)
+            tables = Tables(recipe.output_dir, log=run_log(context))
             result = validate(recipe, raw, tables, log=run_log(context))
             rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
             folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
             page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
             pictures = picture_metadata(folder)
             files = {"dataset_page": MetadataValue.path(str(page))}
-            return publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
+            return publish(
+                recipe, "validated_dataset", result, log=run_log(context), pictures=pictures, files=files
+            )
 
         yield from run_step(context, recipe, "validated_dataset", materialize, checks.run)
 

@@ -46,7 +46,7 @@ def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
     often the last run trained on it.
     """
     require_isolation(recipe)
-    tables = Tables(recipe.output_dir)
+    tables = Tables(recipe.output_dir, log=log_to_stderr)
     sample_id = find_sample(tables, sample)
     explained = explain(recipe, tables, sample_id, log=log_to_stderr)
     if as_json:

@@ -112,7 +112,7 @@ def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
     from pipeline.raw_images.stage import scan
     from pipeline.storage.tables import Tables
 
-    tables = Tables(recipe.output_dir)
+    tables = Tables(recipe.output_dir, log=log_to_stderr)
     source = "validated_dataset"
     table = tables.read_previous("validated_dataset")
     if table is None or table.is_empty():

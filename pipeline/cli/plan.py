@@ -65,7 +65,7 @@ def command(recipe: Recipe, as_json: bool, vram: float | None, no_memory: bool, 
         return
 
     # If paths overlap, the forecast stops before it reads the datasets, and has nothing but this gate.
-    result = forecast(recipe, Tables(recipe.output_dir), log=log_to_stderr)
+    result = forecast(recipe, Tables(recipe.output_dir, log=log_to_stderr), log=log_to_stderr)
     is_isolated = not any(gate.name == PATH_ISOLATION.name for gate in result.closed)
     memory = _memory(recipe, vram) if is_isolated and not no_memory else None
     if as_json:

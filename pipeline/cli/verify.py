@@ -30,7 +30,7 @@ def command(recipe: Recipe, do_repair: bool) -> None:
     The exit status is 1 if an entry is missing or damaged and was not repaired.
     """
     require_isolation(recipe)
-    tables = Tables(recipe.output_dir)
+    tables = Tables(recipe.output_dir, log=log_to_stderr)
     needed = needed_entries(recipe, tables, log=log_to_stderr)
     bad = verify(recipe, needed, log=log_to_stderr)
 

@@ -96,15 +96,16 @@ class ScanIndex:
 
     def __init__(self, tables: Tables) -> None:
         """Read all indexes."""
+        self._tables = tables
         self._folder = _index_folder(tables)
-        self.decoded = _read(self._folder / "pixels.parquet", DECODED)
-        self.captions = _read(self._folder / "captions.parquet", CAPTIONS)
+        self.decoded = _read(tables, "pixels.parquet", DECODED)
+        self.captions = _read(tables, "captions.parquet", CAPTIONS)
         self._side_inputs: dict[str, pl.DataFrame] = {}
 
     def side_input(self, name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
         """Return what earlier runs learned of the files of a side input, such as "masks"."""
         if name not in self._side_inputs:
-            self._side_inputs[name] = _read(self._folder / f"{name}.parquet", columns)
+            self._side_inputs[name] = _read(self._tables, f"{name}.parquet", columns)
         return self._side_inputs[name]
 
     def write(
@@ -122,7 +123,7 @@ class ScanIndex:
 
 def read_rejected_files(tables: Tables) -> pl.DataFrame:
     """Return the files that the last scan rejected for their content, with the columns `REJECTED_FILES`."""
-    return _read(_index_folder(tables) / _REJECTED_FILE, REJECTED_FILES)
+    return _read(tables, _REJECTED_FILE, REJECTED_FILES)
 
 
 def write_rejected_files(tables: Tables, rows: pl.DataFrame) -> None:
@@ -136,13 +137,20 @@ def _index_folder(tables: Tables) -> Path:
     return tables.folder / "known"
 
 
-def _read(path: Path, schema: Mapping[str, Any]) -> pl.DataFrame:
+def _read(tables: Tables, name: str, schema: Mapping[str, Any]) -> pl.DataFrame:
+    # A missing, damaged or older index counts as empty: then every file is read again.
+    path = _index_folder(tables) / name
+    if not path.is_file():
+        return pl.DataFrame(schema=schema)
     try:
         rows = read_rows(path)
-    except (OSError, pl.exceptions.PolarsError):
-        # A missing, damaged or older index counts as empty: then every file is read again.
-        return pl.DataFrame(schema=schema)
-    return rows if dict(rows.schema) == dict(schema) else pl.DataFrame(schema=schema)
+        if dict(rows.schema) == dict(schema):
+            return rows
+        what = "the columns of the table are not the ones of this release"
+    except (OSError, pl.exceptions.PolarsError) as err:
+        what = f"the table cannot be read: {err}"
+    tables.log_unused(what, path)
+    return pl.DataFrame(schema=schema)
 
 
 def caption_rule(settings: DatasetSettings) -> str | None:

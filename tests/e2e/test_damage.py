@@ -226,6 +226,10 @@ def problems_of(finished: Finished, damaged: Iterable[str], printed: str) -> lis
         elif outcome == "trained again" and not name.endswith(".json") and not is_same(finished, name):
             problems.append(f"{name} is not trained again")
         elif outcome == "written again" and name.endswith(".parquet"):
+            # No earlier table of validated_dataset is read: it is computed from the indexes.
+            is_named = f"({finished.root / name}); the file counts as missing" in printed
+            if not is_named and not name.endswith("validated_dataset.parquet"):
+                problems.append(f"{name} is computed again without a line")
             (finished.root / "before.parquet").write_bytes(sound[name])
             if not without_times(finished.root / name).equals(
                 without_times(finished.root / "before.parquet")

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +19,7 @@ from typing import BinaryIO
 import polars as pl
 
 from pipeline.errors import RUN_RECIPE, TableError
+from pipeline.log import Log, discard
 from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables.schemas import ASSETS, empty, row_names, selected, validated
 
@@ -48,9 +48,14 @@ _FOOTER_END_BYTES = 2**16
 class Tables:
     """Tables of one recipe, below `output_dir/tables`."""
 
-    def __init__(self, output_dir: Path) -> None:
-        """Use `output_dir/tables`; the folder is created by the first write."""
+    def __init__(self, output_dir: Path, *, log: Log = discard) -> None:
+        """Use `output_dir/tables`; the folder is created by the first write.
+
+        `log` receives a line for each damaged file of an earlier run that counts as missing.
+        """
         self.folder = output_dir / "tables"
+        self._log = log
+        self._unused: set[Path] = set()
 
     def path(self, asset: str) -> Path:
         """Return the path of the table of `asset` (or "rejected")."""
@@ -77,11 +82,22 @@ class Tables:
 
     def read_previous(self, asset: str, columns: Sequence[str] | None = None) -> pl.DataFrame | None:
         """Read the table of an earlier run; None if there is no valid one."""
+        if not self.path(asset).is_file():
+            return None
         try:
             return self.read(asset, columns)
         # The stage computes all rows again, so a damaged table or one of an older schema is not an error.
-        except TableError:
+        except TableError as err:
+            self.log_unused(err.what, self.path(asset))
             return None
+
+    def log_unused(self, what: str, path: Path) -> None:
+        """Log once that a damaged file of an earlier run is not used."""
+        if path in self._unused:
+            return
+        self._unused.add(path)
+        what = " ".join(what.split())[:300]
+        self._log(f"warning: {what} ({path}); the file counts as missing, and jobs compute its rows again")
 
     def write(self, asset: str, table: pl.DataFrame) -> Path:
         """Validate the table, sort it by `row_names` and replace the file atomically.
@@ -122,8 +138,10 @@ class Tables:
     def _readable_rejected(self) -> pl.DataFrame:
         parts = [empty("rejected")]
         for stage in ASSETS:
-            with suppress(TableError):
+            try:
                 parts.append(self.read_rejected(stage))
+            except TableError as err:
+                self.log_unused(err.what, self.folder / "rejected" / f"{stage}.parquet")
         return pl.concat(parts)
 
     def read_rejected(self, stage: str | None = None) -> pl.DataFrame:

@@ -26,6 +26,7 @@ from pipeline.storage.addresses import Url
 from pipeline.storage.remote_source import RemoteSource
 from pipeline.storage.source import LocalSource
 from pipeline.storage.tables import Tables
+from tests.damage import DAMAGES
 
 STAT = dict.fromkeys(("file_bytes", "mtime_ns", "ctime_ns", "inode"), pl.Int64)
 PAIRED = {
@@ -124,6 +125,30 @@ def test_rejected_files_read_back_sorted_and_are_replaced_only_if_they_have_chan
     assert path.stat().st_ino == inode
     write_rejected_files(tables, rows.head(1))
     assert read_rejected_files(tables)["sample_id"].to_list() == ["d/b.png"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_named_and_a_missing_one_is_not(tmp_path: Path, damage: str) -> None:
+    def read(tables: Tables) -> list[int]:
+        index = ScanIndex(tables)
+        masks = index.side_input("masks", COLUMNS["masks"])
+        return [len(each) for each in (index.decoded, index.captions, masks, read_rejected_files(tables))]
+
+    lines: list[str] = []
+    tables = Tables(tmp_path, log=lines.append)
+    assert read(tables) == [0, 0, 0, 0]
+    rows = {name: one_row(COLUMNS[name]) for name in ("pixels", "captions", "masks")}
+    ScanIndex(tables).write(rows["pixels"], rows["captions"], {"masks": rows["masks"]})
+    write_rejected_files(tables, one_row(REFUSED, sample_id="d/a.png"))
+    assert read(tables) == [1, 1, 1, 1]
+    assert lines == []
+
+    paths = [tables.folder / "known" / f"{name}.parquet" for name in (*rows, "refused")]
+    for path in paths:
+        DAMAGES[damage](path)
+    assert read(tables) == [0, 0, 0, 0]
+    for line, path in zip(lines, paths, strict=True):
+        assert line.endswith(f" ({path}); the file counts as missing, and jobs compute its rows again")
 
 
 class CountedFolder(LocalSource):

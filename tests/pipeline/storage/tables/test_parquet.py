@@ -128,6 +128,29 @@ def test_L06_a_truncated_table_is_an_error_with_its_path_and_never_a_previous_ta
     assert tables.read_previous("aspect_buckets") is None
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_table_of_an_earlier_run_is_named_and_a_missing_one_is_not(
+    tmp_path: Path, damage: str
+) -> None:
+    lines: list[str] = []
+    tables = Tables(tmp_path, log=lines.append)
+    assert tables.read_previous("vae_latents") is None
+    tables.write_rejected("validated_dataset", frame("rejected", [rejection("d/a", "validated_dataset")]))
+    tables.write("vae_latents", empty("vae_latents"))
+    assert tables.read_previous("vae_latents") is not None
+    assert lines == []
+
+    paths = [tables.path("vae_latents"), tables.folder / "rejected" / "validated_dataset.parquet"]
+    for path in paths:
+        DAMAGES[damage](path)
+    for _ in range(2):
+        assert tables.read_previous("vae_latents") is None
+        tables.write_rejected("raw_images", empty("rejected"))
+    for line, path in zip(lines, paths, strict=True):
+        assert line.startswith("warning: the table cannot be read: ")
+        assert line.endswith(f" ({path}); the file counts as missing, and jobs compute its rows again")
+
+
 def test_a_table_of_another_schema_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     tables = Tables(tmp_path)
     with pytest.raises(TableError, match="aspect_buckets"):
