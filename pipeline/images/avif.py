@@ -3,7 +3,7 @@
 A box is size (4 bytes, big endian, including itself), type (4), content. "meta" contains the primary item
 ("pitm"), where the data of items are ("iloc"), the tiles of a grid ("iref/dimg"), all properties
 ("iprp/ipco") and which items have them ("iprp/ipma"). The boxes of an animation are in "moov/trak". Sources:
-ISO/IEC 14496-12 and 23008-12, https://aomediacodec.github.io/av1-avif/, and section 5.5 of
+ISO/IEC 14496-12 and 23008-12, https://aomediacodec.github.io/av1-avif/, and sections 5.5 and 5.9 of
 https://aomediacodec.github.io/av1-spec/.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
@@ -25,6 +25,14 @@ _MAX_TILE_PADDING_PX = 63
 
 _SEQUENCE_HEADER = 1
 """Type of the unit with the largest size of a picture."""
+
+_FRAME_HEADERS = frozenset([3, 6, 7])
+"""Types of the units that begin with the header of a frame."""
+
+_KEY_FRAME, _SWITCH_FRAME = 0, 3
+
+_CHOSEN_BY_FRAME = 2
+"""Value of a setting of the sequence that each frame header contains."""
 
 _DAMAGE = (KeyError, IndexError, struct.error)
 """Errors of damaged boxes, which decoding reports."""
@@ -99,20 +107,37 @@ def require_stated_sizes(data: bytes | mmap.mmap, canvas_wh: _SizeWh) -> None:
         with suppress(*_DAMAGE):
             pictures += find(view)
         for picture in pictures:
+            sequence: _Sequence | None = None
             with suppress(*_DAMAGE):
                 for kind, unit in _units(picture.data):
                     num_units += 1
                     if num_units > _MAX_UNITS:
                         raise _disagrees(f"it has more than {_MAX_UNITS:,} units of AV1")
+                    if kind in _FRAME_HEADERS and sequence is not None:
+                        _require_short_fields(unit, sequence)
                     if kind != _SEQUENCE_HEADER:
                         continue
-                    coded_wh = _coded_size(unit)
+                    sequence = _sequence(unit)
+                    coded_wh = sequence.wh
                     if coded_wh != picture.stated_wh:
                         _raise_for(picture.stated_wh, "its AV1 picture", coded_wh)
                     if picture.item in tiles and (
                         coded_wh[0] > max_tile_wh[0] or coded_wh[1] > max_tile_wh[1]
                     ):
                         _raise_for(canvas_wh, "a tile of it", coded_wh)
+
+
+def _require_short_fields(frame_header: _Bytes, sequence: _Sequence) -> None:
+    # The decoder accepts a frame that is larger than its sequence allows. Fields as short as the sequence
+    # needs limit such a frame to twice the width and height.
+    needed_bits = tuple(max(1, (edge_px - 1).bit_length()) for edge_px in sequence.wh)
+    is_long = any(bits > needed for bits, needed in zip(sequence.field_bits, needed_bits, strict=True))
+    if is_long and _states_size(frame_header, sequence):
+        width, height = (2**bits for bits in sequence.field_bits)
+        raise _disagrees(
+            f"its AV1 picture has {sequence.wh[1]}x{sequence.wh[0]} (height x width), but a frame of it has "
+            f"another size, up to {height}x{width}"
+        )
 
 
 def _raise_for(stated_wh: _SizeWh, name: str, coded_wh: _SizeWh) -> NoReturn:
@@ -238,35 +263,55 @@ def _units(data: _Bytes) -> Iterator[tuple[int, _Bytes]]:
         position += size
 
 
-def _coded_size(sequence_header: _Bytes) -> _SizeWh:
-    """Return `max_frame_width` and `max_frame_height`."""
-    # More than the longest header, with 32 operating points.
-    header = bytes(sequence_header[:512])
-    bits = int.from_bytes(header, "big")
-    end = len(header) * 8
+class _Bits:
+    """The bits of a header, the highest bit of a byte first."""
 
-    def number(num_bits: int) -> int:
-        nonlocal end
-        end -= num_bits
-        if end < 0:
+    def __init__(self, data: _Bytes) -> None:
+        # More than the longest header, with 32 operating points.
+        header = bytes(data[:512])
+        self._bits = int.from_bytes(header, "big")
+        self._end = len(header) * 8
+
+    def number(self, num_bits: int) -> int:
+        """Return the next bits as a number; raises IndexError behind the end."""
+        self._end -= num_bits
+        if self._end < 0:
             raise IndexError
-        return bits >> end & (1 << num_bits) - 1
+        return self._bits >> self._end & (1 << num_bits) - 1
 
+
+class _Sequence(NamedTuple):
+    """The header of a sequence.
+
+    Attributes:
+        wh: `max_frame_width` and `max_frame_height`.
+        field_bits: Lengths of the fields in which a frame can state its own width and height.
+        is_reduced: Whether the header is the one of a still picture, whose frame states no size.
+        time_bits: Length of the time in the header of a shown frame.
+        id_bits: Length of the identifier in the header of a frame.
+        screen_content: Whether frames have tools for screen content, or `_CHOSEN_BY_FRAME`.
+        integer_motion: Whether motion vectors are integers, or `_CHOSEN_BY_FRAME`.
+    """
+
+    wh: _SizeWh
+    field_bits: tuple[int, int]
+    is_reduced: bool
+    time_bits: int = 0
+    id_bits: int = 0
+    screen_content: int = _CHOSEN_BY_FRAME
+    integer_motion: int = _CHOSEN_BY_FRAME
+
+
+def _sequence(sequence_header: _Bytes) -> _Sequence:
+    number = _Bits(sequence_header).number
     number(4)  # profile, still picture
-    if number(1):  # reduced header of a still picture
+    is_reduced = bool(number(1))
+    delay_bits = time_bits = 0
+    if is_reduced:
         number(5)
     else:
-        delay_bits = 0
-        if number(1):  # timing
-            number(64)
-            if number(1):
-                num_zeros = 0
-                while not number(1):
-                    num_zeros += 1
-                number(num_zeros)
-            if number(1):  # model of the decoder
-                delay_bits = number(5) + 1
-                number(32 + 10)
+        if number(1):
+            delay_bits, time_bits = _timing(number)
         has_display_delays = number(1)
         for _ in range(number(5) + 1):  # operating points
             number(12)
@@ -276,5 +321,59 @@ def _coded_size(sequence_header: _Bytes) -> _SizeWh:
                 number(2 * delay_bits + 1)
             if has_display_delays and number(1):
                 number(4)
-    width_bits, height_bits = number(4) + 1, number(4) + 1
-    return number(width_bits) + 1, number(height_bits) + 1
+
+    field_bits = number(4) + 1, number(4) + 1
+    wh = number(field_bits[0]) + 1, number(field_bits[1]) + 1
+    if is_reduced:
+        return _Sequence(wh, field_bits, is_reduced)
+
+    id_bits = number(4) + number(3) + 3 if number(1) else 0
+    number(3 + 4)  # coding tools
+    if number(1):  # order of frames
+        number(2)
+    screen_content = _CHOSEN_BY_FRAME if number(1) else number(1)
+    integer_motion = _CHOSEN_BY_FRAME
+    if screen_content and not number(1):
+        integer_motion = number(1)
+    return _Sequence(wh, field_bits, is_reduced, time_bits, id_bits, screen_content, integer_motion)
+
+
+def _timing(number: Callable[[int], int]) -> tuple[int, int]:
+    """Return the lengths of an operating point's delays, and of the time in the header of a frame."""
+    number(64)
+    is_regular = number(1)
+    if is_regular:
+        num_zeros = 0
+        while not number(1):
+            num_zeros += 1
+        number(num_zeros)
+    if not number(1):  # model of the decoder
+        return 0, 0
+    delay_bits = number(5) + 1
+    number(32 + 5)
+    time_bits = number(5) + 1
+    return delay_bits, 0 if is_regular else time_bits
+
+
+def _states_size(frame_header: _Bytes, sequence: _Sequence) -> bool:
+    """Return whether a frame states its own size (`frame_size_override_flag`)."""
+    number = _Bits(frame_header).number
+    if sequence.is_reduced or number(1):  # a frame that was decoded before is shown
+        return False
+    kind, is_shown = number(2), number(1)
+    if is_shown:
+        number(sequence.time_bits)
+    else:
+        number(1)
+    if kind == _SWITCH_FRAME:
+        return True
+    if not (kind == _KEY_FRAME and is_shown):
+        number(1)  # resilience to errors
+    number(1)
+    screen_content = sequence.screen_content
+    if screen_content == _CHOSEN_BY_FRAME:
+        screen_content = number(1)
+    if screen_content and sequence.integer_motion == _CHOSEN_BY_FRAME:
+        number(1)
+    number(sequence.id_bits)
+    return bool(number(1))

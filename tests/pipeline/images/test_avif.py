@@ -174,3 +174,99 @@ def test_I14_the_message_names_both_sizes() -> None:
         decode(stating(avif(256, 128), 64, 32), WHITE)
     expected = "its container states 32x64 (height x width), but its AV1 picture has 128x256"
     assert caught.value.detail == expected
+
+
+def bits(*fields: tuple[int, int]) -> str:
+    """Return numbers with their lengths as binary digits."""
+    return "".join(f"{value:0{length}b}" if length else "" for value, length in fields)
+
+
+def unit(kind: int, digits: str) -> bytes:
+    """Return a unit of AV1 with these binary digits."""
+    data = bytes(int(digits[start : start + 8].ljust(8, "0"), 2) for start in range(0, len(digits), 8))
+    return bytes([kind << 3 | 2, len(data) & 127 | 128, len(data) >> 7 & 127 | 128, len(data) >> 14]) + data
+
+
+def still(frame_px: int | None, *, max_px: int = 64, size_bits: int = 16, features: str = "") -> bytes:
+    """Return a grey AVIF of `max_px` whose sequence header is not reduced.
+
+    Its key frame states `frame_px` as its own size unless it is None. The features are optional fields that
+    come before that size in the headers.
+    """
+    has = {name: name in features for name in ("timing", "model", "ids", "order", "screen", "integer")}
+    sequence = bits((0, 3), (1, 1), (0, 1), (has["timing"], 1))
+    if has["timing"]:
+        sequence += bits((1, 32), (25, 32), (0, 1), (has["model"], 1))
+        sequence += bits((9, 5), (1, 32), (9, 5), (9, 5)) if has["model"] else ""
+    sequence += bits((0, 1), (0, 5), (0, 12), (31, 5), (0, 1), *([(0, 1)] if has["model"] else []))
+    sequence += bits((size_bits - 1, 4), (size_bits - 1, 4), (max_px - 1, size_bits), (max_px - 1, size_bits))
+    sequence += bits(
+        (has["ids"], 1), *([(5, 4), (3, 3)] if has["ids"] else []), (0, 3 + 4), (has["order"], 1)
+    )
+    sequence += bits((0, 2)) if has["order"] else ""
+    # Screen content and integer motion: chosen by each frame, or never.
+    sequence += bits((1, 1), (has["integer"], 1)) if has["screen"] else bits((0, 2))
+    sequence += bits((0, 1)) if has["screen"] and not has["integer"] else ""
+    sequence += bits((6, 3)) if has["order"] else ""
+    sequence += bits((0, 3), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1))
+
+    edge_px = frame_px or max_px
+    frame = bits((0, 1), (0, 2), (1, 1), *([(7, 10)] if has["model"] else []), (1, 1))
+    frame += bits((1, 1), *([(1, 1)] if has["integer"] else [])) if has["screen"] else ""
+    frame += bits(
+        *([(9, 11)] if has["ids"] else []), (frame_px is not None, 1), *([(0, 7)] if has["order"] else [])
+    )
+    frame += bits((0, 1)) if has["model"] else ""
+    frame += bits((edge_px - 1, size_bits), (edge_px - 1, size_bits)) if frame_px else ""
+    # The same size when rendered, no block copies, one tile, a quantizer, and no filters.
+    frame += bits((0, 1), *([(0, 1)] if has["screen"] else []))
+    frame += bits((1, 1), *([(0, 2)] if edge_px > 64 else []), (100, 8), (0, 4), (0, 6 + 6 + 3), (0, 3))
+    frame += "0" * (-len(frame) % 8 + 8 * 3_000)
+    coded = unit(2, "") + unit(1, sequence) + unit(6, frame)
+
+    ftyp = box(b"ftyp", b"avif\0\0\0\0avifmif1miaf")
+    infe = box(b"infe", b"\2\0\0\0" + struct.pack(">HH4sx", 1, 0, b"av01"))
+    head = box(b"hdlr", bytes(8) + b"pict" + bytes(13)) + box(b"pitm", bytes(4) + struct.pack(">H", 1))
+    head += box(b"iinf", bytes(4) + struct.pack(">H", 1) + infe)
+    ispe = box(b"ispe", bytes(4) + struct.pack(">II", max_px, max_px))
+    ipco = box(b"ipco", ispe + box(b"av1C", b"\x81\x1f\x1c\0") + box(b"pixi", bytes(4) + b"\1\x08"))
+    ipma = box(b"ipma", bytes(4) + struct.pack(">IHB", 1, 1, 3) + b"\1\x82\3")
+
+    def meta(start: int) -> bytes:
+        iloc = bytes(4) + b"\x44\0" + struct.pack(">HHHHII", 1, 1, 0, 1, start, len(coded))
+        return box(b"meta", bytes(4) + head + box(b"iloc", iloc) + box(b"iprp", ipco + ipma))
+
+    return ftyp + meta(len(ftyp) + len(meta(0)) + 8) + box(b"mdat", coded)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        "",
+        "timing",
+        "timing model",
+        "ids",
+        "order",
+        "screen",
+        "screen integer",
+        "timing model ids order screen",
+    ],
+)
+def test_I14_a_frame_that_states_a_larger_size_than_its_sequence_is_rejected(features: str) -> None:
+    """The decoder decodes it: 64x64 with a frame of 12000x12000 takes 159 MB and half a second."""
+    for size_bits in (6, 16):
+        assert decode(still(None, size_bits=size_bits, features=features), WHITE).size == (64, 64)
+    larger = still(128, features=features)
+    with Image.open(io.BytesIO(larger)) as image:
+        image.load()
+    with pytest.raises(ImageError, match="but a frame of it has another size, up to 65536x65536") as caught:
+        decode(larger, WHITE)
+    assert caught.value.reason == "size_disagrees"
+
+
+@pytest.mark.parametrize(("max_px", "frame_px", "size_bits"), [(64, 48, 6), (64, 64, 6), (100, 96, 7)])
+def test_I14_a_frame_with_its_own_size_is_decoded_if_the_sequence_limits_it(
+    max_px: int, frame_px: int, size_bits: int
+) -> None:
+    """Encoders write such frames for layers that are smaller than the image."""
+    assert decode(still(frame_px, max_px=max_px, size_bits=size_bits), WHITE).size == (max_px, max_px)
