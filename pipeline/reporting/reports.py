@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.storage.atomic import write_text
+from pipeline.storage.regular_files import file_sha256
 
 if TYPE_CHECKING:
     import polars as pl
@@ -87,7 +87,7 @@ def is_current(folder: Path, *digests: str) -> bool:
 
     hashes = {name: sha256 for sha256, _, name in (line.partition(" ") for line in files)}
     # Of the files that exist, because a damaged record may name any file.
-    current = {name: _sha256(folder / name) for name in _names(folder)}
+    current = {name: file_sha256(folder / name) for name in _names(folder)}
     for name in current.keys() & hashes.keys():
         if current[name] != hashes[name]:
             (folder / name).unlink()
@@ -96,7 +96,7 @@ def is_current(folder: Path, *digests: str) -> bool:
 
 def mark_current(folder: Path, *digests: str) -> None:
     """Record what the files in the folder, which are complete, were made for, and their hashes."""
-    lines = [f"{_sha256(folder / name)} {name}" for name in _names(folder)]
+    lines = [f"{file_sha256(folder / name)} {name}" for name in _names(folder)]
     write_text(folder / _MADE_FOR_FILE, "\n".join([" ".join(digests), *lines]) + "\n")
 
 
@@ -108,8 +108,3 @@ def _names(folder: Path) -> list[str]:
 def forget_current(folder: Path) -> None:
     """Remove the record before the files are written, so that an interruption leaves none."""
     (folder / _MADE_FOR_FILE).unlink(missing_ok=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

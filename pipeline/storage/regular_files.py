@@ -6,6 +6,7 @@ A dataset can come from a stranger, and a file can be replaced between two stage
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 from collections.abc import Generator
@@ -175,3 +176,9 @@ def _open_below(root: OpenFolder, path: str) -> OpenFolder:
         if name:
             folder = OpenFolder(folder.open(name, _FOLDER_FLAGS))
     return folder
+
+
+def file_sha256(path: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,6 +21,7 @@ from pipeline.errors import TrainingError, counted, verb
 from pipeline.recipe import LoraSettings, with_overrides
 from pipeline.recipe.check_specs import SPECS
 from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
+from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.export.lora_files import (
     LAYOUTS,
     PROVENANCE_FILE,
@@ -35,7 +36,6 @@ from pipeline.trained_lora.export.lora_files import (
     read_lora_file,
     stored_magnitudes,
 )
-from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import (
     LORA_RECORD,
     Metrics,

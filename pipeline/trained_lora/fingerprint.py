@@ -15,6 +15,7 @@ from pipeline.errors import TrainingError
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.atomic import write_text
+from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.inputs import IDENTITY, when_exhausted
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
@@ -359,12 +360,6 @@ def is_run_id(name: str) -> bool:
 def write_facts(layout: RunLayout, facts: Facts) -> None:
     """Write the facts, with which later runs are compared (`differences`)."""
     write_text(layout.facts, json.dumps(facts, indent=2, sort_keys=True) + "\n")
-
-
-def file_sha256(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _start_hash(path: Path) -> str:

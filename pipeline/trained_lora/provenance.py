@@ -18,10 +18,9 @@ from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.models.families import Use
 from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
 from pipeline.recipe import shareable_path
-from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
+from pipeline.storage.regular_files import RefusedFileError, file_sha256, open_regular, read_all
 from pipeline.storage.tables import ASSETS, Tables, read_rows
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
-from pipeline.trained_lora.fingerprint import file_sha256
 
 if TYPE_CHECKING:
     from pipeline.cache.recipe_entries import RecipeEntries

@@ -20,11 +20,11 @@ from pipeline.outputs.folder import OutputFolder, outputs_of
 from pipeline.outputs.lease import Lease, hold_lease, holder_text, lease_at, still_held
 from pipeline.outputs.lora_lock import hold_lora
 from pipeline.outputs.stage_files import EXPORTED_STEP
+from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.differences import latest_other_run
 from pipeline.trained_lora.export.earlier_step import exported_step
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 from pipeline.trained_lora.export.publish import read_finished
-from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import (
     MARKER,
     STATE_FILES,

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -31,8 +29,8 @@ from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
-from pipeline.storage.atomic import OLD_S, remove_temp_files, write_atomically, write_bytes
-from pipeline.storage.tables import Tables, columns_in, empty, validated, write_rows
+from pipeline.storage.atomic import OLD_S, remove_temp_files
+from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import needed_texts
@@ -44,27 +42,16 @@ from pipeline.trained_lora.export.earlier_step import (
 )
 from pipeline.trained_lora.export.lora_files import (
     LORA_FOLDER,
-    SAMPLES_FILE,
-    SHEET_FILE,
-    read_provenance,
 )
 from pipeline.trained_lora.export.publish import (
-    COMPANION_HASHES,
-    JOB_HASHES,
-    MEASURED_HASHES,
     accept_result,
-    companion_hashes,
-    damaged_companions,
-    job_hashes,
     mark_finished,
-    measured_hashes,
     mirror_folder,
     publish,
-    read_finished,
     saved_result,
-    write_companions,
 )
 from pipeline.trained_lora.fingerprint import Facts, run_id, write_facts
+from pipeline.trained_lora.finished_run import complete_run, repaired_run, write_job
 from pipeline.trained_lora.identities import planned_run
 from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
@@ -325,24 +312,8 @@ def _finished(
 ) -> tuple[dict[str, Any], Source]:
     """Return the finished record of the run, and where its LoRA is from."""
     recipe, layout = job.recipe, RunLayout(job.folder)
-    finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
+    finished = repaired_run(job, facts, table, log=log)
     if finished is not None:
-        log(f"run {job.run} is finished and unchanged: nothing is launched")
-        _warn_of_changed_losses(layout, finished, log)
-        if damaged := damaged_companions(layout, finished):
-            reason = "changed after the run wrote them"
-            if COMPANION_HASHES not in finished:
-                reason = "are from an earlier release, which recorded no hashes of them"
-            log(f"{', '.join(damaged)} in {layout.exported} {reason}: written again")
-
-        # `latentline export` and `sample` read them, and later runs are compared with the facts.
-        is_job_changed = JOB_HASHES in finished and job_hashes(layout) != finished[JOB_HASHES]
-        if is_job_changed:
-            log(f"the files of the job in {layout.folder} changed after the run wrote them: written again")
-            write_facts(layout, facts)
-            _write_job(_as_trained(job), table)
-        if damaged or is_job_changed:
-            _complete(_as_trained(job), table, finished)
         return finished, "finished run"
 
     saved = saved_result(layout, run=job.run, steps=recipe.training.num_steps, recipe_name=recipe.name)
@@ -350,31 +321,9 @@ def _finished(
         log(f"{NOTE}run {job.run} has saved the LoRA of step {saved['steps']}: nothing is trained")
         job.write()
         saved["loss_trend"] = loss_trend(layout, saved["steps"])
-        _complete(job, table, saved)
+        complete_run(job, table, saved)
         return saved, "checkpoint"
     return _train(job, facts, table, launch=launch, log=log), "training"
-
-
-def _warn_of_changed_losses(layout: RunLayout, finished: dict[str, Any], log: Log) -> None:
-    # Runs of 0.3.0 and earlier have no hashes of them.
-    recorded, current = finished.get(MEASURED_HASHES, {}), measured_hashes(layout)
-    changed = [name for name in recorded if current.get(name) != recorded[name]]
-    if changed:
-        log(
-            f"warning: {', '.join(changed)} in {layout.folder} changed after the run wrote them: losses in "
-            f"reports may be wrong, the LoRA is unchanged. To train the run again, delete {layout.folder} "
-            "and start the job again"
-        )
-
-
-def _as_trained(job: TrainingJob) -> TrainingJob:
-    # The LoRA has the record of its training, while the job describes the current recipe.
-    return replace(job, provenance=read_provenance(RunLayout(job.folder).exported))
-
-
-def _write_job(job: TrainingJob, table: pl.DataFrame) -> Path:
-    write_atomically(job.folder / SAMPLES_FILE, partial(write_rows, table))
-    return job.write()
 
 
 def _train(
@@ -398,7 +347,7 @@ def _train(
             # A result of an earlier attempt must not be accepted if this one dies without writing its own.
             stale.unlink()
 
-    job_file = _write_job(job, table)
+    job_file = write_job(job, table)
     log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()
     launch(TRAINING_MODULE, job_file)
@@ -411,29 +360,8 @@ def _train(
     worked_s = result["ended_at_s"] - result["started_at_s"]
     result["startup_s"] = max(0.0, returned_at_s - launched_at_s - worked_s)
 
-    _complete(job, table, result)
+    complete_run(job, table, result)
     return result
-
-
-def _complete(job: TrainingJob, table: pl.DataFrame, result: dict[str, Any]) -> None:
-    """Write what accompanies the exported LoRA of a run, and mark the run as finished."""
-    layout = RunLayout(job.folder)
-    write_run_report(job, layout)
-    sheet = layout.report / SHEET_FILE
-    if sheet.is_file():
-        write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())
-    else:
-        (layout.exported / SHEET_FILE).unlink(missing_ok=True)
-    record = {name: result[name] for name in ("run", "steps", "device", "files")}
-    record["step"] = result["steps"]
-    write_companions(layout.exported, job, table, record, has_sheet=sheet.is_file())
-    result[COMPANION_HASHES] = companion_hashes(layout.exported)
-    result[JOB_HASHES] = job_hashes(layout)
-    # Losses that changed after the training stay changed.
-    result.setdefault(MEASURED_HASHES, measured_hashes(layout))
-
-    # The marker comes last: a run with it is never launched again, so all of its files must exist.
-    mark_finished(layout, result)
 
 
 def _publish(job: TrainingJob, finished: dict[str, Any], *, source: Source, log: Log) -> int:

@@ -15,7 +15,7 @@ import pytest
 from dagster import DagsterRunStatus
 from safetensors.numpy import load
 
-from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.storage.regular_files import file_sha256
 from tests.e2e.postgres_server import PostgresServer
 from tests.machines.ceph import Gateway
 from tests.machines.children import until

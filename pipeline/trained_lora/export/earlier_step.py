@@ -18,6 +18,7 @@ import polars as pl
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.checked_json import read_checked, write_checked
+from pipeline.storage.regular_files import file_sha256
 from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
@@ -34,7 +35,6 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
     write_companions,
 )
-from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.job import INPUTS_FILE, JOB_FILE, read_job
 from pipeline.trained_lora.previews import preview_sheet, read_previews
 from pipeline.trained_lora.run_folder import (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import remove_temp_files, write_atomically, write_text
 from pipeline.storage.checked_json import read_checked, write_checked
+from pipeline.storage.regular_files import file_sha256
 from pipeline.storage.tables import write_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
@@ -22,7 +23,6 @@ from pipeline.trained_lora.export.lora_files import (
     layout_file,
 )
 from pipeline.trained_lora.export.model_card import model_card
-from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.job import DROPPED_FILE, INPUTS_FILE, JOB_FILE
 from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, read_record
 

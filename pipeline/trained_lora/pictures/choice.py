@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import DrawingError, counted
+from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.export.earlier_step import exportable_run
 from pipeline.trained_lora.export.lora_files import (
     LORA_FOLDER,
@@ -16,7 +17,6 @@ from pipeline.trained_lora.export.lora_files import (
     layout_file,
     lora_file,
 )
-from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.pictures.job import LoraChoice
 from pipeline.trained_lora.run_folder import (
     ADAPTER_FILE,

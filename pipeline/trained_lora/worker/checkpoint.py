@@ -31,7 +31,7 @@ from torch import Tensor
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import TEMP_SUFFIX, allow_readers, sync_file, sync_folder
 from pipeline.storage.os_errors import attach_path
-from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.run_folder import (
     ADAPTER_FILE,
     LORA_RECORD,
