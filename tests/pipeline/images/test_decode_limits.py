@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import subprocess
 import sys
 import threading
@@ -17,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline.images.decode import DecodeLimits, decode, decoded, read_header
+from pipeline.images.decode import DecodeLimits, decode, decode_cost, decoded, read_header
 from pipeline.images.decode_limits import MAX_JPEG_SCANS, MemoryBudget, TimedFile, count_scans
 from pipeline.images.formats import ImageError
+from pipeline.images.geometry import Size
 from tests.hostile_images import float_tiff, jpeg_with_scans, png, png_chunk
 from tests.pipeline.dataset_folder import Folder
 
@@ -280,6 +282,55 @@ def test_small_files_with_many_pixels_are_rejected_before_they_are_decoded(data:
     with pytest.raises(ImageError, match="max_decode_bytes") as caught:
         decode(data, WHITE)
     assert caught.value.reason == "too_much_memory"
+
+
+GIF = saved(Image.radial_gradient("L").resize((300, 200)), "GIF")
+
+
+def with_canvas(width: int, height: int) -> bytes:
+    """Return a GIF of another canvas; its frame has 300x200 pixels."""
+    return GIF[:6] + struct.pack("<HH", width, height) + GIF[10:]
+
+
+@pytest.mark.parametrize(("width", "height"), [(60_000, 60_000), (65_535, 3_000), (20_000, 10_000)])
+def test_a_gif_with_a_canvas_that_is_too_large_is_rejected_by_the_scan(width: int, height: int) -> None:
+    with pytest.raises(ImageError, match="it must have at most") as caught:
+        read_header(with_canvas(width, height))
+    assert caught.value.reason == "too_large"
+
+
+@pytest.mark.parametrize(("width", "height"), [(10, 10), (299, 200), (300, 1)])
+def test_a_gif_with_a_frame_larger_than_its_canvas_counts_with_the_size_of_the_frame(
+    width: int, height: int
+) -> None:
+    data = with_canvas(width, height)
+    assert read_header(data).size == Size(200, 300)
+    assert decode_cost(io.BytesIO(data), limits=DecodeLimits()).num_bytes >= 300 * 200 * 4
+    with pytest.raises(ImageError, match="at most 59,999 pixels, got 60,000"):
+        decode(data, WHITE, max_px=59_999)
+
+
+def test_only_the_first_frame_of_a_gif_is_decoded() -> None:
+    """500 further frames of 60000x60000 would take 3.6 GB each."""
+    frame = b"\x2c" + struct.pack("<HHHH", 0, 0, 60_000, 60_000) + b"\0\2\2\x44\1\0"
+    image = decode(GIF[:-1] + frame * 500 + GIF[-1:], WHITE)
+    assert image.tobytes() == decode(GIF, WHITE).tobytes()
+
+
+@pytest.mark.parametrize("stated_wh", [(64, 64), (511, 512), (512, 513), (1024, 1024), (16, 4096)])
+def test_a_heic_that_states_another_size_than_its_picture_is_rejected(stated_wh: tuple[int, int]) -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    file = io.BytesIO()
+    pillow_heif.from_pillow(Image.new("RGB", (512, 512))).save(file)
+    heic = file.getvalue()
+    assert decode(heic, WHITE).size == (512, 512)
+    lying = heic.replace(struct.pack(">II", 512, 512), struct.pack(">II", *stated_wh))
+    assert lying != heic
+    with pytest.raises(
+        ImageError, match=r"Security limit exceeded|does not have the size signaled"
+    ) as caught:
+        decode(lying, WHITE)
+    assert caught.value.reason == "undecodable"
 
 
 def test_threads_share_the_budget_and_a_large_request_is_not_delayed_forever() -> None:

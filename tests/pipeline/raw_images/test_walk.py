@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,29 @@ def test_captions_of_rejected_and_of_undecodable_names_are_not_orphans(tmp_path:
     (tmp_path / "broken.txt").write_bytes(b"x")
     walked = walk_dataset(settings_of(tmp_path), log=discard)
     assert sorted(walked.orphan_captions) == sorted(["orphan.b.txt", os.fsdecode(b"\xfe.txt")])
+
+
+_LIST = """
+import resource, sys
+from pathlib import Path
+from pipeline.log import discard
+from pipeline.raw_images.walk import walk_dataset
+from tests.pipeline.raw_images.test_walk import settings_of
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+walked = walk_dataset(settings_of(Path(sys.argv[1])), log=discard)
+print(len(walked.images), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_300_000_images_in_one_folder_are_listed_with_less_than_2_kb_each(tmp_path: Path) -> None:
+    number = 300_000
+    (tmp_path / "data").mkdir()
+    for index in range(number):
+        (tmp_path / "data" / f"{index}.png").touch()
+    command = [sys.executable, "-c", _LIST, str(tmp_path / "data")]
+    listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
+    assert int(listed[0]) == number
+    assert int(listed[1]) * 1024 < 2_000 * number
