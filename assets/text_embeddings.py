@@ -10,6 +10,7 @@ from assets.metadata import picture_metadata, publish
 from assets.names import step_name
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
+from resources.gpu_pool import in_pool
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
 
@@ -20,7 +21,7 @@ DESCRIPTION = (
 
 
 def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
-    """Build the asset `<recipe>/text_embeddings` with its checks."""
+    """Build the asset `<recipe>/text_embeddings` with its checks; child processes need a place in `pool`."""
 
     @multi_asset(
         name=step_name(recipe, "text_embeddings"),
@@ -28,7 +29,6 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         ins={"validated": table_in(recipe, "validated_dataset", reader="text_embeddings")},
         check_specs=check_specs(recipe, "text_embeddings"),
         can_subset=True,
-        pool=pool,
     )
     def text_embeddings(
         context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any
@@ -39,7 +39,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         from pipeline.text_embeddings.stage import cache_text
 
         def materialize() -> MaterializeResult[Any]:
-            launch = launcher.bind(context, recipe.accelerate)
+            launch = in_pool(context, pool, launcher.bind(context, recipe.accelerate))
             tables = Tables(recipe.output_dir, log=run_log(context))
             result = cache_text(
                 recipe,

@@ -19,6 +19,7 @@ from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
+from resources.gpu_pool import in_pool
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
 
@@ -29,7 +30,7 @@ DESCRIPTION = (
 
 
 def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
-    """Build the asset `<recipe>/vae_latents` with its checks."""
+    """Build the asset `<recipe>/vae_latents` with its checks; child processes need a place in `pool`."""
 
     @multi_asset(
         name=step_name(recipe, "vae_latents"),
@@ -37,7 +38,6 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         ins={"buckets": table_in(recipe, "aspect_buckets", reader="vae_latents")},
         check_specs=check_specs(recipe, "vae_latents"),
         can_subset=True,
-        pool=pool,
     )
     def vae_latents(
         context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
@@ -47,7 +47,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         from pipeline.vae_latents.stage import cache_latents
 
         def materialize() -> MaterializeResult[Any]:
-            launch = launcher.bind(context, recipe.accelerate)
+            launch = in_pool(context, pool, launcher.bind(context, recipe.accelerate))
             tables = Tables(recipe.output_dir, log=run_log(context))
             result = cache_latents(
                 recipe,

@@ -15,6 +15,7 @@ from dagster import DagsterEvent, DagsterEventType, logger
 from pipeline.background import in_background
 from pipeline.escaping import printable_lines
 from pipeline.log import NOTE
+from resources.gpu_pool import WAITING
 
 if TYPE_CHECKING:
     from dagster import DagsterInstance, EventLogEntry, InitLoggerContext
@@ -177,7 +178,7 @@ class TerminalHandler(logging.Handler):
         elif event.event_type == DagsterEventType.STEP_FAILURE and is_bug(event):
             self._write_line(printable_lines(event.step_failure_data.error_display_string))
         elif event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata:
-            self._show_message(name, "waiting for another run that encodes or trains")
+            self._show_message(name, WAITING)
 
     def _show_message(self, name: str, message: str) -> None:
         text = f"  {name:<{_NAME_WIDTH}}  {message}"

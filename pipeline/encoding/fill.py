@@ -243,18 +243,21 @@ class _Fill:
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
 
             def write_missing_jobs() -> None:
-                nonlocal missing, find_s
+                nonlocal missing, start_s, find_s
                 start_s = time.perf_counter()
                 missing = find_missing()
                 write_jobs(_LazyJobs(missing, self._requests.job), Path(folder))
                 find_s = time.perf_counter() - start_s
 
             encoding_file = write_encoding(encoding, Path(folder), jobs_follow=True)
-            launch_start_s = time.perf_counter()
+            launch_start_s = start_s = time.perf_counter()
             with self._used.kept_marked():
                 self._launch(WORKERS[kind], encoding_file, write_missing_jobs)
-            launched_s = time.perf_counter() - launch_start_s
+            launched_s = time.perf_counter() - start_s
             results = read_results(Path(folder))
+
+        # The launch may have waited for other runs before it started its processes.
+        self._watch.waited_s += start_s - launch_start_s
 
         # Launching overlaps with the search for missing entries, which is not start-up. Several processes
         # measured these times, so the difference may be negative.

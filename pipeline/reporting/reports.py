@@ -38,18 +38,21 @@ class Stopwatch:
     Attributes:
         startup_s: Time spent on imports, model loading and process start.
         aside_s: Time spent on pictures, which counts as neither work nor startup.
+        waited_s: Time before child processes started, such as the wait for a place in a pool, which counts as
+            neither work nor startup.
     """
 
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
         self.startup_s = 0.0
         self.aside_s = 0.0
+        self.waited_s = 0.0
 
     def numbers(self) -> dict[str, float]:
         """Return `seconds` and `startup_seconds` up to now, rounded to milliseconds."""
         total_s = time.perf_counter() - self._start_s
         return {
-            "seconds": round(max(0.0, total_s - self.startup_s - self.aside_s), 3),
+            "seconds": round(max(0.0, total_s - self.startup_s - self.aside_s - self.waited_s), 3),
             "startup_seconds": round(self.startup_s, 3),
         }
 

@@ -23,8 +23,6 @@ from pipeline.recipe.deployment import Deployment, LauncherSettings, read_deploy
 from resources.local_launcher import AccelerateLauncher
 from tests.small_recipe import small_recipe
 
-GPU_ASSETS = {"vae_latents", "text_embeddings", "trained_lora"}
-
 
 def deployment(folder: Path, text: str) -> Deployment:
     file = folder / "site.yaml"
@@ -33,7 +31,7 @@ def deployment(folder: Path, text: str) -> Deployment:
 
 
 def pools_of(settings: Deployment, folder: Path) -> dict[str, str | None]:
-    """Return the pool of each step of a recipe's job."""
+    """Return the pool that Dagster claims for each step of a recipe's job."""
     job = build_definitions([small_recipe(folder)], deployment=settings).resolve_job_def("flowers_train")
     return {node.name.removeprefix("flowers__"): node.definition.pool for node in job.nodes}
 
@@ -130,8 +128,7 @@ def test_a_launcher_without_a_class_is_an_error(tmp_path: Path, monkeypatch: pyt
 
 def test_one_pool_serves_the_instance_by_default(tmp_path: Path) -> None:
     pools = pools_of(deployment(tmp_path, "pools: instance"), tmp_path)
-    assert {name for name, pool in pools.items() if pool == "gpu"} == GPU_ASSETS
-    assert {pool for name, pool in pools.items() if name not in GPU_ASSETS} == {None}
+    assert {name: pool for name, pool in pools.items() if pool is not None} == {"trained_lora": "gpu"}
 
 
 def test_each_machine_has_a_pool_with_a_name_that_dagster_accepts(
@@ -142,7 +139,7 @@ def test_each_machine_has_a_pool_with_a_name_that_dagster_accepts(
         monkeypatch.setattr("platform.node", lambda machine=machine: machine)
         assert gpu_pool(settings) == pool
         pools = pools_of(settings, tmp_path)
-        assert {name for name, each in pools.items() if each == pool} == GPU_ASSETS
+        assert {name for name, each in pools.items() if each == pool} == {"trained_lora"}
 
 
 def test_the_limit_of_the_projects_instance_holds_for_the_pool_of_each_machine(

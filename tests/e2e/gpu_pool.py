@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dagster import DagsterEventType, DagsterInstance
+from dagster import DagsterInstance
 
 from assets.names import GPU_POOL
 
 
-def holders(instance: DagsterInstance) -> set[str]:
-    """Return the ids of the runs that hold the GPU pool."""
-    info = instance.event_log_storage.get_concurrency_info(GPU_POOL)
+def occupy(instance: DagsterInstance) -> None:
+    """Claim the only place of the GPU pool for the run "another"."""
+    storage = instance.event_log_storage
+    storage.set_concurrency_slots(GPU_POOL, 1)
+    assert storage.claim_concurrency_slot(GPU_POOL, "another", "its_trained_lora").is_claimed
+
+
+def holders(instance: DagsterInstance, pool: str = GPU_POOL) -> set[str]:
+    """Return the ids of the runs that hold the pool."""
+    info = instance.event_log_storage.get_concurrency_info(pool)
     return {slot.run_id for slot in info.claimed_slots}
-
-
-def is_blocked(instance: DagsterInstance, run_id: str) -> bool:
-    """Return whether a step of the run waits for a pool."""
-    entries = instance.all_logs(run_id, of_type=DagsterEventType.ENGINE_EVENT)
-    return any("Step blocked by limit for pool" in entry.user_message for entry in entries)
 
 
 def waiting(instance: DagsterInstance) -> set[str]:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from dagster import DagsterEventType, DagsterInstance, DagsterRun, DagsterRunStatus
+from dagster import AssetExecutionContext, DagsterEventType, DagsterInstance, DagsterRun, DagsterRunStatus
 
-from assets.names import GPU_POOL
+from assets.definitions import build_definitions
+from assets.deployment import gpu_pool
+from assets.names import GPU_POOL, LAUNCHER_RESOURCE
+from pipeline.processes.launch import Launch, Meanwhile
+from pipeline.recipe import AccelerateSettings, load_recipe
+from pipeline.recipe.deployment import read_deployment
+from resources.local_launcher import Observer
 from tests.e2e.daemon import make_home, running, runs_of, succeeded, until
-from tests.e2e.gpu_pool import holders, is_blocked, waiting
+from tests.e2e.gpu_pool import holders, occupy, waiting
 from tests.e2e.served import CodeServer
+from tests.in_process_launcher import InProcessLauncher
 
 ENDLESS = {"steps": 100_000, "batch_size": 2, "checkpoint_every": 100_000, "sample_every": 0}
 
@@ -31,25 +39,74 @@ def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[
     }
 
 
+def test_a_run_without_missing_entries_does_not_wait_for_the_gpu(cached, tmp_path: Path) -> None:
+    with DagsterInstance.from_config(str(make_home(tmp_path / "home"))) as instance:
+        occupy(instance)
+        assert cached.execute("cache", instance).success
+        assert waiting(instance) == holders(instance) == {"another"}
+
+
+@pytest.mark.parametrize("pools", ["instance", "machine"])
+def test_encoding_holds_the_pool_that_the_deployment_names(cached, tmp_path: Path, pools: str) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(f"pools: {pools}\n", encoding="utf-8")
+    deployment = read_deployment(site)
+    for kind in ("latents", "text"):
+        shutil.rmtree(cached.cache / kind)
+    job = build_definitions([load_recipe(cached.file)], deployment=deployment)
+    launches: list[tuple[str, set[str]]] = []
+    pool = gpu_pool(deployment)
+
+    class Recording(InProcessLauncher):
+        def bind(
+            self,
+            context: AssetExecutionContext,
+            settings: AccelerateSettings,
+            observer: Observer | None = None,
+        ) -> Launch:
+            inner = super().bind(context, settings, observer)
+
+            def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+                launches.append((module, holders(context.instance, pool)))
+                inner(module, job_file, meanwhile)
+
+            return launch
+
+    with DagsterInstance.from_config(str(make_home(tmp_path / "home"))) as instance:
+        result = job.resolve_job_def("small_cache").execute_in_process(
+            instance=instance, resources={LAUNCHER_RESOURCE: Recording()}
+        )
+        assert sorted(launches) == [
+            ("pipeline.text_embeddings.worker", {result.run_id}),
+            ("pipeline.vae_latents.worker", {result.run_id}),
+        ]
+        assert holders(instance, pool) == set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("executor", "way"),
+    ("executor", "way", "job"),
     [
-        ("in_process", "Terminate"),
-        ("in_process", "death of the code server"),
-        ("multiprocess", "death of the code server"),
+        ("in_process", "Terminate", "small_cache"),
+        ("in_process", "Terminate", "small_train"),
+        ("in_process", "death of the code server", "small_cache"),
+        ("multiprocess", "death of the code server", "small_cache"),
     ],
 )
-def test_a_run_that_waits_for_the_gpu_is_stopped(cached, tmp_path: Path, executor: str, way: str) -> None:
+def test_a_run_that_waits_for_the_gpu_is_stopped(
+    cached, tmp_path: Path, executor: str, way: str, job: str
+) -> None:
+    """Dagster's executor waits before a training, and the step itself before it encodes missing entries."""
+    if job == "small_cache":
+        shutil.rmtree(cached.cache / "text")
     deployment = tmp_path / "site.yaml"
     deployment.write_text(f"executor: {executor}\n", encoding="utf-8")
     environment = {**cached.environment(), "LATENTLINE_DEPLOYMENT": str(deployment)}
     with CodeServer(tmp_path / "home", environment) as server:
-        storage, log = server.instance.event_log_storage, tmp_path / "home" / "server.log"
-        storage.set_concurrency_slots(GPU_POOL, 1)
-        storage.claim_concurrency_slot(GPU_POOL, "another", "its_trained_lora")
-        run_id = server.launch("small_cache")
-        until(lambda: is_blocked(server.instance, run_id), "a blocked step", seconds=90, log=log)
+        log = tmp_path / "home" / "server.log"
+        occupy(server.instance)
+        run_id = server.launch(job)
+        until(lambda: run_id in waiting(server.instance), "a waiting step", seconds=180, log=log)
         if way == "Terminate":
             server.terminate(run_id)
         else:

@@ -68,6 +68,25 @@ def visible(recipe: Recipe) -> set[str]:
     return {path.stem for path in recipe.cache_dir.rglob("*.safetensors")}
 
 
+def test_a_wait_before_the_processes_start_counts_as_neither_work_nor_startup(
+    cache: Any, in_process_launch: Any
+) -> None:
+    wait_s = 0.2
+
+    def launch(module: str, encoding: Path, meanwhile: Meanwhile | None = None) -> None:
+        time.sleep(wait_s)  # such as the wait for a place in a pool
+        in_process_launch(module, encoding, meanwhile)
+
+    cache = with_images(cache, 4)
+    recipe, buckets = cache.recipe, cache.buckets()
+    start_s = time.perf_counter()
+    report = cache_latents(recipe, buckets, cache.tables, launch=launch, log=str).report
+    total_s = time.perf_counter() - start_s
+    counted_s = report["seconds"] + report["startup_seconds"] + report["pictures_seconds"]
+    rounding_s = 0.002
+    assert counted_s <= total_s - wait_s + rounding_s
+
+
 @pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_encode_a_finished_one_again(
     cache: Any, fork_server: ForkServer, in_process_launch: Any, entry_bytes: Any, kills: int
