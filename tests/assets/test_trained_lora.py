@@ -12,6 +12,7 @@ from dagster import (
     AssetExecutionContext,
     AssetKey,
     DagsterInstance,
+    DagsterRunStatus,
     Output,
     asset,
     build_sensor_context,
@@ -90,13 +91,17 @@ class Ticks:
         self.cursor: str | None = None
 
     def num_requests(self) -> int:
-        """Evaluate one tick, and return the number of runs that it requests."""
+        """Evaluate one tick, and return the number of runs that it requests, each of which then succeeds."""
         context = build_sensor_context(
             self.instance, cursor=self.cursor, repository_def=self.repository, sensor_name=self.sensor.name
         )
         result = self.sensor.evaluate_tick(context)
         self.cursor = result.cursor
-        return len(result.run_requests or [])
+        requests = result.run_requests or []
+        for request in requests:
+            job = self.repository.get_job("flowers_cache")
+            self.instance.create_run_for_job(job, status=DagsterRunStatus.SUCCESS, tags=request.tags)
+        return len(requests)
 
 
 @pytest.mark.timeout(600)
@@ -132,7 +137,7 @@ def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
         (materialization,) = instance.fetch_materializations(KEY, limit=10).records
         assert max(record.storage_id for record in records) < materialization.storage_id
         assert [ticks.num_requests(), ticks.num_requests()] == [0, 0], "an observation requests no run"
-        assert [each.run_id for each in instance.get_runs()] == [run]
+        assert [each.job_name for each in instance.get_runs()] == ["__ephemeral_asset_job__", "flowers_cache"]
 
 
 def test_a_training_ends_well_although_the_event_log_refuses_its_observations(
