@@ -45,7 +45,7 @@ def running(command: list[str], *, environment: dict[str, str], cwd: Path, log: 
 
 
 def until(condition: Callable[[], object], what: str, *, seconds: float, log: Path) -> None:
-    """Wait until `met()`, and fail with the end of the log after `seconds`."""
+    """Wait until `condition()`, and fail with the end of the log after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -14,7 +14,7 @@ from dagster import AssetExecutionContext, DagsterEventType, DagsterInstance, Da
 
 from assets.definitions import build_definitions
 from assets.deployment import gpu_pool
-from assets.names import GPU_POOL, LAUNCHER_RESOURCE
+from assets.names import LAUNCHER_RESOURCE
 from pipeline.processes.launch import Launch, Meanwhile
 from pipeline.recipe import AccelerateSettings, load_recipe
 from pipeline.recipe.deployment import read_deployment
@@ -151,8 +151,12 @@ def test_O08_a_killed_run_frees_the_gpu_and_its_place_in_the_queue(cached, tmp_p
                 command = dagster("job", "launch", "-j", job)
                 subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
             _, training, cache = runs_of(instance)
-            pending = lambda: instance.event_log_storage.get_concurrency_info(GPU_POOL).pending_steps  # noqa: E731
-            until(pending, "the second training to wait for the GPU", seconds=120, log=log)
+            until(
+                lambda: training.run_id in waiting(instance),
+                "the second training to wait for the GPU",
+                seconds=120,
+                log=log,
+            )
             assert holders(instance) == {endless.run_id}
             assert status(instance, cache) == DagsterRunStatus.QUEUED
         finally:
@@ -167,7 +171,8 @@ def test_O08_a_killed_run_frees_the_gpu_and_its_place_in_the_queue(cached, tmp_p
                 seconds=180,
                 log=log,
             )
-        assert "ended without reporting it" in log.read_text()
+        (failure,) = instance.all_logs(endless.run_id, of_type=DagsterEventType.RUN_FAILURE)
+        assert "ended without reporting it" in (failure.get_dagster_event().message or "")
         assert holders(instance) == set()
 
 
