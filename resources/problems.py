@@ -70,7 +70,7 @@ def error_problem(error: Any, where: str) -> str:
         return _damaged_record(messages[0])
 
     fix = BUG
-    if _CONFIGURATION in messages[0] or (messages[0].startswith("Unicode") and _CONFIGURATION_CODE in frames):
+    if _CONFIGURATION in messages[0] or _CONFIGURATION_CODE in frames:
         where = str(_dagster_home() / _CONFIGURATION)
         fix = "correct the file, or copy .dagster/dagster.yaml from Latentline's repository"
     elif messages[0].startswith("dagster."):
