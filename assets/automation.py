@@ -51,7 +51,6 @@ DEAD_RUNS_S = 30
 SLICE_S = 20.0
 """Seconds for which one tick lists files."""
 
-
 RETRY_DELAYS_S = (60.0, 300.0, 1800.0)
 """Seconds from the end of a run that did not succeed to the next attempt, for each further attempt."""
 
@@ -108,8 +107,8 @@ class SensorState:
         """Return the next state of a settled one, and the reason to skip this tick or None to request a run.
 
         Args:
-            succeeded: Id of a run that began after the files were as they are, and succeeded.
-            failed: Runs of the same time that ended without success, the newest first.
+            succeeded: Id of a successful run that was created after `since`; None if there is none.
+            failed: Runs created after `since` that ended without success, the newest first.
             now: The time, in seconds since the epoch.
         """
         handled = replace(self, handled=self.seen)

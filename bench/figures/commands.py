@@ -89,7 +89,7 @@ def _cold(place: Workplace) -> Generator[Sides]:
     _write_recipe(place, cache, edge=EDGE, step=64)
 
     def ours() -> float:
-        # Everything that depends on the images goes; the hash of the weights is computed once per model.
+        # The hash of the weights stays: it is computed once per model.
         for folder in (place.folder / "out", *(cache / kind for kind in KINDS)):
             shutil.rmtree(folder, ignore_errors=True)
         start_s = time.perf_counter()

@@ -273,7 +273,7 @@ class _Bits:
         self._end = len(header) * 8
 
     def number(self, num_bits: int) -> int:
-        """Return the next bits as a number; raises IndexError behind the end."""
+        """Return the next bits as a number; raises IndexError past the end."""
         self._end -= num_bits
         if self._end < 0:
             raise IndexError
