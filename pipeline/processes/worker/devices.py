@@ -52,6 +52,16 @@ def allow_tf32(device: str) -> None:
         torch.set_float32_matmul_precision("high")
 
 
+def avoid_cudnn_attention(device: str) -> None:
+    """Keep attention on a GPU from using cuDNN, whose gradients can be NaN on Hopper cards.
+
+    Seen on an H100 with cuDNN 9.19 (docs/gpus.md); for cuDNN 9.20 see
+    https://github.com/pytorch/pytorch/issues/196678.
+    """
+    if device.startswith("cuda"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def why_no_gpu(driver_files: Sequence[Path] = DRIVER_FILES) -> str | None:
     """Return why torch cannot use the GPU of a machine with NVIDIA's driver, and the fix.
 

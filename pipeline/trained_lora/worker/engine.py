@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.processes.worker.devices import allow_tf32, own_device
+from pipeline.processes.worker.devices import allow_tf32, avoid_cudnn_attention, own_device
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker import startup
 from pipeline.trained_lora.worker.adapter.lora import (
@@ -181,6 +181,7 @@ class Engine:
         """
         # Before accelerate, because `own_device` has a clear error for a process without a GPU.
         allow_tf32(own_device())
+        avoid_cudnn_attention(own_device())
         self._settings = job.recipe.training
         lora = self._settings.lora
 

@@ -11,6 +11,7 @@ import torch
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.processes.worker.devices import (
     allow_tf32,
+    avoid_cudnn_attention,
     gpu_of,
     is_out_of_memory,
     out_of_memory_as,
@@ -48,6 +49,17 @@ def test_float32_products_use_tf32_on_a_gpu_and_stay_exact_on_the_cpu() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_attention_on_a_gpu_avoids_cudnn() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        avoid_cudnn_attention("cpu")
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        avoid_cudnn_attention("cuda:0")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @without_gpu
