@@ -285,7 +285,7 @@ class Engine:
 
         # Losses and timesteps by slot, and the stop flag: one tensor needs one reduction over the ranks.
         step_values = torch.zeros(3, batch.num_samples, device=self.accelerator.device)
-        step_values[2, 0] = float(stop)
+        step_values[2, 0].fill_(float(stop))  # an assignment of a number would wait for the GPU
 
         num_micro_batches = len(batch.micro_batches)
         for number in range(num_micro_batches):

@@ -52,6 +52,8 @@ class BriaFiboCall(DenoiserCall):
         if mask is not None:
             joint_mask = torch.cat([mask, mask.new_ones(batch, height * width)], dim=1)
             attention["attention_mask"] = joint_mask[:, None, None]
+        with noisy.device:  # as for FLUX.1
+            ids = self.pipeline._prepare_latent_image_ids(batch, height, width, noisy.device, noisy.dtype)
         tokens = denoiser(
             hidden_states=self.pipeline._pack_latents_no_patch(noisy, batch, channels, height, width),
             timestep=timesteps,
@@ -60,7 +62,7 @@ class BriaFiboCall(DenoiserCall):
             text_encoder_layers=layers[-num_blocks:] + layers[-1:] * (num_blocks - len(layers)),
             joint_attention_kwargs=attention,
             txt_ids=text_ids(text),
-            img_ids=self.pipeline._prepare_latent_image_ids(batch, height, width, noisy.device, noisy.dtype),
+            img_ids=ids,
             return_dict=False,
         )[0]
         return self.pipeline._unpack_latents_no_patch(tokens, height, width, 1)

@@ -33,12 +33,17 @@ class Flux2Call(DenoiserCall):
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         text = conditions["text_embedding"]
+        with (
+            noisy.device
+        ):  # the pipeline would create ids on the CPU, and their copies would wait for the GPU
+            text_ids = self.pipeline._prepare_text_ids(text)
+            image_tokens = self._image_tokens(noisy, conditions)
         tokens = denoiser(
-            **self._image_tokens(noisy, conditions),
+            **image_tokens,
             timestep=timesteps / self.num_timesteps,
             guidance=self.guidance(noisy, conditions),
             encoder_hidden_states=text,
-            txt_ids=self.pipeline._prepare_text_ids(text).to(noisy.device),
+            txt_ids=text_ids,
             return_dict=False,
         )[0]
         tokens = tokens[:, : noisy[0, 0].numel()]  # without the references
@@ -52,4 +57,4 @@ class Flux2Call(DenoiserCall):
             tokens += [self.pipeline._pack_latents(reference.to(noisy.dtype)) for reference in references]
             reference_ids = self.pipeline._prepare_image_ids([reference[:1] for reference in references])
             ids.append(reference_ids.expand(len(noisy), -1, -1))
-        return {"hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids, dim=1).to(noisy.device)}
+        return {"hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids, dim=1)}
