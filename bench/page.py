@@ -48,7 +48,10 @@ Results of one commit and GPU are collected in `bench/results/gpu.json`, and app
 generated again.
 """
 
-_NO_GPU = "`bench/results` contains no run on a GPU yet.\n"
+_NO_GPU = (
+    "`bench/results` contains no complete run on a GPU yet; "
+    "[hardware.md](hardware.md#measured-on-an-h100) has some figures of one.\n"
+)
 
 WHY = {
     "geometry": "Choosing the bucket takes 55% of the time, almost half of it to compare integer products; "
