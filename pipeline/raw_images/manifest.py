@@ -209,12 +209,12 @@ def captions_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str
         table = _filtered(settings, table)
     columns = [_caption_cells(settings, table[name]) for name in settings.captions.columns]
     normalize = path_normalizer(settings)
-    captions: dict[str, tuple[str, ...]] = {}
+    captions: dict[str, dict[str, None]] = {}  # an ordered set of texts per path
     for written, *cells in zip(table[settings.path_column].to_list(), *columns, strict=True):
         if written:
-            path = composed(normalize(written))
-            captions[path] = tuple(dict.fromkeys((*captions.get(path, ()), *_texts(cells))))
-    return captions
+            of_path = captions.setdefault(composed(normalize(written)), {})
+            of_path.update(dict.fromkeys(_texts(cells)))
+    return {path: tuple(texts) for path, texts in captions.items()}
 
 
 def _caption_cells(settings: DatasetSettings, column: pl.Series) -> list[_CaptionCell]:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.errors import DatasetError
-from pipeline.raw_images.manifest import walk_manifest
+from pipeline.raw_images.manifest import captions_by_path, walk_manifest
 from pipeline.raw_images.manifest_file import read_manifest
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
@@ -249,6 +249,15 @@ def test_texts_in_brackets_are_texts_for_a_filter_too(folder: Path) -> None:
     manifest = write(folder, "jsonl", rows)
     kept, _ = run(recipe(manifest, filters={"where": "caption LIKE '%cat'"}))
     assert all_captions(kept) == {"a.png": ["[OC] a cat"]}
+
+
+@pytest.mark.timeout(60)
+def test_many_rows_of_one_image_take_time_in_proportion(folder: Path) -> None:
+    """If each row copied the captions before it, these rows would take a quarter of an hour."""
+    texts = [f"caption {number}" for number in range(100_000)]
+    rows = pl.DataFrame({"path": ["a.png"] * len(texts), "caption": texts})
+    (dataset,) = recipe(write(folder, "csv")).datasets
+    assert captions_by_path(dataset, rows) == {"a.png": tuple(texts)}
 
 
 def test_an_image_in_several_rows_has_the_captions_of_all_rows_that_pass_the_filter(folder: Path) -> None:
