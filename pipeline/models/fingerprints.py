@@ -70,11 +70,11 @@ class Fingerprints:
     """
 
     def __init__(self, cache_dir: Path, *, log: Log = discard) -> None:
-        """Read the memory; a missing or damaged one is empty. `log` receives the progress of hashing."""
+        """Read the memory, which is empty if missing or damaged. `log` receives damage and the progress."""
         self._file = cache_dir / _MEMORY_FILE
         self._log = log
         self._num_hashed_bytes = 0
-        self._remembered = self._read()
+        self._remembered = self._read(log)
 
     def of(self, parts: Iterable[ModelPart]) -> str:
         """Return one fingerprint of all parts, in their order: 64 hex digits, independent of paths and names.
@@ -140,12 +140,14 @@ class Fingerprints:
             new_entries[str(real)] = [*_stat_numbers(stat), digest.hexdigest()]
         return digest.hexdigest()
 
-    def _read(self) -> dict[str, list[Any]]:
+    def _read(self, log: Log = discard) -> dict[str, list[Any]]:
         """Return the remembered entries, path to [size, mtime, ctime, inode, hash]."""
-        # A file that is damaged or of another version only means that weights are hashed again.
         try:
             items = read_checked(self._file).items()
-        except (OSError, ValueError):
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as err:
+            log(f"{self._file} cannot be read ({err}), so the base model's weights are hashed again")
             return {}
         lists = {path: cast("list[Any]", entry) for path, entry in items if isinstance(entry, list)}
         return {path: entry for path, entry in lists.items() if len(entry) == 5}

@@ -28,7 +28,10 @@ def read_checked(path: Path) -> dict[str, Any]:
         OSError: The file cannot be read.
         ValueError: The file is damaged.
     """
-    value = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as err:
+        raise ValueError(f"{path.name} is nested too deeply") from err
     # A file of another program may hold any JSON.
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} must hold an object, got {type(value).__name__}")

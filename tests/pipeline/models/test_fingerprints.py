@@ -181,12 +181,24 @@ def test_the_hash_of_a_file_that_changed_a_moment_ago_is_not_stored(tmp_path: Pa
     assert not (tmp_path / "cache" / "fingerprints.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', '{"x": ["a"]}'])
-def test_damaged_stored_hashes_are_ignored(tmp_path: Path, part: ModelPart, text: str) -> None:
+@pytest.mark.parametrize("text", ['{"x": 1}', '{"x": ["a"]}'])
+def test_stored_values_that_are_no_hashes_are_ignored(tmp_path: Path, part: ModelPart, text: str) -> None:
     before = fingerprint(tmp_path, part)
     (tmp_path / "cache").mkdir(exist_ok=True)
     (tmp_path / "cache" / "fingerprints.json").write_text(text)
     assert fingerprint(tmp_path, part) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"x": "\xff"}', b"[" * 100_000])
+def test_damaged_stored_hashes_are_named_in_the_log_and_ignored(
+    tmp_path: Path, part: ModelPart, progress_lines: list[str], content: bytes
+) -> None:
+    before, memory = fingerprint(tmp_path, part), tmp_path / "cache" / "fingerprints.json"
+    memory.parent.mkdir(exist_ok=True)
+    memory.write_bytes(content)
+    assert Fingerprints(memory.parent, log=progress_lines.append).of([part]) == before
+    assert f"{memory} cannot be read" in progress_lines[0]
+    assert "hashed again" in progress_lines[0]
 
 
 def test_L07_a_flipped_bit_of_a_stored_hash_changes_no_fingerprint(

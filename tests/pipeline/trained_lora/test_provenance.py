@@ -19,7 +19,7 @@ from pipeline.errors import TrainingError
 from pipeline.models.families import detect
 from pipeline.recipe import PreviewPrompt, ReferenceSettings
 from pipeline.recipe.schema import ComponentSources
-from pipeline.storage.tables import frame, validated
+from pipeline.storage.tables import frame, validated, write_rows
 from pipeline.trained_lora import provenance as module
 from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, SAMPLES_FILE, read_provenance
 from pipeline.trained_lora.export.metadata import header_metadata
@@ -192,6 +192,25 @@ def test_an_image_or_caption_is_found_by_its_hash(
     completed = call(lora, "--find", query)
     assert completed.exit_code == 0
     assert [each for each in expected if each not in completed.output] == [], completed.output
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
+def test_L07_a_lookup_in_a_damaged_table_is_an_error_with_a_fix(
+    lora: Path, tmp_path: Path, damage: str
+) -> None:
+    query, table = tmp_path / "query", lora.parent / "samples.parquet"
+    query.write_text("rose", encoding="utf-8")
+    with table.open("w+b") as file:
+        write_rows(TABLE, file)
+    sound = table.read_bytes()
+    flipped = bytearray(sound)
+    flipped[len(sound) // 3] ^= 1
+    damaged = {"flip": bytes(flipped), "cut": sound[: len(sound) // 2], "empty": b"", "foreign": b"text"}
+    table.write_bytes(damaged[damage])
+    completed = call(lora, "--find", query)
+    assert isinstance(completed.exception, TrainingError), completed.output
+    assert completed.exception.where == str(table)
+    assert completed.exception.fix
 
 
 @pytest.mark.parametrize("content", [b"fern", b"elm", b"\xff\x00"])
