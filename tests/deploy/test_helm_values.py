@@ -77,6 +77,12 @@ def test_the_limits_of_runs_are_those_of_the_other_deployments() -> None:
     assert (
         VALUES["postgresql"]["postgresqlScheme"] == settings["storage"]["postgres"]["postgres_db"]["scheme"]
     )
+    retries, expected = VALUES["dagsterDaemon"]["runRetries"], settings["run_retries"]
+    assert [retries["enabled"], retries["maxRetries"], retries["retryOnAssetOrOpFailure"]] == [
+        expected["enabled"],
+        expected["max_retries"],
+        expected["retry_on_asset_or_op_failure"],
+    ]
     assert VALUES["telemetry"]["enabled"] is False
 
 

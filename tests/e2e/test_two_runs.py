@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from dagster import AssetExecutionContext, DagsterEventType, DagsterInstance, DagsterRun, DagsterRunStatus
 
@@ -199,6 +201,46 @@ def test_O08_a_run_outlives_a_killed_daemon_and_the_next_one_starts_the_queue(ca
             until(lambda: succeeded(instance, 2), "both runs", seconds=300, log=log)
         assert holders(instance) == set()
     assert sum(1 for _ in (cached.out / "lora").glob("*.safetensors")) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_is_started_again_and_resumes_from_its_checkpoint(cached, tmp_path: Path) -> None:
+    """The process of the run is killed, which no handler of it can notice."""
+    training = {**ENDLESS, "steps": 400, "checkpoint_every": 10}
+    cached.recipe(training={**training, "lora": {"rank": 2, "alpha": 2.0}})
+    home, log = make_home(tmp_path / "home"), tmp_path / "daemon.log"
+    environment = {**cached.environment(), "DAGSTER_HOME": str(home)}
+    daemon = [sys.executable, "-m", "dagster._daemon", "run", "-m", "assets.definitions"]
+    launch = [sys.executable, "-m", "dagster", "job", "launch", "-m", "assets.definitions", "-j"]
+    with (
+        DagsterInstance.from_config(str(home)) as instance,
+        running(daemon, environment=environment, cwd=tmp_path, log=log),
+    ):
+        subprocess.run(
+            [*launch, "small_train"], env=environment, cwd=tmp_path, check=True, capture_output=True
+        )
+        runs = cached.out / "runs"
+        until(lambda: len(list(runs.glob("*/checkpoints/*"))) > 1, "checkpoints", seconds=180, log=log)
+        (trainer,) = (
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if {"pipeline.trained_lora.worker"} <= set(process.info["cmdline"] or ())
+            and str(cached.out) in " ".join(process.info["cmdline"])
+        )
+        parent = trainer.parent()
+        assert parent is not None
+        parent.kill()
+        until(lambda: len(runs_of(instance)) == 2, "another run", seconds=120, log=log)
+        killed, again = runs_of(instance)
+        assert status(instance, killed) == DagsterRunStatus.FAILURE
+        assert again.parent_run_id == killed.run_id
+        final = DagsterRunStatus.SUCCESS
+        until(lambda: status(instance, again) == final, "the resumed run", seconds=240, log=log)
+        assert holders(instance) == set()
+    report = json.loads((cached.out / "reports" / "trained_lora.json").read_text("utf-8"))
+    assert report["resumed_from"] >= 10
+    assert len(list(runs.iterdir())) == 1
 
 
 def _trains(instance: DagsterInstance) -> bool:
