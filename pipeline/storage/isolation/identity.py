@@ -3,8 +3,9 @@
 Two paths name the same folder if they share an identity. There are three kinds:
 
     ("inode", device, inode, *rest)    sees through links, `..`, case, and bind mounts of the folder itself
-    ("location", device, *names)       sees through bind mounts of a parent folder: names from the top of the
-                                       file system, from /proc/self/mountinfo (Linux)
+    ("location", device, *names)       sees through bind mounts of a parent folder, and through case if inode
+                                       numbers change (FUSE): stored names from the top of the file system,
+                                       from /proc/self/mountinfo (Linux)
     ("url", protocol, *names)          of a URL: names from the server or bucket
 
 `rest`, and the end of `names`, are the names below the deepest existing folder, folded if its file system
@@ -88,12 +89,15 @@ def identify(path: Path | str) -> Identified:
     rest = Path(real).relative_to(deepest).parts
     if rest and folds_case(deepest):
         rest = tuple(fold(name) for name in rest)
-    existing = [*_inode(status), *_location(deepest, mounts)]
+    stored = as_stored(deepest)
+    existing = [*_inode(status), *_location(stored, mounts)]
     own = frozenset((*identity, *rest) for identity in existing)
 
     parents: set[Identity] = {(*identity, *rest[:n]) for identity in existing for n in range(len(rest))}
     for folder in deepest.parents:
-        parents.update([*_inode(_status(folder)), *_location(folder, mounts)])
+        parents.update(_inode(_status(folder)))
+    for folder in stored.parents:
+        parents.update(_location(folder, mounts))
     for identity in own:
         # The names of a location include the folders above a bind mount, which are not in the real path.
         if identity[0] == "location":
@@ -107,6 +111,18 @@ def fold(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
+def as_stored(path: Path) -> Path:
+    """Return an existing path with each name as its folder lists it, in its case and Unicode form."""
+    stored = Path(path.anchor)
+    for name in path.parts[1:]:
+        cases = (name, name.swapcase())
+        spellings = {unicodedata.normalize(form, each) for form in ("NFC", "NFD") for each in cases}
+        # Folders are listed only if another spelling exists too: a large folder takes long.
+        is_ambiguous = any(_exists(stored / other) for other in spellings - {name})
+        stored /= _listed_as(stored, name) if is_ambiguous else name
+    return stored
+
+
 def folds_case(folder: Path) -> bool:
     """Return True if the file system of an existing folder ignores the case of names."""
     # Nothing may be written, so a name that exists is tested with its case swapped: a name in the folder, or
@@ -116,12 +132,12 @@ def folds_case(folder: Path) -> bool:
         names.update(entry.name for entry in islice(entries, _MAX_NAMES_TESTED))
     testable = sorted(name for name in names if name.swapcase() != name and name.swapcase() not in names)
     if testable:
-        return _same_file(folder / testable[0], folder / testable[0].swapcase())
+        return _is_another_spelling(folder / testable[0].swapcase())
 
     status, parent_status = _status(folder), _status(folder.parent)
     swapped = folder.name.swapcase()
     if status and parent_status and status.st_dev == parent_status.st_dev and swapped != folder.name:
-        return _same_file(folder, folder.with_name(swapped))
+        return _is_another_spelling(folder.with_name(swapped))
 
     mount = _mount_of(folder, mount_table())
     return mount.kind in _FOLDING_TYPES if mount else sys.platform in {"darwin", "win32"}
@@ -186,9 +202,32 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _same_file(first: Path, second: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
-        # Links are not followed: two links to one file are two names in any file system.
-        return os.path.samestat(first.lstat(), second.lstat())
-    except OSError:
+        path.lstat()
+    except (OSError, ValueError):
         return False
+    return True
+
+
+def _listed(folder: Path) -> frozenset[str]:
+    """Return the names in a folder, none if it cannot be listed."""
+    try:
+        return frozenset(entry.name for entry in folder.iterdir())
+    except OSError:
+        return frozenset()
+
+
+def _listed_as(folder: Path, name: str) -> str:
+    """Return how a folder lists a name: as it is, or the first that differs in case or Unicode form only."""
+    names = _listed(folder)
+    if name in names:
+        return name
+    return min((other for other in names if fold(other) == fold(name)), default=name)
+
+
+def _is_another_spelling(path: Path) -> bool:
+    """Return True if a path exists although its folder does not list its name."""
+    # A listing decides, because the inode numbers of some FUSE file systems differ at each look. A link or a
+    # folder of that name is listed.
+    return _exists(path) and bool(names := _listed(path.parent)) and path.name not in names

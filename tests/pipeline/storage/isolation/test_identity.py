@@ -1,5 +1,6 @@
 """A path has the identities of the folder that it names, however it is spelled."""
 
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -129,6 +130,37 @@ def test_L01_names_in_the_folder_show_whether_case_is_folded_and_otherwise_its_o
     if folds:
         monkeypatch.setattr(Path, "lstat", folding_lstat)
     assert folds_case(tmp_path / folder) == folds
+
+
+@pytest.mark.skipif(not mount_table(), reason="needs a mount table")
+def test_L01_case_is_seen_through_although_inode_numbers_change_at_each_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """FUSE file systems without lasting inode numbers, such as mounts of object stores, may fold case."""
+    (tmp_path / "Work" / "Photos").mkdir(parents=True)
+    (tmp_path / "Other").mkdir()
+    inodes = itertools.count(1)
+
+    def stored(path: Path) -> Path:
+        found = tmp_path
+        for name in path.relative_to(tmp_path).parts:
+            names = {each.casefold(): each for each in os.listdir(found)}  # noqa: PTH208 - Path is patched
+            found = found / names.get(name.casefold(), name)
+        return found
+
+    def status(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        real = stored(path) if path.is_relative_to(tmp_path) else path
+        fields = os.stat(real, follow_symlinks=follow_symlinks)  # noqa: PTH116 - replaces the method of Path
+        return os.stat_result([next(inodes) if index == 1 else field for index, field in enumerate(fields)])
+
+    monkeypatch.setattr(Path, "stat", status)
+    monkeypatch.setattr(Path, "lstat", lambda path: status(path, follow_symlinks=False))
+    photos = identify(tmp_path / "Work" / "Photos")
+    assert identify(tmp_path / "work" / "PHOTOS").same(photos)
+    assert identify(tmp_path / "WORK" / "photos" / "cache").inside(photos)
+    assert photos.inside(identify(tmp_path / "wORK"))
+    assert relation(identify(tmp_path / "other"), photos) == "apart"
+    assert identify(tmp_path / "work" / "New").same(identify(tmp_path / "Work" / "new"))
 
 
 @pytest.mark.parametrize(("kind", "folds"), [("vfat", True), ("cifs", True), ("ext4", False), ("xfs", False)])
