@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dagster import (
@@ -20,7 +21,7 @@ from dagster import (
 )
 
 from pipeline.errors import LatentlineError
-from pipeline.escaping import printable_lines, without_secrets
+from pipeline.escaping import markdown_block, printable_lines, without_secrets
 from pipeline.storage.addresses import Url
 from resources.problems import (
     INTERRUPTIONS,
@@ -81,11 +82,25 @@ def print_summary(
 
 
 def write_summary(summary: RunSummary) -> None:
-    """Write the numbers of a good run to standard output, or all of a bad one to standard error."""
+    """Write the numbers of a good run to standard output, or all of a bad one to standard error.
+
+    Both also appear on the summary page of GitHub Actions.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    write_parts([*summary.numbers, *summary.problems], sys.stderr if summary.problems else sys.stdout)
+    parts = [*summary.numbers, *summary.problems]
+    write_parts(parts, sys.stderr if summary.problems else sys.stdout)
+    _add_to_github_page(parts)
+
+
+def _add_to_github_page(parts: Sequence[str]) -> None:
+    """Add the parts as a code block to the summary page of a step of GitHub Actions, if this is one."""
+    page = os.environ.get("GITHUB_STEP_SUMMARY")
+    if page:
+        text = "\n\n".join(without_secrets(part) for part in parts)
+        with suppress(OSError), Path(page).open("a", encoding="utf-8") as file:
+            file.write(f"{markdown_block(text)}\n")
 
 
 def write_parts(parts: Sequence[str], stream: TextIO) -> None:

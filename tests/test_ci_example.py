@@ -30,7 +30,7 @@ def steps() -> list[dict[str, Any]]:
 
 def commands() -> list[str]:
     lines = [line for step in steps() for line in step.get("run", "").splitlines()]
-    return sorted({line.split("|")[0].strip() for line in lines})
+    return sorted({line.strip() for line in lines})
 
 
 def test_the_workflow_has_the_keys_that_github_requires() -> None:
@@ -49,10 +49,8 @@ def test_actions_are_pinned_by_commit_with_their_version_in_a_comment() -> None:
         assert re.search(r"uses: actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
 
 
-def test_a_status_is_not_lost_in_a_pipe() -> None:
-    piped = [step for step in steps() if "|" in step.get("run", "")]
-    assert len(piped) == 2
-    assert all(step.get("shell") == "bash" for step in piped), "only a named bash has pipefail"
+def test_no_status_is_lost_in_a_pipe() -> None:
+    assert [step for step in steps() if "|" in step.get("run", "").replace("|\n", "")] == []
 
 
 @pytest.mark.parametrize("line", commands())

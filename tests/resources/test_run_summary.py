@@ -52,6 +52,39 @@ def test_all_of_a_bad_run_is_written_to_standard_error(capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "\ndemo_train: failed\n\nStoreError: one\n\nStoreError: two\n")
 
 
+@pytest.mark.parametrize("summary", [GOOD, BAD])
+def test_a_step_of_github_actions_shows_the_summary_on_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary: RunSummary
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Steps before\n", encoding="utf-8")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    write_summary(summary)
+    text = "\n\n".join([*summary.numbers, *summary.problems])
+    assert page.read_text("utf-8") == f"# Steps before\n```text\n{text}\n```\n"
+
+
+def test_no_text_of_a_dataset_leaves_the_code_block_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    write_summary(RunSummary([], ["DatasetError: a\n```\n<img src=x> https://me:secret@host/x\u202e"]))
+    shown = page.read_text("utf-8")
+    assert shown.startswith("````text\n")
+    assert shown.endswith("\n````\n")
+    assert "secret" not in shown
+    assert "\u202e" not in shown
+
+
+def test_a_page_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    write_summary(GOOD)
+    assert capfd.readouterr().out
+
+
 def test_characters_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
     with (tmp_path / "terminal").open("w", encoding="ascii") as stream:
         write_parts(GOOD.numbers, stream)
