@@ -56,9 +56,13 @@ class Learned:
     known_before: float
     known_after: float
 
+    @property
+    def lost(self) -> float:
+        """Decrease of the score of known shapes, as two decimals: 0.8 - 0.7 is more than 0.1 in binary."""
+        return round(self.known_before - self.known_after, 2)
+
     def missed_targets(self) -> list[str]:
         """Return a sentence for each target that was missed."""
-        lost = self.known_before - self.known_after
         targets = (
             (
                 self.concept_before <= MAX_BEFORE,
@@ -68,7 +72,7 @@ class Learned:
                 self.concept_after >= MIN_AFTER,
                 f"the concept scores {self.concept_after:.2f}, not {MIN_AFTER}",
             ),
-            (lost <= MAX_LOST, f"known shapes lost {lost:.2f}, more than {MAX_LOST}"),
+            (self.lost <= MAX_LOST, f"known shapes lost {self.lost:.2f}, more than {MAX_LOST}"),
         )
         return [sentence for reached, sentence in targets if not reached]
 

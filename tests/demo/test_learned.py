@@ -10,8 +10,9 @@ from demo.learned import Learned, before_after_sheet
 from demo.world import draw_scene
 
 
-def test_scores_at_the_targets_miss_none_of_them() -> None:
-    assert Learned(0.1, 0.4, 1.0, 0.9).missed_targets() == []
+@pytest.mark.parametrize("known", [(1.0, 0.9), (0.8, 0.7), (0.7, 0.6)], ids=str)
+def test_scores_at_the_targets_miss_none_of_them(known: tuple[float, float]) -> None:
+    assert Learned(0.1, 0.4, *known).missed_targets() == []
 
 
 @pytest.mark.parametrize(

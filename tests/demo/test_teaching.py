@@ -79,8 +79,7 @@ def lesson(tmp_path: Path, cache: Path) -> Teach:
 
 
 def has_learned(learned: Learned) -> bool:
-    lost = learned.known_before - learned.known_after
-    return learned.concept_before == 0 and learned.concept_after >= MIN_CONCEPT and lost <= MAX_LOST
+    return learned.concept_before == 0 and learned.concept_after >= MIN_CONCEPT and learned.lost <= MAX_LOST
 
 
 def cell(adapter: str, optimizer: str) -> dict[str, Any]:
