@@ -38,10 +38,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 RATES = {
     ("pissa", "adafactor"): 0.02,
     ("pissa", "lion"): 1e-4,
+    ("loha", "adafactor"): 0.3,
     ("loha", "lion"): 2e-3,
     ("lokr", "lion"): 2e-3,
 }
-"""Learning rates of cells that do not learn at the optimizer's. PiSSA's weights are not 0 at the start."""
+"""Learning rates of cells that learn too little at the optimizer's. PiSSA's weights do not start at 0."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "min_snr": {"training": {"loss": {"weighting": "min_snr"}}},
