@@ -45,13 +45,13 @@ def test_the_page_lists_figures_above_their_bound(tmp_path: Path) -> None:
 def test_a_run_on_a_gpu_shows_its_notes_and_unmeasured_experiments(tmp_path: Path) -> None:
     run = {"machine": results.machine(), "commit": "abc", "full": True, "figures": {"SDXL VAE": FIGURE}}
     results.save(run, tmp_path / "cpu.json")
-    assert "contains no run on a GPU yet" in page.page_text(tmp_path)
+    assert "contains no complete run on a GPU yet" in page.page_text(tmp_path)
     run["machine"] = {**run["machine"], "gpu": "NVIDIA H200"}
     run["notes"] = {"SDXL VAE": {"chosen": 4, "images_per_s": {"4": [40.0, 44.0, 42.0]}, "took_s": 9.5}}
     run["missing"] = {"SDXL LoRA step, nf4": "TrainingError: nf4 needs bitsandbytes"}
     results.save(run, tmp_path / "gpu.json")
     text = page.page_text(tmp_path)
-    assert "contains no run on a GPU yet" not in text
+    assert "contains no complete run on a GPU yet" not in text
     assert "NVIDIA H200" in text
     machine = run["machine"]
     assert f"Python {machine['python']}, " in text
