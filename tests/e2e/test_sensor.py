@@ -86,7 +86,7 @@ def test_O05_O06_settled_and_reverted_files_run_once_each_and_unchanged_files_ne
         assert cached.report("vae_latents")["samples"] == 5 + NUM_ARRIVING
 
         before, after = more_ticks(instance, 3)
-        until(lambda: len(ticks_of(instance)) >= after, "three ticks", seconds=60, log=log)
+        until(lambda: len(ticks_of(instance)) >= after, "three ticks", seconds=180, log=log)
         reasons = [tick.skip_reason or "" for tick in ticks_of(instance)[before:]]
         assert all(UNCHANGED.fullmatch(reason) for reason in reasons), reasons
         assert len(runs_of(instance)) == 2
@@ -96,7 +96,7 @@ def test_O05_O06_settled_and_reverted_files_run_once_each_and_unchanged_files_ne
         until(lambda: succeeded(instance, 3), "a run after the files were removed", seconds=120, log=log)
         assert cached.report("vae_latents")["samples"] == 5
         before, after = more_ticks(instance, 2)
-        until(lambda: len(ticks_of(instance)) >= after, "two ticks", seconds=60, log=log)
+        until(lambda: len(ticks_of(instance)) >= after, "two ticks", seconds=180, log=log)
         assert len(runs_of(instance)) == 3
         assert overlapping(instance) == []
 
