@@ -63,7 +63,8 @@ def pack(pipeline: Any, noisy: Tensor) -> dict[str, Tensor]:
     """Return `hidden_states` and `img_ids` of a noisy latent (B, C, h, w)."""
     batch, channels, height, width = noisy.shape
     rows, columns = height // PATCH, width // PATCH
-    with noisy.device:  # the pipeline would create the ids on the CPU, and their copy would wait for the GPU
+    # The pipeline would create the ids on the CPU, and their copy would wait for the GPU.
+    with noisy.device:
         ids = pipeline._prepare_latent_image_ids(batch, rows, columns, noisy.device, torch.float32)
     return {
         "hidden_states": pipeline._pack_latents(noisy, batch, channels, height, width),

@@ -33,9 +33,8 @@ class Flux2Call(DenoiserCall):
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         text = conditions["text_embedding"]
-        with (
-            noisy.device
-        ):  # the pipeline would create ids on the CPU, and their copies would wait for the GPU
+        # The pipeline would create the ids on the CPU, and their copies would wait for the GPU.
+        with noisy.device:
             text_ids = self.pipeline._prepare_text_ids(text)
             image_tokens = self._image_tokens(noisy, conditions)
         tokens = denoiser(
