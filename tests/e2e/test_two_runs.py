@@ -225,7 +225,7 @@ def test_a_killed_run_is_started_again_and_resumes_from_its_checkpoint(cached, t
         (trainer,) = (
             process
             for process in psutil.process_iter(["cmdline"])
-            if {"pipeline.trained_lora.worker"} <= set(process.info["cmdline"] or ())
+            if "pipeline.trained_lora.worker" in (process.info["cmdline"] or ())
             and str(cached.out) in " ".join(process.info["cmdline"])
         )
         parent = trainer.parent()

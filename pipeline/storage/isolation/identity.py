@@ -89,7 +89,7 @@ def identify(path: Path | str) -> Identified:
     rest = Path(real).relative_to(deepest).parts
     if rest and folds_case(deepest):
         rest = tuple(fold(name) for name in rest)
-    stored = as_stored(deepest)
+    stored = _as_stored(deepest)
     existing = [*_inode(status), *_location(stored, mounts)]
     own = frozenset((*identity, *rest) for identity in existing)
 
@@ -111,7 +111,7 @@ def fold(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
-def as_stored(path: Path) -> Path:
+def _as_stored(path: Path) -> Path:
     """Return an existing path with each name as its folder lists it, in its case and Unicode form."""
     stored = Path(path.anchor)
     for name in path.parts[1:]:
@@ -132,12 +132,12 @@ def folds_case(folder: Path) -> bool:
         names.update(entry.name for entry in islice(entries, _MAX_NAMES_TESTED))
     testable = sorted(name for name in names if name.swapcase() != name and name.swapcase() not in names)
     if testable:
-        return _is_another_spelling(folder / testable[0].swapcase())
+        return _is_same_entry(folder / testable[0], folder / testable[0].swapcase())
 
     status, parent_status = _status(folder), _status(folder.parent)
     swapped = folder.name.swapcase()
     if status and parent_status and status.st_dev == parent_status.st_dev and swapped != folder.name:
-        return _is_another_spelling(folder.with_name(swapped))
+        return _is_same_entry(folder, folder.with_name(swapped))
 
     mount = _mount_of(folder, mount_table())
     return mount.kind in _FOLDING_TYPES if mount else sys.platform in {"darwin", "win32"}
@@ -226,8 +226,14 @@ def _listed_as(folder: Path, name: str) -> str:
     return min((other for other in names if fold(other) == fold(name)), default=name)
 
 
-def _is_another_spelling(path: Path) -> bool:
-    """Return True if a path exists although its folder does not list its name."""
-    # A listing decides, because the inode numbers of some FUSE file systems differ at each look. A link or a
-    # folder of that name is listed.
-    return _exists(path) and bool(names := _listed(path.parent)) and path.name not in names
+def _is_same_entry(path: Path, other: Path) -> bool:
+    """Return True if two names in one folder are spellings of one entry."""
+    try:
+        # Links are not followed: two links to one file are two names in any file system.
+        same_inode = os.path.samestat(path.lstat(), other.lstat())
+    except OSError:
+        return False
+
+    # The inode numbers of some FUSE file systems change, so they count only if the folder cannot be listed.
+    names = _listed(path.parent)
+    return other.name not in names if names else same_inode

@@ -180,8 +180,9 @@ class Engine:
             LaunchError: No GPU is left for this process.
         """
         # Before accelerate, because `own_device` has a clear error for a process without a GPU.
-        allow_tf32(own_device())
-        avoid_cudnn_attention(own_device())
+        own = own_device()
+        allow_tf32(own)
+        avoid_cudnn_attention(own)
         self._settings = job.recipe.training
         lora = self._settings.lora
 

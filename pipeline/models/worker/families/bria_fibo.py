@@ -52,7 +52,7 @@ class BriaFiboCall(DenoiserCall):
         if mask is not None:
             joint_mask = torch.cat([mask, mask.new_ones(batch, height * width)], dim=1)
             attention["attention_mask"] = joint_mask[:, None, None]
-        with noisy.device:  # as for FLUX.1
+        with noisy.device:  # as in FLUX.1's `pack`, without a copy from the CPU
             ids = self.pipeline._prepare_latent_image_ids(batch, height, width, noisy.device, noisy.dtype)
         tokens = denoiser(
             hidden_states=self.pipeline._pack_latents_no_patch(noisy, batch, channels, height, width),
