@@ -13,6 +13,7 @@ from pipeline.errors import counted
 from pipeline.images.formats import SUFFIXES
 from pipeline.raw_images.folder import holds_copies, is_hidden
 from pipeline.raw_images.walk import excluded_by
+from pipeline.storage.regular_files import InsideFolder
 
 SUBFOLDERS = "*/*"
 """Pattern of the files in sub-folders, which several trainers do not read."""
@@ -105,15 +106,21 @@ def scan_folder(
             captions.first.setdefault(suffix, Path(parent) / name)
 
     used, covered = _covering(captions.images, preferred)
+    opener = InsideFolder(folder)
+
+    def start_of(file: Path) -> bytes:
+        return _start(opener, file.relative_to(folder).as_posix())
+
+    texts = (file for file in covered.values() if count_lines and file.suffix.lower() != ".json")
     return ImageFolder(
         folder,
         num_images,
         suffixes=used,
         num_captions=len(covered),
-        prompt=_first_line(captions.first[used[0]]) if used else "",
+        prompt=_first_line(start_of(captions.first[used[0]])) if used else "",
         exclude=tuple(pattern for pattern, _ in tests if excluded[pattern]),
         num_excluded=excluded.total(),
-        num_with_lines=sum(map(_has_several_lines, covered.values())) if count_lines else 0,
+        num_with_lines=sum(_has_several_lines(start_of(file)) for file in texts),
     )
 
 
@@ -260,22 +267,25 @@ def _caption_files(
             yield suffix, name
 
 
-def _first_line(file: Path) -> str:
+def _first_line(start: bytes) -> str:
     # The line becomes a prompt of previews, so an unreadable or very long one is not used.
+    lines = start.splitlines()
     try:
-        with file.open(encoding="utf-8-sig", errors="strict") as opened:
-            line = opened.readline(MAX_PROMPT + 1).strip()
-    except (OSError, UnicodeDecodeError):
+        line = lines[0].decode("utf-8-sig").strip() if lines else ""
+    except UnicodeDecodeError:
         return ""
     return line if len(line) <= MAX_PROMPT and line.isprintable() else ""
 
 
-def _has_several_lines(file: Path) -> bool:
-    if file.suffix.lower() == ".json":
-        return False
+def _has_several_lines(start: bytes) -> bool:
+    return sum(bool(line.strip()) for line in start.splitlines()) > 1
+
+
+def _start(opener: InsideFolder, path: str) -> bytes:
+    """Return the start of a caption file; no bytes if a job would not read the file either."""
     try:
-        with file.open("rb") as opened:
-            lines = opened.read(_MAX_CAPTION_BYTES).splitlines()
+        # As in a job, a link does not lead out of the dataset: the text would be published with the LoRA.
+        with opener.open(path) as opened:
+            return opened.read(_MAX_CAPTION_BYTES)
     except OSError:
-        return False
-    return sum(bool(line.strip()) for line in lines) > 1
+        return b""

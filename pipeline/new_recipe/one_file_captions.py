@@ -16,12 +16,15 @@ from pipeline.raw_images.manifest import composed
 from pipeline.raw_images.manifest_file import read_table
 from pipeline.recipe import DatasetSettings
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
+from pipeline.storage.regular_files import MAX_FILE_BYTES, InsideFolder, RefusedFileError
 
 TABLE_SUFFIXES = (*MANIFEST_SUFFIXES, ".json")
 """Suffixes of files that may hold the captions of many images."""
 
 CAPTION_COLUMNS = ("caption", "text", "captions", "prompt", "description", "tags", "label")
 """Usual names of the captions, the first that a file has is used."""
+
+_LINK_FIX = "replace the link with the file itself"
 
 _MAX_FILES = 50
 """Number of files of a folder that are tried. A folder may hold one JSON file for each image."""
@@ -186,7 +189,12 @@ def _captions(
 def _json_rows(file: Path) -> list[dict[str, Any]]:
     """Return a row for each image in a JSON file; none if it has another form."""
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8-sig"))
+        # As a manifest, because its texts are published with the LoRA too.
+        folder = InsideFolder(file.parent)
+        with folder.open(file.name, max_bytes=MAX_FILE_BYTES, fix=_LINK_FIX) as opened:
+            content: Any = json.loads(opened.read().decode("utf-8-sig"))
+    except RefusedFileError as err:
+        raise DatasetError(f"the file is not read: {err.detail}", where=str(file), fix=err.fix) from err
     except (OSError, ValueError, RecursionError) as err:
         what = f"the file cannot be read: {getattr(err, 'strerror', None) or err}"
         raise DatasetError(what, where=str(file), fix="correct it, or move it away") from err

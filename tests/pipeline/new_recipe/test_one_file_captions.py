@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,45 @@ def test_C13_an_existing_manifest_is_never_overwritten(configs: Path, tmp_path: 
         CliRunner().invoke(new, ["roses", "--images", str(folder)], catch_exceptions=False)
     assert (configs / "roses_roses_captions.jsonl").read_text() == "mine"
     assert not (configs / "roses.yaml").exists()
+
+
+SECRET = "s3cr3t-token"
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "content"),
+    [
+        ("captions.json", "credentials.json", {"0.png": SECRET, "refresh_token": SECRET}),
+        ("meta_cap.json", "credentials.json", {"0": {"caption": SECRET}}),
+        ("captions.json", "credentials.json", [{"file_name": "0.png", "text": SECRET}]),
+        ("metadata.jsonl", "rows.jsonl", [{"file_name": "0.png", "text": SECRET}]),
+        ("0.txt", "token", SECRET),
+        ("0.caption", "token", SECRET),
+    ],
+)
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_I19_no_text_is_taken_through_a_link_out_of_the_folder(
+    configs: Path, tmp_path: Path, link: str, target: str, content: Any, is_relative: bool
+) -> None:
+    """It would be published with the LoRA, as a caption or as a prompt of previews."""
+    folder = images(tmp_path / "roses", 3)
+    secret = tmp_path / "home" / target
+    secret.parent.mkdir()
+    secret.write_text(content) if isinstance(content, str) else put(secret, content)
+    (folder / link).symlink_to(Path("../home") / target if is_relative else secret)
+    (folder / "refresh_token.png").write_bytes((folder / "0.png").read_bytes())
+    _, output = taken_over(configs, folder)
+    assert SECRET not in output + "".join(each.read_text() for each in configs.iterdir())
+    if link.endswith((".json", ".jsonl")):
+        assert f"{folder / link}: the " in output
+        assert "outside the dataset's folder; replace the link with the file itself" in output
+
+
+@pytest.mark.timeout(60)
+def test_special_and_huge_files_are_not_read(configs: Path, tmp_path: Path) -> None:
+    folder = images(tmp_path / "roses", 3)
+    os.mkfifo(folder / "0.txt")
+    with (folder / "captions.json").open("wb") as file:
+        file.truncate(20 * 10**9)
+    _, output = taken_over(configs, folder)
+    assert "it must have at most 1,000,000,000 bytes, got 20,000,000,000" in output
