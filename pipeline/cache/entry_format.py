@@ -193,6 +193,13 @@ def _checksum(facts: Mapping[str, Any], data: memoryview) -> str:
     return checksum.hexdigest()
 
 
+def _has_checksum(metadata: Mapping[str, Any], data: memoryview) -> bool:
+    try:
+        return _checksum(metadata, data) == metadata.get("checksum")
+    except RecursionError:  # nested as deeply as can be read, which is deeper than can be written
+        return False
+
+
 def _canonical(facts: Mapping[str, Any]) -> str:
     # Sorted, so that equal facts give equal bytes on every machine.
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -225,7 +232,7 @@ def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array
         tensors = dict(safetensors.deserialize(raw))
     except safetensors.SafetensorError as err:
         raise WrongEntryError(f"the header is damaged: {err}") from err
-    if verify and _checksum(metadata, memoryview(raw)[DATA_START:]) != metadata.get("checksum"):
+    if verify and not _has_checksum(metadata, memoryview(raw)[DATA_START:]):
         raise WrongEntryError("the checksum does not match the content")
 
     arrays = {
@@ -275,12 +282,19 @@ def stated_tensors(header: dict[str, Any]) -> dict[str, TensorSpec]:
     """Return the dtypes and shapes in a header; raises WrongEntryError if it is damaged."""
     try:
         return {
-            name: TensorSpec(_STATED_TYPES[tensor["dtype"]], tuple(tensor["shape"]))
+            name: TensorSpec(_STATED_TYPES[tensor["dtype"]], tuple(map(_length, tensor["shape"])))
             for name, tensor in header.items()
             if name != "__metadata__"
         }
     except (KeyError, TypeError) as err:
         raise WrongEntryError("the header describes a tensor without a supported dtype and shape") from err
+
+
+def _length(stated: Any) -> int:
+    # Whoever may write a shared cache may have written any JSON, and lengths are compared.
+    if type(stated) is not int:
+        raise TypeError(f"a length must be an integer, got {stated!r:.20}")
+    return stated
 
 
 def _wrong_size(num_bytes: int, spec: EntrySpec) -> WrongEntryError:

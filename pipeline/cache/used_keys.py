@@ -322,7 +322,8 @@ class UsedKeys:
                 content = self._folder.read(path)
         except FileNotFoundError:
             return key_array([])  # another gc with a shorter --keep has deleted it
-        if hashlib.sha256(content).hexdigest() != name.removesuffix(LIST_SUFFIX):
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != name.removesuffix(LIST_SUFFIX) or len(content) % _KEY_BYTES:
             raise StoreError(
                 "a list of used entries is damaged, so the entries that it names are unknown",
                 where=self._folder.where(path),

@@ -290,14 +290,27 @@ class _Fill:
         self._add_valid(states)
 
     def _add_valid(self, states: Iterable[tuple[Row, EntryState]]) -> None:
-        facts = self._requests.facts.values()
         rows = [
-            (row["key"], *astuple(state.stat), *(fact(state) for fact in facts))
+            (row["key"], *astuple(state.stat), *self._facts(row, state))
             for row, state in states
             if state.stat is not None and state.valid
         ]
         entries = self._result.entries
         self._result.entries = entries.vstack(pl.DataFrame(rows, schema=entries.schema, orient="row"))
+
+    def _facts(self, row: Row, state: EntryState) -> list[int | None]:
+        values = {name: fact(state) for name, fact in self._requests.facts.items()}
+        # The checksum finds damage. Whoever may write a shared cache may have written any metadata.
+        wrong = {name: value for name, value in values.items() if not _is_fact(value)}
+        if wrong:
+            place = state.place_in_pack or self._store.where(self._requests.spec(row))
+            raise StoreError(
+                f"a cache entry has metadata that Latentline does not write: {str(wrong)[:200]}",
+                where=place,
+                fix="delete the file and start the job again, which encodes the entry; check who may write "
+                "the cache",
+            )
+        return list(values.values())
 
     def _log_damaged(self, damaged: pl.DataFrame) -> None:
         for row in damaged.head(_MAX_NAMED).iter_rows(named=True):
@@ -305,6 +318,10 @@ class _Fill:
             state = self._store.check(spec)
             where = state.place_in_pack or self._store.where(spec)
             self._log(f"damaged entry of {self._requests.job(row).name}: {state.reason} ({where})")
+
+
+def _is_fact(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 2**31)
 
 
 def _encoding_model(entries: RecipeEntries, kind: Kind) -> EncodingModel | None:

@@ -37,6 +37,9 @@ _POLL_INTERVAL_S = 0.01
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
+_MAX_SECONDS = 1e9
+"""Duration of thirty years."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -300,8 +303,9 @@ def read_results(folder: Path) -> Results:
     """Read the results of all processes; a line that is still being written is ignored."""
     results = Results()
     for path in sorted(folder.glob(RESULTS_PATTERN)):
-        for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if text.endswith("\n"):
+        # As bytes, because a text would also be divided at separators inside of a value.
+        for text in path.read_bytes().splitlines(keepends=True):
+            if text.endswith(b"\n"):
                 add_result(json.loads(text), results)
     # A restarted worker finds the entries of its first attempt.
     results.present -= results.made
@@ -311,12 +315,26 @@ def read_results(folder: Path) -> Results:
 def add_result(line: dict[str, Any], results: Results) -> None:
     """Add a line that a `ResultsWriter` wrote; any other raises one of the errors of parsing."""
     if "work_s" in line:
-        results.work_s = max(results.work_s, line["work_s"])
-        results.aside_s = max(results.aside_s, line["aside_s"])
+        results.work_s = max(results.work_s, _seconds(line["work_s"]))
+        results.aside_s = max(results.aside_s, _seconds(line["aside_s"]))
     elif line["outcome"] == "failed":
-        results.failed[line["key"]] = Failure(**line["failure"])
+        failure = {name: _text(value) for name, value in line["failure"].items()}
+        results.failed[_text(line["key"])] = Failure(**failure)
     else:
-        (results.made if line["outcome"] == "made" else results.present).add(line["key"])
+        {"made": results.made, "present": results.present}[line["outcome"]].add(_text(line["key"]))
+
+
+def _seconds(value: Any) -> float:
+    # Whoever may write a shared cache may have written any number, and reports and estimates use this one.
+    if not isinstance(value, int | float) or not 0 <= value < _MAX_SECONDS:
+        raise ValueError(f"a time must be a number of seconds, got {value!r:.20}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a result must have texts, got {value!r:.20}")
+    return value
 
 
 def _job_to_json(job: Job) -> dict[str, Any]:

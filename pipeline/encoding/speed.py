@@ -9,6 +9,9 @@ from pipeline.storage.checked_json import read_checked, write_checked
 
 _FILE = "speed.json"
 
+_MAX_S = 3600.0
+"""Time of a pixel or caption from which a record is not one of this module."""
+
 
 def record_speed(machine_state_dir: Path, kind: str, seconds_per_cost: float) -> None:
     """Record how long one unit of cost took to encode; a failure to write is ignored."""
@@ -27,5 +30,5 @@ def _speeds(machine_state_dir: Path) -> dict[str, float]:
         speeds = read_checked(machine_state_dir / _FILE)
     except (OSError, ValueError):
         return {}
-    # A file of another program may hold any JSON.
-    return {kind: float(each) for kind, each in speeds.items() if isinstance(each, int | float)}
+    # A file of another program may hold any JSON, also numbers that give no estimate.
+    return {kind: each for kind, each in speeds.items() if isinstance(each, float) and 0 < each < _MAX_S}

@@ -108,7 +108,8 @@ def _explain_entries(entries: RecipeEntries, sample_rows: Mapping[str, pl.DataFr
         state = entries.store.check(spec)
         metadata = entries.store.read_metadata(spec.kind, spec.key) or {}
         tensors = entries.store.read_tensor_specs(spec) or spec.tensors
-        inputs = metadata.get("inputs", {})
+        stated = metadata.get("inputs")
+        inputs: Mapping[str, Any] = stated if isinstance(stated, dict) else {}
         facts = {
             "key": spec.key,
             "path": state.place_in_pack or entries.store.where(spec),

@@ -31,7 +31,7 @@ _MEGABYTE = 1_000_000
 # Number of bytes hashed at a time, as in `hashlib.file_digest`.
 _READ_BYTES = 2**18
 
-_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 # Configuration keys that only record the origin of a file. So do all keys that start with an underscore,
 # except `_class_name`.
@@ -121,7 +121,7 @@ class Fingerprints:
             return hashes | {path: self._hash(path.resolve(), new_entries) for path in unknown}
 
     def _known_hash(self, real: Path) -> str | None:
-        if real.parent.name == "blobs" and _BLOB_NAME.fullmatch(real.name):
+        if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
             return real.name  # the Hub's cache names large files by their sha256
         entry = self._remembered.get(str(real))
         return entry[-1] if entry is not None and entry[:-1] == _stat_numbers(real.stat()) else None
@@ -150,7 +150,8 @@ class Fingerprints:
             log(f"{self._file} cannot be read ({err}), so the base model's weights are hashed again")
             return {}
         lists = {path: cast("list[Any]", entry) for path, entry in items if isinstance(entry, list)}
-        return {path: entry for path, entry in lists.items() if len(entry) == 5}
+        # Whoever may write a shared cache may have written any JSON.
+        return {path: entry for path, entry in lists.items() if len(entry) == 5 and _is_hash(entry[-1])}
 
     def _remember(self, new_entries: dict[str, list[Any]]) -> None:
         if not new_entries:
@@ -159,6 +160,10 @@ class Fingerprints:
         self._remembered = {**self._read(), **new_entries}
         with suppress(OSError):  # the memory only saves time
             write_checked(self._file, dict(sorted(self._remembered.items())))
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
 def _stat_numbers(stat: os.stat_result) -> list[int]:

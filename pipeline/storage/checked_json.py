@@ -30,15 +30,15 @@ def read_checked(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        # A file of another program may hold any JSON.
+        if not isinstance(value, dict):
+            raise ValueError(f"{path.name} must hold an object, got {type(value).__name__}")
+        record = cast("dict[str, Any]", value)
+        stored = record.pop(_HASH_KEY, None)
+        if stored not in (None, _hash(record)):
+            raise ValueError(f"{path.name} changed after it was written")
     except RecursionError as err:
         raise ValueError(f"{path.name} is nested too deeply") from err
-    # A file of another program may hold any JSON.
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} must hold an object, got {type(value).__name__}")
-    record = cast("dict[str, Any]", value)
-    stored = record.pop(_HASH_KEY, None)
-    if stored not in (None, _hash(record)):
-        raise ValueError(f"{path.name} changed after it was written")
     return record
 
 

@@ -227,7 +227,9 @@ def _trigger_fits(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
 def _cut_part(entries: RecipeEntries, row: dict[str, Any]) -> str:
     caption = row["caption"]
     metadata = entries.store.check(entries.text_spec(caption, images=row.get(SEEN))).metadata
-    return "" if metadata is None or metadata["cut_from"] is None else caption[metadata["cut_from"] :]
+    cut_from = (metadata or {}).get("cut_from")
+    # Whoever may write a shared cache may have written any metadata.
+    return caption[cut_from:] if isinstance(cut_from, int) else ""
 
 
 def _previews_name_trigger(recipe: Recipe) -> Outcome:

@@ -171,8 +171,9 @@ def text_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _recorded_count(name: str, state: EntryState) -> int | None:
-    return (state.metadata or {}).get(name)
+def _recorded_count(name: str, state: EntryState) -> int:
+    count = (state.metadata or {}).get(name)
+    return -1 if count is None else count  # no entry of a caption is without its counts
 
 
 def _text_length(state: EntryState) -> int | None:

@@ -29,6 +29,7 @@ from pipeline.cache.entry_format import (
 from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
+from tests.pipeline.cache.forged_entries import forge, with_header
 
 SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
 VALUES = {"latent": np.arange(192, dtype="<f2").reshape(4, 8, 6)}
@@ -111,11 +112,6 @@ def test_a_ragged_tensor_has_at_least_one_dimension() -> None:
     assert not ragged.admits(TensorSpec("float16", ()))
 
 
-def with_header(header: object) -> bytes:
-    """Return the first bytes of an entry with any JSON as its header."""
-    return (DATA_START - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(DATA_START - 8)
-
-
 @pytest.mark.parametrize("offset", range(8))
 def test_each_byte_of_the_headers_length_must_be_right(offset: int) -> None:
     start = bytearray(with_header({}))
@@ -145,13 +141,49 @@ def test_a_header_without_the_metadata_of_an_entry_is_wrong(header: object, reas
 
 
 @pytest.mark.parametrize(
-    "tensor", [1, {}, {"dtype": "F16"}, {"dtype": "I64", "shape": [1]}, {"dtype": "F16", "shape": 1}], ids=str
+    "tensor",
+    [
+        *(1, {}, {"dtype": "F16"}, {"dtype": "I64", "shape": [1]}, {"dtype": "F16", "shape": 1}),
+        *({"dtype": "F16", "shape": [length, 8]} for length in ("4", 4.0, True, None, [4], {})),
+        *({"dtype": "F16", "shape": shape} for shape in ("48", {"4": 8}, None)),
+        {"dtype": ["F16"], "shape": [4, 8]},
+    ],
+    ids=str,
 )
 def test_a_header_that_describes_a_tensor_incompletely_is_wrong(tensor: object) -> None:
     header = read_header(with_header({"__metadata__": {}, "latent": {"dtype": "F16", "shape": [4, 8]}}))
     assert stated_tensors(header) == {"latent": TensorSpec("float16", (4, 8))}
     with pytest.raises(WrongEntryError, match="without a supported dtype and shape"):
         stated_tensors({**header, "latent": tensor})
+
+
+@pytest.mark.parametrize("length", ["5", 5.0, True, None, [5], {}], ids=str)
+def test_an_entry_whose_length_is_no_number_is_damage_and_not_a_crash(store: Store, length: object) -> None:
+    """A length is compared with the maximum of a ragged entry."""
+    assert store.write(RAGGED, {"text_embedding": np.ones((5, 6), dtype="<f2")}, {})
+    raw = store.path(RAGGED).read_bytes()
+    header = json.loads(raw[8:DATA_START])
+    header["__metadata__"]["latentline"] = header["__metadata__"]["latentline"].rstrip()
+    header["text_embedding"]["shape"][0] = length
+    store.path(RAGGED).write_bytes(with_header(header) + raw[DATA_START:])
+    assert store.check(RAGGED).status == "wrong"
+    with pytest.raises(StoreError, match="damaged"):
+        store.read(RAGGED)
+
+
+def test_metadata_nested_as_deeply_as_can_be_read_are_damage_and_not_a_crash(store: Store) -> None:
+    """The checksum covers the metadata, which are written again, with more frames on the stack."""
+    assert store.write(SPEC, VALUES, {})
+    value: list[object] = []
+    for _ in range(800):
+        value = [value]
+    forge(store.path(SPEC), inputs=value)
+
+    def check_below(num_frames: int) -> str:
+        return check_below(num_frames - 1) if num_frames else store.check(SPEC).status
+
+    statuses = [check_below(num_frames) for num_frames in range(250)]
+    assert set(statuses) == {"valid", "wrong"}
 
 
 @given(

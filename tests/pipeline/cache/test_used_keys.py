@@ -203,6 +203,17 @@ def test_a_damaged_list_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None
     assert excinfo.value.fix
 
 
+@pytest.mark.parametrize("num_bytes", [1, 31, 33, 1000])
+def test_a_list_of_no_keys_with_the_hash_of_its_bytes_is_damaged_too(tmp_path: Path, num_bytes: int) -> None:
+    use(tmp_path, KEYS)
+    content = b"k" * num_bytes
+    path = lists(tmp_path)[0].with_name(f"{hashlib.sha256(content).hexdigest()}.keys")
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="a list of used entries is damaged") as excinfo:
+        UsedKeys(tmp_path, KEEP_S).read()
+    assert excinfo.value.where == str(path)
+
+
 def test_a_list_that_another_gc_deletes_meanwhile_is_omitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,16 @@ def test_a_settings_file_that_latentline_did_not_write_is_an_error(tmp_path: Pat
         ("results-0-of-2-ab-00000.jsonl", b'{"key": {}, "outcome": "made"}\n'),
         ("results-0-of-2-ab-00000.jsonl", b'{"key": "a", "outcome": "failed", "failure": {"x": 1}}\n'),
         ("results-0-of-2-ab-00000.jsonl", b'{"work_s": "a", "aside_s": 0}\n'),
+        ("results-0-of-2-ab-00000.jsonl", b'{"work_s": 1e999, "aside_s": 0}\n'),
+        ("results-0-of-2-ab-00000.jsonl", b'{"work_s": 0, "aside_s": 1' + b"0" * 400 + b"}\n"),
+        ("results-0-of-2-ab-00000.jsonl", b'{"work_s": NaN, "aside_s": 0}\n'),
+        ("results-0-of-2-ab-00000.jsonl", b'{"work_s": 0, "aside_s": -1}\n'),
+        ("results-0-of-2-ab-00000.jsonl", b'{"key": "a", "outcome": "lost"}\n'),
+        ("results-0-of-2-ab-00000.jsonl", b'{"key": 7, "outcome": "made"}\n'),
+        (
+            "results-0-of-2-ab-00000.jsonl",
+            b'{"key": "a", "outcome": "failed", "failure": {"reason": 1, "detail": [], "fix": {}}}\n',
+        ),
         ("error-0-of-2-ab.json", NESTED),
         ("error-0-of-2-ab.json", b'{"kind": "counted", "what": "a", "where": "b", "fix": "c"}'),
         ("error-0-of-2-ab.json", b'{"kind": "StoreError"}'),
@@ -200,6 +210,19 @@ def test_results_that_latentline_did_not_write_are_an_error(
     shared.put(name, content)
     with pytest.raises(StoreError, match="a file of the encoding is damaged"):
         Collector(shared, tmp_path).poll()
+
+
+@pytest.mark.parametrize("separator", ["\u0085", "\u2028", "\u2029"])
+def test_results_with_separators_inside_of_a_text_are_read_as_they_were_counted(
+    tmp_path: Path, separator: str
+) -> None:
+    shared, folder = SharedEncoding(tmp_path / "cache" / ENCODINGS / "x"), tmp_path / "collected"
+    folder.mkdir()
+    failure = {"reason": "r", "detail": f"d{separator}d", "fix": "f"}
+    line = json.dumps({"key": "a", "outcome": "failed", "failure": failure}, ensure_ascii=False)
+    shared.put("results-0-of-1-ab-00000.jsonl", f"{line}\n".encode())
+    Collector(shared, folder).poll()
+    assert read_results(folder).failed == {"a": Failure("r", f"d{separator}d", "f")}
 
 
 def test_entries_go_to_the_cache_of_the_encoding_whatever_it_contains(

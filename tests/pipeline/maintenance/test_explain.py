@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.errors import TableError
 from pipeline.maintenance.explain import explain, find_sample
+from tests.pipeline.cache.forged_entries import forge
 from tests.pipeline.cached_job import Job
 
 
@@ -47,6 +48,16 @@ def test_L08_mirrored_latents_and_further_captions_are_shown_with_their_state(jo
     assert facts["latents entry, mirrored"]["state"] == "missing"
     assert facts["text entry"]["state"] == "valid"
     assert facts["text entry, variant 1"]["state"] == "missing"
+
+
+@pytest.mark.parametrize("inputs", [..., None, [1], "text", 5], ids=str)
+def test_an_entry_with_metadata_of_somebody_else_is_explained_without_its_inputs(
+    job: Job, inputs: object
+) -> None:
+    forge(job.entry("vae_latents"), inputs=inputs)
+    facts = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
+    assert facts["latents entry"]["state"] == "valid"
+    assert not any(name.startswith("made of") for name in facts["latents entry"])
 
 
 def test_a_damaged_entry_and_a_rejected_image_are_explained(job: Job) -> None:

@@ -189,6 +189,21 @@ def test_stored_values_that_are_no_hashes_are_ignored(tmp_path: Path, part: Mode
     assert fingerprint(tmp_path, part) == before
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", "{}", '"abc"', "null", '"\\ud800"', "[" * 500 + "]" * 500])
+def test_a_stored_value_for_the_stat_of_a_file_that_is_no_hash_is_ignored(
+    tmp_path: Path, part: ModelPart, value: str
+) -> None:
+    before, memory = fingerprint(tmp_path, part), tmp_path / "cache" / "fingerprints.json"
+    memory.parent.mkdir(exist_ok=True)
+    stats = {path.resolve(): path.stat() for path in part.contents}
+    lines = [
+        f'"{path}": [{stat.st_size}, {stat.st_mtime_ns}, {stat.st_ctime_ns}, {stat.st_ino}, {value}]'
+        for path, stat in stats.items()
+    ]
+    memory.write_text("{" + ",".join(lines) + "}")
+    assert fingerprint(tmp_path, part) == before
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"x": "\xff"}', b"[" * 100_000])
 def test_damaged_stored_hashes_are_named_in_the_log_and_ignored(
     tmp_path: Path, part: ModelPart, progress_lines: list[str], content: bytes

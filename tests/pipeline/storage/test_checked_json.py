@@ -48,6 +48,18 @@ def test_a_file_of_another_program_is_an_error(tmp_path: Path, text: str) -> Non
         read_checked(tmp_path / "record.json")
 
 
+def test_a_file_nested_as_deeply_as_can_be_read_is_read_or_an_error(tmp_path: Path) -> None:
+    """The hash is computed from the values as they are written, with more frames on the stack."""
+    errors: set[str] = set()
+    for depth in range(700, 1_000):
+        (tmp_path / "record.json").write_text('{"in": ' + "[" * depth + "]" * depth + "}")
+        try:
+            read_checked(tmp_path / "record.json")
+        except ValueError as err:
+            errors.add(str(err))
+    assert errors == {"record.json is nested too deeply"}
+
+
 def test_a_file_of_an_earlier_release_has_no_hash_and_is_read(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"step": 400}')
     assert read_checked(tmp_path / "record.json") == {"step": 400}

@@ -13,6 +13,7 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.recipe import Recipe
 from pipeline.reporting.findings import CheckContext
 from pipeline.text_embeddings import checks
+from tests.pipeline.cache.forged_entries import forge
 from tests.pipeline.cached_job import Job
 
 ASSET = "text_embeddings"
@@ -111,6 +112,18 @@ def test_C12_texts_of_the_recipe_behind_the_last_token_are_warned(job: Job) -> N
     }
     assert finding.severity == "warn"
     assert finding.numbers == {"num_rows": 6, "cut_off": 6}
+
+
+@pytest.mark.parametrize("cut_from", [..., "9", [1], {}, 1.5], ids=str)
+def test_a_check_reads_entries_with_metadata_of_somebody_else(job: Job, cut_from: object) -> None:
+    Path(f"{job.recipe.datasets[0].path}/cat.txt").write_text(CAPTIONS["cat"])
+    captions = {"trigger": "sks"}
+    dataset = {"name": "photos", "path": str(job.recipe.datasets[0].path), "captions": captions}
+    changed = Job(job.changed(datasets=[dataset]), job.launch)
+    changed.run()
+    assert "trigger_fits" in changed.failing(ASSET)
+    forge(changed.entry(ASSET), cut_from=cut_from)
+    assert "trigger_fits" not in changed.failing(ASSET)
 
 
 def test_C12_captions_that_fit_lose_no_text_of_the_recipe(job: Job) -> None:

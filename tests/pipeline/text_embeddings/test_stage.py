@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from demo.tiny_models import TINY
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.errors import LaunchError, ModelError
+from pipeline.errors import LaunchError, ModelError, StoreError
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import TextConditioner
 from pipeline.reporting.reports import StageResult
 from pipeline.text_embeddings.stage import cache_text, needed_captions
 from pipeline.text_embeddings.worker import encoder
+from tests.pipeline.cache.forged_entries import forge
 
 DEVICES = ("cpu", "cuda:0")
 
@@ -190,6 +191,29 @@ def test_token_counts_are_the_same_for_trusted_entries_and_after_the_table_is_lo
     assert cached(cache, forbidden_launch).table.equals(first)
     cache.tables.path("text_embeddings").unlink()
     assert cached(cache, forbidden_launch).table.equals(first)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_tokens": ...}, {"num_cut": None}, {"num_cut": "3"}, {"num_tokens": 2**40}, {"num_cut": [1]}],
+    ids=str,
+)
+def test_the_fix_of_an_entry_with_metadata_of_somebody_else_works(
+    cache, in_process_launch, forbidden_launch, changes
+) -> None:
+    """Whoever may write a shared cache may write an entry with a valid checksum."""
+    first = cached(cache, in_process_launch).table
+    entries = RecipeEntries(cache.recipe)
+    path = entries.store.path(entries.text_spec(first["caption"][0]))
+    forge(path, **changes)
+    with pytest.raises(StoreError, match="metadata that Latentline does not write") as raised:
+        cached(cache, forbidden_launch)
+    assert raised.value.where == str(path)
+    assert raised.value.fix.startswith("delete the file and start the job again")
+    Path(raised.value.where).unlink()
+    again = cached(cache, in_process_launch)
+    assert again.report["encoded"] == 1
+    assert again.table["num_tokens"].equals(first["num_tokens"])
 
 
 def test_a_very_long_caption_still_fits_an_entrys_header(cache, in_process_launch) -> None:
