@@ -1,4 +1,4 @@
-"""`latentline plan`: forecast the next cache job, with the reason for each entry, and each stage's memory."""
+"""`latentline plan`: forecast the next job: what it would encode and train, why, how long, and its memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pipeline.errors import ModelError, counted
 from pipeline.escaping import json_text
 from pipeline.maintenance.expected import Expected
 from pipeline.maintenance.forecast import Forecast, forecast
+from pipeline.maintenance.training_forecast import TrainingForecast
 from pipeline.memory.forecast import forecast_memory
 from pipeline.memory.job import Change, MemoryForecast
 from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.storage.tables import Tables
+from pipeline.trained_lora.duration import Duration
 
 MAX_NAMED = 3
 """Maximum number of samples named per reason."""
@@ -24,7 +26,7 @@ MAX_NAMED = 3
 GIB = 2**30
 
 
-@click.command(short_help="Preview what the next job would encode, and its memory.")
+@click.command(short_help="Preview what the next job would do, its time and memory.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the forecast as JSON, with all samples instead of a few."
@@ -35,17 +37,34 @@ GIB = 2**30
     metavar="GB",
     help="Memory of the GPU to plan for, such as 24. By default, the memory of this machine's GPU.",
 )
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0.0),
+    metavar="PER_HOUR",
+    help="Price of this machine per hour, such as 2.5, to show what the job would cost.",
+)
 @click.option("--no-memory", is_flag=True, help="Omit the memory forecast, which takes some seconds.")
 @click.option(
     "--only-memory",
     is_flag=True,
     help="Forecast memory only. This downloads configuration files of the base model, but no weights.",
 )
-def command(recipe: Recipe, as_json: bool, vram: float | None, no_memory: bool, only_memory: bool) -> None:
-    """Show what the next job of RECIPE would encode and why, and how much memory each stage needs.
+def command(
+    recipe: Recipe,
+    as_json: bool,
+    vram: float | None,
+    price: float | None,
+    no_memory: bool,
+    only_memory: bool,
+) -> None:
+    """Show what the next job of RECIPE would encode and train, why, how long it takes, and its memory.
+
+    Training either starts a new run, resumes one, publishes a LoRA that a checkpoint has saved, or has
+    nothing to do. For a new run, the changed samples and settings are named. The time is estimated from the
+    last training of the recipe on this machine, or else of its base model.
 
     A gate is a check that can stop the job. If one would, it is shown first with its fix, and the exit status
-    is 1.
+    is 1. Warnings are shown before any work too.
 
     To find out which images would be kept, new and changed ones are decoded. Nothing is encoded. A base model
     from the Hub is downloaded if it is not on this machine, because cache entries are identified by hashes of
@@ -69,12 +88,14 @@ def command(recipe: Recipe, as_json: bool, vram: float | None, no_memory: bool, 
     is_isolated = not any(gate.name == PATH_ISOLATION.name for gate in result.closed)
     memory = _memory(recipe, vram) if is_isolated and not no_memory else None
     if as_json:
-        echo(json_text({**_as_json(result), "memory": None if memory is None else asdict(memory)}))
+        values = {**_as_json(result), **_cost(result, price)}
+        echo(json_text({**values, "memory": None if memory is None else asdict(memory)}))
     elif not is_isolated:
         echo(f"{recipe.name}: the job would stop at {result.closed[0].asset}, before any work:")
         _show_gates(result)
     else:
         _show(recipe, result)
+        _show_total(result, price)
         if memory is not None:
             show_memory(memory)
     if result.closed:
@@ -104,6 +125,58 @@ def _show(recipe: Recipe, result: Forecast) -> None:
     for name, expected in result.side_inputs.items():
         _show_expected(name, expected)
     _show_expected("text_embeddings", result.text)
+    if result.training is not None:
+        _show_training(result.training)
+    _show_warnings(result)
+
+
+def _show_training(training: TrainingForecast) -> None:
+    action = training.action
+    echo(f"{'trained_lora':16} {action.work}: {action.state}")
+    for line in action.reason.split("; ") if action.reason else ():
+        echo(f"{'':16} {line}")
+    if action.steps_left:
+        echo(f"{'':16} {_duration_text(training.duration)}")
+
+
+def _duration_text(duration: Duration | None) -> str:
+    if duration is None:
+        return "time unknown until a training of this base model has run on this machine"
+    return f"about {seconds_text(duration.seconds)}, estimated from {duration.basis}"
+
+
+def _show_warnings(result: Forecast) -> None:
+    for each in result.warnings:
+        echo(f"warning: {each.asset}, {each.name}: {each.summary}")
+        echo(f"  fix: {each.fix}")
+    for text in result.training.warnings if result.training is not None else ():
+        echo(f"warning: {text}")
+    if result.unknown_lengths:
+        captions = counted(result.unknown_lengths, "caption is", "captions are")
+        echo(f"{captions} not encoded yet: the cache job finds out which of them are too long")
+
+
+def _cost(result: Forecast, price: float | None) -> dict[str, float | None]:
+    """Return the time of the whole job in seconds, and with a price its cost; None if they are unknown."""
+    works = [result.latents, *result.side_inputs.values(), result.text]
+    training = result.training.duration if result.training is not None else None
+    parts = [*(each.seconds for each in works), training and training.seconds]
+    known = [part for part in parts if part is not None]
+    seconds = sum(known) if len(known) == len(parts) else None
+    cost = None if seconds is None or price is None else seconds / 3600 * price
+    return {"seconds": seconds, **({} if price is None else {"cost": cost})}
+
+
+def _show_total(result: Forecast, price: float | None) -> None:
+    if result.training is None or (result.training.action.steps_left == 0 and price is None):
+        return
+    total = _cost(result, price)
+    if total["seconds"] is None:
+        echo("whole job: time and cost are unknown, because one of the times above is")
+        return
+    text = f"whole job: about {seconds_text(total['seconds'])}"
+    cost = total.get("cost")
+    echo(text if cost is None else f"{text}, {cost:,.2f} at {price:g} per hour")
 
 
 def _as_json(result: Forecast) -> dict[str, object]:
@@ -114,6 +187,7 @@ def _as_json(result: Forecast) -> dict[str, object]:
         **side_inputs,
         **{f"{name}_to_make": expected.to_make for name, expected in result.side_inputs.items()},
         "closed": [gate._asdict() for gate in result.closed],
+        "warnings": [each._asdict() for each in result.warnings],
         "latents_to_make": result.latents.to_make,
         "text_to_make": result.text.to_make,
     }

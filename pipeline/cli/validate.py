@@ -17,7 +17,7 @@ from pipeline.models.recipe_support import (
     require_training_settings,
 )
 from pipeline.models.resolve import check_local_base
-from pipeline.models.size_multiple import require_size_multiple
+from pipeline.models.size_multiple import local_family, require_size_multiple
 from pipeline.models.training_adapter import check_training_adapter
 from pipeline.recipe import Recipe
 from pipeline.recipe.deployment import (
@@ -30,7 +30,7 @@ from pipeline.recipe.errors import combined_error
 from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
-from pipeline.trained_lora.supported_settings import require_supported_settings
+from pipeline.trained_lora.supported_settings import require_supported_settings, training_warnings
 
 
 @click.command(short_help="Check a recipe, or the deployment settings.")
@@ -70,6 +70,9 @@ def _check(recipe: Recipe) -> None:
     )
     datasets = counted(len(recipe.datasets), "dataset")
     echo(f"{recipe.source}: valid; {datasets}, output in {recipe.registered_output}")
+    family = local_family(recipe)
+    for warning in training_warnings(recipe, family) if family is not None else ():
+        echo(f"warning: {warning}")
 
 
 def _deployment_text(deployment: Deployment) -> str:

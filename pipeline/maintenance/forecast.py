@@ -1,4 +1,4 @@
-"""Forecast of the next cache job: which gates would close, what it would encode, and why.
+"""Forecast of a recipe's next job: failing checks, what it would encode, what it would train, and why.
 
 The forecast calls the functions that the job calls: scan, validation, geometry, keys and store. It writes
 only `fingerprints.json`, the hashes of the model's files, so that gigabytes are hashed once.
@@ -16,7 +16,7 @@ import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries
+from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import PathIsolationError
 from pipeline.log import Log, discard
@@ -31,6 +31,7 @@ from pipeline.maintenance.expected import (
     expect_side_input,
     unusable_entries,
 )
+from pipeline.maintenance.training_forecast import TrainingForecast, forecast_training
 from pipeline.models.recipe_support import (
     require_preview_prompts,
     require_references,
@@ -43,14 +44,17 @@ from pipeline.raw_images.stage import scan
 from pipeline.raw_images.walk import require_folders
 from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
-from pipeline.reporting.findings import CheckContext
-from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
+from pipeline.reporting.findings import CheckContext, Finding
+from pipeline.side_inputs import MASKS, REFERENCES, SIDE_INPUTS
+from pipeline.side_inputs.masks import MEAN
 from pipeline.side_inputs.references import IMAGES
 from pipeline.storage.tables import Tables, selected
 from pipeline.text_embeddings.caption_rows import text_rows
+from pipeline.text_embeddings.checks import caption_warnings
 from pipeline.text_embeddings.stage import needed_texts
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.trained_lora.supported_settings import require_supported_settings
+from pipeline.vae_latents.checks import cropped_masks
 from pipeline.vae_latents.side_inputs import without_refused
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.stage import validate
@@ -74,8 +78,8 @@ _CHECKS = {
 """Checks of the stages before the caches, in the order of the graph."""
 
 
-class ClosedGate(NamedTuple):
-    """A gate of an asset that would close, with the measured numbers and suggested fixes."""
+class FailedCheck(NamedTuple):
+    """A check of an asset that would fail, with the measured numbers and suggested fixes."""
 
     asset: str
     name: str
@@ -85,7 +89,7 @@ class ClosedGate(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast of the next cache job. The attributes are keys of `latentline plan --json`.
+    """Forecast of a recipe's next job. The attributes are keys of `latentline plan --json`.
 
     Attributes:
         samples: Number of samples that the job would keep.
@@ -96,32 +100,38 @@ class Forecast:
         latents: Work on latents.
         text: Work on text embeddings.
         side_inputs: Work on each side input that the recipe uses, such as "masks".
+        warnings: Warnings that the job would show.
+        unknown_lengths: Number of captions with a length in tokens that only the cache job can find out.
+        training: None if a gate would close.
     """
 
     samples: int
     rejected: Mapping[str, int]
     gone: Sequence[str]
-    closed: Sequence[ClosedGate]
+    closed: Sequence[FailedCheck]
     latents: Expected
     text: Expected
     side_inputs: Mapping[str, Expected] = field(default_factory=dict[str, Expected])
+    warnings: Sequence[FailedCheck] = ()
+    unknown_lengths: int = 0
+    training: TrainingForecast | None = None
 
 
 def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
-    """Return the forecast of the job `<recipe>_cache` for the current files and recipe.
+    """Return the forecast of the job `<recipe>_train` for the current files and recipe.
 
     Raises:
         DatasetError: A dataset's folder is missing or cannot be listed.
         ModelError: The base model cannot be found.
         StoreError: The cache cannot be read.
         RecipeError: A preview prompt does not suit the base model.
-        TrainingError: The LoRA in `start_from` cannot be used.
+        TrainingError: The LoRA in `start_from` cannot be used, or the schedule does not fit the steps.
     """
     try:
         require_isolation(recipe)
     except PathIsolationError as err:
         paths = ", ".join(err.where.splitlines())
-        gate = ClosedGate("raw_images", PATH_ISOLATION.name, f"{err.what} ({paths})", err.fix)
+        gate = FailedCheck("raw_images", PATH_ISOLATION.name, f"{err.what} ({paths})", err.fix)
         return Forecast(0, {}, [], [gate], Expected("latents"), Expected("text"))
 
     # Before the scan, which takes minutes for a large dataset.
@@ -148,33 +158,76 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     requests, refused = without_refused(entries, entries.latent_requests(buckets.table))
     reasons = [reason for each in results.values() for reason in each.rejected["reason"]]
     reasons += [each["reason"] for each in refused]
+    closed, warnings = failing_checks(recipe, results)
+    captions = text_rows(entries, valid.table)
+    lengths = _with_lengths(entries, captions, known_text)
+    warnings += _cache_warnings(entries, requests, known_latents, lengths)
     return Forecast(
         samples=requests["sample_id"].n_unique(),
         rejected=dict(Counter(reasons)),
         gone=sorted(earlier_ids - set(buckets.table["sample_id"])),
-        closed=closed_gates(recipe, results),
+        closed=closed,
         latents=_expect_latents(entries, requests, known_latents),
-        text=_expect_text(entries, valid.table, known_text),
+        text=_expect_text(entries, captions, known_text),
         side_inputs={
             side_input.plural: expect_side_input(entries, side_input, requests, known_latents)
             for side_input in SIDE_INPUTS
             if side_input.numbers(recipe)
         },
+        warnings=warnings,
+        unknown_lengths=lengths["num_cut"].null_count(),
+        training=None if closed else forecast_training(entries, requests, captions),
     )
 
 
-def closed_gates(recipe: Recipe, results: Mapping[str, StageResult]) -> list[ClosedGate]:
-    """Return the gates that would stop the job: all closed gates of the first asset with any.
+def failing_checks(
+    recipe: Recipe, results: Mapping[str, StageResult]
+) -> tuple[list[FailedCheck], list[FailedCheck]]:
+    """Return the gates that would stop the job, all of the first asset with any, and the warnings until then.
 
     `results` holds the results of the stages before the caches, by asset.
     """
     reports = {asset: result.report for asset, result in results.items()}
     context = CheckContext(recipe, _ForecastTables(recipe.output_dir, results), reports)
+    warnings: list[FailedCheck] = []
     for asset, run_checks in _CHECKS.items():
-        closed = [finding for finding in run_checks(context) if finding.closes]
-        if closed:
-            return [ClosedGate(asset, each.name, each.summary, each.fix) for each in closed]
-    return []
+        failed = [finding for finding in run_checks(context) if not finding.passed]
+        warnings += [_failed(asset, finding) for finding in failed if not finding.closes]
+        if closed := [_failed(asset, finding) for finding in failed if finding.closes]:
+            return closed, warnings
+    return [], warnings
+
+
+def _failed(asset: str, finding: Finding) -> FailedCheck:
+    return FailedCheck(asset, finding.name, finding.summary, finding.fix)
+
+
+def _with_lengths(entries: RecipeEntries, captions: pl.DataFrame, known: pl.DataFrame | None) -> pl.DataFrame:
+    """Add the lengths in tokens that an earlier run recorded, null for captions that it did not encode."""
+    keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))
+    counts = dict.fromkeys(("num_tokens", "num_cut"), pl.Int32)
+    return with_recorded(captions.with_columns(keys.alias("key")), known, counts)
+
+
+def _cache_warnings(
+    entries: RecipeEntries, requests: pl.DataFrame, known: pl.DataFrame | None, lengths: pl.DataFrame
+) -> list[FailedCheck]:
+    """Return the warnings of the cache stages, as far as the entries that they depend on exist."""
+    # The weight of a mask inside its crop is recorded with its entry.
+    masks = MASKS.entry_rows(entries, requests).select("row", mask_key="key")
+    recorded = MASKS.recorded(known).select("key", MEAN).unique("key", keep="first")
+    masks = masks.join(recorded, left_on="mask_key", right_on="key", how="inner")
+    masked = requests.with_row_index("row").join(masks, on="row", how="inner", maintain_order="left")
+    outcomes = {
+        "vae_latents": {"masks_cropped": cropped_masks(entries.recipe, masked)},
+        "text_embeddings": caption_warnings(entries, lengths),
+    }
+    return [
+        FailedCheck(asset, name, outcome.summary, outcome.fix)
+        for asset, of_asset in outcomes.items()
+        for name, outcome in of_asset.items()
+        if not outcome.passed
+    ]
 
 
 class _ForecastTables(Tables):
@@ -216,8 +269,7 @@ def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.Da
     return expected
 
 
-def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
-    rows = text_rows(entries, valid)
+def _expect_text(entries: RecipeEntries, rows: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
     images = [SEEN, IMAGES] if SEEN in rows.columns else []
     names = ["caption", *images[:1]]
     captions = rows.select("caption", *images, "sample_id", "variant")

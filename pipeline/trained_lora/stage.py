@@ -27,6 +27,7 @@ from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
+from pipeline.reporting.progress import duration_text
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.side_inputs import REFERENCES, SIDE_INPUTS
 from pipeline.storage.atomic import OLD_S, remove_temp_files
@@ -34,7 +35,7 @@ from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import needed_texts
-from pipeline.trained_lora.differences import difference_from_latest
+from pipeline.trained_lora.duration import expected_duration, record_duration
 from pipeline.trained_lora.export.earlier_step import (
     exported_step,
     forget_exported_step,
@@ -55,17 +56,11 @@ from pipeline.trained_lora.finished_run import complete_run, repaired_run, write
 from pipeline.trained_lora.identities import planned_run
 from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.next_action import next_action
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
-from pipeline.trained_lora.run_folder import (
-    MARKER,
-    RunLayout,
-    checkpoints_with,
-    hold_run,
-    lora_steps,
-    read_metrics,
-)
+from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
 from pipeline.trained_lora.run_upload import uploaded_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.start_file import require_start_file
@@ -135,21 +130,16 @@ def train_lora(
 
     # A run is the same whether its length is given in epochs or in steps, so its recipe always counts steps.
     epochs = recipe.training.epochs
-    job, facts, table = _plan_run(entries, latents, text, overrides=changes, log=log)
+    job, facts, table = plan_run(entries, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
-    shares = dataset_shares(job, table)
-    for each in shares:
-        if abs(each["share"] - each["wanted"]) > MAX_SHARE_DIFFERENCE:
-            log(
-                f"warning: {each['share']:.1%} of the training samples are from the dataset "
-                f"{each['dataset']}, but its weight is {each['wanted']:.1%} of all weights"
-            )
+    for warning in share_warnings(job, table):
+        log(f"warning: {warning}")
 
     # The run is locked before it is fetched, because fetching replaces files in its folder.
     with used.kept_marked(), hold_run(layout, log), uploaded_run(recipe, layout, log) as run:
         # Old ones only: another machine of a training may write into this folder without the lock.
         remove_temp_files(layout.folder, min_age_s=OLD_S)
-        finished, source = _finished(job, facts, table, launch=run.uploading(launch), log=log)
+        finished, source = _finished(entries, job, facts, table, launch=run.uploading(launch), log=log)
         if source == "training":
             watch.startup_s = finished["startup_s"]
         _record_epochs(layout, finished, epochs)
@@ -160,7 +150,7 @@ def train_lora(
         mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
 
     report = _report(job, finished, source=source)
-    report["dataset_shares"] = shares
+    report["dataset_shares"] = dataset_shares(job, table)
     report |= {"published_step": published_step, "overrides": changes, **watch.numbers()}
     return StageResult(table, empty("rejected"), report)
 
@@ -205,15 +195,23 @@ def require_open_gates(recipe: Recipe, *, log: Log) -> None:
         raise closed_gates_error(closed)
 
 
-def _plan_run(
+def plan_run(
     entries: RecipeEntries,
     latents: pl.DataFrame,
     text: pl.DataFrame,
     *,
-    overrides: Mapping[str, Any],
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
     log: Log,
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
-    """Return the run's job, the facts that its id is a hash of, and the table of trained_lora."""
+    """Return the run's job, the facts that its id is a hash of, and the table of trained_lora.
+
+    `latents` and `text` are the tables of the cache stages, as they are or as they will be.
+
+    Raises:
+        TrainingError: A sample is incomplete, or the schedule does not fit the number of steps.
+        RecipeError: A setting does not suit the base model.
+        ModelError: The base model or the training adapter is missing, and cannot be downloaded.
+    """
     recipe = entries.recipe
     require_supported_settings(recipe, entries.family)
     require_training_settings(recipe, entries.family)
@@ -295,6 +293,16 @@ def dataset_shares(job: TrainingJob, table: pl.DataFrame) -> list[dict[str, Any]
     ]
 
 
+def share_warnings(job: TrainingJob, table: pl.DataFrame) -> list[str]:
+    """Return a line for each dataset with a share of the training samples that differs from its weight."""
+    return [
+        f"{each['share']:.1%} of the training samples are from the dataset {each['dataset']}, but its weight "
+        f"is {each['wanted']:.1%} of all weights"
+        for each in dataset_shares(job, table)
+        if abs(each["share"] - each["wanted"]) > MAX_SHARE_DIFFERENCE
+    ]
+
+
 def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
     inputs = job.inputs.table
     if "references" not in inputs.columns:
@@ -308,7 +316,13 @@ def _reference_columns(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
 
 
 def _finished(
-    job: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
+    entries: RecipeEntries,
+    job: TrainingJob,
+    facts: Facts,
+    table: pl.DataFrame,
+    *,
+    launch: Launch,
+    log: Log,
 ) -> tuple[dict[str, Any], Source]:
     """Return the finished record of the run, and where its LoRA is from."""
     recipe, layout = job.recipe, RunLayout(job.folder)
@@ -323,24 +337,26 @@ def _finished(
         saved["loss_trend"] = loss_trend(layout, saved["steps"])
         complete_run(job, table, saved)
         return saved, "checkpoint"
-    return _train(job, facts, table, launch=launch, log=log), "training"
+
+    action = next_action(job, facts, table)
+    duration = expected_duration(entries, job, action)
+    about = f"about {duration_text(duration.seconds)}" if duration and action.steps_left else ""
+    log(f"{NOTE}{action.text(about)}")
+    result = _train(job, facts, table, difference=action.difference, launch=launch, log=log)
+    record_duration(entries, job, result)
+    return result, "training"
 
 
 def _train(
-    job: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
+    job: TrainingJob,
+    facts: Facts,
+    table: pl.DataFrame,
+    *,
+    difference: str | None,
+    launch: Launch,
+    log: Log,
 ) -> dict[str, Any]:
     layout, num_steps = RunLayout(job.folder), len(job.plan())
-    difference = None
-    if not layout.facts.is_file() and (difference := difference_from_latest(layout, facts, table)):
-        log(f"{NOTE}run {job.run} is new; {difference}")
-    elif (
-        not layout.finished.is_file()
-        and num_steps in lora_steps(layout)
-        and num_steps not in checkpoints_with(layout, MARKER)
-    ):
-        # Without the record of a finished run, only a training can complete this one.
-        command = f"latentline export {job.recipe.name} --step {num_steps}"
-        log(f"{NOTE}step {num_steps} is trained again; {command} publishes the LoRA that was saved then")
     write_facts(layout, facts)
     for stale in (layout.result, layout.finished):
         with suppress(FileNotFoundError):

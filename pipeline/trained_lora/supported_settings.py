@@ -9,11 +9,17 @@ from pipeline.errors import TrainingError
 from pipeline.models.families import FAMILIES, Family
 from pipeline.models.resolve import missing_files
 from pipeline.models.size_multiple import local_family
+from pipeline.models.training_adapter import missing_adapter_warning
+from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
 
 if TYPE_CHECKING:
     from pipeline.models.families import Prediction
     from pipeline.recipe import Recipe, TrainingSettings
+
+
+HIGH_LEARNING_RATE = 0.1
+"""Learning rate from which a warning names it. Prodigy's is 1, and other optimizers' are far below."""
 
 
 def require_trackers(settings: TrainingSettings) -> None:
@@ -97,3 +103,39 @@ def require_objective(settings: TrainingSettings, prediction: Prediction) -> Non
                 where=f"training.{key}",
                 fix=f"set it to {default}",
             )
+
+
+def training_warnings(recipe: Recipe, family: Family) -> list[str]:
+    """Return the warnings about the recipe's settings that a training logs at its start."""
+    training = recipe.training
+    warnings = (
+        missing_adapter_warning(recipe, family),
+        memory_warning(training),
+        _learning_rate_warning(training),
+    )
+    return [warning for warning in warnings if warning is not None]
+
+
+def _learning_rate_warning(training: TrainingSettings) -> str | None:
+    # Other optimizers are given by their import path, and some of them need such rates.
+    is_usual = training.optimizer == "prodigy" or training.optimizer not in OPTIMIZERS
+    if is_usual or training.learning_rate < HIGH_LEARNING_RATE:
+        return None
+    return (
+        f"training.learning_rate: {training.learning_rate:g} is for optimizers that scale it, such as "
+        f"prodigy; {training.optimizer} usually gets 1e-5 to 1e-3"
+    )
+
+
+def memory_warning(training: TrainingSettings) -> str | None:
+    """Return a warning about settings that take more memory than without quantisation, or None."""
+    # The backward pass of torchao's layers needs their unpacked weights. Without gradient checkpointing,
+    # autograd keeps the unpacked weights of all layers until then (FAILURES G02).
+    is_kept = training.quantize not in ("none", "nf4") and training.compute == "none"
+    if not is_kept or training.gradient_checkpointing:
+        return None
+    return (
+        f"training.quantize: {training.quantize} without gradient checkpointing takes more memory than none, "
+        "because every layer keeps its unpacked weights for the backward pass: set "
+        "training.gradient_checkpointing: true"
+    )

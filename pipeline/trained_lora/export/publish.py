@@ -132,8 +132,8 @@ def damaged_companions(layout: RunLayout, finished: Mapping[str, Any]) -> list[s
     return [name for name in COMPANIONS if current.get(name) != recorded.get(name)]
 
 
-def saved_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any] | None:
-    """Copy the LoRA of the checkpoint at `steps` to the run's exported files, and return its result.
+def saved_lora(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Path] | None:
+    """Return the LoRA files of the checkpoint at `steps`, by name in `lora/`, or None.
 
     None unless the run has finished with another number of steps, and has an undamaged LoRA of this step.
     Runs of different lengths have the same id only if their first steps are equal, so this LoRA is the one
@@ -147,16 +147,23 @@ def saved_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -
     is_intact = all(
         path.is_file() and file_sha256(path) == hashes.get(name) for name, path in sources.items()
     )
-    if not is_intact or not {"modules", "output_change"} <= set(finished):
+    return sources if is_intact and {"modules", "output_change"} <= set(finished) else None
+
+
+def saved_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any] | None:
+    """Copy the files of `saved_lora` to the run's exported files and return its result; None without them."""
+    sources = saved_lora(layout, run=run, steps=steps, recipe_name=recipe_name)
+    if sources is None:
         return None
 
     publish_files(sources, layout.exported)
     files = [
-        {"name": name, "bytes": path.stat().st_size, "sha256": hashes[name]} for name, path in sources.items()
+        {"name": name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for name, path in sources.items()
     ]
     # Device, modules and memory are the same for all steps of a run. The change of the output is not.
     step = {"steps": steps, "resumed_from": steps, "files": files, "output_change": None, "difference": None}
-    return {**finished, **step}
+    return {**read_record(layout.finished), **step}
 
 
 def write_companions(

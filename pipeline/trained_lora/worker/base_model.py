@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipeline.models.families import Family
     from pipeline.models.worker.family import WorkerFamily
-    from pipeline.recipe import Recipe, TrainingSettings
+    from pipeline.recipe import Recipe
 
 BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Dtypes by accelerate's names of mixed precisions."""
@@ -184,20 +184,6 @@ def eight_bit_products(compute: str, device: str, *, unpacked: Sequence[str]) ->
             where="training.compute",
             fix="install it with `pip install -e '.[gpu]'`, or set training.compute: none",
         ) from err
-
-
-def memory_warning(training: TrainingSettings) -> str | None:
-    """Return a warning about settings that take more memory than without quantisation, or None."""
-    # The backward pass of torchao's layers needs their unpacked weights. Without gradient checkpointing,
-    # autograd keeps the unpacked weights of all layers until then (FAILURES G02).
-    is_kept = training.quantize in _TORCHAO_CONFIGS and training.compute == "none"
-    if not is_kept or training.gradient_checkpointing:
-        return None
-    return (
-        f"training.quantize: {training.quantize} without gradient checkpointing takes more memory than none, "
-        "because every layer keeps its unpacked weights for the backward pass: set "
-        "training.gradient_checkpointing: true"
-    )
 
 
 def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module, recipe: Recipe) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pipeline.errors import LatentlineError, TrainingError, counted
-from pipeline.models.training_adapter import missing_adapter_warning
 from pipeline.models.worker.family import load_family
 from pipeline.processes.pipes import rank
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
@@ -23,8 +22,8 @@ from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.run_folder import RunLayout, hold_training
+from pipeline.trained_lora.supported_settings import training_warnings
 from pipeline.trained_lora.worker import startup
-from pipeline.trained_lora.worker.base_model import memory_warning
 from pipeline.trained_lora.worker.before_training import (
     probe_input,
     require_agreement,
@@ -222,9 +221,7 @@ class _TrainingRun:
             num_processes = self.engine.accelerator.num_processes
             self.report.info(f"accelerate.shard: each of {num_processes} processes holds {share}")
         self.report.info(f"training {self._num_weights()} LoRA weights on {device}: {numbers}")
-        quantize_warning = memory_warning(self.job.recipe.training)
-        adapter_warning = missing_adapter_warning(self.job.recipe, self.family)
-        for warning in filter(None, (why_no_gpu(), quantize_warning, adapter_warning)):
+        for warning in filter(None, (why_no_gpu(), *training_warnings(self.job.recipe, self.family))):
             self._warn(warning)
         if resumed_step:
             self.report.info(f"resuming from the checkpoint of step {resumed_step}")

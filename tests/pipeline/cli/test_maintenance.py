@@ -17,7 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli.main import latentline
+from pipeline.encoding.speed import record_speed
 from pipeline.errors import LatentlineError, PathIsolationError, RecipeError, TrainingError
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.cached_job import Job
@@ -61,6 +63,44 @@ def test_plan_shows_counts_names_bytes_and_seconds(cli: Any, job: Job) -> None:
     assert as_json["latents_to_make"] == 1
     assert as_json["latents"]["reasons"] == {"entry missing": ["photos/cat.png"]}
     assert not job.entry("vae_latents").exists()
+
+
+def test_plan_shows_what_training_would_do_its_time_and_its_price(cli: Any, job: Job) -> None:
+    lines = cli("plan", "sample", "--price", "2.5").stdout.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("trained_lora "))
+    assert re.fullmatch(r"trained_lora     1,000 steps to train: run [0-9a-f]{16} is new", lines[start])
+    assert lines[start + 1].strip() == "it is the first run of this recipe"
+    assert lines[start + 2].strip() == (
+        "time unknown until a training of this base model has run on this machine"
+    )
+    assert lines[-1] == "whole job: time and cost are unknown, because one of the times above is"
+
+    # Two hours for 1,000 steps of one image.
+    fingerprint = RecipeEntries(job.recipe).fingerprint("denoiser")
+    sizes = job.tables.read("vae_latents").select(pl.col("target_height") * pl.col("target_width"))
+    pixels = float(sizes.to_series().mean())  # pyright: ignore[reportArgumentType] - it is a number
+    record_speed(job.recipe.cache_dir, f"training of {fingerprint[:16]}", 7200 / 1000 / pixels)
+    lines = cli("plan", "sample", "--price", "2.5").stdout.splitlines()
+    assert lines[start + 2].strip() == (
+        "about 2.0 h, estimated from a training of this base model with another recipe"
+    )
+    assert lines[-1] == "whole job: about 2.0 h, 5.00 at 2.5 per hour"
+    as_json = json.loads(cli("plan", "sample", "--json", "--price", "2.5").stdout)
+    assert (as_json["seconds"], as_json["cost"]) == (pytest.approx(7200), pytest.approx(5))
+    assert as_json["training"]["action"]["kind"] == "new"
+    assert as_json["training"]["duration"]["seconds"] == pytest.approx(7200)
+
+
+def test_plan_shows_warnings_with_their_fixes(cli: Any, job: Job) -> None:
+    assert "warning" not in cli("plan", "sample").stdout
+    folder = job.recipe.datasets[0].path
+    text = (folder / "cat.txt").read_text("utf-8")
+    for name in ("camera", "coffee"):
+        (folder / f"{name}.txt").write_text(text, "utf-8")
+    lines = cli("plan", "sample").stdout.splitlines()
+    (number,) = [number for number, line in enumerate(lines) if line.startswith("warning: ")]
+    assert lines[number].startswith("warning: validated_dataset, captions_repeated: ")
+    assert lines[number + 1].startswith("  fix: ")
 
 
 def test_plan_first_shows_gates_that_would_close_and_their_fixes(cli: Any, job: Job) -> None:

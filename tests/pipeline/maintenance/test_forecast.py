@@ -12,9 +12,11 @@ import pytest
 from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.maintenance.forecast import Forecast, forecast
 from pipeline.raw_images.stage import scan
 from pipeline.text_embeddings.stage import cache_text
+from pipeline.trained_lora.stage import plan_run
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.cached_job import Job, recipe_of
@@ -151,6 +153,7 @@ def test_L04_each_reason_is_named_and_the_job_agrees_with_the_forecast(
 
 def test_a_forecast_writes_and_encodes_nothing(job: Job) -> None:
     add(job)
+    plan(job)  # hashes the weights of the denoiser, which are recorded once
     root = photo(job).parents[1]
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     assert plan(job).latents.to_make == 1
@@ -193,6 +196,42 @@ def test_only_the_closed_gates_of_the_first_asset_are_reported(job: Job) -> None
     for each in list(photo(job).parent.iterdir()):
         each.unlink()
     assert [(gate.asset, gate.name) for gate in plan(job).closed] == [("raw_images", "images_found")]
+
+
+def test_warnings_are_those_of_the_checks_after_the_job(job: Job) -> None:
+    first = photo(job, "cat.txt").read_text("utf-8")
+    for text in photo(job).parent.glob("*.txt"):
+        text.write_text(first, "utf-8")
+    photo(job, "camera.txt").write_text(" ".join(["a long caption about a camera"] * 20), "utf-8")
+    training = {"sample_prompts": ["a house"]}
+    captions = {"trigger": "sks", "suffix": [".txt"]}
+    datasets = [{"name": "photos", "path": str(photo(job).parent), "captions": captions}]
+    job.recipe = job.changed(training=training, datasets=datasets)
+
+    before = plan(job)
+    assert before.unknown_lengths == 5
+    early = {(each.asset, each.name) for each in before.warnings}
+    assert early == {("validated_dataset", "captions_repeated"), ("text_embeddings", "previews_name_trigger")}
+
+    run(job)
+    after = plan(job)
+    assert after.unknown_lengths == 0
+    expected = {name: each.summary for name, each in job.failing("text_embeddings").items()}
+    assert set(expected) == {"captions_fit", "previews_name_trigger"}
+    assert {each.name: each.summary for each in after.warnings if each.asset == "text_embeddings"} == expected
+    assert all(each.fix for each in after.warnings)
+
+
+def test_the_run_of_a_forecast_is_the_run_that_the_tables_of_the_job_give(job: Job) -> None:
+    recaption(job)
+    planned = plan(job).training
+    assert planned is not None
+    assert (planned.action.kind, planned.num_inputs, planned.duration) == ("new", 5, None)
+    run(job)
+    latents, text = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
+    assert plan_run(RecipeEntries(job.recipe), latents, text, log=str)[0].run == planned.action.run
+    photo(job, "cat.txt").unlink()
+    assert plan(job).training is None, "a gate would close"
 
 
 def test_a_forecast_does_not_log_numbers_of_the_last_run(job: Job) -> None:

@@ -23,6 +23,7 @@ from pipeline.trained_lora.supported_settings import (
     require_replaceable_shift,
     require_text_encoders,
     require_trackers,
+    training_warnings,
 )
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
@@ -229,3 +230,21 @@ def test_a_tracker_whose_package_is_missing_is_an_error(
     (tmp_path / "wandb.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     require_trackers(settings)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "is_warned"),
+    [
+        ("adamw", 1.0, True),
+        ("lion", 0.1, True),
+        ("adamw", 1e-2, False),
+        ("prodigy", 1.0, False),
+        ("torch.optim.SGD", 1.0, False),
+    ],
+)
+def test_a_learning_rate_that_only_prodigy_can_use_is_warned_about(
+    make_project: Callable[..., Project], optimizer: str, rate: float, is_warned: bool
+) -> None:
+    project = make_project(optimizer=optimizer, learning_rate=rate)
+    warnings = training_warnings(project.recipe, load_family(project.job().base))
+    assert [f"training.learning_rate: {rate:g} is for" in text for text in warnings] == [True] * is_warned

@@ -20,10 +20,10 @@ from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.errors import find_mistakes
 from pipeline.recipe.yaml_document import dotted
+from pipeline.trained_lora.supported_settings import memory_warning
 from pipeline.trained_lora.worker.base_model import (
     cast_inputs_of_quantized_layers,
     load_base,
-    memory_warning,
     quantization,
 )
 from pipeline.trained_lora.worker.engine import Engine

@@ -15,7 +15,8 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe.errors import find_mistakes
 from pipeline.recipe.yaml_document import dotted
-from pipeline.trained_lora.worker.base_model import eight_bit_products, load_base, memory_warning
+from pipeline.trained_lora.supported_settings import memory_warning
+from pipeline.trained_lora.worker.base_model import eight_bit_products, load_base
 from pipeline.trained_lora.worker.eight_bit import MIN_ROWS, EightBitLinear, use_eight_bit_products
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from tests.pipeline.trained_lora.runs import run_until
