@@ -75,6 +75,7 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
     from pipeline.recipe import load_recipe
     from resources.dead_runs import end_dead_runs
     from resources.run_summary import summarize_run
+    from resources.summarized_executor import COMMAND_TAG
     from resources.terminal_log import TERMINAL_LOGGER, show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.
@@ -93,7 +94,12 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
         in_process = executor.name == in_process_executor.name
         with _redirected_output() as stream, show_run(stream, None if in_process else instance) as handler:
             try:
-                execute_job(job, instance, run_config={"loggers": {TERMINAL_LOGGER: {}}})
+                execute_job(
+                    job,
+                    instance,
+                    run_config={"loggers": {TERMINAL_LOGGER: {}}},
+                    tags={COMMAND_TAG: command},
+                )
             except (DagsterExecutionInterruptedError, KeyboardInterrupt) as err:
                 if handler.run_id is None:
                     raise KeyboardInterrupt from None

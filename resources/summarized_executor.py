@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 KUBERNETES_EXECUTOR = "k8s"
 """Name of `dagster_k8s.k8s_job_executor`, which runs steps in pods."""
+
+COMMAND_TAG = "latentline/command"
+"""Tag of a run that a person started at a terminal, with the command. A signal to its process cancels it.
+
+All other runs that a signal interrupts have failed: Dagster's daemon may start them again.
+"""
 
 
 def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:
@@ -77,6 +84,8 @@ class _SummarizedExecutor(Executor):
         try:
             yield from events
         except (Exception, *INTERRUPTIONS) as err:
+            if isinstance(err, INTERRUPTIONS):
+                _record_cancellation(instance, run_id)
             self._print_summary(instance, run_id, err)
             raise
         self._print_summary(instance, run_id, None)
@@ -86,6 +95,15 @@ class _SummarizedExecutor(Executor):
         # the runs of the UI, of schedules and of sensors have no terminal.
         if click.get_current_context(silent=True) is not None:
             print_summary(instance, run_id, self._recipes, error=error)
+
+
+def _record_cancellation(instance: DagsterInstance, run_id: str) -> None:
+    # Dagster calls an interrupted run failed unless its cancellation was recorded before. A database that is
+    # away must not prevent the stop.
+    with suppress(Exception):
+        run = instance.get_run_by_id(run_id)
+        if run is not None and COMMAND_TAG in run.tags:
+            instance.report_run_canceling(run, f"{run.tags[COMMAND_TAG]} was stopped by a signal.")
 
 
 def _with_interruptible_waits(

@@ -49,7 +49,7 @@ _HEAD = (
     help="Allow a size without its transposed. By default, 768x1024 comes with 1024x768.",
 )
 def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> None:
-    r"""Find the bucket sizes that suit the images of RECIPE best, and compare them with its current ones.
+    """Find the bucket sizes that suit the images of RECIPE best, and compare them with its current ones.
 
     A longer list of sizes crops less, but leaves more batches incomplete. The command therefore fits lists of
     several lengths and prints one line for each. Only --write changes the recipe.
@@ -64,7 +64,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     re-encode        number of images that get another size and must be encoded again
 
     A written list is fixed: new images do not change it, and so do not move other images to another bucket.
-    """
+    """  # noqa: D301 - click needs the character that \b stands for
     _require_one_resolution(recipe)
     images, dataset, source = _datasets(recipe)
     constraints = SizeConstraints(
@@ -77,6 +77,11 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
         f"{recipe.name}: {counted(len(images), 'image')} from {source}, batches of {dataset.batch_size}, "
         f"budget {constraints.resolution}x{constraints.resolution}, step {constraints.step}"
     )
+    if not recipe.buckets.sizes and recipe.buckets.step < constraints.step:
+        echo(
+            f"the recipe's step is {recipe.buckets.step}, which crops less: sizes in a list are multiples of "
+            f"{constraints.step}"
+        )
     current = placement_of(recipe.buckets)
     echo(_HEAD)
     echo(_line("current recipe", len(current.sizes), measure_fit(current, dataset), 0))

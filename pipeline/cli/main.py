@@ -63,6 +63,7 @@ class _Commands(click.Group):
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="latentline")
 def latentline() -> None:
     """Train diffusion LoRAs that are declared by recipes.
 

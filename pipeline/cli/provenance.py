@@ -22,6 +22,8 @@ from pipeline.trained_lora.export.lora_files import (
     lora_file,
     read_provenance,
 )
+from pipeline.trained_lora.export.model_card import training_rows
+from pipeline.trained_lora.fingerprint import run_id
 from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -38,20 +40,19 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
 def command(file: str, wanted: Path | None, as_json: bool) -> None:
-    """Show the data, base model and settings that a LoRA was trained with.
+    """Show the settings, base model and data that a LoRA was trained with.
 
-    FILE is a .safetensors file that Latentline exported, or the folder that contains it (lora/), or the
-    output folder of a recipe, such as outputs/flowers, which may be at an address.
+    FILE is the name of a recipe, a .safetensors file that Latentline exported, the folder that contains it
+    (lora/), or the output folder of a recipe, such as outputs/flowers, which may be at an address.
     """
     report_broken_recipes()
-    with _downloaded(file) as path:
+    with _downloaded(_place_of(file)) as path:
         _show(path, wanted, as_json=as_json)
 
 
 @contextmanager
 def _downloaded(file: str) -> Generator[Path]:
     if not is_url(file):
-        _require_existing(Path(file))
         yield Path(file)
         return
     with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
@@ -77,18 +78,16 @@ def _show(file: Path, wanted: Path | None, *, as_json: bool) -> None:
         raise damaged_record_error(lora_file(file), err) from err
 
 
-def _require_existing(file: Path) -> None:
-    if file.exists():
-        return
-
-    # Other commands take the name of a recipe, so it may have been passed here too.
+def _place_of(file: str) -> str:
+    """Return a path or an address: `file` itself, or the output folder of the recipe with this name."""
+    if is_url(file) or Path(file).exists():
+        return file
     recipes = load_recipe_folder().recipes if recipes_dir().is_dir() else []
-    recipe = next((each for each in recipes if each.name == str(file)), None)
+    recipe = next((each for each in recipes if each.name == file), None)
     if recipe is None:
-        fix = "pass a .safetensors file, lora/, or the output folder of a recipe, such as outputs/flowers"
-    else:
-        fix = f"pass the recipe's output folder: latentline provenance {recipe.registered_output}"
-    raise TrainingError(f"{file} does not exist", where=str(file.absolute()), fix=fix)
+        fix = "pass the name of a recipe, a .safetensors file, lora/, or the output folder of a recipe"
+        raise TrainingError(f"{file} does not exist", where=str(Path(file).absolute()), fix=fix)
+    return str(recipe.output_address)
 
 
 def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
@@ -104,12 +103,11 @@ def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
 def _summary(record: dict[str, Any]) -> dict[str, object]:
     recipe, model, samples = record["recipe"], record["model"], record["samples"]
     revision = f" at {model['revision']}" if model["revision"] else ""
-    summary: dict[str, object] = {
-        "recipe": recipe["name"],
+    summary: dict[str, object] = {"recipe": recipe["name"], "run": run_id(record["facts"])}
+    summary |= training_rows(record, record.get("steps") or recipe["training"]["steps"])
+    summary |= {
         "base model": f"{model['base']}{revision}",
         "family": record["facts"]["model"]["family"],
-        "requested steps": recipe["training"]["steps"],
-        "seed": recipe["training"]["seed"],
     }
     if "step" in record:
         summary["exported step"] = record["step"]

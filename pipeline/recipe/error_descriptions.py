@@ -100,7 +100,9 @@ def _unknown_key(error: InvalidValue) -> WhatAndFix:
 
 def _missing(error: InvalidValue) -> WhatAndFix:
     info, key = error.field, error.path[-1]
-    meaning = f": {info.description}" if info is not None and info.description else ""
+    # The first sentence says what to write; docs/recipes.md has the rest.
+    description = (info.description or "" if info is not None else "").partition(". ")[0].removesuffix(".")
+    meaning = f": {description}" if description else ""
     return f"required key {key} is missing", f"add {key}{meaning}"
 
 
@@ -126,6 +128,8 @@ def _type_fix(error: InvalidValue, expected: str) -> str:
         fix = f"put it in quotes: {json.dumps(json.dumps(value))}"
     elif expected in ("an integer", "a number") and isinstance(value, str) and _is_number(value):
         fix = f"write {value}, without quotes"
+    elif isinstance(value, list) and (several := _key_for_several(error)):
+        fix = f"write {several}: {_plain(value)}"
     elif expected == "a list" and isinstance(value, dict) and value:
         first = next(iter(cast("dict[str, Any]", value)))
         fix = f"make it a list item: put a dash before its first key, - {first}: ..., and indent the rest"
@@ -142,6 +146,13 @@ def _type_fix(error: InvalidValue, expected: str) -> str:
         example = _example(error.field)
         fix = f"write {expected}" + (f", such as {_plain(example)}" if example is not None else "")
     return fix
+
+
+def _key_for_several(error: InvalidValue) -> str | None:
+    """Return the key of the same section that takes a list of such values, such as resolutions, or None."""
+    section = error.section(error.path[:-1])
+    name = f"{error.path[-1]}s"
+    return name if section is not None and name in keys_of(section) else None
 
 
 def _example(info: FieldInfo | None) -> bool | int | float | str | None:
@@ -207,7 +218,10 @@ def _kinds(error: InvalidValue) -> list[str]:
 
 
 def _choice(error: InvalidValue, choices: list[str]) -> WhatAndFix:
-    close = difflib.get_close_matches(str(error.value), choices, n=1)
+    value = str(error.value)
+    close = difflib.get_close_matches(value, choices, n=1)
+    # Longer names of other trainers, such as cosine_annealing.
+    close = close or [choice for choice in choices if value.startswith(f"{choice}_")]
     what = f"{error.name} must be {one_of(choices)}, got {_shown(error.value)}"
     return what, f"did you mean {close[0]}?" if close else f"use {one_of(choices)}"
 

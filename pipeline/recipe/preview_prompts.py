@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -95,6 +97,13 @@ def _text_as_section(value: object) -> Any:
         reject(
             f"a prompt must be text or a section of keys, got {value}", "write text, or a section with prompt"
         )
+    if isinstance(value, dict) and len(value) == 1:
+        ((key, text),) = cast("dict[str, object]", value).items()
+        is_key = difflib.get_close_matches(key, PreviewPrompt.model_fields, n=1)
+        if not is_key and isinstance(text, str):
+            # YAML reads a text with a colon and a blank as a key and its value.
+            quoted = json.dumps(f"{key}: {text}", ensure_ascii=False)
+            reject(f"a prompt with a colon must be in quotes, got {key}: {text}", f"write {quoted}")
     return value
 
 

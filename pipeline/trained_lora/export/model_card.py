@@ -58,7 +58,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str]
         *(_previews(headings) if has_sheet else []),
         "| | |",
         "|---|---|",
-        *(f"| {label} | {markdown_text(value)} |" for label, value in _training_rows(record, steps)),
+        *(f"| {label} | {markdown_text(value)} |" for label, value in training_rows(record, steps)),
         "",
         "`latentline provenance <file>` prints its provenance: the recipe, model fingerprints",
         "and hashes of all images and captions. `--find <image or text file>` reports whether one was used.",
@@ -74,7 +74,8 @@ def _needs_zero_snr(record: Mapping[str, Any]) -> bool:
     )
 
 
-def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
+def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
+    """Return label and value of each setting of a provenance record that people ask for."""
     recipe, model = record["recipe"], record["model"]
     training, lora = recipe["training"], recipe["training"]["lora"]
     text_encoders = "" if lora["text_encoders"] is None else "; text encoders trained too"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -157,12 +158,17 @@ def test_wrong_usage_suggests_a_command_or_a_recipe(tmp_path: Path) -> None:
         assert hint in completed.stderr
 
 
-def test_provenance_of_a_recipe_name_suggests_its_output_folder(tmp_path: Path) -> None:
+def test_provenance_of_a_recipe_that_was_not_trained_names_its_output_folder(tmp_path: Path) -> None:
     write(tmp_path)
     completed = latentline("provenance", "flowers", configs=tmp_path)
     assert completed.returncode == 1
-    assert f"fix:   pass the recipe's output folder: latentline provenance {tmp_path}/out" in completed.stderr
-    assert "such as outputs/flowers" in latentline("provenance", "none", configs=tmp_path).stderr
+    assert f"where: {tmp_path}/out" in completed.stderr
+    assert "pass the name of a recipe, " in latentline("provenance", "none", configs=tmp_path).stderr
+
+
+def test_the_version_is_the_installed_one(tmp_path: Path) -> None:
+    completed = latentline("--version", configs=tmp_path)
+    assert completed.stdout == f"latentline, version {version('latentline')}\n"
 
 
 def test_fixes_can_be_copied_and_name_what_exists(tmp_path: Path) -> None:

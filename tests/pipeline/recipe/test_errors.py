@@ -74,6 +74,36 @@ CASES: list[Case] = [
     ),
     ({"training": {"seed": 2**63}}, "training.seed", "and less than", "less than"),
     (
+        {"buckets": {"resolution": [512, 768]}},
+        "buckets.resolution",
+        "must be an integer, got [512, 768]",
+        "write resolutions: [512, 768]",
+    ),
+    (
+        {"training": {"lr_scheduler": "cosine_annealing"}},
+        "training.lr_scheduler",
+        'got "cosine_annealing"',
+        "did you mean cosine?",
+    ),
+    (
+        {"training": {"sample_prompts": [{"photo": "a brick wall"}]}},
+        "training.sample_prompts[0]",
+        "a prompt with a colon must be in quotes, got photo: a brick wall",
+        'write "photo: a brick wall"',
+    ),
+    (
+        {"training": {"lora": {"target_modules": ["to_q"]}}},
+        "training.lora.target_modules",
+        "unknown key target_modules",
+        "write training.lora.modules",
+    ),
+    (
+        {"training": {"train_text_encoder": True}},
+        "training.train_text_encoder",
+        "unknown key train_text_encoder",
+        "write training.lora.text_encoders",
+    ),
+    (
         {"training": {"lora": 4}},
         "training.lora",
         "must be a section of keys, got 4",
@@ -188,6 +218,12 @@ CASES: list[Case] = [
 @each_case(CASES)
 def test_a_mistake_names_key_value_and_fix(values: dict[str, Any], key: str, what: str, fix: str):
     assert_mistake(values, key, what, fix)
+
+
+def test_a_misspelled_key_of_a_prompt_is_not_taken_for_a_text_with_a_colon():
+    mistakes = mistakes_of(training={"sample_prompts": [{"promt": "a brick wall"}]})
+    fixes = {dotted(mistake.path): mistake.fix for mistake in mistakes}
+    assert fixes["training.sample_prompts[0].promt"] == "did you mean prompt?"
 
 
 def test_a_rule_across_keys_is_reported_together_with_an_unknown_key():

@@ -23,7 +23,7 @@ from pipeline.storage.tables import frame, validated, write_rows
 from pipeline.trained_lora import provenance as module
 from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, SAMPLES_FILE, read_provenance
 from pipeline.trained_lora.export.metadata import header_metadata
-from pipeline.trained_lora.fingerprint import run_facts
+from pipeline.trained_lora.fingerprint import run_facts, run_id
 from pipeline.trained_lora.provenance import caption_hash, find_in_provenance, provenance, shareable
 
 if TYPE_CHECKING:
@@ -174,6 +174,23 @@ def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) 
     ):
         assert label in completed.output
     assert json.loads(call(lora, "--json").output) == read_provenance(lora)
+
+
+def test_the_command_accepts_a_recipe_and_prints_its_settings_first(
+    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    text = f"datasets: [{{name: p, path: {tmp_path}/p}}]\noutput_dir: {tmp_path}\nmodel: {{base: a/b}}\n"
+    (tmp_path / "configs" / "roses.yaml").write_text(text, "utf-8")
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path / "configs"))
+    monkeypatch.chdir(tmp_path / "configs")
+    completed = call("roses")
+    assert completed.output == call(lora).output
+    values = {line[:20].strip(): line[20:].strip() for line in completed.output.splitlines()}
+    first = ["recipe", "run", "base model", "images", "steps", "rank, alpha", "optimizer", "resolution"]
+    assert list(values)[: len(first)] == first
+    assert (values["run"], values["rank, alpha"]) == (run_id(read_provenance(lora)["facts"]), "4, 2.0")
+    assert values["optimizer"] == "adamw, 0.01, constant"
 
 
 @pytest.mark.parametrize(
