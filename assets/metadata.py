@@ -1,7 +1,9 @@
 """The Dagster metadata of a materialization: numbers, pictures, first rows and a data version."""
 
 import base64
+import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +20,7 @@ from dagster import (
 
 from pipeline.escaping import markdown_text, printable_lines
 from pipeline.log import Log, discard
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, project_root
 from pipeline.reporting.reports import Report, StageResult, write_report
 
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
@@ -32,6 +34,9 @@ PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 
 BUCKET_HEADER = "bucket (height x width)"
 
+GIT_TIMEOUT_S = 5.0
+"""Longest wait for Git, which may wait for a file system."""
+
 MAX_REASONS = 20
 MAX_PREVIEW_ROWS = 5
 
@@ -43,6 +48,11 @@ _MAX_TEXT_CHARACTERS = 60
 """Maximum length of a text that the UI shows without truncation; longer ones become Markdown."""
 
 _LONG_VALUES = (JsonMetadataValue, TableMetadataValue)
+
+MIB = 2**20
+
+_FLATTENED = {"settings": "", "overrides": "override_", "plan": "plan_"}
+"""Prefix of the names of the values in a section of a report."""
 
 Metadata = Mapping[str, MetadataValue[Any]]
 
@@ -70,12 +80,15 @@ def publish(
     report = write_report(recipe.output_dir, asset, {**result.report, "recipe": recipe.name})
 
     # The funnel shows the reasons as a table.
-    values = report_metadata({**result.report, "rejected_by_reason": None})
+    values = report_metadata(
+        {**_plotted(result.report), "rejected_by_reason": None, "git_commit": git_commit()}
+    )
+    funnel = {"rejected_by_reason": MetadataValue.md(_rejected_funnel(result))}
 
     # The UI shows metadata in this order.
     metadata: dict[str, Any] = {
         **pictures,
-        "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
+        **(funnel if "in" in result.report else {}),
         **{name: value for name, value in values.items() if not isinstance(value, _LONG_VALUES)},
         **{name: value for name, value in values.items() if isinstance(value, _LONG_VALUES)},
         **files,
@@ -181,6 +194,38 @@ def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
     return MetadataValue.table(records, schema=TableSchema([TableColumn(headers[name]) for name in names]))
 
 
+@cache
+def git_commit() -> str | None:
+    """Return the commit of the project, with "-dirty" if a file of it has changed; None without Git."""
+    # Without optional locks, because the project may be read-only.
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        process = subprocess.run(
+            command, cwd=project_root(), capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return process.stdout.strip() or None
+
+
+def _plotted(report: Report) -> dict[str, Any]:
+    """Return the report with single numbers in readable units, because Dagster plots only such values."""
+    shown: dict[str, Any] = {}
+    for name, value in report.items():
+        if name in _FLATTENED:
+            prefix = _FLATTENED[name]
+            shown |= {f"{prefix}{key}": each for key, each in value.items() if f"{prefix}{key}" not in report}
+        elif name == "files":
+            shown[name] = [{"file": file, "size": f"{size / MIB:,.1f} MiB"} for file, size in value.items()]
+        elif name.endswith("memory_bytes"):
+            shown[f"{name.removesuffix('bytes')}gib"] = None if value is None else value / 2**30
+        elif name == "bytes":
+            shown["size_mib"] = value / MIB
+        else:
+            shown[name] = value
+    return shown
+
+
 def _preview(table: Any) -> list[dict[str, Any]]:
     from pipeline.storage.tables import SIDE_INPUT_COLUMNS
 
@@ -191,6 +236,8 @@ def _preview(table: Any) -> list[dict[str, Any]]:
         for name in table.columns
         if name not in hidden and not name.endswith("hash") and not name.startswith("entry_")
     ]
+    # The UI cuts off the last columns of a wide table.
+    names.sort(key=lambda name: name not in ("sample_id", "caption"))
     rows: list[dict[str, Any]] = table.select(names).head(MAX_PREVIEW_ROWS).to_dicts()
     return [{name: _truncated(value) for name, value in row.items()} for row in rows]
 

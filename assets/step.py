@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dagster import AssetCheckResult, AssetExecutionContext, AssetIn, AssetOut, MaterializeResult
 
 from assets.checks import check_results, path_isolation_results
+from assets.definition_metadata import TABLE_FORMAT, asset_tags, definition_metadata
 from assets.names import TABLES_RESOURCE, asset_key
 from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import needed_columns
@@ -68,7 +69,10 @@ def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) 
         is_required=False,
         group_name=recipe.name,
         code_version=code_version(recipe, asset),
-        kinds=kinds,
+        kinds={*kinds, TABLE_FORMAT},
+        metadata=definition_metadata(recipe, asset),
+        tags=asset_tags(recipe),
+        owners=recipe.owners,
     )
 
 

@@ -11,6 +11,7 @@ from dagster import (
     InputContext,
     IOManager,
     IOManagerDefinition,
+    MetadataValue,
     OutputContext,
     io_manager,
 )
@@ -47,7 +48,9 @@ class TableIOManager(IOManager):
             tables, outputs, asset = self._locate(context.asset_key)
             path = tables.write(asset, obj)
             outputs.upload(table_file(asset))
-            context.add_output_metadata({"table": str(path), "rows": obj.height})
+            context.add_output_metadata(
+                {"table": MetadataValue.path(path), "dagster/row_count": MetadataValue.int(obj.height)}
+            )
 
     def load_input(self, context: InputContext) -> pl.DataFrame:
         """Return the upstream asset's table, or only the columns that the input's metadata lists."""

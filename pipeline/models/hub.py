@@ -30,6 +30,11 @@ REQUEST_TIMEOUT_S = 20.0
 _RESERVED_OWNERS = frozenset(["models", "datasets", "spaces"])
 
 
+def snapshot_commit(folder: Path) -> str | None:
+    """Return the commit of a model in the cache of the Hub; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
 def is_hub_id(name: str) -> bool:
     """Return True if `name` has the form owner/name; models/name is a local path, because no owner has it."""
     parts = name.split("/")

@@ -101,6 +101,14 @@ def without_cluster_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def scheduler_job(environ: Mapping[str, str]) -> str | None:
+    """Return the scheduler's job that this process belongs to, such as "Slurm 4711"; None outside of one."""
+    for scheduler, name in (("Slurm", "SLURM_JOB_ID"), ("Ray", "RAY_JOB_ID")):
+        if environ.get(name):
+            return f"{scheduler} {environ[name]}"
+    return None
+
+
 def parse_master(text: str, *, where: str = "--master") -> tuple[str, int]:
     """Return host and port of a text such as "node1:29500", which comes from `where`.
 

@@ -21,12 +21,13 @@ from pipeline.recipe.keys import all_keys_of
 from pipeline.recipe.preview_prompts import PreviewPrompt
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_violations
-from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate
+from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate, check_owner
 from pipeline.storage.addresses import Address, Url
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 ComputeDtype = Literal["auto", "float16", "bfloat16", "float32"]
 ColourLevel = Annotated[int, Field(ge=0, le=255, description="From 0 (dark) to 255 (full).")]
+Owner = Annotated[str, AfterValidator(check_owner)]
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
 
 # The name becomes part of asset, job and file names.
@@ -279,6 +280,12 @@ class RecipeFile(Settings):
     )
     recache: RecacheSettings = Field(
         default_factory=RecacheSettings, description="When the cache job starts automatically."
+    )
+    owners: tuple[Owner, ...] = Field(
+        default=(),
+        description="People and teams that are responsible for the recipe: email addresses, and team names "
+        "after `team:`. Dagster's UI shows them and filters by them. They are not written into LoRA files.",
+        examples=[["team:art", "ada@example.com"]],
     )
 
     @property

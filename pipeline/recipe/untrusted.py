@@ -55,6 +55,7 @@ KEYS = {
         "recache.cron",
     ],
     "none": [
+        "owners",
         *_keys(
             "datasets",
             "name path_column focus_columns limit repeats weight role slider loss_weight "

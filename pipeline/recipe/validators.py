@@ -177,6 +177,20 @@ def check_encoding(value: str) -> str:
     return value
 
 
+# Dagster's own rule for the owners of assets, which it applies when the definitions load.
+_OWNER = re.compile(r"team:.+|[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,7}")
+
+
+def check_owner(value: str) -> str:
+    """Return `value` if it is an email address, or a team's name after `team:`."""
+    if not _OWNER.fullmatch(value):
+        reject(
+            f"an owner must be an email address or a team, got {value!r}",
+            "write an address such as ada@example.com, or a team such as team:art",
+        )
+    return value
+
+
 def check_gate(value: str) -> str:
     """Return `value` if it names a gate that a recipe may allow."""
     if value == PATH_ISOLATION.name:

@@ -1,6 +1,8 @@
-"""Columns that a stage needs of its input tables; no other columns are loaded."""
+"""The input tables of each stage: the columns that it reads, and the ones that decide its own columns."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
 
 SIDE_INPUT_HASHES = ("mask_hash", "reference_images")
 """Columns that identify the side inputs of a sample. Only tables of recipes with masks have the first, only
@@ -8,6 +10,16 @@ tables of recipes with references the second."""
 
 DECODING_COLUMNS = ("decoding", "mask_decoding")
 """Columns with the decoding rules of an image and of its mask, which not every table has."""
+
+STAGE_INPUTS: Mapping[str, Sequence[str]] = {
+    "raw_images": (),
+    "validated_dataset": ("raw_images",),
+    "aspect_buckets": ("validated_dataset",),
+    "vae_latents": ("aspect_buckets",),
+    "text_embeddings": ("validated_dataset",),
+    "trained_lora": ("vae_latents", "text_embeddings"),
+}
+"""Stages in the order of the graph, each with its input tables."""
 
 # Plain names without Polars types, because definitions load without Polars.
 NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -37,3 +49,71 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 def needed_columns(stage: str, table: str) -> tuple[str, ...] | None:
     """Return the columns of `table` that `stage` needs; None for all."""
     return NEEDED.get(stage, {}).get(table)
+
+
+_SIZE = ("height", "width")
+_CAPTIONS = ("caption", "more_captions")
+_CROP = ("crop_top", "crop_left", "target_height", "target_width")
+_PLACEMENT = ("resized_height", "resized_width", *_CROP)
+
+DERIVED_COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
+    "validated_dataset": {
+        **dict.fromkeys(("duplicate_group", "one_colour", "decoding"), ("content_hash",)),
+        **dict.fromkeys(("caption", "more_captions", "caption_from", "focus_x", "focus_y"), ("path",)),
+        **dict.fromkeys(("mask_path", "mask_hash", "mask_mean", "mask_decoding"), ("path",)),
+        "reference_images": ("path",),
+    },
+    "aspect_buckets": {
+        **dict.fromkeys(("bucket", "resized_height", "resized_width", "crop_loss", "scale"), _SIZE),
+        **dict.fromkeys(("target_height", "target_width"), _SIZE),
+        # The position of a random crop depends on the sample's name.
+        **dict.fromkeys(("crop_top", "crop_left"), (*_SIZE, "focus_x", "focus_y", "sample_id")),
+    },
+    "vae_latents": {
+        "latent_height": ("target_height",),
+        "latent_width": ("target_width",),
+        "entry_bytes": ("target_height", "target_width"),
+        "key": ("content_hash", *_PLACEMENT, "decoding"),
+        "mask_key": ("mask_hash", *_PLACEMENT, "mask_decoding"),
+        "mask_ppm": ("mask_hash", *_PLACEMENT),
+        "mask_entry_bytes": _CROP[2:],
+        "reference_keys": ("reference_images",),
+    },
+    "text_embeddings": {
+        **dict.fromkeys(("variant", "caption", "num_tokens", "num_cut", "text_length"), _CAPTIONS),
+        "key": (*_CAPTIONS, "reference_images"),
+    },
+    "trained_lora": {
+        "latent_keys": ("vae_latents.key",),
+        "text_keys": ("text_embeddings.key",),
+        "caption_hashes": ("text_embeddings.caption",),
+        "split": ("vae_latents.content_hash", "vae_latents.duplicate_group"),
+        "times_seen": ("vae_latents.dataset", "vae_latents.bucket"),
+        "reference_hashes": ("vae_latents.reference_images",),
+    },
+}
+"""Columns of a stage's table with the input columns that decide them. The table's name is written only for a
+stage with several inputs. A column that is not listed is copied from the input columns of the same name."""
+
+
+def column_sources(stage: str, columns: Mapping[str, Collection[str]]) -> dict[str, list[tuple[str, str]]]:
+    """Return the columns of `stage` that depend on its inputs, each with pairs of input table and column.
+
+    `columns` has the names of the columns of each table, of `stage` and of its inputs.
+    """
+    read = {
+        table: set(columns[table]).intersection(needed_columns(stage, table) or columns[table])
+        for table in STAGE_INPUTS[stage]
+    }
+    sources: dict[str, list[tuple[str, str]]] = {}
+    for column in columns[stage]:
+        named = DERIVED_COLUMNS.get(stage, {}).get(column, (column,))
+        pairs = [
+            (table, name.removeprefix(f"{table}."))
+            for name in named
+            for table in STAGE_INPUTS[stage]
+            if name.removeprefix(f"{table}.") in read[table]
+        ]
+        if pairs:
+            sources[column] = pairs
+    return sources

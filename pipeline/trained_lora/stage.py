@@ -17,6 +17,7 @@ from pipeline.cache.used_keys import KeyLists
 from pipeline.errors import counted
 from pipeline.log import NOTE, Log
 from pipeline.models.families import detect
+from pipeline.models.hub import snapshot_commit
 from pipeline.models.recipe_support import (
     require_preview_prompts,
     require_references,
@@ -25,7 +26,7 @@ from pipeline.models.recipe_support import (
 from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images
-from pipeline.recipe import changed_values, with_overrides
+from pipeline.recipe import changed_values, recipe_values, with_overrides
 from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.progress import duration_text
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
@@ -433,12 +434,28 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Re
         ),
         "last_learning_rate": metrics[-1]["learning_rate"] if metrics else None,
         "num_weights": finished["num_weights"],
+        "model_revision": snapshot_commit(job.base),
         "device": finished["device"],
+        # Runs of 0.3.0 and earlier lack these three.
+        "gpu": finished.get("gpu"),
+        "node": finished.get("node"),
+        "scheduler_job": finished.get("scheduler_job"),
         "offload": finished.get("offload", "none"),
         "peak_memory_bytes": finished["peak_memory_bytes"],
         "warnings": finished["warnings"],
         "files": {item["name"]: item["bytes"] for item in finished["files"]},
         "plan": job.plan().numbers(),
+        "settings": _settings(job.recipe),
+    }
+
+
+def _settings(recipe: Recipe) -> dict[str, int | float | None]:
+    """Return the settings by which runs of one recipe differ most often, with the overrides of this one."""
+    training = recipe.training
+    return {
+        **recipe_values(recipe),
+        "batch_size": training.batch_size,
+        "gradient_accumulation": training.gradient_accumulation,
     }
 
 

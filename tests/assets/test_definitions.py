@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_recipe_has_six_assets_in_its_group_two_jobs_a_schedule_and_a_sensor(tmp_path: Path) -> None:
     repository = build_definitions([small_recipe(tmp_path)]).get_repository_def()
     graph = repository.asset_graph
-    assert graph.get_all_asset_keys() == {AssetKey(["flowers", name]) for name in SPECS}
-    assert {graph.get(key).group_name for key in graph.get_all_asset_keys()} == {"flowers"}
+    assert graph.materializable_asset_keys == {AssetKey(["flowers", name]) for name in SPECS}
+    assert {graph.get(key).group_name for key in graph.materializable_asset_keys} == {"flowers"}
     assert {"flowers_cache", "flowers_train"} <= {job.name for job in repository.get_all_jobs()}
     assert [schedule.name for schedule in repository.schedule_defs] == ["flowers_recache"]
     assert {sensor.name for sensor in repository.sensor_defs} == {"dead_runs", "flowers_dataset_changed"}
@@ -30,7 +30,7 @@ def test_a_recipe_has_six_assets_in_its_group_two_jobs_a_schedule_and_a_sensor(t
 
 def test_each_asset_explains_the_label_unsynced(tmp_path: Path) -> None:
     graph = build_definitions([small_recipe(tmp_path)]).get_repository_def().asset_graph
-    for key in graph.get_all_asset_keys():
+    for key in graph.materializable_asset_keys:
         assert "*Unsynced* means that the recipe, the code or" in str(graph.get(key).description)
 
 
@@ -71,7 +71,7 @@ def test_two_recipes_share_one_code_location(tmp_path: Path) -> None:
     repository = build_definitions(
         [small_recipe(tmp_path), small_recipe(tmp_path, "faces", output_dir=tmp_path / "faces")]
     ).get_repository_def()
-    assert len(repository.asset_graph.get_all_asset_keys()) == 2 * len(SPECS)
+    assert len(repository.asset_graph.materializable_asset_keys) == 2 * len(SPECS)
     for job, assets in (("flowers_cache", 5), ("faces_train", 6)):
         selected = repository.get_job(job).asset_layer.selected_asset_keys
         assert {key.path[0] for key in selected} == {job.split("_")[0]}
@@ -90,9 +90,9 @@ def test_steps_pools_and_kinds_keep_their_names(tmp_path: Path) -> None:
         "trained_lora"
     }
     graph = definitions.get_repository_def().asset_graph
-    kinds = {key.path[-1]: graph.get(key).kinds for key in graph.get_all_asset_keys()}
-    assert kinds["raw_images"] == {"polars"}
-    assert kinds["trained_lora"] == {"pytorch", "huggingface"}
+    kinds = {key.path[-1]: graph.get(key).kinds for key in graph.materializable_asset_keys}
+    assert kinds["raw_images"] == {"polars", "parquet"}
+    assert kinds["trained_lora"] == {"pytorch", "huggingface", "parquet"}
 
 
 def test_a_run_can_set_the_grace_period_and_the_machines_of_a_training(tmp_path: Path) -> None:

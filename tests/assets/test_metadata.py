@@ -25,6 +25,7 @@ from assets.metadata import (
     MAX_PICTURES_BYTES,
     captioned_pictures,
     content_version,
+    git_commit,
     picture_metadata,
     publish,
     report_metadata,
@@ -225,10 +226,10 @@ def test_short_values_come_before_long_ones_and_files_last(recipe: Recipe, tmp_p
         recipe, "raw_images", result([], report), files={"lora": MetadataValue.path(str(tmp_path))}
     )
     names = [
-        "rejected_by_reason",
         "samples",
         "seconds",
         "loss",
+        *(["git_commit"] if git_commit() else []),
         "sizes",
         "worst",
         "lora",

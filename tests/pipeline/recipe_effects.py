@@ -222,6 +222,7 @@ EFFECTS: dict[str, Effect] = {
     "recache.cron": _nothing({"recache": {"cron": None}}),
     "recache.on_change": _nothing({"recache": {"on_change": False}}),
     "recache.settle_s": _nothing({"recache": {"settle_s": 60}}),
+    "owners": _nothing({"owners": ["team:art"]}),
     "recache.enabled": _nothing({"recache": {"enabled": True}}),
 }
 """Effects by dotted key. `@folder@`, `@other_base@` and `@lora_file@` stand for paths of the test."""

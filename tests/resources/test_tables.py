@@ -56,7 +56,7 @@ def test_an_output_is_written_and_its_file_and_number_of_rows_are_recorded(tmp_p
     TableIOManager({"demo": OutputFolder(tmp_path, tmp_path)}).handle_output(context, rejected_rows())
     assert Tables(tmp_path).read("rejected").equals(rejected_rows())
     metadata = {name: value.value for name, value in context.get_logged_metadata().items()}
-    assert metadata == {"table": str(tmp_path / "tables" / "rejected.parquet"), "rows": 2}
+    assert metadata == {"table": str(tmp_path / "tables" / "rejected.parquet"), "dagster/row_count": 2}
 
 
 def test_a_table_at_an_address_is_uploaded_when_written_and_fetched_when_read(tmp_path: Path) -> None:

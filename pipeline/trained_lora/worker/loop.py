@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Generator
@@ -15,6 +17,7 @@ import torch
 
 from pipeline.errors import LatentlineError, TrainingError, counted
 from pipeline.models.worker.family import load_family
+from pipeline.processes.cluster_variables import scheduler_job
 from pipeline.processes.pipes import rank
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
@@ -398,6 +401,9 @@ class _TrainingRun:
             "started_at_s": self.started_at_s,
             "ended_at_s": time.time(),
             "device": str(device),
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "node": platform.node(),
+            "scheduler_job": scheduler_job(os.environ),
             "offload": engine.resident.offload,
             "num_weights": self._num_weights(),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
