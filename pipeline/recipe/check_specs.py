@@ -367,6 +367,12 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "The delta weights of some modules are zero.",
             "Compare training.lora.targets with the model's modules.",
         ),
+        _warning(
+            "as_declared",
+            "The run that made the LoRA overrode settings of the recipe.",
+            "Start the job without overrides, which publishes the recipe's own LoRA, or write the values "
+            "into the recipe.",
+        ),
     ),
 }
 """Checks of each asset that read its table, in order; see `specs_of` for all checks."""

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from pipeline.errors import TrainingError, counted, verb
-from pipeline.recipe import LoraSettings, with_overrides
+from pipeline.recipe import LoraSettings, Recipe, changed_values, recipe_values, with_overrides
 from pipeline.recipe.check_specs import SPECS
 from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
 from pipeline.storage.regular_files import file_sha256
@@ -107,6 +107,7 @@ def run(context: CheckContext) -> list[Finding]:
         unreadable = Outcome(False, err.what, err.fix, rows=[{"where": err.where}])
         return findings(context, "trained_lora", {spec.name: unreadable for spec in SPECS["trained_lora"]})
     norms = _delta_norms(result)
+    overrides = (context.report("trained_lora") or {}).get("overrides") or {}
     outcomes = {
         "loss_finite": _loss_finite(result),
         "adapter_not_zero": _adapter_not_zero(norms),
@@ -118,6 +119,7 @@ def run(context: CheckContext) -> list[Finding]:
         "loss_fell": _loss_fell(result.loss_trend, result.steps),
         "validation_loss": _validation_loss(result.validation),
         "modules_touched": _modules_touched(norms),
+        "as_declared": _as_declared(context.recipe, overrides),
     }
     return findings(context, "trained_lora", outcomes)
 
@@ -254,6 +256,17 @@ def _modules_touched(norms: Mapping[str, float]) -> Outcome:
         summary = f"the adapters of {len(rows)} of {modules} have no effect"
         return Outcome(False, summary, "exclude them from training.lora.targets", rows=rows)
     return Outcome(True, f"{modules}, all changed by their adapters")
+
+
+def _as_declared(recipe: Recipe, overrides: Mapping[str, Any]) -> Outcome:
+    # A recipe that has been given the same values since then declares them.
+    declared, changes = recipe_values(recipe), changed_values(recipe, overrides)
+    if not changes:
+        return Outcome(True, "trained with the settings of the recipe")
+    rows = [{"setting": name, "run": value, "recipe": declared[name]} for name, value in changes.items()]
+    listed = ", ".join(f"{name} {value} instead of {declared[name]}" for name, value in changes.items())
+    fix = "start the job without overrides, or write these values into the recipe"
+    return Outcome(False, f"the LoRA was trained with {listed}", fix, rows=rows)
 
 
 def _reload_equals(result: _Result) -> Outcome:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 
 import pytest
+from dagster import AssetCheckSeverity
 
 from pipeline.trained_lora.export.lora_files import read_provenance
 from tests.e2e.planted_texts import files_with
@@ -22,9 +24,20 @@ def run_with(workspace, **overrides: object):
     )
 
 
-def test_overrides_of_a_run_are_used_and_recorded_in_its_files(cached) -> None:
+def test_overrides_of_a_run_are_used_and_recorded_in_its_files_and_in_dagster(cached) -> None:
     overrides = {"steps": 2, "rank": 3, "learning_rate": 0.002, "seed": 7}
-    assert cached.execute("train", run_config=config_of(overrides)).success
+    result = cached.execute("train", run_config=config_of(overrides))
+    assert result.success
+    (trained,) = result.asset_materializations_for_node("small__trained_lora")
+    numbers = {name: value.value for name, value in trained.metadata.items() if "override" in name}
+    assert numbers == {f"override_{name}": value for name, value in overrides.items()}, "numbers to plot"
+    assert (trained.metadata["rank"].value, trained.metadata["steps"].value) == (3, 2)
+    assert (trained.metadata["batch_size"].value, trained.metadata["plan_global_batch_size"].value) == (2, 2)
+    assert trained.metadata["node"].value == platform.node()
+    (declared,) = [each for each in result.get_asset_check_evaluations() if each.check_name == "as_declared"]
+    assert (declared.passed, declared.severity, declared.blocking) == (False, AssetCheckSeverity.WARN, False)
+    assert "steps 2 instead of 4" in str(declared.description)
+
     assert cached.report("trained_lora")["overrides"] == overrides
     record = read_provenance(cached.out / "lora")
     assert record["overrides"] == overrides

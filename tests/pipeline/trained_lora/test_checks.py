@@ -18,10 +18,10 @@ def result(tmp_path: Path) -> PublishedRun:
     return PublishedRun(tmp_path)
 
 
-WARNINGS = {"loss_fell", "validation_loss", "modules_touched"}
+WARNINGS = {"loss_fell", "validation_loss", "modules_touched", "as_declared"}
 
 
-def test_a_valid_result_passes_and_three_of_its_checks_are_warnings(result: PublishedRun) -> None:
+def test_a_valid_result_passes_and_four_of_its_checks_are_warnings(result: PublishedRun) -> None:
     assert result.failed() == set()
     severities = {name: finding.severity for name, finding in result.findings().items()}
     assert severities == {name: "warn" if name in WARNINGS else "error" for name in severities}
@@ -41,6 +41,7 @@ def test_a_passing_check_reports_all_its_numbers(result: PublishedRun) -> None:
         "loss_fell": {},
         "validation_loss": {},
         "modules_touched": {},
+        "as_declared": {},
     }
     actual = {name: finding.numbers for name, finding in result.findings().items()}
     assert actual == {name: {"num_rows": 0, **numbers} for name, numbers in expected.items()}
@@ -85,6 +86,17 @@ def test_a_single_zero_module_is_a_warning_that_names_the_module(result: Publish
     result.write_all()
     assert result.failed() == {"modules_touched"}
     assert result.findings()["modules_touched"].rows == [{"module": "left.to_q"}]
+
+
+def test_an_override_fails_as_declared_until_the_recipe_has_its_value(result: PublishedRun) -> None:
+    finding = result.findings(overrides={"seed": 7})["as_declared"]
+    assert not finding.passed
+    assert finding.summary == "the LoRA was trained with seed 7 instead of 42"
+    assert finding.rows == [{"setting": "seed", "run": 7, "recipe": 42}]
+
+    training = result.recipe.training.model_copy(update={"seed": 7})
+    result.recipe = result.recipe.model_copy(update={"training": training})
+    assert result.findings(overrides={"seed": 7})["as_declared"].passed
 
 
 @pytest.mark.parametrize(
