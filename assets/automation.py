@@ -3,12 +3,14 @@
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from dagster import (
+    AssetKey,
     DagsterInstance,
     DagsterRunStatus,
     DefaultScheduleStatus,
@@ -26,6 +28,7 @@ from dagster import (
 )
 
 from assets.names import RECIPE_TAG
+from assets.sources import dataset_key, model_key, model_version, new_observations, watched_addresses
 from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError, counted
 from pipeline.recipe import RecacheSettings, Recipe, load_recipe
@@ -83,12 +86,14 @@ class SensorState:
             to an older state are a change again.
         position: Fields of the `ScanPosition` at which the listing of a large dataset stopped; None between
             two listings.
+        listed: Fingerprints of the addresses that a listing in progress has completed.
     """
 
     seen: str | None = None
     handled: str | None = None
     position: dict[str, Any] | None = None
     since: float = 0.0
+    listed: dict[str, str] = field(default_factory=dict[str, str])
 
     def settle(self, seen: str, *, now: float) -> tuple["SensorState", str | None]:
         """Return the state after a complete listing, and the reason to skip this tick if there is one."""
@@ -169,29 +174,23 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         description=f"Starts {recipe.name}_cache when images, captions or recipe have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
-        from pipeline.raw_images.scan_fingerprint import ScanPosition, scan_slice
-
         state = SensorState(**json.loads(context.cursor)) if context.cursor else SensorState()
-        position = None
-        if state.position is not None:
-            fields: Any = {**state.position, "after": tuple(state.position["after"])}  # JSON has no tuples
-            position = ScanPosition(**fields)
         try:
             current = _as_written(recipe)
-            listed = scan_slice(watched_addresses(current), position, seconds=SLICE_S)
+            state, num_files = _list_files(state, watched_addresses(current))
         except RecipeError as err:
             return SensorResult(skip_reason=f"the recipe has a mistake: {err}", cursor=context.cursor)
         except (OSError, DatasetError) as err:
             # With the same cursor, the next tick continues where this one began.
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
 
-        if isinstance(listed, ScanPosition):
-            cursor = json.dumps(asdict(replace(state, position=asdict(listed))))
-            reason = f"listed {listed.num_files:,} files so far: the next tick continues"
-            return SensorResult(skip_reason=reason, cursor=cursor)
+        if state.position is not None:
+            reason = f"listed {num_files:,} files so far: the next tick continues"
+            return SensorResult(skip_reason=reason, cursor=json.dumps(asdict(state)))
 
+        observations = new_observations(context.instance, _source_versions(recipe, state.listed))
         now = time.time()
-        state, skip_reason = state.settle(_state(current, listed), now=now)
+        state, skip_reason = state.settle(_state(current, state.listed), now=now)
         if skip_reason is None:
             active_run = find_active_run(context.instance, recipe)
             if active_run is not None:
@@ -201,9 +200,10 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
                 state, skip_reason = state.after_runs(succeeded=succeeded, failed=failed, now=now)
         cursor = json.dumps(asdict(state))
         if skip_reason is not None:
-            return SensorResult(skip_reason=skip_reason, cursor=cursor)
+            return SensorResult(skip_reason=skip_reason, cursor=cursor, asset_events=observations)
         # No run_key: Dagster would never run the same key twice, and files may return to an older state.
-        return SensorResult(run_requests=[RunRequest(tags={RECIPE_TAG: recipe.name})], cursor=cursor)
+        request = RunRequest(tags={RECIPE_TAG: recipe.name})
+        return SensorResult(run_requests=[request], cursor=cursor, asset_events=observations)
 
     return dataset_changed
 
@@ -213,10 +213,49 @@ def _as_written(recipe: Recipe) -> Recipe:
     return load_recipe(recipe.source) if recipe.source.is_file() else recipe
 
 
-def _state(recipe: Recipe, files: str) -> str:
+def _list_files(state: SensorState, addresses: Sequence[Address]) -> tuple[SensorState, int]:
+    """Continue the listing of `addresses` for one tick; also return the number of files of the last one.
+
+    The listing is complete if the new state has no position. Its `listed` then has all addresses.
+    """
+    from pipeline.raw_images.scan_fingerprint import ScanPosition, scan_slice
+
+    position = None
+    if state.position is not None:
+        fields: Any = {**state.position, "after": tuple(state.position["after"])}  # JSON has no tuples
+        position = ScanPosition(**fields)
+
+    end_s = time.monotonic() + SLICE_S
+    listed = {str(each): state.listed[str(each)] for each in addresses if str(each) in state.listed}
+    for address in addresses:
+        if str(address) in listed:
+            continue
+        result = scan_slice([address], position, seconds=end_s - time.monotonic())
+        if isinstance(result, ScanPosition):
+            return replace(state, position=asdict(result), listed=listed), result.num_files
+        position, listed[str(address)] = None, result
+    return replace(state, position=None, listed=listed), 0
+
+
+def _source_versions(recipe: Recipe, listed: Mapping[str, str]) -> dict[AssetKey, str | None]:
+    """Return the data version of each source asset of the recipe, as far as it has been listed."""
+    versions: dict[AssetKey, str | None] = {
+        dataset_key(address): listed[str(address)]
+        for address in watched_addresses(recipe)
+        if str(address) in listed
+    }
+    # A model on a disk that is away must not hide changes of the datasets.
+    with suppress(OSError):
+        versions[model_key(recipe)] = model_version(recipe)
+    return versions
+
+
+def _state(recipe: Recipe, files: Mapping[str, str]) -> str:
     """Return 16 hex digits over the listed files, the recipe and the versions of the algorithms."""
-    settings = recipe.model_dump_json(exclude={"recache"})
-    return hashlib.sha256(repr((files, settings, ALGORITHM_VERSIONS)).encode("utf-8")).hexdigest()[:16]
+    settings = recipe.model_dump_json(exclude={"recache", "owners"})
+    return hashlib.sha256(
+        repr((sorted(files.items()), settings, ALGORITHM_VERSIONS)).encode("utf-8")
+    ).hexdigest()[:16]
 
 
 def _ended_runs(
@@ -298,13 +337,6 @@ def dead_runs_sensor(context: SensorEvaluationContext) -> SkipReason:
     """End the dead runs of the code server's machine."""
     ended = end_dead_runs(context.instance)
     return SkipReason(f"ended {', '.join(ended)}" if ended else "no dead runs")
-
-
-def watched_addresses(recipe: Recipe) -> list[Address]:
-    """Return every folder and manifest that shows changes of the datasets and their side inputs."""
-    addresses = [path for dataset in recipe.datasets for path in (dataset.root, dataset.path)]
-    side_inputs = [each.settings.path for dataset in recipe.datasets for each in dataset.side_inputs]
-    return list(dict.fromkeys([*addresses, *(path for path in side_inputs if path is not None)]))
 
 
 def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:

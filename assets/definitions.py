@@ -13,6 +13,7 @@ from assets.automation import dead_runs_sensor
 from assets.deployment import build_executor, build_launcher, gpu_pool
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import broken_recipe_graphs, recipe_graph
+from assets.sources import source_assets, start_dependency
 from pipeline.errors import RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
@@ -44,8 +45,12 @@ def build_definitions(
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
         executor=summarized(build_executor(deployment), recipes),
         sensors=[dead_runs_sensor],
+        assets=source_assets(recipes),
     )
-    usable_graphs = [recipe_graph(recipe, pool=gpu_pool(deployment)) for recipe in recipes]
+    pool = gpu_pool(deployment)
+    usable_graphs = [
+        recipe_graph(recipe, pool=pool, start=start_dependency(recipe, recipes)) for recipe in recipes
+    ]
     names = [recipe.name for recipe in recipes]
     return Definitions.merge(shared, *usable_graphs, *broken_recipe_graphs(broken, names))
 

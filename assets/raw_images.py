@@ -8,6 +8,7 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 from assets.checks import check_specs
 from assets.metadata import publish
 from assets.names import step_name
+from assets.sources import dataset_keys
 from assets.step import TABLE, run_step, table_out
 from pipeline.recipe import Recipe, with_overrides
 from resources.step_log import run_log
@@ -21,6 +22,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
     @multi_asset(
         name=step_name(recipe, "raw_images"),
         outs={TABLE: table_out(recipe, "raw_images", description=DESCRIPTION, kinds={"polars"})},
+        deps=dataset_keys(recipe),
         check_specs=check_specs(recipe, "raw_images"),
         can_subset=True,
     )

@@ -1,7 +1,7 @@
 """The graph of one recipe: assets, checks, jobs, schedule and sensor, also of one that is broken."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from dagster import (
     AssetKey,
@@ -27,38 +27,35 @@ from assets.validated_dataset import build_validated_dataset
 from pipeline.errors import RecipeError
 from pipeline.escaping import markdown_block
 from pipeline.recipe import BrokenRecipe, Recipe
+from pipeline.storage.needed_columns import STAGE_INPUTS
 from resources.failures import errors_as_failures
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 CPU_ASSETS = (build_raw_images, build_validated_dataset, build_aspect_buckets)
 """Builders of the assets before the cache."""
 
-GPU_ASSETS = (build_vae_latents, build_text_embeddings, build_trained_lora)
-"""Builders of the assets whose steps may load a model."""
-
-ASSET_INPUTS: Mapping[str, Sequence[str]] = {
-    "raw_images": (),
-    "validated_dataset": ("raw_images",),
-    "aspect_buckets": ("validated_dataset",),
-    "vae_latents": ("aspect_buckets",),
-    "text_embeddings": ("validated_dataset",),
-    "trained_lora": ("vae_latents", "text_embeddings"),
-}
-"""Assets of a recipe with their inputs, for a recipe that is broken."""
+CACHE_ASSETS = (build_vae_latents, build_text_embeddings)
+"""Builders of the assets whose steps may load a model to encode."""
 
 ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""
 
 
-def recipe_assets(recipe: Recipe, *, pool: str) -> list[AssetsDefinition]:
-    """Return the assets of `recipe`, from the first to the last."""
+def recipe_assets(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> list[AssetsDefinition]:
+    """Return the assets of `recipe`, from the first to the last; see `recipe_graph`."""
     cpu_assets = [build(recipe) for build in CPU_ASSETS]
-    return [*cpu_assets, *(build(recipe, pool=pool) for build in GPU_ASSETS)]
+    cache_assets = [build(recipe, pool=pool) for build in CACHE_ASSETS]
+    return [*cpu_assets, *cache_assets, build_trained_lora(recipe, pool=pool, start=start)]
 
 
-def recipe_graph(recipe: Recipe, *, pool: str) -> Definitions:
-    """Return every definition that follows from `recipe`; `pool` is for steps that may load a model."""
-    every_asset = AssetSelection.groups(recipe.name)
+def recipe_graph(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> Definitions:
+    """Return every definition that follows from `recipe`.
+
+    `pool` is for steps that may load a model. `start` is the asset with the LoRA that the training starts
+    from, if another recipe trains it.
+    """
+    # Not by the group, because a recipe may have the name of another group.
+    every_asset = AssetSelection.assets(*(asset_key(recipe, asset) for asset in STAGE_INPUTS))
     cache_job = define_asset_job(
         f"{recipe.name}_cache",
         selection=every_asset - AssetSelection.assets(asset_key(recipe, "trained_lora")),
@@ -76,7 +73,7 @@ def recipe_graph(recipe: Recipe, *, pool: str) -> Definitions:
 
     schedule = recache_schedule(recipe, cache_job.name)
     return Definitions(
-        assets=recipe_assets(recipe, pool=pool),
+        assets=recipe_assets(recipe, pool=pool, start=start),
         jobs=[cache_job, train_job],
         schedules=[schedule] if schedule is not None else [],
         sensors=[dataset_sensor(recipe, cache_job.name)],
@@ -131,7 +128,7 @@ def _broken_graph(name: str, broken: BrokenRecipe) -> Definitions:
             description=f"Excluded until the recipe is repaired: see {name}/{ERROR_ASSET}.",
             group_name=name,
         )
-        for asset, inputs in ASSET_INPUTS.items()
+        for asset, inputs in STAGE_INPUTS.items()
     ]
     reason = f"recipe {name} is excluded: {error.what.splitlines()[0]}"
     schedule = skipping_schedule(name, broken.recache, jobs[0].name, reason)

@@ -8,6 +8,7 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, publish
 from assets.names import step_name
+from assets.sources import model_key
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.gpu_pool import in_pool
@@ -27,6 +28,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         name=step_name(recipe, "text_embeddings"),
         outs={TABLE: table_out(recipe, "text_embeddings", description=DESCRIPTION, kinds={"pytorch"})},
         ins={"validated": table_in(recipe, "validated_dataset", reader="text_embeddings")},
+        deps=[model_key(recipe)],
         check_specs=check_specs(recipe, "text_embeddings"),
         can_subset=True,
     )

@@ -8,6 +8,7 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
+    AssetKey,
     AssetObservation,
     AssetsDefinition,
     Field,
@@ -22,6 +23,7 @@ from dagster import (
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, publish, report_metadata, table_metadata
 from assets.names import asset_key, step_name
+from assets.sources import model_key
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
@@ -34,8 +36,11 @@ DESCRIPTION = (
 )
 
 
-def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
-    """Build the asset `<recipe>/trained_lora` with its checks."""
+def build_trained_lora(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> AssetsDefinition:
+    """Build the asset `<recipe>/trained_lora` with its checks.
+
+    `start` is the asset with the LoRA that the training starts from, if another recipe trains it.
+    """
 
     @multi_asset(
         name=step_name(recipe, "trained_lora"),
@@ -48,6 +53,7 @@ def build_trained_lora(recipe: Recipe, *, pool: str) -> AssetsDefinition:
             "latents": table_in(recipe, "vae_latents", reader="trained_lora"),
             "text": table_in(recipe, "text_embeddings", reader="trained_lora"),
         },
+        deps=[model_key(recipe), *([start] if start is not None else [])],
         check_specs=check_specs(recipe, "trained_lora"),
         can_subset=True,
         pool=pool,

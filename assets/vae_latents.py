@@ -15,6 +15,7 @@ from dagster import (
 from assets.checks import check_specs
 from assets.metadata import captioned_pictures, publish
 from assets.names import step_name
+from assets.sources import model_key
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
@@ -36,6 +37,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         name=step_name(recipe, "vae_latents"),
         outs={TABLE: table_out(recipe, "vae_latents", description=DESCRIPTION, kinds={"pytorch"})},
         ins={"buckets": table_in(recipe, "aspect_buckets", reader="vae_latents")},
+        deps=[model_key(recipe)],
         check_specs=check_specs(recipe, "vae_latents"),
         can_subset=True,
     )

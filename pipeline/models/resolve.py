@@ -27,6 +27,7 @@ from pipeline.models.hub import (
     require_known,
     require_revision,
     resembles_folder,
+    snapshot_commit,
     suggest_folder,
 )
 from pipeline.recipe import in_project
@@ -159,6 +160,15 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
             require_access(base, revision)
             index = hf_hub_download(base, _INDEX, revision=revision)
     return Path(index).parent
+
+
+def cached_commit(base: str, revision: str | None) -> str | None:
+    """Return the commit of a Hub id's snapshot on this machine; None if there is none, or it is no Hub id."""
+    try:
+        index = _local_index(base, revision)
+    except ValueError:  # a local path that is missing
+        return None
+    return None if index is None else snapshot_commit(Path(index).parent)
 
 
 def _local_index(base: str, revision: str | None) -> str | None:

@@ -21,9 +21,10 @@ from dagster import (
 )
 
 from assets import automation
-from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run, watched_addresses
+from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run
 from assets.definitions import build_definitions
 from assets.names import RECIPE_TAG
+from assets.sources import watched_addresses
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.recipe import Recipe, load_recipe
 from tests.small_recipe import small_recipe

@@ -80,5 +80,5 @@ def test_settings_that_suit_the_base_model_are_scanned(tmp_path: Path, tiny_sd: 
 
 def test_the_asset_is_described(tmp_path: Path) -> None:
     graph = build_definitions([recipe_of(tmp_path, tmp_path)]).get_repository_def().asset_graph
-    key = next(key for key in graph.get_all_asset_keys() if key.path[-1] == "raw_images")
+    key = next(key for key in graph.materializable_asset_keys if key.path[-1] == "raw_images")
     assert str(graph.get(key).description).startswith("Every image file of the datasets: ")

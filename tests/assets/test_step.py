@@ -36,7 +36,7 @@ def test_a_recipe_setting_changes_the_code_versions_of_the_assets_it_decides(
 ) -> None:
     def versions(recipe: Recipe) -> dict[str, str | None]:
         graph = build_definitions([recipe]).get_repository_def().asset_graph
-        return {key.path[-1]: graph.get(key).code_version for key in graph.get_all_asset_keys()}
+        return {key.path[-1]: graph.get(key).code_version for key in graph.materializable_asset_keys}
 
     section_values = getattr(recipe, section).model_copy(update=change)
     before = versions(recipe)

@@ -1,0 +1,190 @@
+"""Source assets: datasets and base models, which no run writes. They connect the recipes that read them.
+
+The sensors of the recipes observe them, and so does *Observe* in the UI. If an observation has another data
+version than the previous one, Dagster marks the assets after it as unsynced.
+"""
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dagster import (
+    AssetKey,
+    AssetObservation,
+    AssetsDefinition,
+    AssetSpec,
+    BetaWarning,
+    DagsterInstance,
+    DataVersion,
+    MetadataValue,
+    ObserveResult,
+    multi_observable_source_asset,
+)
+
+from assets.names import asset_key
+from pipeline.escaping import without_secrets
+from pipeline.recipe import Recipe, in_project, project_root
+from pipeline.storage.addresses import Address, Url
+from resources.failures import errors_as_failures
+
+SOURCES_GROUP = "sources"
+"""Group of all source assets."""
+
+DATASETS_PREFIX, MODELS_PREFIX = "source_datasets", "source_models"
+"""First part of the keys of each kind of source."""
+
+DATA_VERSION_TAG = "dagster/data_version"
+"""Tag by which Dagster recognises the data version of an observation."""
+
+_DATASET = "Files of a dataset, its masks or its references, which several recipes may share. Never modified."
+_MODEL = "Base model, which several recipes may share."
+
+
+def watched_addresses(recipe: Recipe) -> list[Address]:
+    """Return every folder and manifest that shows changes of the datasets and their side inputs."""
+    addresses = [path for dataset in recipe.datasets for path in (dataset.root, dataset.path)]
+    side_inputs = [each.settings.path for dataset in recipe.datasets for each in dataset.side_inputs]
+    return list(dict.fromkeys([*addresses, *(path for path in side_inputs if path is not None)]))
+
+
+def dataset_key(address: Address) -> AssetKey:
+    """Return the key of the source asset of a folder, a manifest or an address."""
+    return AssetKey([DATASETS_PREFIX, *_parts(address)])
+
+
+def dataset_keys(recipe: Recipe) -> list[AssetKey]:
+    """Return the keys of the source assets that the recipe's raw_images reads."""
+    return list(dict.fromkeys(dataset_key(address) for address in watched_addresses(recipe)))
+
+
+def model_key(recipe: Recipe) -> AssetKey:
+    """Return the key of the source asset of the recipe's base model."""
+    base, revision = recipe.model.base, recipe.model.revision
+    folder = in_project(base)
+    if revision is None and folder.is_dir():
+        return AssetKey([MODELS_PREFIX, *_parts(folder)])
+    name = base if revision is None else f"{base}@{revision}"
+    return AssetKey([MODELS_PREFIX, *(_valid(part) for part in name.split("/") if part)])
+
+
+def source_assets(recipes: Sequence[Recipe]) -> list[AssetsDefinition]:
+    """Return one source asset for each distinct dataset and base model of the recipes."""
+    addresses: dict[AssetKey, list[Address]] = {}
+    models: dict[AssetKey, Recipe] = {}
+    for recipe in recipes:
+        for address in watched_addresses(recipe):
+            # Two paths may have one key after the replacement of characters.
+            addresses.setdefault(dataset_key(address), []).append(address)
+        models.setdefault(model_key(recipe), recipe)
+
+    return [
+        *(_dataset_asset(key, list(dict.fromkeys(paths))) for key, paths in addresses.items()),
+        *(_model_asset(key, recipe) for key, recipe in models.items()),
+    ]
+
+
+def start_dependency(recipe: Recipe, recipes: Sequence[Recipe]) -> AssetKey | None:
+    """Return the trained_lora of the recipe that has written `start_from`, or None."""
+    origin = _start_recipe(recipe, recipes)
+    names: list[str] = []
+    each = origin
+    while each is not None and each.name not in names:
+        names.append(each.name)
+        each = _start_recipe(each, recipes)
+
+    # Recipes may start from each other's LoRAs in turn, but a graph has no cycles.
+    if origin is None or recipe.name in names:
+        return None
+    return asset_key(origin, "trained_lora")
+
+
+def _start_recipe(recipe: Recipe, recipes: Sequence[Recipe]) -> Recipe | None:
+    start = recipe.training.lora.start_from
+    if start is None:
+        return None
+    return next((each for each in recipes if start.is_relative_to(each.output_dir)), None)
+
+
+def _dataset_asset(key: AssetKey, addresses: Sequence[Address]) -> AssetsDefinition:
+    def version() -> str:
+        from pipeline.raw_images.scan_fingerprint import scan_fingerprint
+
+        return scan_fingerprint(addresses)
+
+    first = addresses[0]
+    uri = without_secrets(first) if isinstance(first, Url) else first.as_uri()
+    kind = first.protocol.lower() if isinstance(first, Url) else "file"
+    return _observable(key, version, description=_DATASET, kind=kind, metadata={"dagster/uri": uri})
+
+
+def _model_asset(key: AssetKey, recipe: Recipe) -> AssetsDefinition:
+    def version() -> str | None:
+        return model_version(recipe)
+
+    metadata = {"base": MetadataValue.text(without_secrets(recipe.model.base))}
+    return _observable(key, version, description=_MODEL, kind="huggingface", metadata=metadata)
+
+
+def _observable(
+    key: AssetKey,
+    version: Callable[[], str | None],
+    *,
+    description: str,
+    kind: str,
+    metadata: Mapping[str, object],
+) -> AssetsDefinition:
+    name = f"observe_{hashlib.sha256(key.to_user_string().encode('utf-8')).hexdigest()[:12]}"
+    spec = AssetSpec(key, description=description, group_name=SOURCES_GROUP, kinds={kind}, metadata=metadata)
+
+    def observe() -> Iterator[ObserveResult]:
+        with errors_as_failures():
+            current = version()
+        if current is not None:
+            yield ObserveResult(asset_key=key, data_version=DataVersion(current))
+
+    with warnings.catch_warnings():
+        # Dagster calls all of its decorators for observable assets a beta.
+        warnings.simplefilter("ignore", BetaWarning)
+        return multi_observable_source_asset(name=name, specs=[spec], can_subset=True)(observe)
+
+
+def model_version(recipe: Recipe) -> str | None:
+    """Return a text that changes with the base model's files on this machine; None if it is not on it."""
+    from pipeline.models.resolve import cached_commit
+    from pipeline.raw_images.scan_fingerprint import scan_fingerprint
+
+    folder = in_project(recipe.model.base)
+    if recipe.model.revision is None and folder.is_dir():
+        return scan_fingerprint([folder])
+    return cached_commit(recipe.model.base, recipe.model.revision)
+
+
+def new_observations(
+    instance: DagsterInstance, versions: Mapping[AssetKey, str | None]
+) -> list[AssetObservation]:
+    """Return an observation for each source with a version that differs from its latest observation."""
+    observations: list[AssetObservation] = []
+    for key, version in versions.items():
+        # Several recipes may watch one folder, so a sensor's own cursor does not know the latest.
+        latest = instance.fetch_observations(key, limit=1).records
+        observed = latest[0].asset_observation if latest else None
+        if version is not None and (observed is None or observed.tags.get(DATA_VERSION_TAG) != version):
+            observations.append(AssetObservation(key, tags={DATA_VERSION_TAG: version}))
+    return observations
+
+
+def _parts(address: Address) -> list[str]:
+    """Return the path of an address below the project, or its last name and a hash."""
+    if not isinstance(address, Url):
+        root = project_root()
+        path = Path(address)
+        if path != root and path.is_relative_to(root):
+            return [_valid(part) for part in path.relative_to(root).parts]
+    digest = hashlib.sha256(str(address).encode("utf-8", "surrogateescape")).hexdigest()[:6]
+    return [f"{_valid(address.name) or 'root'}_{digest}"]
+
+
+def _valid(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.@-]", "_", text)

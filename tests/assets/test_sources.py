@@ -1,0 +1,196 @@
+"""Datasets and base models as source assets, and what their observations change, on a real instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dagster import (
+    AssetKey,
+    AssetSelection,
+    DagsterInstance,
+    RepositoryDefinition,
+    build_sensor_context,
+    define_asset_job,
+    materialize,
+)
+from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
+from dagster._core.loader import LoadingContextForTest
+from PIL import Image
+
+from assets.definitions import build_definitions
+from assets.sources import dataset_keys, model_key, source_assets, start_dependency
+from pipeline.recipe import Recipe, project_root
+from tests.small_recipe import small_recipe
+
+FLOWERS, FACES = (AssetKey([name, "raw_images"]) for name in ("flowers", "faces"))
+
+
+@pytest.fixture
+def instance() -> Iterator[DagsterInstance]:
+    with DagsterInstance.ephemeral() as instance:
+        yield instance
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, tiny_sd: Path) -> list[Recipe]:
+    """Two recipes that read one folder with one image."""
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "data" / "rose.png")
+    (tmp_path / "data" / "rose.txt").write_text("a rose", encoding="utf-8")
+    model = {"base": tiny_sd}
+    return [
+        small_recipe(tmp_path, name, output_dir=tmp_path / name, model=model) for name in ("flowers", "faces")
+    ]
+
+
+def stale(repository: RepositoryDefinition, instance: DagsterInstance) -> dict[AssetKey, list[str]]:
+    """Return the reasons why Dagster's UI shows raw_images of a recipe as unsynced."""
+    resolver = CachingStaleStatusResolver(instance, repository.asset_graph, LoadingContextForTest(instance))
+    return {
+        key: [cause.reason for cause in resolver.get_stale_causes(key)]
+        for key in (FLOWERS, FACES)
+        if resolver.get_status(key) != StaleStatus.FRESH
+    }
+
+
+def tick(repository: RepositoryDefinition, instance: DagsterInstance, recipe: str, cursor: str | None) -> str:
+    """Evaluate a tick of a recipe's sensor, store its observations like the daemon, and return its cursor."""
+    sensor = repository.get_sensor_def(f"{recipe}_dataset_changed")
+    context = build_sensor_context(
+        instance, cursor=cursor, repository_def=repository, sensor_name=sensor.name
+    )
+    result = sensor.evaluate_tick(context)
+    for event in result.asset_events:
+        instance.report_runless_asset_event(event)
+    assert result.cursor is not None
+    return result.cursor
+
+
+def num_observations(instance: DagsterInstance, key: AssetKey) -> int:
+    return len(instance.fetch_observations(key, limit=100).records)
+
+
+def test_M3_a_changed_file_of_a_shared_folder_makes_both_recipes_unsynced(
+    recipes: list[Recipe], instance: DagsterInstance, tmp_path: Path
+) -> None:
+    repository = build_definitions(recipes).get_repository_def()
+    (source,) = dataset_keys(recipes[0])
+    assert [source] == dataset_keys(recipes[1])
+    for key in (FLOWERS, FACES):
+        assert source in repository.asset_graph.get(key).parent_keys
+
+    def scan() -> None:
+        selection = AssetSelection.assets(FLOWERS, FACES).without_checks()
+        assert materialize(
+            [*repository.asset_graph.assets_defs], selection=selection, instance=instance
+        ).success
+
+    cursor = tick(repository, instance, "flowers", None)
+    scan()
+    assert stale(repository, instance) == {}
+    cursor = tick(repository, instance, "flowers", cursor)
+    tick(repository, instance, "faces", None)
+    assert num_observations(instance, source) == 1, "an unchanged folder is observed once, whoever watches it"
+    assert stale(repository, instance) == {}
+
+    (tmp_path / "data" / "rose.txt").write_text("a red rose", encoding="utf-8")
+    tick(repository, instance, "flowers", cursor)
+    reasons = ["has a new dependency data version"]
+    assert stale(repository, instance) == {FLOWERS: reasons, FACES: reasons}
+    scan()
+    assert stale(repository, instance) == {}
+
+
+def test_observe_in_the_ui_gives_the_version_that_the_sensor_gives(
+    recipes: list[Recipe], instance: DagsterInstance, tmp_path: Path
+) -> None:
+    definitions = build_definitions(recipes)
+    repository = definitions.get_repository_def()
+    (source,) = dataset_keys(recipes[0])
+    tick(repository, instance, "flowers", None)
+    job = define_asset_job("observe", AssetSelection.assets(source))
+    resolved = job.resolve(asset_graph=repository.asset_graph)
+    assert resolved.execute_in_process(instance=instance).success
+    observed, expected = instance.fetch_observations(source, limit=2).records
+    versions = [each.asset_observation.tags["dagster/data_version"] for each in (observed, expected)]
+    assert versions[0] == versions[1]
+
+
+def test_the_files_of_a_local_base_model_are_observed(tmp_path: Path, instance: DagsterInstance) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}", encoding="utf-8")
+    recipe = small_recipe(tmp_path, model={"base": tmp_path / "base"})
+    repository = build_definitions([recipe]).get_repository_def()
+    for asset in ("vae_latents", "text_embeddings", "trained_lora"):
+        assert model_key(recipe) in repository.asset_graph.get(AssetKey(["flowers", asset])).parent_keys
+    cursor = tick(repository, instance, "flowers", None)
+    cursor = tick(repository, instance, "flowers", cursor)
+    assert num_observations(instance, model_key(recipe)) == 1
+    (tmp_path / "base" / "config.json").write_text("[]", encoding="utf-8")
+    tick(repository, instance, "flowers", cursor)
+    assert num_observations(instance, model_key(recipe)) == 2
+
+
+def test_a_base_model_that_is_not_on_this_machine_is_a_source_without_observations(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    (tmp_path / "data").mkdir()
+    recipe = small_recipe(tmp_path)
+    key = model_key(recipe)
+    assert key == AssetKey(["source_models", "models", "none"])
+    tick(build_definitions([recipe]).get_repository_def(), instance, "flowers", None)
+    assert num_observations(instance, key) == 0
+
+
+def test_each_dataset_and_base_model_is_one_source(recipes: list[Recipe]) -> None:
+    keys = [key for asset in source_assets(recipes) for key in asset.keys]
+    assert sorted(keys) == sorted([*dataset_keys(recipes[0]), model_key(recipes[0])])
+
+
+def test_the_keys_of_sources_are_paths_of_the_project_or_names_with_a_hash(tmp_path: Path) -> None:
+    inside = small_recipe(tmp_path, datasets=[{"name": "a", "path": project_root() / "data" / "my flowers"}])
+    assert dataset_keys(inside) == [AssetKey(["source_datasets", "data", "my_flowers"])]
+    remote = small_recipe(tmp_path, datasets=[{"name": "a", "path": "memory://bucket/flowers"}])
+    (key,) = dataset_keys(remote)
+    assert key.path[1].startswith("flowers_")
+    assert len(key.path[1]) == len("flowers_") + 6
+    revision = small_recipe(tmp_path, model={"base": "owner/name", "revision": "v1"})
+    assert model_key(revision) == AssetKey(["source_models", "owner", "name@v1"])
+
+
+def started_from(folder: Path, name: str, origin: str | None) -> Recipe:
+    training = (
+        {}
+        if origin is None
+        else {"training": {"lora": {"start_from": folder / origin / "runs" / "a.safetensors"}}}
+    )
+    return small_recipe(folder, name, output_dir=folder / name, **training)
+
+
+def test_a_recipe_that_starts_from_the_lora_of_another_depends_on_it(tmp_path: Path) -> None:
+    base, later = started_from(tmp_path, "base", None), started_from(tmp_path, "later", "base")
+    graph = build_definitions([base, later]).get_repository_def().asset_graph
+    assert AssetKey(["base", "trained_lora"]) in graph.get(AssetKey(["later", "trained_lora"])).parent_keys
+
+
+def test_recipes_that_start_from_each_other_or_themselves_have_no_such_dependency(tmp_path: Path) -> None:
+    one, two = started_from(tmp_path, "one", "two"), started_from(tmp_path, "two", "one")
+    three = started_from(tmp_path, "three", "three")
+    recipes = [
+        one,
+        two,
+        three,
+        started_from(tmp_path, "four", "one"),
+        started_from(tmp_path, "five", "elsewhere"),
+    ]
+    assert [start_dependency(each, recipes) for each in recipes] == [
+        None,
+        None,
+        None,
+        AssetKey(["one", "trained_lora"]),
+        None,
+    ]
+    assert build_definitions(recipes).get_repository_def().get_job("one_train") is not None
