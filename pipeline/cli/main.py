@@ -33,6 +33,7 @@ COMMANDS = {
     "pack": "pipeline.cli.pack",
     "gc": "pipeline.cli.gc",
     "sample": "pipeline.cli.sample",
+    "compare": "pipeline.cli.compare",
     "export": "pipeline.cli.export",
     "provenance": "pipeline.cli.provenance",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",

@@ -1,17 +1,25 @@
-"""`latentline run`: execute a recipe's job, with progress and a summary on the terminal."""
+"""`latentline run`: execute the jobs of recipes, with progress and a summary on the terminal."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from pipeline.cli.conventions import RECIPE
-from pipeline.errors import FileAccessError
+from pipeline.cli.conventions import RECIPE, echo
+from pipeline.errors import RUN_RECIPE, FileAccessError, counted
 from pipeline.recipe import Recipe, project_root
 from pipeline.recipe.load import CONFIGS_VARIABLE
+from pipeline.reporting.progress import duration_text
+from pipeline.reporting.terminal import TERMINAL_VARIABLE
 from pipeline.storage.addresses import expanded
 
 HOME_VARIABLE = "DAGSTER_HOME"
@@ -19,31 +27,144 @@ HOME_VARIABLE = "DAGSTER_HOME"
 RUN_MODULE = "assets.run"
 """Module that executes the job. It imports Dagster, so this package only starts it by name."""
 
+STOPPED_STATUS = 130
+"""Exit status of a command that Ctrl-C ended."""
+
 
 @click.command(short_help="Encode what the cache lacks, and train the LoRA.")
-@click.argument("recipe", type=RECIPE)
-@click.option("--cache-only", is_flag=True, help="Stop before training: execute only the cache job.")
-def command(recipe: Recipe, cache_only: bool) -> None:
+@click.argument("recipes", metavar="RECIPE...", type=RECIPE, nargs=-1, required=True)
+@click.option("--cache-only", is_flag=True, help="Stop before training: execute only the cache jobs.")
+@click.option("--stop", is_flag=True, help="With several recipes, stop after the first that fails.")
+def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool) -> None:
     """Check the images and captions of RECIPE, encode those that the cache lacks, and train the LoRA.
+
+    Several recipes run one after the other, and a failure does not stop the others. All of them are read
+    before the first one starts.
 
     Ctrl-C stops the run after a checkpoint. The same command resumes it.
 
     The run is the Dagster job RECIPE_train, or RECIPE_cache with --cache-only, in the instance of the project
     (.dagster/), so that `make ui` shows it. DAGSTER_HOME selects another instance.
 
-    The exit status is 0 if the job finished, 1 after an error or if a check stopped the job, and 130 if you
+    The exit status is 0 if all jobs finished, 1 after an error or if a check stopped a job, and 130 if you
     stopped it.
     """
+    home = dagster_home()
+    if len(recipes) == 1:
+        # The imports of the job take seconds.
+        echo(f"starting {recipes[0].name}", err=True)
+        # The module replaces this process, so that signals and the exit status need no forwarding.
+        arguments, environment = _job_command(recipes[0], home, cache_only=cache_only)
+        os.execve(sys.executable, arguments, environment)  # noqa: S606 - no shell is wanted
+
+    names = [recipe.name for recipe in recipes]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise click.UsageError(f"Each recipe runs once; remove the repetition of {', '.join(repeated)}.")
+    results = _run_in_turn(recipes, home, cache_only=cache_only, stop=stop)
+    echo("\n" + results_text(recipes, results, cache_only=cache_only))
+    sys.exit(_status(recipes, results))
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How the job of one of several recipes ended; `status` is its exit status."""
+
+    status: int
+    seconds: float
+
+
+def _run_in_turn(
+    recipes: Sequence[Recipe], home: Path, *, cache_only: bool, stop: bool
+) -> dict[str, JobResult]:
+    """Execute the jobs, and return the results of those that were started, by recipe."""
+    results: dict[str, JobResult] = {}
+    for number, recipe in enumerate(recipes, start=1):
+        if number > 1:
+            echo("", err=True)
+        echo(f"starting {recipe.name}, {number} of {len(recipes)}", err=True)
+        started_s = time.monotonic()
+        status = _run_and_wait(*_job_command(recipe, home, cache_only=cache_only))
+        results[recipe.name] = JobResult(status, time.monotonic() - started_s)
+        if status == STOPPED_STATUS or (status and stop):
+            break
+    return results
+
+
+def _run_and_wait(arguments: list[str], environment: Mapping[str, str]) -> int:
+    with _signals_forwarded() as processes:
+        process = subprocess.Popen(arguments, env=environment)
+        processes.append(process)
+        status = process.wait()
+    # A process that a signal ended has its negative number as status.
+    return STOPPED_STATUS if status in (-signal.SIGINT, -signal.SIGTERM) else abs(status)
+
+
+@contextmanager
+def _signals_forwarded() -> Generator[list[subprocess.Popen[bytes]]]:
+    """Send SIGTERM to the listed processes, and SIGINT unless a terminal sends it to all of its processes."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, _: object) -> None:
+        # Ctrl-C reaches the job itself, which saves a checkpoint and ends.
+        if number == signal.SIGTERM or TERMINAL_VARIABLE not in os.environ:
+            for process in processes:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield processes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _job_command(recipe: Recipe, home: Path, *, cache_only: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the command that executes the recipe's job, and its environment."""
     environment = {
         **os.environ,
-        HOME_VARIABLE: str(dagster_home()),
+        HOME_VARIABLE: str(home),
         CONFIGS_VARIABLE: str(recipe.source.parent),
     }
     job = f"{recipe.name}_{'cache' if cache_only else 'train'}"
+    return [sys.executable, "-m", RUN_MODULE, str(recipe.source), job], environment
 
-    # The module replaces this process, so that signals and the exit status need no forwarding.
-    arguments = [sys.executable, "-m", RUN_MODULE, str(recipe.source), job]
-    os.execve(sys.executable, arguments, environment)  # noqa: S606 - no shell is wanted
+
+def results_text(
+    recipes: Sequence[Recipe], results: Mapping[str, JobResult], *, cache_only: bool = False
+) -> str:
+    """Return a line for all recipes, and one for each with its outcome, its time and its LoRA."""
+    outcomes = {recipe.name: _outcome(results.get(recipe.name)) for recipe in recipes}
+    number_of = {
+        outcome: list(outcomes.values()).count(outcome) for outcome in dict.fromkeys(outcomes.values())
+    }
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in number_of.items())
+    lines = [f"{counted(len(recipes), 'recipe')}: {counts}"]
+
+    name_width, outcome_width = (max(map(len, texts)) for texts in (outcomes, number_of))
+    for recipe in recipes:
+        result, outcome = results.get(recipe.name), outcomes[recipe.name]
+        line = f"  {recipe.name:<{name_width}}  {outcome:<{outcome_width}}"
+        line += f"  {'' if result is None else duration_text(result.seconds):>8}"
+        if outcome == "done" and not cache_only:
+            line += f"  {recipe.registered_output}/lora"
+        lines.append(line.rstrip())
+    if unfinished := [name for name, outcome in outcomes.items() if outcome != "done"]:
+        options = " --cache-only" if cache_only else ""
+        lines.append(f"  to continue: {RUN_RECIPE} {' '.join(unfinished)}{options}")
+    return "\n".join(lines)
+
+
+def _outcome(result: JobResult | None) -> str:
+    if result is None:
+        return "not started"
+    return {0: "done", STOPPED_STATUS: "stopped"}.get(result.status, "failed")
+
+
+def _status(recipes: Sequence[Recipe], results: Mapping[str, JobResult]) -> int:
+    statuses = [result.status for result in results.values()]
+    if STOPPED_STATUS in statuses:
+        return STOPPED_STATUS
+    return 1 if any(statuses) or len(results) < len(recipes) else 0
 
 
 def dagster_home() -> Path:

@@ -33,6 +33,7 @@ def picture_grid(
     *,
     title: str = "",
     cell_px: int = CELL_PX,
+    label_px: int = LABEL_PX,
 ) -> Image.Image:
     """Return an RGB picture with a heading above each column and a label to the left of each row.
 
@@ -41,11 +42,12 @@ def picture_grid(
         headings: Texts above the columns, which are wrapped to the width of a cell.
         title: Text above the grid; empty for none.
         cell_px: Edge of the square that each picture is fitted into.
+        label_px: Width of the labels.
     """
     from PIL import Image, ImageDraw
 
     line_px = line_height_px(TEXT_PX)
-    label_px = LABEL_PX if any(label for label, _ in rows) else _GAP_PX
+    label_px = label_px if any(label for label, _ in rows) else _GAP_PX
     width_px = label_px + len(headings) * (cell_px + _GAP_PX)
     title_lines = wrapped(title, TEXT_PX, width_px=width_px - 2 * _GAP_PX, max_lines=MAX_HEADING_LINES)
     heading_lines = [
@@ -63,7 +65,7 @@ def picture_grid(
 
     for row, (label, pictures) in enumerate(rows):
         row_px = top_px + row * (cell_px + _GAP_PX)
-        lines = wrapped(label, TEXT_PX, width_px=label_px - 2 * _GAP_PX, max_lines=6)
+        lines = wrapped(label, TEXT_PX, width_px=label_px - 2 * _GAP_PX, max_lines=max(1, cell_px // line_px))
         write_lines(draw, lines, left_px=_GAP_PX, top_px=row_px, size_px=TEXT_PX)
         for column, picture in enumerate(pictures):
             if picture is not None:

@@ -53,11 +53,12 @@ def difference_from_latest(layout: RunLayout, facts: Facts, samples: pl.DataFram
     except (OSError, ValueError) as err:
         return f"how it differs from {earlier.folder.name} is unknown: {earlier.facts}: {err}"
 
-    differences = describe_difference(facts_before, facts, _samples_of(earlier), samples)
+    differences = describe_difference(facts_before, facts, samples_of(earlier), samples)
     return f"it differs from {earlier.folder.name} in {'; '.join(differences)}"
 
 
-def _samples_of(run: RunLayout) -> pl.DataFrame | None:
+def samples_of(run: RunLayout) -> pl.DataFrame | None:
+    """Return the table of a run's samples; None if it is missing, damaged or from an earlier release."""
     # A run can be compared without its samples, and a damaged table must not stop a training.
     table = run.folder / SAMPLES_FILE
     try:

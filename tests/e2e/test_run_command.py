@@ -20,6 +20,7 @@ from diffusers import StableDiffusionPipeline
 
 from pipeline.recipe.check_specs import SPECS
 from resources.run_worker import MACHINE_TAG
+from resources.summarized_executor import COMMAND_TAG
 from tests.command_line import latentline_command
 from tests.e2e.daemon import make_home
 from tests.e2e.problems import problem_of
@@ -60,9 +61,14 @@ def test_a_run_prints_a_line_per_asset_and_a_summary_and_is_in_the_instance(fres
     transcript = run_small(fresh, home)
     assert transcript.status == 0, transcript.text
     assert len(transcript.lines) < 40
-    names = [line.split()[0] for line in transcript.lines[: len(SPECS)]]
+    assert transcript.lines[0] == "starting small"
+    names = [match[1] for line in transcript.lines if (match := re.fullmatch(r"  (\w+) +[0-9.]+ s", line))]
     assert sorted(names) == sorted(SPECS), "one line per asset"
-    assert transcript.lines[-1] == f"  LoRA      {fresh.out / 'lora'}"
+    (note,) = [line for line in transcript.lines if "note: " in line]
+    assert re.search(
+        r"note: \d+ steps? to train: run \w{16} is new; it is the first run of this recipe", note
+    )
+    assert f"  LoRA      {fresh.out / 'lora'}" in transcript.lines
     assert "DEBUG" not in transcript.raw
     assert "steps, loss" in transcript.raw, "a progress bar was drawn"
     assert re.search(r"loss [0-9.]+ \(first\) to [0-9.]+ \(last\)", transcript.text), (
@@ -158,6 +164,8 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
     ]
     assert "Traceback" not in transcript.raw
     assert "failed" not in transcript.text
+    (run,) = DagsterInstance.from_config(str(home)).get_runs()
+    assert (run.status, run.tags[COMMAND_TAG]) == (DagsterRunStatus.CANCELED, "latentline run small")
 
 
 @pytest.mark.slow
@@ -169,6 +177,32 @@ def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home
     assert "Stopped: " in transcript.text
     assert "Traceback" not in transcript.raw
     assert len(transcript.lines) < 10
+
+
+def test_several_recipes_run_in_turn_and_a_failure_stops_the_others_only_with_stop(cached, home) -> None:
+    """The first recipe fails at once: its images are in no folder."""
+    text = cached.file.read_text("utf-8")
+    for name in ("first", "last"):
+        copy = text.replace(str(cached.out), str(cached.root / name))
+        data = "gone" if name == "first" else cached.data.name
+        copy = copy.replace(str(cached.data), str(cached.data.with_name(data)))
+        cached.file.with_name(f"{name}.yaml").write_text(copy, encoding="utf-8")
+    both = latentline_command("run", "first", "last", "--cache-only")
+    stopped = cached.run([*both, "--stop"], DAGSTER_HOME=str(home))
+    assert stopped.returncode == 1
+    assert stopped.stdout.splitlines()[-4:] == [
+        "2 recipes: 1 failed, 1 not started",
+        *[line for line in stopped.stdout.splitlines() if line.startswith("  first  failed ")],
+        "  last   not started",
+        "  to continue: latentline run first last --cache-only",
+    ]
+    completed = cached.run(both, DAGSTER_HOME=str(home))
+    assert completed.returncode == 1
+    assert "2 recipes: 1 failed, 1 done" in completed.stdout
+    assert "last_cache: done after" in completed.stdout
+    assert "to continue: latentline run first --cache-only" in completed.stdout
+    runs = DagsterInstance.from_config(str(home)).get_runs()
+    assert sorted(run.job_name for run in runs) == ["first_cache", "first_cache", "last_cache"]
 
 
 LOST_INTERRUPT = """
