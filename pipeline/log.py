@@ -12,6 +12,9 @@ Log: TypeAlias = Callable[[str], None]
 NOTE = "note: "
 """Start of a line that stays on a terminal, where the next line replaces any other line of progress."""
 
+WARNING = "warning: "
+"""Start of a warning, which stays on a terminal too."""
+
 
 def discard(_line: str) -> None:
     """Ignore a line; the `Log` of callers that report nothing."""

@@ -22,6 +22,7 @@ from dagster import (
 
 from pipeline.errors import LatentlineError
 from pipeline.escaping import markdown_block, printable_lines, without_secrets
+from pipeline.reporting.colours import coloured
 from pipeline.storage.addresses import Url
 from resources.problems import (
     INTERRUPTIONS,
@@ -110,7 +111,9 @@ def write_parts(parts: Sequence[str], stream: TextIO) -> None:
 
     # The stream's encoding may lack a character, and its reader may have gone away.
     with suppress(OSError, ValueError):
-        os.write(stream.fileno(), text.encode(stream.encoding or "utf-8", "backslashreplace"))
+        os.write(
+            stream.fileno(), coloured(text, stream).encode(stream.encoding or "utf-8", "backslashreplace")
+        )
 
 
 def summarize_run(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from dagster import DagsterEvent, DagsterEventType, logger
+from dagster import AssetCheckSeverity, DagsterEvent, DagsterEventType, logger
 
 from pipeline.background import in_background
 from pipeline.escaping import printable_lines
-from pipeline.log import NOTE
+from pipeline.log import NOTE, WARNING
+from pipeline.reporting.colours import coloured
 from resources.gpu_pool import WAITING
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _PYTHON_LOGGER = "latentline.terminal"
 _STANDARD_ERROR = "standard error"
 _CLEAR_LINE = "\r\x1b[K"
 _NAME_WIDTH = len("validated_dataset")
+_DEFAULT_COLUMNS = 80
 
 _DAGSTERS_OWN = ("[pipes]", "Dependencies for step ")
 """Starts of messages that Dagster itself logs in the name of a step."""
@@ -102,7 +105,8 @@ class TerminalHandler(logging.Handler):
     """Writes the messages of one run.
 
     On a terminal, the newest message of a step is a status line, which the next one replaces, unless it
-    begins with `NOTE`. Progress bars use the same line. Any other stream receives one line per message.
+    begins with `NOTE` or `WARNING`. Progress bars use the same line. Any other stream receives one line per
+    message, with its time of day. Checks that warn are shown as soon as they were evaluated.
 
     Attributes:
         run_id: Id of the run; None until it has logged something.
@@ -154,9 +158,9 @@ class TerminalHandler(logging.Handler):
             elif message.startswith(_DAGSTERS_OWN):
                 pass
             elif level >= logging.WARNING:
-                self._write_line(f"  {name:<{_NAME_WIDTH}}  warning: {message}")
+                self._show_message(name, f"{WARNING}{message}", time_s)
             elif level >= logging.INFO:
-                self._show_message(name, message)
+                self._show_message(name, message, time_s)
         except OSError:  # a closed terminal must not stop the run
             self._has_status_line = False
 
@@ -172,25 +176,43 @@ class TerminalHandler(logging.Handler):
         if event.event_type == DagsterEventType.STEP_START:
             self._step_started_s = time_s
             if self._has_status_line:
-                self._show_message(name, "started")
+                self._show_message(name, "started", time_s)
         elif event.event_type == DagsterEventType.STEP_SUCCESS:
-            self._write_line(f"  {name:<{_NAME_WIDTH}}  {time_s - self._step_started_s:6.1f} s")
+            self._write_line(f"  {name:<{_NAME_WIDTH}}  {time_s - self._step_started_s:6.1f} s", time_s)
         elif event.event_type == DagsterEventType.STEP_FAILURE and is_bug(event):
-            self._write_line(printable_lines(event.step_failure_data.error_display_string))
+            self._write_line(printable_lines(event.step_failure_data.error_display_string), time_s)
         elif event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata:
-            self._show_message(name, WAITING)
+            self._show_message(name, WAITING, time_s)
+        elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
+            self._show_check(event, name, time_s)
 
-    def _show_message(self, name: str, message: str) -> None:
+    def _show_check(self, event: DagsterEvent, name: str, time_s: float) -> None:
+        # The summary lists warnings too, but comes after a training that they may make worthless.
+        evaluation = event.asset_check_evaluation_data
+        if not evaluation.passed and evaluation.severity == AssetCheckSeverity.WARN:
+            summary = evaluation.metadata.get("summary")
+            text = printable_lines(str(summary.value).split("\n")[0]) if summary else ""
+            self._show_message(name, f"{WARNING}{evaluation.check_name}: {text}", time_s)
+
+    def _show_message(self, name: str, message: str, time_s: float) -> None:
         text = f"  {name:<{_NAME_WIDTH}}  {message}"
-        if not self._has_status_line or message.startswith(NOTE):
-            self._write_line(text)
+        if not self._has_status_line or message.startswith((NOTE, WARNING)):
+            self._write_line(text, time_s)
             return
-        columns = shutil.get_terminal_size().columns
-        self._stream.write(_CLEAR_LINE + " ".join(text.splitlines())[: columns - 1])
+        self._stream.write(_CLEAR_LINE + " ".join(text.splitlines())[: self._columns() - 1])
         self._stream.flush()
 
-    def _write_line(self, text: str) -> None:
-        self._stream.write(f"{_CLEAR_LINE if self._has_status_line else ''}{text}\n")
+    def _columns(self) -> int:
+        # Of the terminal itself, because standard output is redirected while a run is shown.
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or _DEFAULT_COLUMNS
+        except (OSError, ValueError):
+            return _DEFAULT_COLUMNS
+
+    def _write_line(self, text: str, time_s: float) -> None:
+        time_of_day = time.strftime("%H:%M:%S", time.localtime(time_s))
+        start = _CLEAR_LINE if self._has_status_line else time_of_day
+        self._stream.write(f"{start}{coloured(text, self._stream)}\n")
         self._stream.flush()
 
 

@@ -17,6 +17,7 @@ import click
 
 from pipeline.errors import LatentlineError
 from pipeline.escaping import printable_lines, without_secrets
+from pipeline.reporting.colours import coloured
 from pipeline.reporting.terminal import find_terminal
 
 DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
@@ -118,5 +119,5 @@ def _open_closed_streams() -> None:
 
 def _exit_with(error: LatentlineError, context: Mapping[str, str]) -> NoReturn:
     text = error.text().replace("<recipe>", context.get("recipe", "<recipe>"))
-    click.echo(f"{type(error).__name__}: {text}", err=True)
+    click.echo(coloured(f"{type(error).__name__}: {text}", sys.stderr), err=True)
     sys.exit(1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import counted
+from pipeline.errors import RUN_RECIPE, counted
 from pipeline.reporting.reports import Report
 
 REJECTING_STAGES = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents")
@@ -60,6 +60,8 @@ def run_summary(run: RunResult) -> str:
         *_cache_lines(run.reports),
         *_check_lines(run.checks),
         *_training_lines(run),
+        *_page_lines(run),
+        *_next_lines(run),
     ]
     width = max((len(name) for name, _ in lines), default=0)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
@@ -118,8 +120,6 @@ def _training_lines(run: RunResult) -> list[tuple[str, str]]:
     text = counted(int(report["steps"]), "step")
     if report.get("first_loss") is not None:
         text += f", loss {report['first_loss']:.4f} (first) to {report['last_loss']:.4f} (last)"
-    if report.get("noise_below_half") is not None:
-        text += f", {report['noise_below_half']:.0%} of noise levels below 0.5"
     if report.get("from_checkpoint"):
         text += "; from the checkpoint of this step, without training"
     elif not report["launched"]:
@@ -128,5 +128,36 @@ def _training_lines(run: RunResult) -> list[tuple[str, str]]:
         text += f"; resumed from step {int(report['resumed_from']):,}"
     lines = [("training", text)]
     if report.get("difference"):
-        lines.append(("new run", report["difference"]))
+        lines.append(("new run", f"{report['run']}; {report['difference']}"))
+    elif report.get("run"):
+        lines.append(("run", report["run"]))
     return [*lines, ("LoRA", str(run.output_dir / "lora"))]
+
+
+def _page_lines(run: RunResult) -> list[tuple[str, str]]:
+    """Return the pages that the run wrote, which say more than the lines above."""
+    pages = {
+        "validated_dataset": ("dataset", "dataset/index.html"),
+        "trained_lora": ("pictures", "trained_lora/samples.jpg"),
+    }
+    paths = [
+        (label, run.output_dir / "reports" / page)
+        for asset, (label, page) in pages.items()
+        if asset in run.reports
+    ]
+    return [(label, str(path)) for label, path in paths if path.is_file()]
+
+
+def _next_lines(run: RunResult) -> list[tuple[str, str]]:
+    """Return the commands that most people run next."""
+    if any(check.closes for check in run.checks):
+        return []
+    report = run.reports.get("trained_lora")
+    if report is None:
+        is_cached = {"vae_latents", "text_embeddings"} <= run.reports.keys()
+        return [("next", f"{RUN_RECIPE} {run.recipe}   trains the LoRA")] if is_cached else []
+    sample, export = f"latentline sample {run.recipe} --step all", f"latentline export {run.recipe} --step N"
+    return [
+        ("next", f"{sample}   draws pictures at each saved step"),
+        ("", f"{export}   publishes the best step in lora/"),
+    ]

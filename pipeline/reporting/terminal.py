@@ -19,6 +19,8 @@ TERMINAL_VARIABLE = "LATENTLINE_TERMINAL"
 REDRAW_S = 0.2
 """Shortest time between two redraws of a bar, in seconds."""
 
+_CLEAR_LINE = "\r\x1b[K"
+
 _DEFAULT_SIZE = (80, 24)
 """Columns and lines assumed for a terminal that does not report both."""
 
@@ -89,6 +91,8 @@ class ProgressBar:
             self._tqdm.n = done or 0
             self._tqdm.total = total
             self._tqdm.set_postfix_str(note, refresh=False)
+            # Another process may have written a status line to the same line since, longer than the bar.
+            self._file.write(_CLEAR_LINE)
             self._tqdm.refresh()
 
     def close(self) -> None:

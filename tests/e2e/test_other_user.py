@@ -96,5 +96,5 @@ def test_the_job_works_for_another_user_in_another_folder(workspace: Workspace) 
         check=False,
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    assert process.stdout.splitlines()[-1] == f"  LoRA      {workspace.out / 'lora'}"
+    assert f"  LoRA      {workspace.out / 'lora'}" in process.stdout.splitlines()
     assert (workspace.out / "lora" / "pytorch_lora_weights.safetensors").stat().st_uid == NOBODY

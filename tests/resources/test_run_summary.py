@@ -145,6 +145,8 @@ def test_a_good_run_has_the_numbers_of_its_recipe_and_no_problem(run_step, small
         "  gates     0 passed, 0 warnings",
         "  training  3 steps",
         f"  LoRA      {small.output_dir}/lora",
+        "  next      latentline sample small --step all   draws pictures at each saved step",
+        "            latentline export small --step N   publishes the best step in lora/",
     ]
 
 

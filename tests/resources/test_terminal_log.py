@@ -2,18 +2,25 @@
 
 import io
 import logging
+import os
+import re
 import sqlite3
 import sys
+import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 from dagster import (
+    AssetCheckResult,
+    AssetCheckSeverity,
+    AssetCheckSpec,
     AssetExecutionContext,
     DagsterInstance,
     Definitions,
+    MaterializeResult,
     asset,
     define_asset_job,
 )
@@ -30,6 +37,18 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.fixture(autouse=True)
+def no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def without_times(text: str) -> list[str]:
+    """Return the lines without the time of day, which each of them must begin with."""
+    lines = text.splitlines()
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", line[:8]) for line in lines), text
+    return [line[8:] for line in lines]
 
 
 def output_of(body: Body, stream: io.StringIO) -> str:
@@ -67,7 +86,7 @@ def test_the_event_log_shows_the_same_lines_as_the_logger() -> None:
     stream = io.StringIO()
     with DagsterInstance.ephemeral() as instance, show_run(stream, instance) as handler:
         assert execute(body, instance) == handler.run_id
-    lines = stream.getvalue().splitlines()
+    lines = without_times(stream.getvalue())
     assert lines[:2] == ["  raw_images         5 image files", "  raw_images         warning: no\\x1b GPU"]
     finished = lines[2]
     assert finished.startswith("  raw_images  ")
@@ -135,18 +154,62 @@ def test_a_terminal_keeps_a_note() -> None:
     assert "\r\x1b[K  raw_images         after\r" in text
 
 
-def test_a_status_line_is_truncated_to_one_line_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    text = output_of(log(logging.INFO, "first\nsecond " + "x" * 80), Terminal())
-    [status] = [part for part in text.split("\r\x1b[K") if "first" in part]
-    assert status.startswith("  raw_images         first second xxx")
-    assert len(status) == 39
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
+def test_a_status_line_is_truncated_to_the_width_of_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to that of standard output, which is redirected while a run is shown."""
+    monkeypatch.setenv("COLUMNS", "300")
+    controller, device = os.openpty()
+    termios.tcsetwinsize(device, (24, 100))
+
+    class WideTerminal(Terminal):
+        def fileno(self) -> int:
+            return device
+
+    for stream, columns in ((WideTerminal(), 100), (Terminal(), 80)):
+        text = output_of(log(logging.INFO, "first\nsecond " + "x" * 180), stream)
+        [status] = [part for part in text.split("\r\x1b[K") if "first" in part]
+        assert status.startswith("  raw_images         first second xxx")
+        assert len(status) == columns - 1
+    os.close(controller)
+    os.close(device)
+
+
+def test_a_check_that_warns_is_shown_at_once_and_one_that_passes_is_not() -> None:
+    @asset(
+        name="small__raw_images", check_specs=[AssetCheckSpec(n, asset="small__raw_images") for n in "abc"]
+    )
+    def step(context: AssetExecutionContext) -> Iterator[object]:
+        yield MaterializeResult()
+        metadata = {"summary": "2 odd images\nsecond line"}
+        warn = AssetCheckSeverity.WARN
+        yield AssetCheckResult(passed=False, check_name="a", severity=warn, metadata=metadata)
+        yield AssetCheckResult(passed=True, check_name="b", severity=warn, metadata=metadata)
+        yield AssetCheckResult(passed=False, check_name="c", metadata=metadata)
+        context.log.info("after the checks")
+
+    stream = io.StringIO()
+    job = define_asset_job("small_cache", config={"loggers": {TERMINAL_LOGGER: {}}})
+    definitions = Definitions([step], jobs=[job], loggers={TERMINAL_LOGGER: terminal_logger})
+    with show_run(stream), DagsterInstance.ephemeral() as instance:
+        definitions.resolve_job_def("small_cache").execute_in_process(instance=instance)
+    lines = without_times(stream.getvalue())
+    assert [line for line in lines if "odd images" in line] == [
+        "  raw_images         warning: a: 2 odd images"
+    ]
+
+
+def test_warnings_in_messages_stay_on_a_terminal() -> None:
+    text = output_of(log(logging.INFO, "warning: no GPU", "after"), Terminal())
+    warning, finished, _ = shown_lines(text)
+    assert warning == "  raw_images         warning: no GPU"
+    assert finished.endswith(" s")
 
 
 def test_another_stream_receives_each_message_without_control_characters() -> None:
     text = output_of(log(logging.INFO, "one", "two", "[pipes] opened"), io.StringIO())
-    assert text.splitlines()[:2] == ["  raw_images         one", "  raw_images         two"]
-    assert len(text.splitlines()) == 3
+    lines = without_times(text)
+    assert lines[:2] == ["  raw_images         one", "  raw_images         two"]
+    assert len(lines) == 3
     assert "\x1b" not in text
 
 
@@ -171,4 +234,4 @@ def test_runs_of_one_process_write_to_the_standard_error_of_their_time(
         with io.StringIO() as stream, monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
             execute(log(logging.INFO, message))
-            assert stream.getvalue().splitlines()[0] == f"  raw_images         {message}"
+            assert without_times(stream.getvalue())[0] == f"  raw_images         {message}"

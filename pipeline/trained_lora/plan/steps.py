@@ -18,12 +18,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.errors import TrainingError, counted
+from pipeline.errors import TrainingError, counted, verb
 from pipeline.trained_lora.plan.batching import Epoch, Epochs, Underfilled
 from pipeline.trained_lora.plan.inputs import PlanInputs
 from pipeline.trained_lora.plan.mixing import Draws, Exhausted, Mix
@@ -320,3 +320,17 @@ def _require_batches(micro_batches: int, sizes: Mapping[str, int], capacity: int
             where="buckets.underfilled: drop",
             fix="set underfilled to partial or repeat, lower training.batch_size, or use fewer buckets",
         )
+
+
+def plan_text(numbers: Mapping[str, Any]) -> str:
+    """Return the result of `TrainingPlan.numbers` as a person reads it; whole batches are not mentioned."""
+    text = f"{counted(numbers['steps'], 'step')} ({numbers['epochs']:,g} epochs of "
+    text += f"{counted(numbers['steps_per_epoch'], 'step')}), "
+    text += f"{counted(numbers['global_batch_size'], 'sample')} per step"
+    if dropped := numbers["dropped_per_epoch"]:
+        return f"{text}; each epoch leaves out {counted(dropped, 'sample')} (buckets.underfilled: drop)"
+    if partial := numbers["underfilled_micro_batches"]:
+        batches = counted(numbers["micro_batches_per_epoch"], "batch", "batches")
+        done = "filled with repeated samples" if numbers["underfilled"] == "repeat" else "smaller"
+        text += f"; {partial:,} of {batches} in each epoch {verb(partial, 'is', 'are')} {done}"
+    return text

@@ -7,10 +7,12 @@ import os
 import platform
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.plan.steps import StepPlan
+from pipeline.trained_lora.plan.steps import StepPlan, plan_text
 from pipeline.trained_lora.run_folder import RunLayout, hold_training
 from pipeline.trained_lora.supported_settings import training_warnings
 from pipeline.trained_lora.worker import startup
@@ -65,6 +67,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.trained_lora.worker.memory.resident_blocks import ResidentBlocks
+
+
+MEAN_STEPS = 50
+"""Maximum number of steps over which the progress shows the mean loss."""
 
 
 class Report(Protocol):
@@ -147,6 +153,7 @@ class _TrainingRun:
         self.warnings: list[str] = []
         self.started_at_s = 0.0
         self.resumed_from = 0
+        self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._unread = UnreadSteps(self.engine, self._log_step)
 
     def train(self, stop: StopRequest) -> bool:
@@ -215,7 +222,6 @@ class _TrainingRun:
     def _log_start(self, resumed_step: int | None) -> None:
         if not self.main:
             return
-        numbers = ", ".join(f"{name} {value}" for name, value in self.plan.numbers().items())
         device = self.engine.accelerator.device
         if self.engine.resident.reason:
             self.report.info(self.engine.resident.reason)
@@ -223,7 +229,9 @@ class _TrainingRun:
             share = f"{share_bytes(self.engine.denoiser) / 2**30:.1f} GiB of the base model's weights"
             num_processes = self.engine.accelerator.num_processes
             self.report.info(f"accelerate.shard: each of {num_processes} processes holds {share}")
-        self.report.info(f"training {self._num_weights()} LoRA weights on {device}: {numbers}")
+        self.report.info(
+            f"training {self._num_weights():,} LoRA weights on {device}: {plan_text(self.plan.numbers())}"
+        )
         for warning in filter(None, (why_no_gpu(), *training_warnings(self.job.recipe, self.family))):
             self._warn(warning)
         if resumed_step:
@@ -289,7 +297,11 @@ class _TrainingRun:
         if self.metrics is None:
             return
         self.metrics.step(batch, outcome, seconds)
-        note = f"loss {outcome.loss:.4f}, learning rate {outcome.learning_rate:.3g}"
+        # A single step's loss depends on its noise levels far more than on what the LoRA has learned.
+        self._losses.append(outcome.loss)
+        loss = fmean(self._losses)
+        note = f"loss {loss:.4f} (mean of {counted(len(self._losses), 'step')}), "
+        note += f"learning rate {outcome.learning_rate:.3g}"
         self.report.progress(batch.step + 1, len(self.plan), "training", unit="step", note=note)
 
     def _checkpoint(self, steps_done: int, *, stopping: bool) -> None:

@@ -20,14 +20,19 @@ REPORTS = {
     "vae_latents": {"in": 1189, "kept": 1188, "rejected": 1, "encoded": 1100, "reused": 88, "failed": 1},
     "text_embeddings": {"kept": 1188, "encoded": 5, "reused": 1184, "failed": 0},
     "trained_lora": {
+        "run": "2da5c7e01b2a4f3d",
         "steps": 2000,
         "launched": True,
         "resumed_from": 500,
         "first_loss": 0.25,
         "last_loss": 0.125,
-        "noise_below_half": 0.136,
     },
 }
+
+NEXT = [
+    "  next      latentline sample flowers --step all   draws pictures at each saved step",
+    "            latentline export flowers --step N   publishes the best step in lora/",
+]
 
 CHECKS = [
     CheckResult("raw_images", "images_found", passed=True, gate=True, closes=False, text="1,200 images"),
@@ -48,10 +53,28 @@ def test_a_complete_run_shows_images_caches_gates_loss_and_output_folder() -> No
         "  gates     1 passed, 2 warnings",
         "  warning   raw_images, oddities: 2 wrong suffixes",
         "  warning   validated_dataset, captions_present: 1 lacks",
-        "  training  2,000 steps, loss 0.2500 (first) to 0.1250 (last), 14% of noise levels below 0.5; "
-        "resumed from step 500",
+        "  training  2,000 steps, loss 0.2500 (first) to 0.1250 (last); resumed from step 500",
+        "  run       2da5c7e01b2a4f3d",
         "  LoRA      /out/lora",
+        *NEXT,
     ]
+
+
+def test_pages_that_the_run_wrote_are_named(tmp_path: Path) -> None:
+    for page in ("dataset/index.html", "trained_lora/samples.jpg"):
+        (tmp_path / "reports" / page).parent.mkdir(parents=True)
+        (tmp_path / "reports" / page).touch()
+    lines = run_summary(RunResult("flowers", tmp_path, REPORTS, [])).splitlines()
+    assert lines[-4:-2] == [
+        f"  dataset   {tmp_path}/reports/dataset/index.html",
+        f"  pictures  {tmp_path}/reports/trained_lora/samples.jpg",
+    ]
+
+
+def test_after_a_cache_job_the_next_command_trains() -> None:
+    reports = {name: report for name, report in REPORTS.items() if name != "trained_lora"}
+    last = run_summary(RunResult("flowers", Path("/out"), reports, [])).splitlines()[-1]
+    assert last == "  next      latentline run flowers   trains the LoRA"
 
 
 def test_steps_that_did_not_run_have_no_lines() -> None:
@@ -66,10 +89,11 @@ def test_steps_that_did_not_run_have_no_lines() -> None:
 
 @pytest.mark.parametrize("difference", ["it differs from 0123 in caption of holiday/brick.jpg", None])
 def test_a_new_run_states_how_it_differs_from_the_run_before_it(difference: str | None) -> None:
-    trained = {"steps": 1, "launched": True, "resumed_from": 0, "first_loss": None, "difference": difference}
+    trained = {"run": "2da5", "steps": 1, "launched": True, "resumed_from": 0, "first_loss": None}
+    trained |= {"difference": difference}
     text = run_summary(RunResult("flowers", Path("/out"), {"trained_lora": trained}, []))
-    expected = ["  training  1 step", f"  new run   {difference}", "  LoRA      /out/lora"]
-    assert text.splitlines() == [line for line in expected if "None" not in line]
+    run = "  run       2da5" if difference is None else f"  new run   2da5; {difference}"
+    assert text.splitlines() == ["  training  1 step", run, "  LoRA      /out/lora", *NEXT]
 
 
 def test_a_lora_from_a_checkpoint_is_marked() -> None:

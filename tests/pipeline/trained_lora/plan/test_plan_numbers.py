@@ -7,7 +7,7 @@ import pytest
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.plan.inputs import PlanInput, PlanInputs
 from pipeline.trained_lora.plan.mixing import Mix
-from pipeline.trained_lora.plan.steps import PlanSettings, Slot, TrainingPlan
+from pipeline.trained_lora.plan.steps import PlanSettings, Slot, TrainingPlan, plan_text
 
 
 def samples_of(dataset: str, buckets: str) -> list[PlanInput]:
@@ -80,3 +80,27 @@ def test_only_the_epochs_that_a_plan_reaches_need_a_full_batch() -> None:
     assert plan(1).num_epochs == 1
     with pytest.raises(TrainingError, match="no bucket fills a batch"):
         plan(2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "text"),
+    [
+        ("partial", {"underfilled_micro_batches": 2}, "; 2 of 5 batches in each epoch are smaller"),
+        (
+            "repeat",
+            {"underfilled_micro_batches": 1},
+            "; 1 of 5 batches in each epoch is filled with repeated",
+        ),
+        ("drop", {"dropped_per_epoch": 3}, "; each epoch leaves out 3 samples (buckets.underfilled: drop)"),
+        ("partial", {}, "4 samples per step"),
+    ],
+)
+def test_the_numbers_of_a_plan_are_read_as_a_sentence(
+    policy: str, changes: dict[str, int], text: str
+) -> None:
+    numbers = {"steps": 2000, "epochs": 1.25, "steps_per_epoch": 1, "micro_batches_per_epoch": 5}
+    numbers |= {"underfilled_micro_batches": 0, "dropped_per_epoch": 0, "global_batch_size": 4}
+    sentence = plan_text({**numbers, "underfilled": policy, **changes})
+    assert sentence.startswith("2,000 steps (1.25 epochs of 1 step), 4 samples per step")
+    assert text in sentence
+    assert ("batches" in sentence) == bool(changes.get("underfilled_micro_batches"))
