@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path, echo, report_broken_recipes
+from pipeline.cli.conventions import RECIPE, as_recipe_path, echo, report_broken_recipes
 from pipeline.errors import RUN_RECIPE, LatentlineError, RecipeError, counted
-from pipeline.recipe import recipes_dir
+from pipeline.recipe import Recipe, path_in_recipe, recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN, valid_name
+from pipeline.storage.addresses import Url
 
 DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 
@@ -21,16 +24,29 @@ DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 @click.argument("recipe")
 @click.option(
     "--images",
-    required=True,
     type=click.Path(path_type=Path),
     help="Folder of images and captions, a file with the captions of many images, or the dataset "
     "configuration of another trainer.",
 )
+@click.option("--base", help=f"Hub id or diffusers folder of the base model. By default {DEFAULT_BASE}.")
 @click.option(
-    "--base", default=DEFAULT_BASE, show_default=True, help="Hub id or diffusers folder of the base model."
+    "--from", "source", type=RECIPE, help="Recipe to copy, with an output folder of its own and all comments."
 )
-def command(recipe: str, images: Path, base: str) -> None:
-    """Write a recipe for a folder of images.
+@click.option(
+    "--preset",
+    type=click.Choice(["subject", "style", "edit"]),
+    help="Published settings for a goal and the family of the base model; the source is printed.",
+)
+@click.option("--steps", type=click.IntRange(1), help="Number of optimizer steps.")
+@click.option("--epochs", type=click.IntRange(1), help="Epochs instead of --steps.")
+@click.option("--rank", type=click.IntRange(1), help="Rank of the LoRA, and its alpha.")
+@click.option("--learning-rate", type=click.FloatRange(0.0, min_open=True), help="Learning rate.")
+@click.option("--resolution", type=click.IntRange(8), help="Edge of a square bucket in pixels.")
+@click.option("--trigger", help="Trigger word: put in front of captions that do not contain it.")
+def command(
+    recipe: str, images: Path | None, base: str | None, source: Recipe | None, **options: Any
+) -> None:
+    """Write a recipe for a folder of images, or copy a recipe.
 
     RECIPE is its name, such as flowers for configs/flowers.yaml. An existing recipe is never overwritten.
 
@@ -41,7 +57,36 @@ def command(recipe: str, images: Path, base: str) -> None:
     If you come from another trainer, pass its dataset configuration as --images (sd-scripts, OneTrainer,
     ai-toolkit, SimpleTuner or diffusion-pipe), or a folder in sd-scripts' layout, such as 10_rose. The
     command prints which settings it took over and which it could not.
+
+    To try other settings, copy a recipe: latentline new flowers32 --from flowers --rank 32.
     """
+    if options["steps"] is not None and options["epochs"] is not None:
+        raise click.UsageError("--steps and --epochs exclude each other.")
+    if (images is None) == (source is None):
+        raise click.UsageError("Pass either --images, or --from with the recipe to copy.")
+    report_broken_recipes()
+    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
+    if not re.fullmatch(NAME_PATTERN, name):
+        rest = ["--from", source.name] if source is not None else ["--images", str(images)]
+        rest += ["--base", base] if base else []
+        raise RecipeError(
+            f"a recipe's name must consist of letters, digits and _, got {name!r}",
+            where=str(recipes_dir()),
+            fix=shlex.join(["latentline", "new", valid_name(name), *rest]),
+        )
+    file = recipes_dir() / f"{name}.yaml"
+    if file.exists():
+        raise _already_exists(file)
+    if source is not None:
+        _copy(name, file, source, base, options)
+    elif images is not None:
+        _write_new(name, file, images, base or DEFAULT_BASE, options)
+    echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
+    echo(f"then: {RUN_RECIPE} {name}")
+
+
+def _write_new(name: str, file: Path, images: Path, base: str, options: dict[str, Any]) -> None:
+    from pipeline.new_recipe.chosen_settings import with_settings
     from pipeline.new_recipe.recipe_text import (
         accepted_references,
         draft_recipe,
@@ -51,38 +96,25 @@ def command(recipe: str, images: Path, base: str) -> None:
         resolution_remarks,
     )
 
-    report_broken_recipes()
-    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise RecipeError(
-            f"a recipe's name must consist of letters, digits and _, got {name!r}",
-            where=str(recipes_dir()),
-            fix=shlex.join(["latentline", "new", valid_name(name), "--images", str(images), "--base", base]),
-        )
-    file = recipes_dir() / f"{name}.yaml"
-    if file.exists():
-        raise _already_exists(file)
-
     base_in_recipe = as_recipe_path(base)
     draft = draft_recipe(images, max_references=accepted_references(base_in_recipe))
+    if (trigger := options["trigger"]) is not None:
+        # Part of the draft, so that the preview prompt contains it too.
+        draft.datasets = [
+            replace(each, keys={**each.keys, "captions.trigger": trigger}) for each in draft.datasets
+        ]
     size = model_resolution(base_in_recipe)
+    settings = _settings(options, base_in_recipe)
     text = recipe_text(name, draft, base_in_recipe, size)
+    text = with_settings(text, settings) if settings else text
     try:
         _require_valid(name, text, file)
     except LatentlineError as err:
         raise _about_options(err, file, images=images, base=base) from err
 
-    file.parent.mkdir(parents=True, exist_ok=True)
     # The recipe is the last file, so that it never names a manifest that does not exist yet.
     manifests = new_manifests(name, draft)
-    for path, content in {**manifests, file: text}.items():
-        # Another command may have written the recipe since the check above.
-        try:
-            with path.open("x", encoding="utf-8") as opened:
-                opened.write(content)
-        except FileExistsError as err:
-            raise _already_exists(path) from err
-
+    _write_files({**manifests, file: text})
     for line in (*draft.report(), *resolution_remarks(draft, size)):
         echo(line)
     for path in manifests:
@@ -90,8 +122,60 @@ def command(recipe: str, images: Path, base: str) -> None:
     echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
     for line in draft.warnings():
         echo(f"WARNING: {line}", err=True)
-    echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
-    echo(f"then: {RUN_RECIPE} {name}")
+
+
+def _copy(name: str, file: Path, source: Recipe, base: str | None, options: dict[str, Any]) -> None:
+    from pipeline.new_recipe.chosen_settings import with_settings
+
+    base_in_recipe = as_recipe_path(base) if base else source.model.base
+    settings = {
+        # Next to the other one, at an address too.
+        "output_dir": f"{str(source.output_address).rpartition('/')[0]}/{name}",
+        **({"model.base": base_in_recipe} if base else {}),
+        **_settings(options, base_in_recipe),
+    }
+    if not isinstance(source.output_address, Url):
+        settings["output_dir"] = path_in_recipe(source.output_dir.with_name(name))
+    text = with_settings(source.source.read_text("utf-8"), settings, trigger=options["trigger"])
+    _require_valid(name, text, file)
+    _write_files({file: text})
+    echo(f"wrote {file}: a copy of {source.source.name}, output in {settings['output_dir']}")
+
+
+def _settings(options: dict[str, Any], base: str) -> dict[str, Any]:
+    """Return the recipe keys that preset and options choose; an option replaces the preset's value."""
+    settings: dict[str, Any] = {}
+    if (goal := options["preset"]) is not None:
+        from pipeline.new_recipe.presets import find_preset
+
+        preset = find_preset(goal, base)
+        settings |= preset.settings
+        echo(f"preset {goal} of {preset.family}, from {preset.source}:")
+        echo(f"  {', '.join(f'{key} {value}' for key, value in preset.settings.items())}")
+    if (rank := options["rank"] or settings.get("training.lora.rank")) is not None:
+        settings |= {"training.lora.rank": rank, "training.lora.alpha": float(rank)}
+    if options["learning_rate"] is not None:
+        settings["training.learning_rate"] = options["learning_rate"]
+    if options["steps"] is not None:
+        settings |= {"training.steps": options["steps"], "training.epochs": None}
+    if options["epochs"] is not None:
+        settings |= {"training.epochs": options["epochs"], "training.steps": None}
+    if options["resolution"] is not None:
+        settings |= {"buckets.resolution": options["resolution"], "buckets.resolutions": None}
+        settings["buckets.per_image"] = None
+    return settings
+
+
+def _write_files(files: dict[Path, str]) -> None:
+    """Create the files in their order, and replace none."""
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another command may have written the recipe since the check before.
+        try:
+            with path.open("x", encoding="utf-8") as opened:
+                opened.write(content)
+        except FileExistsError as err:
+            raise _already_exists(path) from err
 
 
 def _already_exists(file: Path) -> RecipeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,8 @@ from PIL import Image
 from pipeline.cli.new import command
 from pipeline.cli.validate import command as validate
 from pipeline.errors import DatasetError, LatentlineError, ModelError, RecipeError
+from pipeline.models.families import FAMILIES
+from pipeline.new_recipe.presets import Preset, find_preset, presets
 from pipeline.recipe import Recipe, load_recipe
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job
@@ -52,6 +55,93 @@ def test_caption_files_are_detected_and_one_caption_becomes_the_preview_prompt(
     assert recipe.model.base == SDXL
     assert (recipe.buckets.resolution, recipe.buckets.step) == (1024, 64)
     assert "latents: {compute_dtype: auto}\ntext: {compute_dtype: auto}\n" in recipe.source.read_text()
+
+
+def test_options_set_what_people_choose_first(configs: Path, tmp_path: Path) -> None:
+    folder = images(tmp_path / "photos", 4, ".txt")
+    options = ["--rank", "32", "--steps", "700", "--learning-rate", "2e-4", "--resolution", "768"]
+    new("roses", folder, *options, "--trigger", "sks")
+    recipe = written(configs, "roses")
+    training = recipe.training
+    assert (training.lora.rank, training.lora.alpha, training.steps) == (32, 32.0, 700)
+    assert (training.learning_rate, recipe.buckets.resolution) == (2e-4, 768)
+    assert recipe.datasets[0].captions.trigger == "sks"
+    assert recipe.preview_captions == ["sks, a red rose: one"]
+    text = recipe.source.read_text("utf-8")
+    assert "like a batch of 4, in the memory of one" in text, "comments of other keys stay"
+    assert "shows each image about" not in text, "the comment explained other steps"
+
+    new("epochs", folder, "--epochs", "12")
+    training = written(configs, "epochs").training
+    assert (training.epochs, training.steps) == (12, None)
+
+
+def test_a_preset_sets_published_values_and_options_replace_them(configs: Path, tmp_path: Path) -> None:
+    folder = images(tmp_path / "photos", 4, ".txt")
+    flux = ["--base", "black-forest-labs/FLUX.1-dev", "--preset", "style"]
+    output = new("roses", folder, *flux, "--rank", "8")
+    assert "preset style of FLUX.1, from ai-toolkit, config/examples/train_lora_flux_24gb.yaml" in output
+    recipe = written(configs, "roses")
+    assert (recipe.training.steps, recipe.training.lora.rank, recipe.training.lora.alpha) == (2000, 8, 8.0)
+    assert (recipe.training.gradient_accumulation, recipe.text.caption_dropout) == (1, 0.05)
+
+    with pytest.raises(RecipeError, match="no settings are known for --preset edit with") as raised:
+        new("edits", folder, "--preset", "edit")
+    assert "FLUX.1 Kontext (edit)" in raised.value.fix
+    assert not (configs / "edits.yaml").exists()
+
+
+def test_a_copy_has_its_own_output_folder_and_all_comments(configs: Path, tmp_path: Path) -> None:
+    new("flowers", images(tmp_path / "photos", 4, ".txt"))
+    file = configs / "flowers.yaml"
+    file.write_text(file.read_text("utf-8").replace("learning_rate: 1.0e-4", "learning_rate: 3.0e-4  # mine"))
+    arguments = ["roses", "--from", "flowers", "--rank", "32", "--trigger", "sks"]
+    completed = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert completed.exit_code == 0, completed.output
+    before, after = load_recipe(file), written(configs, "roses")
+    assert after.output_dir == before.output_dir.with_name("roses")
+    assert (after.training.lora.rank, after.training.lora.alpha) == (32, 32.0)
+    assert after.datasets[0].captions.trigger == "sks"
+    assert after.training.learning_rate == before.training.learning_rate == 3e-4
+    assert "# mine" in (configs / "roses.yaml").read_text("utf-8")
+    lora = before.training.lora.model_copy(update={"rank": 32, "alpha": 32.0})
+    assert after.training == before.training.model_copy(update={"lora": lora})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "Pass either --images, or --from"),
+        (("--images", ".", "--steps", "3", "--epochs", "2"), "--steps and --epochs exclude each other"),
+    ],
+)
+def test_options_that_contradict_each_other_are_wrong_usage(options: tuple[str, ...], message: str) -> None:
+    completed = CliRunner().invoke(command, ["roses", *options])
+    assert completed.exit_code == 2
+    assert message in completed.output
+
+
+@pytest.mark.parametrize("preset", presets(), ids=lambda each: f"{each.family} {each.goals[0]}")
+def test_each_preset_belongs_to_a_family_and_gives_a_valid_recipe(
+    configs: Path, tmp_path: Path, preset: Preset
+) -> None:
+    assert preset.family in {spec.name for spec in FAMILIES}
+    assert preset.source
+    for goal in preset.goals:
+        base = preset.base[0] if "/" in preset.base[0] else f"owner/{preset.base[0]}"
+        assert find_preset(goal, base) == preset
+        new(f"photos_{goal}", images(tmp_path / goal, 4, ".txt"), "--base", base, "--preset", goal)
+        values = values_by_key(written(configs, f"photos_{goal}").model_dump(mode="json"))
+        assert {key: values[key] for key in preset.settings} == preset.settings
+
+
+def values_by_key(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a recipe by keys with dots."""
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        values |= values_by_key(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return values
 
 
 def test_sd_scripts_folders_become_datasets_with_repeats(configs: Path, tmp_path: Path) -> None:
