@@ -9,6 +9,7 @@ from functools import cache
 import click
 from dagster import Definitions, colored_console_logger, definitions
 
+from assets.alerts import alert_sensors
 from assets.automation import dead_runs_sensor
 from assets.deployment import build_executor, build_launcher, gpu_pool
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
@@ -44,7 +45,7 @@ def build_definitions(
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
         executor=summarized(build_executor(deployment), recipes),
-        sensors=[dead_runs_sensor],
+        sensors=[dead_runs_sensor, *alert_sensors(recipes)],
         assets=source_assets(recipes),
     )
     pool = gpu_pool(deployment)

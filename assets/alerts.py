@@ -1,0 +1,122 @@
+"""Alerts: two sensors that send failed runs and new warnings to the address in `LATENTLINE_WEBHOOK`."""
+
+from collections.abc import Sequence
+
+from dagster import (
+    AssetCheckSeverity,
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    DagsterRunStatus,
+    DefaultSensorStatus,
+    RunFailureSensorContext,
+    RunsFilter,
+    RunStatusSensorContext,
+    SensorDefinition,
+    SkipReason,
+    run_failure_sensor,
+    run_status_sensor,
+)
+
+from assets.names import RECIPE_TAG
+from pipeline.recipe import Recipe
+from resources.run_summary import summarize_run
+from resources.webhook import Alert, Problem, send, webhook
+
+WILL_RETRY_TAG = "dagster/will_retry"
+"""Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
+
+_HIDDEN_JOB = "__"
+"""Start of the name of Dagster's job for assets that somebody selected in the UI."""
+
+
+def alert_sensors(recipes: Sequence[Recipe]) -> list[SensorDefinition]:
+    """Return the sensors that send alerts; none without an address, so that the UI shows no idle ones."""
+    address = webhook()
+    if address is None:
+        return []
+
+    @run_failure_sensor(
+        name="failure_alerts",
+        default_status=DefaultSensorStatus.RUNNING,
+        description="Sends what failed, where and its fix to LATENTLINE_WEBHOOK.",
+    )
+    def failure_alerts(context: RunFailureSensorContext) -> SkipReason | None:
+        run = context.dagster_run
+        if run.tags.get(WILL_RETRY_TAG) == "true":
+            return SkipReason(f"Dagster starts run {run.run_id} again")
+        send(failure_alert(context.instance, run, recipes), address)
+        return None
+
+    @run_status_sensor(
+        name="warning_alerts",
+        run_status=DagsterRunStatus.SUCCESS,
+        default_status=DefaultSensorStatus.RUNNING,
+        description="Sends warnings that the previous run of the job did not have to LATENTLINE_WEBHOOK.",
+    )
+    def warning_alerts(context: RunStatusSensorContext) -> SkipReason | None:
+        alert = warning_alert(context.instance, context.dagster_run)
+        if alert is None:
+            return SkipReason(f"run {context.dagster_run.run_id} has no new warnings")
+        send(alert, address)
+        return None
+
+    return [failure_alerts, warning_alerts]
+
+
+def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:
+    """Return what, where and fix of each failed step, or of what ended the run between two steps."""
+    texts = summarize_run(instance, run.run_id, recipes).problems
+    title = f"{_title(run)} failed"
+    return Alert(title, "error", run.run_id, run.job_name, [_problem(text) for text in texts])
+
+
+def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
+    """Return the warnings of a run that the previous run of its job did not have; None without such."""
+    warnings = _warnings(instance, run.run_id)
+    if not warnings:
+        return None
+    filters = RunsFilter(job_name=run.job_name, statuses=[DagsterRunStatus.SUCCESS], tags=_recipe_tags(run))
+    earlier = [each.run_id for each in instance.get_runs(filters, limit=2) if each.run_id != run.run_id]
+    known = _warnings(instance, earlier[0]).keys() if earlier else set[tuple[str, str]]()
+    new = [problem for check, problem in warnings.items() if check not in known]
+    if not new:
+        return None
+    title = f"{_title(run)} has {len(new)} new warning{'s' if len(new) > 1 else ''}"
+    return Alert(title, "warning", run.run_id, run.job_name, new)
+
+
+def _recipe_tags(run: DagsterRun) -> dict[str, str]:
+    return {RECIPE_TAG: run.tags[RECIPE_TAG]} if RECIPE_TAG in run.tags else {}
+
+
+def _warnings(instance: DagsterInstance, run_id: str) -> dict[tuple[str, str], Problem]:
+    """Return the failed warnings of a run by asset and check."""
+    warnings: dict[tuple[str, str], Problem] = {}
+    for entry in instance.all_logs(run_id, of_type=DagsterEventType.ASSET_CHECK_EVALUATION):
+        assert entry.dagster_event is not None
+        evaluation = entry.dagster_event.asset_check_evaluation_data
+        if evaluation.passed or evaluation.severity != AssetCheckSeverity.WARN:
+            continue
+        texts = {name: str(value.value) for name, value in evaluation.metadata.items()}
+        asset = evaluation.asset_key.to_user_string()
+        warnings[asset, evaluation.check_name] = Problem(
+            texts.get("summary", evaluation.check_name),
+            f"{asset}, check {evaluation.check_name}",
+            texts.get("fix", "see the check in Dagster's UI"),
+        )
+    return warnings
+
+
+def _title(run: DagsterRun) -> str:
+    if not run.job_name.startswith(_HIDDEN_JOB):
+        return run.job_name
+    keys = sorted(key.to_user_string() for key in run.asset_selection or ())
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "") or run.job_name
+
+
+def _problem(text: str) -> Problem:
+    """Return the parts of a text of `summarize_run`."""
+    what, _, rest = text.partition("\n  where: ")
+    where, _, fix = rest.partition("\n  fix:   ")
+    return Problem(what, where, fix)

@@ -1,0 +1,166 @@
+"""Alerts as HTTP requests to the address in `LATENTLINE_WEBHOOK`: for Slack, for Discord, or as JSON."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from pipeline.errors import LatentlineError
+from pipeline.escaping import printable_lines, without_secrets
+
+WEBHOOK_VARIABLE = "LATENTLINE_WEBHOOK"
+"""Environment variable with the address. A prefix `slack+`, `discord+` or `json+` chooses the form."""
+
+TIMEOUT_S = 10.0
+
+RETRY_DELAYS_S = (1.0, 4.0)
+"""Seconds before the second and the third attempt; Dagster ends a sensor's tick after 60 s."""
+
+MAX_PROBLEMS = 5
+
+# Discord refuses messages of more than 2,000 characters.
+MAX_CHARACTERS = 1_800
+
+_HOSTS = {"hooks.slack.com": "slack", "discord.com": "discord", "discordapp.com": "discord"}
+_TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
+
+
+class WebhookError(LatentlineError):
+    """An alert could not be sent."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What happened, where, and how to fix it."""
+
+    what: str
+    where: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a person is told about one run.
+
+    Attributes:
+        title: One line.
+        level: "error" or "warning".
+        run_id: The run.
+        job: Name of its job.
+        problems: At least one problem.
+    """
+
+    title: str
+    level: str
+    run_id: str
+    job: str
+    problems: Sequence[Problem] = field(default_factory=tuple[Problem, ...])
+
+
+def webhook() -> str | None:
+    """Return the address for alerts, which is a secret; None if there is none."""
+    return os.environ.get(WEBHOOK_VARIABLE, "").strip() or None
+
+
+def send(alert: Alert, address: str, *, sleep: Callable[[float], object] = time.sleep) -> None:
+    """Send an alert, and again if the service is busy or away.
+
+    Raises:
+        WebhookError: The address is invalid, or no attempt succeeded. The message never has the address.
+    """
+    form, url = _form(address)
+    body = json.dumps(_FORMS[form](_safe(alert))).encode("utf-8")
+    headers = {"Content-Type": "application/json", "User-Agent": "latentline"}
+    request = urllib.request.Request(url, data=body, headers=headers, method="POST")  # noqa: S310 - see _form
+
+    for delay_s in (*RETRY_DELAYS_S, None):
+        reason, is_final = _attempt(request)
+        if reason is None:
+            return
+        if delay_s is None or is_final:
+            raise WebhookError(
+                f"the alert {alert.title!r} was not sent: {reason}",
+                where=f"{WEBHOOK_VARIABLE}, host {urlsplit(url).hostname}",
+                fix=f"correct the address in {WEBHOOK_VARIABLE}, then restart the code server; run "
+                f"{alert.run_id} has the details",
+            )
+        sleep(delay_s)
+
+
+def _attempt(request: urllib.request.Request) -> tuple[str | None, bool]:
+    """Return why the request failed or None, and whether another attempt would fail in the same way."""
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S):  # noqa: S310 - see _form
+            return None, True
+    except urllib.error.HTTPError as err:
+        is_busy = err.code == _TOO_MANY_REQUESTS or err.code >= _SERVER_ERROR
+        err.close()
+        return f"the service answered {err.code}", not is_busy
+    # The reasons of these errors name the host at most.
+    except urllib.error.URLError as err:
+        return str(err.reason), False
+    except (OSError, http.client.HTTPException) as err:
+        return type(err).__name__, False
+
+
+def _form(address: str) -> tuple[str, str]:
+    """Return the form of the messages, and the address without its prefix."""
+    prefix, plus, rest = address.partition("+")
+    form, url = (prefix, rest) if plus and prefix in _FORMS else ("", address)
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise WebhookError(
+            "the address for alerts must begin with https:// or http://",
+            where=WEBHOOK_VARIABLE,
+            fix="copy the address of an incoming webhook from Slack, Discord or another service",
+        )
+    return form or _HOSTS.get(parts.hostname, "json"), url
+
+
+def _safe(alert: Alert) -> Alert:
+    """Return the alert without secrets and control characters, which names of files may contain."""
+    problems = [
+        Problem(*(printable_lines(without_secrets(part)) for part in (each.what, each.where, each.fix)))
+        for each in alert.problems[:MAX_PROBLEMS]
+    ]
+    return Alert(printable_lines(alert.title), alert.level, alert.run_id, alert.job, problems)
+
+
+def _text(alert: Alert) -> str:
+    parts = [f"{each.what}\n  where: {each.where}\n  fix:   {each.fix}" for each in alert.problems]
+    text = "\n\n".join([*parts, f"run {alert.run_id}"])
+    # Backticks would end the block.
+    text = text.replace("`", "'")
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
+
+
+def _slack(alert: Alert) -> Mapping[str, Any]:
+    # With these three escaped, Slack sees no links and no mentions such as <!channel>.
+    title, text = (
+        each.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        for each in (alert.title, _text(alert))
+    )
+    return {"text": f"*{title}*\n```\n{text}\n```"}
+
+
+def _discord(alert: Alert) -> Mapping[str, Any]:
+    return {"content": f"**{alert.title}**\n```\n{_text(alert)}\n```", "allowed_mentions": {"parse": []}}
+
+
+def _json(alert: Alert) -> Mapping[str, Any]:
+    return asdict(alert)
+
+
+_FORMS: Mapping[str, Callable[[Alert], Mapping[str, Any]]] = {
+    "slack": _slack,
+    "discord": _discord,
+    "json": _json,
+}

@@ -1,0 +1,132 @@
+"""Alerts of real runs, received by a real web server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dagster import (
+    AssetKey,
+    AssetSelection,
+    DagsterInstance,
+    Definitions,
+    SkipReason,
+    build_run_status_sensor_context,
+    define_asset_job,
+)
+from PIL import Image
+
+from assets.definitions import build_definitions
+from assets.names import RECIPE_TAG
+from pipeline.recipe import Recipe
+from tests.small_recipe import small_recipe
+from tests.webhook_server import Received, webhook_server
+
+JOB = "flowers_nightly"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
+    with webhook_server() as received:
+        monkeypatch.setenv("LATENTLINE_WEBHOOK", received.url)
+        yield received
+
+
+@pytest.fixture
+def instance() -> Iterator[DagsterInstance]:
+    with DagsterInstance.ephemeral() as instance:
+        yield instance
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_sd: Path) -> Recipe:
+    (tmp_path / "data").mkdir()
+    for name, width in (("rose", 64), ("lily", 60)):
+        Image.radial_gradient("L").resize((width, 48)).save(tmp_path / "data" / f"{name}.png")
+        (tmp_path / "data" / f"{name}.txt").write_text(f"a {name}", encoding="utf-8")
+    return small_recipe(tmp_path, model={"base": tiny_sd})
+
+
+class Location:
+    """The code location of a recipe, with a job of its first two assets."""
+
+    def __init__(self, recipe: Recipe, instance: DagsterInstance) -> None:
+        keys = [AssetKey(["flowers", name]) for name in ("raw_images", "validated_dataset")]
+        job = define_asset_job(JOB, AssetSelection.assets(*keys), tags={RECIPE_TAG: "flowers"})
+        self.definitions = Definitions.merge(build_definitions([recipe]), Definitions(jobs=[job]))
+        self.instance = instance
+
+    def run(self) -> Any:
+        job = self.definitions.resolve_job_def(JOB)
+        return job.execute_in_process(instance=self.instance, raise_on_error=False)
+
+    def evaluate(self, sensor: str, result: Any) -> Any:
+        """Evaluate an alert's sensor for a run, as the daemon does after its end."""
+        event = result.get_run_failure_event() if not result.success else result.get_run_success_event()
+        run = self.instance.get_run_by_id(result.run_id)
+        assert run is not None
+        context = build_run_status_sensor_context(
+            sensor_name=sensor, dagster_instance=self.instance, dagster_run=run, dagster_event=event
+        )
+        if sensor == "failure_alerts":
+            context = context.for_run_failure()
+        return self.definitions.get_repository_def().get_sensor_def(sensor)(context)
+
+
+def test_M10_a_closed_gate_is_sent_with_what_where_and_fix(
+    recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "rose.txt").unlink()
+    location = Location(recipe, instance)
+    result = location.run()
+    assert not result.success
+    location.evaluate("failure_alerts", result)
+    (alert,) = server.bodies
+    assert (alert["title"], alert["level"], alert["run_id"]) == (f"{JOB} failed", "error", result.run_id)
+    (problem,) = alert["problems"]
+    assert problem["what"].startswith("GateClosedError: ")
+    assert "captions_present" in f"{problem}"
+    assert problem["where"] != ""
+    assert problem["fix"] != ""
+
+
+def test_a_run_that_dagster_starts_again_is_not_sent(
+    recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "rose.txt").unlink()
+    location = Location(recipe, instance)
+    result = location.run()
+    instance.add_run_tags(result.run_id, {"dagster/will_retry": "true"})
+    assert isinstance(location.evaluate("failure_alerts", result), SkipReason)
+    assert server.bodies == []
+
+
+def test_a_warning_is_sent_once_until_it_returns(
+    recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
+) -> None:
+    location = Location(recipe, instance)
+    first = location.run()
+    assert first.success
+    location.evaluate("warning_alerts", first)
+    sent = len(server.bodies)
+    location.evaluate("warning_alerts", location.run())
+    assert len(server.bodies) == sent, "the same warnings are known"
+
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    location.evaluate("warning_alerts", location.run())
+    alert = server.bodies[-1]
+    assert len(server.bodies) == sent + 1
+    assert (alert["title"], alert["level"]) == (f"{JOB} has 1 new warning", "warning")
+    (problem,) = alert["problems"]
+    assert problem["where"] == "flowers/raw_images, check oddities"
+    assert "orphan.txt" in problem["what"] or "caption" in problem["what"]
+
+
+def test_without_an_address_there_are_no_sensors_for_alerts(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LATENTLINE_WEBHOOK", raising=False)
+    names = {sensor.name for sensor in build_definitions([recipe]).get_repository_def().sensor_defs}
+    assert not {"failure_alerts", "warning_alerts"} & names
