@@ -23,6 +23,7 @@ from pipeline.models.size_multiple import local_family
 from pipeline.outputs.stage_files import table_file
 from pipeline.recipe import Recipe, shareable_path
 from pipeline.recipe.datasets import SIDE_INPUT_KEYS
+from pipeline.recipe.sections import ASSET_SECTIONS, section_line
 from pipeline.storage.addresses import Url
 from pipeline.storage.needed_columns import STAGE_INPUTS, column_sources
 from pipeline.storage.table_columns import (
@@ -35,16 +36,6 @@ from pipeline.storage.table_columns import (
 TABLE_FORMAT = "parquet"
 
 _MAX_TAG_CHARACTERS = 63
-
-_SECTIONS = {
-    "raw_images": "datasets",
-    "validated_dataset": "datasets",
-    "aspect_buckets": "buckets",
-    "vae_latents": "latents",
-    "text_embeddings": "text",
-    "trained_lora": "training",
-}
-"""Section of the recipe that each asset's code reference leads to."""
 
 
 def definition_metadata(recipe: Recipe, asset: str) -> dict[str, Any]:
@@ -135,22 +126,11 @@ def _table_uri(recipe: Recipe, asset: str) -> str:
 
 
 def _recipe_reference(recipe: Recipe, asset: str) -> CodeReferencesMetadataValue:
-    section = _SECTIONS[asset]
-    line = _section_line(recipe, section)
+    section = ASSET_SECTIONS[asset]
+    line = section_line(recipe.source, section)
     label = f"{section} in {recipe.source.name}"
     with warnings.catch_warnings():
         # Dagster calls code references a beta, although its UI shows them.
         warnings.simplefilter("ignore", BetaWarning)
         reference = LocalFileCodeReference(file_path=str(recipe.source), line_number=line, label=label)
         return CodeReferencesMetadataValue(code_references=[reference])
-
-
-def _section_line(recipe: Recipe, section: str) -> int:
-    """Return the line of a section in the recipe's file, counted from 1; 1 if the file does not have it."""
-    try:
-        lines = recipe.source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return 1
-    # A search is enough for keys at the start of a line. Parsing all recipes again would double their time.
-    start = re.compile(rf"['\"]?{section}['\"]?\s*:")
-    return next((number for number, line in enumerate(lines, 1) if start.match(line)), 1)

@@ -3,6 +3,7 @@
 Nothing imported from here may import torch, diffusers, transformers or accelerate.
 """
 
+import os
 from collections.abc import Sequence
 from functools import cache
 
@@ -18,12 +19,15 @@ from assets.sources import source_assets, start_dependency
 from pipeline.errors import RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
-from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder
+from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder, recipes_dir
 from pipeline.recipe.deployment import Deployment, load_deployment
 from pipeline.reporting.terminal import find_terminal
 from resources.summarized_executor import summarized
 from resources.tables import table_io_manager
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
+
+STRICT_VARIABLE = "LATENTLINE_STRICT"
+"""Environment variable; with 1, a broken recipe fails the definitions, for checks of them in CI."""
 
 
 def build_definitions(
@@ -81,6 +85,12 @@ def defs() -> Definitions:
 def _project_definitions() -> Definitions:
     find_terminal()
     recipes, broken = load_project_recipes()
+    if broken and os.environ.get(STRICT_VARIABLE, "").strip() not in ("", "0"):
+        raise RecipeError(
+            "\n".join(each.summary() for each in broken),
+            where=f"{recipes_dir()}, with {STRICT_VARIABLE}",
+            fix=f"repair these recipes, or unset {STRICT_VARIABLE} to load the other ones without them",
+        )
     for each in broken:
         click.echo(printable_lines(f"warning: {each.summary()}"), err=True)
     return build_definitions(recipes, broken)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,6 +23,8 @@ from dagster import (
 
 from pipeline.errors import LatentlineError
 from pipeline.escaping import markdown_block, printable_lines, without_secrets
+from pipeline.recipe.project import path_in_recipe
+from pipeline.recipe.sections import ASSET_SECTIONS, section_line
 from pipeline.reporting.colours import coloured
 from pipeline.storage.addresses import Url
 from resources.problems import (
@@ -37,6 +40,11 @@ if TYPE_CHECKING:
     from pipeline.reporting.summary import CheckResult, RunResult
 
 BETWEEN_STEPS = "between two steps"
+
+_MESSAGE, _PROPERTY = "%\r\n", "%\r\n:,"
+"""Characters that GitHub's commands escape in a message and in a property."""
+
+_RECIPE_LINE = re.compile(r"^  where: (?P<file>[^\n]+?\.ya?ml):(?P<line>[0-9]+)", re.MULTILINE)
 
 _EVENT_TYPES = {
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -54,11 +62,13 @@ class RunSummary:
         numbers: Text of several lines for each recipe; empty if the run was interrupted.
         problems: What, where and fix of each failed step in order, or of what ended the run.
         stopped: True if the run was interrupted.
+        recipe_lines: File and line of the recipe for each problem; empty for problems between two steps.
     """
 
     numbers: list[str]
     problems: list[str]
     stopped: bool = False
+    recipe_lines: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
 
 def print_summary(
@@ -93,6 +103,8 @@ def write_summary(summary: RunSummary) -> None:
     parts = [*summary.numbers, *summary.problems]
     write_parts(parts, sys.stderr if summary.problems else sys.stdout)
     _add_to_github_page(parts)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        _annotate(summary)
 
 
 def _add_to_github_page(parts: Sequence[str]) -> None:
@@ -102,6 +114,30 @@ def _add_to_github_page(parts: Sequence[str]) -> None:
         text = "\n\n".join(without_secrets(part) for part in parts)
         with suppress(OSError), Path(page).open("a", encoding="utf-8") as file:
             file.write(f"{markdown_block(text)}\n")
+
+
+def _annotate(summary: RunSummary) -> None:
+    """Write a command of GitHub Actions for each problem, which GitHub shows at a line of the recipe."""
+    lines: list[str] = []
+    for problem in summary.problems:
+        file, number = summary.recipe_lines.get(problem, ("", 0))
+        # Errors in a recipe name their line.
+        if named := _RECIPE_LINE.search(problem):
+            file, number = named["file"], int(named["line"])
+        place = f"file={_escaped(file, _PROPERTY)},line={number}," if file else ""
+        message = _escaped(printable_lines(without_secrets(problem)), _MESSAGE)
+        lines.append(f"::error {place}title=Latentline::{message}\n")
+    with suppress(OSError, ValueError):
+        os.write(
+            sys.stderr.fileno(), "".join(lines).encode(sys.stderr.encoding or "utf-8", "backslashreplace")
+        )
+
+
+def _escaped(text: str, characters: str) -> str:
+    # As GitHub's own toolkit does. % comes first.
+    for character in characters:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
 
 
 def write_parts(parts: Sequence[str], stream: TextIO) -> None:
@@ -138,12 +174,15 @@ def summarize_run(
 
     failures = [event for event in events if event.is_step_failure]
     interrupted = [event for event in failures if _is_interrupted(event)]
-    problems = [
-        stopped_step_problem(event, output_dirs, started_s, restart)
-        if event in interrupted
-        else step_problem(event, output_dirs)
-        for event in failures
-    ]
+    problems: list[str] = []
+    recipe_lines: dict[str, tuple[str, int]] = {}
+    for event in failures:
+        if event in interrupted:
+            problems.append(stopped_step_problem(event, output_dirs, started_s, restart))
+            continue
+        problems.append(step_problem(event, output_dirs))
+        if (place := _recipe_line(event, recipes)) is not None:
+            recipe_lines[problems[-1]] = place
     stopped = bool(interrupted)
     if not failures and (ending := _ending(run, events, error)) is not None:
         stopped = isinstance(ending, INTERRUPTIONS)
@@ -159,7 +198,16 @@ def summarize_run(
         f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}"
         for result in _run_results(events, recipes)
     ]
-    return RunSummary(numbers, list(dict.fromkeys(problems)))
+    return RunSummary(numbers, list(dict.fromkeys(problems)), recipe_lines=recipe_lines)
+
+
+def _recipe_line(event: DagsterEvent, recipes: Sequence[Recipe]) -> tuple[str, int] | None:
+    """Return file and line of the section that decides the asset of a step."""
+    for recipe in recipes:
+        asset = str(event.step_key).removeprefix(f"{recipe.name}__")
+        if asset in ASSET_SECTIONS and asset != event.step_key:
+            return path_in_recipe(recipe.source), section_line(recipe.source, ASSET_SECTIONS[asset])
+    return None
 
 
 def _problem_between_steps(error: Any) -> str:

@@ -48,3 +48,16 @@ def test_the_definitions_validate_with_a_broken_recipe(fresh) -> None:
     process = fresh.dagster("definitions", "validate", "-m", "assets.definitions")
     assert process.returncode == 0, process.stderr
     assert "recipe bad is excluded: 3 mistakes in" in process.stderr + process.stdout
+
+
+def test_M9_in_strict_mode_the_definitions_do_not_validate_with_a_broken_recipe(fresh) -> None:
+    (fresh.file.parent / "bad.yaml").write_text(BROKEN, encoding="utf-8")
+    command = fresh.command("definitions", "validate", "-m", "assets.definitions")
+    process = fresh.run(command, LATENTLINE_STRICT="1")
+    assert process.returncode == 1
+    output = process.stderr + process.stdout
+    assert "recipe bad is excluded: 3 mistakes in" in output
+    assert "unset LATENTLINE_STRICT" in output
+
+    (fresh.file.parent / "bad.yaml").unlink()
+    assert fresh.run(command, LATENTLINE_STRICT="1").returncode == 0

@@ -30,7 +30,7 @@ from dagster import (
 )
 from sqlalchemy.exc import OperationalError
 
-from pipeline.errors import TableError
+from pipeline.errors import RecipeError, TableError
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reporting.reports import write_report
 from resources.failures import errors_as_failures
@@ -77,6 +77,57 @@ def test_no_text_of_a_dataset_leaves_the_code_block_of_the_page(
     assert "\u202e" not in shown
 
 
+@pytest.fixture
+def github(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+
+def annotations(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("::")]
+
+
+@pytest.mark.usefixtures("github")
+def test_M6_a_failed_step_annotates_its_section_of_the_recipe(
+    run_step, small: Recipe, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small.source.parent.mkdir(parents=True, exist_ok=True)
+    small.source.write_text("datasets: []\n\ntraining: {}\n", encoding="utf-8")
+    write_summary(run_step(raises(TableError("no, 100%", where="tables/a.parquet", fix="train"))))
+    (line,) = annotations(capfd.readouterr().err)
+    file = str(small.source).replace(":", "%3A").replace(",", "%2C")
+    text = "TableError: no, 100%25%0A  where: tables/a.parquet%0A  fix:   train"
+    assert line == f"::error file={file},line=3,title=Latentline::{text}"
+
+
+@pytest.mark.usefixtures("github")
+def test_M6_an_error_in_a_recipe_annotates_its_own_line(run_step, capfd: pytest.CaptureFixture[str]) -> None:
+    error = RecipeError(
+        "rank must be at least 1", where="configs/small.yaml:7, training.lora.rank", fix="use 1"
+    )
+    write_summary(run_step(raises(error)))
+    (line,) = annotations(capfd.readouterr().err)
+    assert line.startswith("::error file=configs/small.yaml,line=7,title=Latentline::RecipeError")
+
+
+@pytest.mark.usefixtures("github")
+def test_a_problem_without_a_place_is_annotated_without_one_and_no_text_becomes_a_command(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_summary(RunSummary([], ["LaunchError: a\n::set-env name=A::b\r\n  where: x\n  fix:   y"]))
+    lines = annotations(capfd.readouterr().err)
+    assert lines[-1].startswith("::error title=Latentline::LaunchError: a%0A::set-env")
+    assert "%0D%0A" in lines[-1] or "\\r" in lines[-1]
+
+
+def test_only_github_actions_gets_annotations(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    write_summary(BAD)
+    assert annotations(capfd.readouterr().err) == []
+
+
 def test_a_page_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +149,8 @@ def test_a_closed_stream_is_not_an_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Recipe:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path / "configs"))
     return small_recipe(tmp_path, "small")
 
 
