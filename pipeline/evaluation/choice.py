@@ -1,0 +1,142 @@
+"""The choice of a step: the earliest one that is as good as the best and breaks no limit.
+
+A step's quality is the mean over pictures of concept prompts of `learned` plus `obeys`, each divided by its
+standard deviation over all pictures. Steps are compared picture by picture, with the same prompt and seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import polars as pl
+
+from pipeline.evaluation.intervals import CELL, Interval, interval
+from pipeline.evaluation.numbers import Measured, StepNumbers, first_scorers
+
+MAX_LOSS = 0.03
+"""Maximum loss of quality of the chosen step, relative to the best."""
+
+MAX_REGRET = 0.25
+"""Maximum quality, relative to the best, by which another step may be better at the end of its interval."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen step, or the reason for which none is chosen.
+
+    Attributes:
+        step: Chosen step; None if it is not decided.
+        why: Reason, in one or two sentences.
+        best: Step with the highest quality among those that break no limit.
+    """
+
+    step: int | None
+    why: str
+    best: int | None = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether a step is chosen."""
+        return self.step is not None
+
+
+def choose(measured: Measured, limits: Mapping[str, float], *, strength: float | None = None) -> Choice:
+    """Choose a step among those that were drawn at one strength.
+
+    Args:
+        measured: Numbers and scores of all steps.
+        limits: Maximum mean by number, such as drift. Numbers that are absent keep their limit.
+        strength: Strength to compare at; None for 1.0, or the highest one if the steps were not drawn at 1.0.
+    """
+    if reason := measured.absent.get("learned"):
+        return Choice(None, f"not decided: {reason}")
+    if strength is None:
+        strengths = {each.strength for each in measured.steps}
+        strength = 1.0 if 1.0 in strengths else max(strengths)
+
+    steps = {each.step: each for each in measured.steps if each.strength == strength}
+    broken = {step: what for step, each in steps.items() if (what := _broken_limits(each, limits))}
+    allowed = [step for step in steps if step not in broken]
+    if not allowed:
+        step, what = next(iter(broken.items()))
+        return Choice(None, f"not decided: every step breaks a limit; step {step} has {what}")
+
+    quality = _qualities(measured.scores.filter(pl.col("strength") == strength))
+    return _choose_by_quality({step: quality[step] for step in allowed}, steps, broken)
+
+
+def _choose_by_quality(
+    quality: Mapping[int, pl.DataFrame], steps: Mapping[int, StepNumbers], broken: Mapping[int, str]
+) -> Choice:
+    gains = {step: interval(scores).mean for step, scores in quality.items()}
+    best = max(gains, key=lambda step: gains[step])
+    learned = steps[best].learned
+    if learned is None or learned.low is None or learned.low <= 0 or gains[best] <= 0:
+        why = (
+            f"not decided: no step draws the concept measurably better than the base model; step {best} "
+            f"learned {learned}"
+        )
+        return Choice(None, why, best)
+
+    losses = {step: _difference(quality[best], quality[step]) for step in quality}
+    chosen = next(step for step in quality if _is_as_good(losses[step], gains[best]))
+
+    # Of all others, the step that may be better by most.
+    regrets = {step: _difference(quality[step], quality[chosen]) for step in quality if step != chosen}
+    rival = max(regrets, key=lambda step: _high(regrets[step]), default=None)
+    if rival is not None and _high(regrets[rival]) > MAX_REGRET * gains[best]:
+        why = (
+            f"not decided: {learned.cells} pictures per step cannot tell step {chosen} from step {rival}, "
+            f"which may be better by {_high(regrets[rival]) / gains[best]:.0%}; draw more pictures"
+        )
+        return Choice(None, why, best)
+    return Choice(chosen, _reason(chosen, best, steps, broken), best)
+
+
+def _reason(chosen: int, best: int, steps: Mapping[int, StepNumbers], broken: Mapping[int, str]) -> str:
+    learned = f"learned {steps[chosen].learned}"
+    if chosen == best:
+        why = f"step {chosen} is the best of {len(steps)}: {learned}"
+    else:
+        why = (
+            f"step {chosen} is the earliest of {len(steps)} that is as good as the best, step {best}: "
+            f"{learned} and {steps[best].learned}"
+        )
+    if broken:
+        step, what = next(iter(broken.items()))
+        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        why += f". Step {step}{others} break a limit: {what}"
+    return why
+
+
+def _broken_limits(step: StepNumbers, limits: Mapping[str, float]) -> str:
+    return ", ".join(
+        f"{name} {number} above {limit:g}"
+        for name, limit in limits.items()
+        if (number := step[name]) is not None and number.mean > limit
+    )
+
+
+def _qualities(scores: pl.DataFrame) -> dict[int, pl.DataFrame]:
+    """Return the quality of each picture of the concept, by step."""
+    numbers = first_scorers(scores).filter(pl.col("number").is_in(["learned", "obeys"]), role="concept")
+
+    # Similarities of pictures and of texts have scales of their own. A number that never changes has none.
+    spread = pl.col("score").std(ddof=0).over("number")
+    scaled = numbers.with_columns(score=pl.when(spread > 0).then(pl.col("score") / spread).otherwise(0.0))
+    quality = scaled.group_by("step", *CELL).agg(pl.col("score").sum())
+    return {int(step): rows for (step,), rows in quality.group_by("step")}
+
+
+def _difference(left: pl.DataFrame, right: pl.DataFrame) -> Interval:
+    pairs = left.join(right, on=CELL, suffix="_right")
+    return interval(pairs.with_columns(score=pl.col("score") - pl.col("score_right")))
+
+
+def _is_as_good(loss: Interval, gain: float) -> bool:
+    return loss.mean <= MAX_LOSS * gain and (loss.low is None or loss.low <= 0)
+
+
+def _high(difference: Interval) -> float:
+    return float("inf") if difference.high is None else difference.high
