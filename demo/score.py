@@ -1,5 +1,7 @@
 """The demo's score: which shape, colour and background a picture shows, measured on its pixels.
 
+`WorldScorer` is the same measure as a scorer of `evaluation.scorers`, in the recipe `demo.score:WorldScorer`.
+
 1. The background's colour is the median of the picture's border.
 2. Each pixel's place between the colours of background and shape is a mask, from 0 to 1.
 3. The mask is scaled to its bounding box and compared with each shape's by intersection over union. A shape
@@ -8,17 +10,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from demo.world import BACKGROUNDS, COLOURS, CONCEPT, SHAPES, Array, Scene, shape_mask
+import demo.world
+from demo.world import BACKGROUNDS, COLOURS, CONCEPT, SHAPES, Array, Scene, scene_of, shape_mask
 
 MIN_OVERLAP = 0.8
 """Minimum overlap with the mask of a recognised shape, from 0 to 1."""
@@ -114,6 +119,42 @@ def score(pictures: Iterable[Array], expected: Iterable[Scene]) -> Score:
     table = np.array(right, dtype=bool)
     shape, colour, background = (float(each) for each in table.mean(axis=0))
     return Score(shape, colour, background, float(table.all(axis=1).mean()))
+
+
+class WorldScorer:
+    """What a picture shows and what a caption describes, as a scorer for the evaluation of a LoRA.
+
+    A feature has a one for the shape, the colour and the background, so the cosine of two features is the
+    fraction of the three that they share. "No shape" and "no colour" are values like the others.
+    """
+
+    reads_texts: ClassVar[bool] = True
+
+    _VALUES: ClassVar = ((*SHAPES, CONCEPT, None), (*COLOURS, None), tuple(BACKGROUNDS))
+
+    def __init__(self) -> None:
+        sources = [Path(__file__), Path(demo.world.__file__)]
+        self.fingerprint = hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()
+
+    def picture_features(self, images: Sequence[Image.Image]) -> Array:
+        """Return a float32 array (N, D) for RGB images."""
+        readings = [read_picture(np.asarray(image.convert("RGB"))) for image in images]
+        return self._features([(each.shape, each.colour, each.background) for each in readings])
+
+    def text_features(self, texts: Sequence[str]) -> Array:
+        """Return a float32 array (N, D) for captions of the demo's world; zeros for any other text."""
+        scenes = [scene_of(text) for text in texts]
+        return self._features([each and (each.shape, each.colour, each.background) for each in scenes])
+
+    def _features(self, contents: Sequence[tuple[str | None, str | None, str] | None]) -> Array:
+        features = np.zeros((len(contents), sum(map(len, self._VALUES))), dtype=np.float32)
+        for row, content in enumerate(contents):
+            start = 0
+            for values, value in zip(self._VALUES, content or (), strict=False):
+                if value in values:
+                    features[row, start + values.index(value)] = 1.0
+                start += len(values)
+        return features
 
 
 def _closest(colour: Array, names: Mapping[str, tuple[int, int, int]]) -> str:

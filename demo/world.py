@@ -10,6 +10,7 @@ Coordinates of shapes are in [-1, 1], with x to the right and y down. A mask is 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -174,6 +175,12 @@ class Scene:
 def scenes(*shapes: str) -> list[Scene]:
     """Return all scenes of these shapes, in every colour and on every background."""
     return [Scene(*each) for each in product(shapes, COLOURS, BACKGROUNDS)]
+
+
+def scene_of(caption: str) -> Scene | None:
+    """Return the scene that has this caption; None if it is not a caption of a scene."""
+    match = re.fullmatch(r"an? (\w+) (\w+) on a (\w+) background", caption.strip())
+    return Scene(match[2], match[1], match[3]) if match else None
 
 
 def shape_mask(shape: str, *, centre_px: Point = (SIZE_PX / 2, SIZE_PX / 2), half_px: float = 21.0) -> Array:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo.score import read_picture, score
-from demo.world import CONCEPT, SHAPES, Array, Scene, draw_scene, random_scenes, scenes
+from demo.score import WorldScorer, read_picture, score
+from demo.world import CONCEPT, SHAPES, Array, Scene, draw_scene, random_scenes, scene_of, scenes
 
 
 def _pictures(expected: list[Scene], seed: int = 0) -> list[Array]:
@@ -64,3 +64,36 @@ def test_a_slightly_blurred_and_noisy_picture_is_still_recognised() -> None:
         for picture in _pictures(expected)
     ]
     assert score([np.clip(each, 0, 255).astype(np.uint8) for each in blurred], expected).shape >= 0.9
+
+
+def test_each_caption_is_read_as_its_scene() -> None:
+    expected = scenes(*SHAPES, CONCEPT)
+    assert [scene_of(scene.caption) for scene in expected] == expected
+    assert scene_of("a photo of a cat") is None
+
+
+def test_the_scorer_gives_a_picture_the_features_of_its_caption() -> None:
+    scorer, expected = WorldScorer(), scenes(CONCEPT, "star")
+    pictures = scorer.picture_features([Image.fromarray(picture) for picture in _pictures(expected)])
+    texts = scorer.text_features([scene.caption for scene in expected])
+    assert pictures.dtype == texts.dtype == np.float32
+    assert (pictures == texts).all(axis=1).mean() >= 0.98
+
+
+def test_the_cosine_of_two_features_is_the_fraction_of_shape_colour_and_background_they_share() -> None:
+    scorer = WorldScorer()
+    texts = [
+        "a red zorp on a white background",
+        "a blue zorp on a white background",
+        "a blue star on a pink background",
+    ]
+    one, two, three = scorer.text_features(texts)
+    assert (one @ one, one @ two, one @ three, two @ three) == (3, 2, 0, 1)
+    assert not scorer.text_features(["something else"]).any()
+
+
+def test_pictures_without_a_shape_resemble_each_other_and_no_picture_with_one() -> None:
+    plain = Image.new("RGB", (64, 64), (178, 182, 186))
+    star = Image.fromarray(_pictures([Scene("star", "red", "white")])[0])
+    features = WorldScorer().picture_features([plain, plain, star])
+    assert (features[0] @ features[1], features[0] @ features[2]) == (3, 0)
