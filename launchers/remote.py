@@ -12,7 +12,7 @@ from dagster import AssetExecutionContext
 from pydantic import Field
 
 from pipeline.encoding.collecting import encode_on_workers
-from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.fill import EVALUATION_MODULE, WORKERS
 from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.processes.launch import TRAINING_MODULE, Launch, Meanwhile
 from resources.local_launcher import AccelerateLauncher, Observer
@@ -36,12 +36,16 @@ class RemoteLauncher(AccelerateLauncher):
         self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
     ) -> Launch:
         """See `AccelerateLauncher.bind`; a launched module starts when `meanwhile` has ended."""
+        on_this_machine = super().bind(context, settings, observer)
 
         def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
             # The processes start on complete files, because they may start on several machines.
             if meanwhile is not None:
                 meanwhile()
-            if module in WORKERS.values():
+            if module == EVALUATION_MODULE:
+                # It reads the LoRA files of the run, which other machines may not have.
+                on_this_machine(module, job_file)
+            elif module in WORKERS.values():
                 encode_on_workers(
                     job_file,
                     partial(self.encode, context, settings),

@@ -93,6 +93,10 @@ class DrawingError(LatentlineError):
     """`latentline sample` cannot draw the requested pictures."""
 
 
+class EvaluationError(LatentlineError):
+    """A run cannot be evaluated."""
+
+
 def counted(number: int, thing: str, things: str | None = None) -> str:
     """Return `number` with the matching form of a noun, "1 image" or "1,234 images".
 

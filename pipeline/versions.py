@@ -16,3 +16,9 @@ REPLACE_VERSION = 2
 
 TRAINING_VERSION = 1
 """Version of the training code. Raise it when the same run fingerprint would give other weights."""
+
+PICTURES_VERSION = 1
+"""Version of the code that draws the pictures of an evaluation, part of every picture's key."""
+
+FEATURES_VERSION = 1
+"""Version of the code between a picture and a scorer of Latentline, part of the key of its features."""

@@ -23,7 +23,7 @@ import safetensors
 
 from pipeline.errors import StoreError
 
-Kind = Literal["latents", "text", "masks"]
+Kind = Literal["latents", "text", "masks", "pictures", "features"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 
@@ -42,6 +42,12 @@ MEAN, STD = MOMENTS = ("mean", "std")
 MASK = "mask"
 """Name of the (1, h, w) tensor in a mask's entry: weights from 0 to 1."""
 
+PICTURE = "picture"
+"""Name of the uint8 (H, W, 3) tensor in the entry of a picture that was drawn for an evaluation."""
+
+FEATURES = "features"
+"""Name of the float32 (D,) tensor in an entry with a scorer's features of a picture, an image or a text."""
+
 TEXT = "text_embedding"
 """Name of the (T, D) tensor in a caption's entry."""
 
@@ -49,16 +55,16 @@ TEXT = "text_embedding"
 _METADATA_KEY = "latentline"
 
 # NumPy has no bfloat16, so arrays hold its bits.
-_NUMPY_TYPES: dict[str, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
+_NUMPY_TYPES: dict[str, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "uint8": "|u1"}
 _ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _NUMPY_TYPES.items()}
-_SAFETENSORS_TYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+_SAFETENSORS_TYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "uint8": "U8"}
 _STATED_TYPES = {code: name for name, code in _SAFETENSORS_TYPES.items()}
 _CHECKSUM_CHARACTERS = hashlib.sha256().digest_size * 2
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Dtype ("float16", "bfloat16" or "float32") and shape of one tensor.
+    """Dtype ("float16", "bfloat16", "float32" or "uint8") and shape of one tensor.
 
     If `ragged`, the first dimension may be shorter, down to 1: a text embedding may be as long as its
     caption.

@@ -37,15 +37,27 @@ from pipeline.storage.os_errors import require_disk_space
 
 Row: TypeAlias = Mapping[str, Any]
 
+EVALUATION_MODULE = "pipeline.evaluation.worker"
+"""Entry module that draws and scores pictures. Its processes are on the machine of the step."""
+
 WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
     "text": "pipeline.text_embeddings.worker",
     # Masks need no model, so this one is not launched.
     "masks": "pipeline.vae_latents.masks",
+    "pictures": EVALUATION_MODULE,
+    "features": EVALUATION_MODULE,
 }
 """Module that encodes each kind."""
 
 _MAX_NAMED = 10
+
+_ENTRY_NAMES: dict[Kind, tuple[str, str]] = {
+    "masks": ("mask entry", "mask entries"),
+    "pictures": ("picture", "pictures"),
+    "features": ("feature entry", "feature entries"),
+}
+"""Names of entries in the log, one and several, of kinds that are not called an entry."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +216,7 @@ class _Fill:
         missing = changed.filter(pl.Series(is_missing, dtype=pl.Boolean))
 
         num_damaged = len(result.damaged)
-        entries = counted(len(rows), "entry", "entries")
-        if self._requests.kind == "masks":
-            entries = counted(len(rows), "mask entry", "mask entries")
+        entries = counted(len(rows), *_ENTRY_NAMES.get(self._requests.kind, ("entry", "entries")))
         self._log(
             f"{entries} needed: {len(rows) - len(missing):,} present, "
             f"{len(missing) - num_damaged:,} missing, {num_damaged:,} damaged and encoded again"
@@ -325,7 +335,7 @@ def _is_fact(value: Any) -> bool:
 
 
 def _encoding_model(entries: RecipeEntries, kind: Kind) -> EncodingModel | None:
-    if kind == "masks":
+    if kind not in ("latents", "text"):
         return None
     recipe = entries.recipe
     settings = recipe.model.model_dump(mode="json")

@@ -25,7 +25,12 @@ from pipeline.storage.addresses import Address, address
 
 ENCODING_FILE = "encoding.json"
 JOBS_FILE = "jobs.jsonl"
-DESCRIPTIONS: dict[Kind, str] = {"latents": "latents encoded", "text": "text embeddings encoded"}
+DESCRIPTIONS: dict[Kind, str] = {
+    "latents": "latents encoded",
+    "text": "text embeddings encoded",
+    "pictures": "pictures drawn",
+    "features": "features computed",
+}
 """Description of the jobs of each kind for progress."""
 
 RESULTS_PATTERN = "results-*.jsonl"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.errors import BucketError, counted
 from pipeline.images.decode import read_header
@@ -20,6 +20,11 @@ from pipeline.recipe.settings import one_of
 if TYPE_CHECKING:
     from pipeline.models.families import Family
     from pipeline.recipe import PreviewPrompt, Recipe
+    from pipeline.recipe.evaluation import EvaluationPrompt
+    from pipeline.recipe.yaml_document import KeyPath
+
+
+AnyPrompt: TypeAlias = "PreviewPrompt | EvaluationPrompt"
 
 
 def require_references(recipe: Recipe, family: Family | None = None) -> None:
@@ -114,24 +119,46 @@ def _weighting_mistake(recipe: Recipe, family: Family) -> Mistake | None:
 
 
 def require_preview_prompts(recipe: Recipe, family: Family | None = None) -> None:
-    """Raise RecipeError unless each of `training.sample_prompts` suits the base model.
+    """Raise RecipeError unless each prompt of the previews and of the evaluation suits the base model.
 
     Without a family, a base model that is not in a local folder is not checked, only the files of references.
     """
-    if not recipe.training.sample_prompts:
-        return
-    family = family or local_family(recipe)
-    mistakes = [] if family is None else list(_prompt_mistakes(recipe, family))
-    mistakes += [*_reference_mistakes(recipe, family), *_placeholder_mistakes(recipe)]
+    previews, evaluation = recipe.training.sample_prompts, recipe.evaluation
+    mistakes = _mistakes_of(recipe, previews, ("training", "sample_prompts"), family)
+    if evaluation is not None:
+        mistakes += _mistakes_of(recipe, evaluation.prompts, ("evaluation", "prompts"), family)
+        mistakes += _automatic_mistakes(recipe, family or local_family(recipe))
     if mistakes:
         raise recipe_error([placed(recipe, mistake) for mistake in mistakes])
 
 
-def _prompt_mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
+def _automatic_mistakes(recipe: Recipe, family: Family | None) -> Iterator[Mistake]:
+    spec = None if family is None else family.spec.references
+    if spec is not None and spec.required and recipe.evaluation is not None and not recipe.evaluation.prompts:
+        what = f"evaluation.prompts must be written for the base model {recipe.model.base}, which needs a "
+        what += "reference image for each picture, got auto"
+        fix = "write prompts: [{prompt: remove the car, references: [street.png], role: concept}]"
+        yield Mistake(("evaluation",), what, fix)
+
+
+def _mistakes_of(
+    recipe: Recipe, prompts: Sequence[AnyPrompt], key: KeyPath, family: Family | None
+) -> list[Mistake]:
+    if not prompts:
+        return []
+    family = family or local_family(recipe)
+    mistakes = [] if family is None else list(_prompt_mistakes(recipe, prompts, key, family))
+    mistakes += _reference_mistakes(recipe, prompts, key, family)
+    return [*mistakes, *_placeholder_mistakes(recipe, prompts, key)]
+
+
+def _prompt_mistakes(
+    recipe: Recipe, prompts: Sequence[AnyPrompt], key: KeyPath, family: Family
+) -> Iterator[Mistake]:
     multiple, model = family.size_multiple(), f"the base model {recipe.model.base} ({family.spec.name})"
     reason = family.no_negative_prompts
-    for index, prompt in enumerate(recipe.training.sample_prompts):
-        path = ("training", "sample_prompts", index)
+    for index, prompt in enumerate(prompts):
+        path = (*key, index)
 
         # 0 is a multiple of every number: a prompt without a size has a bucket's size.
         size = Size(prompt.height or 0, prompt.width or 0)
@@ -153,24 +180,27 @@ def _prompt_mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
             yield Mistake((*path, "negative_prompt"), what, fix)
 
 
-def _placeholder_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    for index, prompt in enumerate(recipe.training.sample_prompts):
-        for key, text in (("prompt", prompt.prompt), ("negative_prompt", prompt.negative_prompt or "")):
+def _placeholder_mistakes(recipe: Recipe, prompts: Sequence[AnyPrompt], key: KeyPath) -> Iterator[Mistake]:
+    for index, prompt in enumerate(prompts):
+        texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt or ""}
+        for name, text in texts.items():
             if what := recipe.placeholder_mistake(text):
-                yield Mistake(("training", "sample_prompts", index, key), what, PLACEHOLDER_FIX)
+                yield Mistake((*key, index, name), what, PLACEHOLDER_FIX)
 
 
-def _reference_mistakes(recipe: Recipe, family: Family | None) -> Iterator[Mistake]:
+def _reference_mistakes(
+    recipe: Recipe, prompts: Sequence[AnyPrompt], key: KeyPath, family: Family | None
+) -> Iterator[Mistake]:
     model = "" if family is None else f"the base model {recipe.model.base} ({family.spec.name})"
-    for index, prompt in enumerate(recipe.training.sample_prompts):
-        path, number = ("training", "sample_prompts", index, "references"), len(prompt.references)
+    for index, prompt in enumerate(prompts):
+        path, number = (*key, index, "references"), len(prompt.references)
         spec = None if family is None else family.spec.references
         if family is not None and spec is None and number:
             yield Mistake(path, f"{model} accepts no reference images, got {number}", "remove references")
             continue
         if spec is not None and spec.required and not number:
             what = f"{model} requires a reference image for each preview, got none"
-            yield Mistake(("training", "sample_prompts", index), what, "add references: [before.png]")
+            yield Mistake((*key, index), what, "add references: [before.png]")
         yield from reference_mistakes(recipe, family, prompt.references, path)
 
 
@@ -199,7 +229,7 @@ def reference_mistakes(
             yield Mistake((*path, place), err.what, "use another reference image")
 
 
-def _has_no_effect(prompt: PreviewPrompt, family: Family) -> bool:
+def _has_no_effect(prompt: AnyPrompt, family: Family) -> bool:
     is_guided = prompt.guidance_scale is not None or family.spec.guidance_scale > 1
     return prompt.negative_prompt is not None and not is_guided
 

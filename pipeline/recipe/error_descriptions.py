@@ -19,6 +19,9 @@ from pipeline.recipe.yaml_document import KeyPath, dotted
 MAX_SHOWN_CHARACTERS = 80
 """Maximum length of a value in a message."""
 
+_RESEMBLING, _CLOSE = 0.6, 0.8
+"""Least similarity of a suggested key, see `difflib.get_close_matches`; for a key of another section too."""
+
 WhatAndFix = tuple[str, str]
 
 
@@ -86,11 +89,15 @@ def _unknown_key(error: InvalidValue) -> WhatAndFix:
 
     section = error.section(path[:-1])
     section_keys = list(keys_of(section)) if section is not None else []
-    if close := difflib.get_close_matches(key, section_keys, n=1):
-        return what, f"did you mean {close[0]}?"
     every_key = dict.fromkeys(all_keys_of(error.kind.model))
     others = (full for full in every_key if full != dotted(path))
-    if same_name := [full for full in others if full.rpartition(".")[2] == key]:
+    same_name = [full for full in others if full.rpartition(".")[2] == key]
+
+    # A key of another section is more likely than a misspelling that is not close.
+    cutoff = _CLOSE if same_name else _RESEMBLING
+    if close := difflib.get_close_matches(key, section_keys, n=1, cutoff=cutoff):
+        return what, f"did you mean {close[0]}?"
+    if same_name:
         # Keys of few sections come first, because they are used more often.
         same_name.sort(key=lambda full: full.count("."))
         return what, f"write it as {one_of(same_name)}, or remove it"

@@ -312,7 +312,10 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
         "output_dir": str(working_copy(name, output, project_root())),
         "output_address": values["output_dir"],
     }
-    for prompt in values.get("training", {}).get("sample_prompts", []):
+    evaluation: dict[str, Any] = values.get("evaluation") or {}
+    evaluated: Any = evaluation.get("prompts", [])
+    prompts = values.get("training", {}).get("sample_prompts", [])
+    for prompt in (*prompts, *(evaluated if isinstance(evaluated, list) else [])):
         if isinstance(prompt, dict) and prompt.get("references"):
             prompt["references"] = [str(absolute(path, project_root())) for path in prompt["references"]]
 

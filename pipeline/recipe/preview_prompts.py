@@ -28,10 +28,10 @@ LocalFile = Annotated[Path, Field(strict=False), BeforeValidator(check_path)]
 """Path of a file."""
 
 
-class PreviewPrompt(Settings):
-    """A prompt of the previews. A plain text is the same as a section with only `prompt`."""
+class DrawnPrompt(Settings):
+    """A prompt, and how its pictures are drawn."""
 
-    prompt: str = Field(min_length=1, description="Text that the preview shows.")
+    prompt: str = Field(min_length=1, description="Text that the picture shows.")
     negative_prompt: str | None = Field(
         default=None,
         min_length=1,
@@ -64,6 +64,19 @@ class PreviewPrompt(Settings):
         description="Guidance scale; null uses the one listed for the base model's family. Most pipelines "
         "turn guidance off at 1 and below, and then ignore the negative prompt.",
     )
+
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        if (self.height is None) != (self.width is None):
+            given, missing = ("height", "width") if self.width is None else ("width", "height")
+            what = f"{given} requires {missing}, got {given}: {getattr(self, given)}"
+            fix = f"set {missing}, or remove {given}"
+            yield Violation(given, what, fix, involves=("height", "width"))
+
+
+class PreviewPrompt(DrawnPrompt):
+    """A prompt of the previews. A plain text is the same as a section with only `prompt`."""
+
     seed: int | None = Field(
         default=None, ge=0, lt=2**63, description="Seed of the first noise; null uses `training.seed`."
     )
@@ -80,14 +93,6 @@ class PreviewPrompt(Settings):
         description="Reference images of this preview, in order, for base models that edit images. The base "
         "model's pipeline in diffusers scales them. Relative to the project root.",
     )
-
-    def violations(self) -> Iterator[Violation]:
-        """See `Settings.violations`."""
-        if (self.height is None) != (self.width is None):
-            given, missing = ("height", "width") if self.width is None else ("width", "height")
-            what = f"{given} requires {missing}, got {given}: {getattr(self, given)}"
-            fix = f"set {missing}, or remove {given}"
-            yield Violation(given, what, fix, involves=("height", "width"))
 
 
 def _text_as_section(value: object) -> Any:

@@ -17,6 +17,7 @@ from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.check_specs import GATES
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
+from pipeline.recipe.evaluation import EvaluationSettings
 from pipeline.recipe.keys import all_keys_of
 from pipeline.recipe.preview_prompts import PreviewPrompt
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
@@ -273,6 +274,11 @@ class RecipeFile(Settings):
     )
     accelerate: AccelerateSettings = Field(
         default_factory=AccelerateSettings, description="Arguments of `accelerate launch`."
+    )
+    evaluation: EvaluationSettings | None = Field(
+        default=None,
+        description="Pictures that are drawn with each step of a run, and how they are scored. A recipe with "
+        "this section has an asset `evaluation` after `trained_lora`. It does not change the training.",
     )
     checks: CheckSettings = Field(
         default_factory=CheckSettings,

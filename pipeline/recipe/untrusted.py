@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.recipe.errors import Mistake
+from pipeline.recipe.evaluation import SCORERS
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
@@ -34,7 +35,7 @@ def _keys(section: str, names: str) -> list[str]:
 
 
 KEYS = {
-    "runs code": ["training.optimizer", "model.allow_pickle"],
+    "runs code": ["training.optimizer", "model.allow_pickle", "evaluation.scorers.name"],
     "reads a path": [
         "datasets.path",
         "datasets.images",
@@ -42,8 +43,14 @@ KEYS = {
         "datasets.references.path",
         "training.sample_prompts.references",
         "training.lora.start_from",
+        "evaluation.prompts.references",
     ],
-    "reads a path or the Hub": ["model.base", "model.components", "model.training_adapter"],
+    "reads a path or the Hub": [
+        "model.base",
+        "model.components",
+        "model.training_adapter",
+        "evaluation.scorers.weights",
+    ],
     "reads and writes a path": ["cache_dir", "output_dir"],
     "leaves the project": ["datasets.follow_links", "training.trackers"],
     "evaluates an expression": [
@@ -149,6 +156,22 @@ KEYS = {
             "num_processes shard mixed_precision cpu_threads",
         ),
         *_keys(
+            "evaluation",
+            "pictures steps strengths",
+        ),
+        *_keys(
+            "evaluation.prompts",
+            "prompt negative_prompt height width steps guidance_scale role",
+        ),
+        *_keys(
+            "evaluation.scorers",
+            "revision",
+        ),
+        *_keys(
+            "evaluation.limits",
+            "drift copies",
+        ),
+        *_keys(
             "checks",
             "max_rejected_fraction max_image_pixels max_decode_bytes max_file_bytes "
             "near_duplicate_bits allow",
@@ -213,6 +236,12 @@ def _code_mistakes(data: Mapping[str, Any]) -> Iterator[Mistake]:
         if optimizer not in OPTIMIZERS:
             what = f"training.optimizer must be {one_of(OPTIMIZERS)}, got the import path {optimizer}"
             yield _refused(path, what, f"use {one_of(OPTIMIZERS)}")
+
+    for path, scorer in _values(data, "evaluation.scorers"):
+        # A scorer is a name, or a section with the key `name`.
+        if (isinstance(path[-1], int) or path[-1] == "name") and scorer not in SCORERS:
+            what = f"{dotted(path)} must be {one_of(SCORERS)}, got the import path {scorer}"
+            yield _refused(path, what, f"use {one_of(SCORERS)}")
 
     # A link can lead to any file of the user, whose text would be published as a caption.
     for path, follow_links in _values(data, "datasets.follow_links"):

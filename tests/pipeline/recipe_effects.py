@@ -217,6 +217,34 @@ EFFECTS: dict[str, Effect] = {
     "accelerate.shard": Effect({"accelerate": {"shard": True}}, context={"accelerate": {"num_processes": 2}}),
     "accelerate.mixed_precision": Effect({"accelerate": {"mixed_precision": "bf16"}}, run=True),
     "accelerate.cpu_threads": _nothing({"accelerate": {"cpu_threads": 3}}),
+    **{
+        f"evaluation.{key}": _nothing({"evaluation": values})
+        for key, values in {
+            "pictures": {"pictures": 2},
+            "steps": {"steps": "last"},
+            "strengths": {"strengths": [0.5]},
+            "scorers.name": {"scorers": ["siglip"]},
+            "scorers.weights": {"scorers": [{"name": "clip", "weights": "openai/clip-vit-base-patch32"}]},
+            "scorers.revision": {"scorers": [{"name": "clip", "revision": "main"}]},
+            "limits.drift": {"limits": {"drift": 0.5}},
+            "limits.copies": {"limits": {"copies": 0.5}},
+        }.items()
+    },
+    **{
+        f"evaluation.prompts.{key}": _nothing(
+            {"evaluation": {"prompts": [{"prompt": "a rose", "role": "concept", **values}]}}
+        )
+        for key, values in {
+            "prompt": {},
+            "role": {"role": "base"},
+            "negative_prompt": {"negative_prompt": "blurry"},
+            "height": {"height": 64, "width": 96},
+            "width": {"height": 96, "width": 64},
+            "steps": {"steps": 3},
+            "guidance_scale": {"guidance_scale": 2.0},
+            "references": {"references": ["before.png"]},
+        }.items()
+    },
     "checks.max_rejected_fraction": _nothing({"checks": {"max_rejected_fraction": 0.5}}),
     "checks.allow": _nothing({"checks": {"allow": ["rejected_fraction"]}}),
     "recache.cron": _nothing({"recache": {"cron": None}}),

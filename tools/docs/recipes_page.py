@@ -108,6 +108,8 @@ def _section(schema: Node, node: Node, prefix: str, title: str) -> Iterator[str]
                 others = [each for each in info["items"].get("anyOf", ()) if "$ref" not in each]
                 items = [*(f"{_value(schema, each)}" for each in others), "sections"]
                 value = f"a list of {' or '.join(items)}, see below"
+            elif words := [each for each in info.get("anyOf", ()) if "const" in each]:
+                value = f"{_value(schema, words[0])} or a list of sections, see below"
         description = info.get("description") or (section or {}).get("description", "")
         default = _default(info, key in node.get("required", ()), is_section=section is not None)
         yield f"| `{key}` | {value} | {default} | {_cell(description)} |"
@@ -152,7 +154,9 @@ def _argument_default(default: object) -> str:
 def _section_of(schema: Node, info: Node) -> Node | None:
     """Return the section that a key holds, or that its list items are; None for a plain value."""
     items = info.get("items", {})
-    for node in (info, items, *items.get("anyOf", ()), *info.get("anyOf", ()), *info.get("allOf", ())):
+    choices = info.get("anyOf", ())
+    lists = [each["items"] for each in choices if "items" in each]
+    for node in (info, items, *items.get("anyOf", ()), *choices, *lists, *info.get("allOf", ())):
         reference = node.get("$ref", "")
         if reference:
             definition = schema["$defs"][reference.rpartition("/")[2]]

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from pipeline.cache.store import Store
+from pipeline.cache.store import Kind, Store
 from pipeline.encoding.jobs import (
     DESCRIPTIONS,
     Encoded,
@@ -34,6 +34,14 @@ WRITES_BEHIND = 16
 # Syncing an entry takes 1 to 3 ms, more than a small model needs to encode it.
 WRITING_THREADS = 4
 """Number of writing threads."""
+
+
+_LOADING: dict[Kind, str] = {
+    "latents": "loading the VAE",
+    "text": "loading the text encoders",
+    "pictures": "loading the base model",
+    "features": "loading the scorers",
+}
 
 
 class Encoder(Protocol):
@@ -99,7 +107,7 @@ def run(
         counted_warnings(progress.say),
     ):
         device = _prepare_device(progress)
-        progress.phase("loading the VAE" if encoding.kind == "latents" else "loading the text encoders")
+        progress.phase(_LOADING[encoding.kind])
         encoder = open_encoder(encoding, device, progress)
         progress.phase("waiting for the list of missing entries")
         # The stage may still be checking entries; its list of jobs is awaited here, after the model is

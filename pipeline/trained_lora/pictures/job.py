@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pipeline.cache.store import EntrySpec
 from pipeline.recipe import Recipe
@@ -94,9 +95,9 @@ class DrawingJob:
                     name = f"{lora.stem}-strength-{number_text(strength)}-prompt-{number + 1:02d}.png"
                     yield Cell(lora, strength, number, self.folder / name)
 
-    def write(self, path: Path) -> Path:
-        """Write the job for `read_drawing_job`, and return the path."""
-        values = {
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values for `drawing_job_from_json`."""
+        return {
             "recipe": self.recipe.model_dump(mode="json"),
             "base": str(self.base),
             "component_folders": {role: str(folder) for role, folder in self.component_folders.items()},
@@ -108,13 +109,20 @@ class DrawingJob:
             "folder": str(self.folder),
             "run": self.run,
         }
-        write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+    def write(self, path: Path) -> Path:
+        """Write the job for `read_drawing_job`, and return the path."""
+        write_text(path, json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n")
         return path
 
 
 def read_drawing_job(path: Path) -> DrawingJob:
     """Read the job that `DrawingJob.write` wrote."""
-    values = json.loads(path.read_text(encoding="utf-8"))
+    return drawing_job_from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def drawing_job_from_json(values: Mapping[str, Any]) -> DrawingJob:
+    """Return the job of `DrawingJob.to_json`."""
     folders = values["component_folders"].items()
     return DrawingJob(
         recipe=recipe_from_json(values["recipe"]),

@@ -73,12 +73,12 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     if request.file is not None:
         chosen = choose_file(request.file)
     else:
-        _fetch_loras(recipe, request)
+        fetch_loras(recipe, request.run, request.steps)
         chosen = choose_loras(recipe.output_dir, request.run, request.steps)
 
     # A run's LoRA is drawn with the base model, quantization and precision of its training, even if the
     # recipe has changed since then.
-    trained, previews = _trained_recipe(recipe, chosen.run)
+    trained, previews = trained_recipe(recipe, chosen.run)
     if request.references:
         # The recipe names the references, because they decide the prompts' embeddings.
         trained = _with_referenced_prompts(trained, recipe, request)
@@ -110,20 +110,20 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
     return job
 
 
-def _fetch_loras(recipe: Recipe, request: Request) -> None:
+def fetch_loras(recipe: Recipe, run: str | None, steps: Steps) -> None:
+    """Fetch the LoRA files that `choose_loras` needs from an output folder at an address."""
     outputs = outputs_of(recipe)
     if not outputs.is_remote:
         return
-    if not request.run and not request.steps and outputs.fetch("lora/"):
+    if not run and not steps and outputs.fetch("lora/"):
         return
-    layout = RunLayout(run_folder(recipe.output_dir, request.run or exportable_run(recipe.output_dir)))
+    layout = RunLayout(run_folder(recipe.output_dir, run or exportable_run(recipe.output_dir)))
     existing = list(lora_steps(layout))
-    steps = existing if request.steps == "all" else request.steps or existing[-1:]
-    for step in steps:
+    for step in existing if steps == "all" else steps or existing[-1:]:
         fetch_lora(outputs, layout, step)
 
 
-def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prompt, ...]]:
+def trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prompt, ...]]:
     """Return the recipe with which a run was trained, with this recipe's folders, and the run's prompts."""
     trained, previews = recipe, tuple[Prompt, ...]()
     if run is not None:

@@ -70,8 +70,8 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
     if (reason := why_no_gpu()) is not None:
         report.info(f"warning: {reason}")
     cells = list(job.cells())
-    with out_of_memory_as(partial(_memory_error, job)):
-        artist = _Artist(job, report, scratch)
+    with out_of_memory_as(partial(drawing_memory_error, job)):
+        artist = Artist(job, report, scratch)
 
         # Pictures without the LoRA are the same for all steps, and are drawn once.
         without_lora: dict[int, Image] = {}
@@ -87,8 +87,17 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
             report.progress(done, len(cells), "drawing pictures")
 
 
-class _Artist:
+class Artist:
+    """The base model of a job with its LoRA, and the pipeline that draws with it."""
+
     def __init__(self, job: DrawingJob, report: Report, scratch: Path) -> None:
+        """Load everything; `scratch` is an empty folder for the progress of encoding the prompts.
+
+        Raises:
+            DrawingError: A LoRA does not fit the base model, or memory ran out.
+            ModelError: The base model cannot be loaded.
+            TrainingError: The quantization needs a missing package or GPU.
+        """
         self._job = job
         self._family = load_family(job.base, job.component_folders)
         settings = job.recipe.accelerate
@@ -129,6 +138,7 @@ class _Artist:
         )
 
     def draw(self, cell: Cell) -> Image:
+        """Return the picture of a cell of the job."""
         if cell.lora != self._loaded:
             self._adapter.load(cell.lora.file)
             self._loaded = cell.lora
@@ -232,7 +242,8 @@ def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
     return chunks
 
 
-def _memory_error(job: DrawingJob, usage: str) -> DrawingError:
+def drawing_memory_error(job: DrawingJob, usage: str) -> DrawingError:
+    """Return the error for memory that ran out; `usage` is what `out_of_memory_as` measured."""
     training, precision = job.recipe.training, job.recipe.accelerate.mixed_precision
     fix = "close other programs that use the device, such as a training"
 

@@ -1,0 +1,1 @@
+"""Evaluation of a trained LoRA: pictures, scorers, numbers and the choice of a step."""

@@ -1,0 +1,1 @@
+"""Process that draws the pictures of an evaluation and computes their features; imports torch."""
