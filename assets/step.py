@@ -71,7 +71,7 @@ def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) 
         code_version=code_version(recipe, asset),
         kinds={*kinds, TABLE_FORMAT},
         metadata=definition_metadata(recipe, asset),
-        tags=asset_tags(recipe),
+        tags=asset_tags(recipe),  # pyright: ignore[reportArgumentType] - a frozen model is hashable
         owners=recipe.owners,
     )
 

@@ -91,28 +91,35 @@ def _run_in_turn(
 
 
 def _run_and_wait(arguments: list[str], environment: Mapping[str, str]) -> int:
-    with _signals_forwarded() as processes:
-        process = subprocess.Popen(arguments, env=environment)
-        processes.append(process)
+    with _with_forwarded_signals(arguments, environment) as process:
         status = process.wait()
     # A process that a signal ended has its negative number as status.
     return STOPPED_STATUS if status in (-signal.SIGINT, -signal.SIGTERM) else abs(status)
 
 
 @contextmanager
-def _signals_forwarded() -> Generator[list[subprocess.Popen[bytes]]]:
-    """Send SIGTERM to the listed processes, and SIGINT unless a terminal sends it to all of its processes."""
-    processes: list[subprocess.Popen[bytes]] = []
+def _with_forwarded_signals(
+    arguments: list[str], environment: Mapping[str, str]
+) -> Generator[subprocess.Popen[bytes]]:
+    """Start a process that gets SIGTERM, and SIGINT unless a terminal sends it to all of its processes."""
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def forward(number: int, _: object) -> None:
         # Ctrl-C reaches the job itself, which saves a checkpoint and ends.
-        if number == signal.SIGTERM or TERMINAL_VARIABLE not in os.environ:
-            for process in processes:
-                process.send_signal(number)
+        if number == signal.SIGINT and TERMINAL_VARIABLE in os.environ:
+            return
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield processes
+        process = subprocess.Popen(arguments, env=environment)
+        for number in early:
+            process.send_signal(number)
+        yield process
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

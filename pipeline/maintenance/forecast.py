@@ -205,7 +205,7 @@ def _failed(asset: str, finding: Finding) -> FailedCheck:
 def _with_lengths(entries: RecipeEntries, captions: pl.DataFrame, known: pl.DataFrame | None) -> pl.DataFrame:
     """Add the lengths in tokens that an earlier run recorded, null for captions that it did not encode."""
     keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))
-    counts = dict.fromkeys(("num_tokens", "num_cut"), pl.Int32)
+    counts = {"num_tokens": pl.Int32, "num_cut": pl.Int32}
     return with_recorded(captions.with_columns(keys.alias("key")), known, counts)
 
 
