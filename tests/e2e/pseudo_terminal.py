@@ -55,7 +55,8 @@ def run_on_terminal(
     controller, terminal = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", ON_TERMINAL, *command],
-        env={**environment, "TERM": "xterm"},
+        # Without colours, which tests/pipeline/reporting/test_colours.py has, lines are compared as text.
+        env={**environment, "TERM": "xterm", "NO_COLOR": "1"},
         cwd=cwd,
         stdin=terminal,
         stdout=terminal,
