@@ -13,8 +13,8 @@ from dagster import (
 )
 
 from assets.checks import check_specs
-from assets.metadata import picture_metadata, publish
-from assets.names import step_name
+from assets.metadata import picture_metadata, pictures_once, publish
+from assets.names import asset_key, step_name
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -53,7 +53,7 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
             earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
             rejected = pl.concat(earlier)
             page = write_dataset_page(recipe, validated, rejected, placed=result, log=run_log(context))
-            pictures = picture_metadata(folder)
+            pictures = pictures_once(context, asset_key(recipe, "aspect_buckets"), picture_metadata(folder))
             files = {"dataset_page": MetadataValue.path(str(page))}
             return publish(
                 recipe, "aspect_buckets", result, log=run_log(context), pictures=pictures, files=files

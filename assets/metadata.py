@@ -1,6 +1,7 @@
 """The Dagster metadata of a materialization: numbers, pictures, first rows and a data version."""
 
 import base64
+import hashlib
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from dagster import (
+    AssetExecutionContext,
+    AssetKey,
     DataVersion,
     JsonMetadataValue,
     MaterializeResult,
@@ -26,9 +29,18 @@ from pipeline.reporting.reports import Report, StageResult, write_report
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
 """Columns with file stats of sources and, after `entry_`, of cache entries."""
 
-# Dagster's event log stores the pictures with each materialization.
-MAX_PICTURES_BYTES = 200_000
+# Dagster's event log stores each picture three times: with the output, and twice with the materialization.
+MAX_PICTURE_BYTES = 40_000
+"""Maximum size of a picture in the metadata of an asset."""
+
+MAX_PICTURES_BYTES = 120_000
 """Maximum total size of an asset's pictures."""
+
+PICTURES_RUN = "unchanged_pictures"
+"""Metadata entry with the run that has the pictures, if they have not changed since then."""
+
+PICTURES_VERSION = "pictures_version"
+"""Metadata entry with a hash of the pictures."""
 
 PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 
@@ -117,6 +129,28 @@ def content_version(table: Any, *, run: str = "") -> str:
     return content_digest(table.select(columns), more=run)[:16]
 
 
+def pictures_once(
+    context: AssetExecutionContext, key: AssetKey, pictures: Mapping[str, MetadataValue[Any]]
+) -> dict[str, MetadataValue[Any]]:
+    """Return pictures with their version, or the run that has them if they are the ones of the last run."""
+    if not pictures:
+        return {}
+    text = repr([(name, value.value) for name, value in pictures.items()])
+    version = MetadataValue.text(hashlib.sha256(text.encode("utf-8")).hexdigest()[:12])
+
+    event = context.instance.get_latest_materialization_event(key)
+    materialization = None if event is None else event.asset_materialization
+    if event is None or materialization is None or materialization.metadata.get(PICTURES_VERSION) != version:
+        return {**pictures, PICTURES_VERSION: version}
+
+    # The last run may refer to an earlier one too.
+    reference = materialization.metadata.get(PICTURES_RUN)
+    run_id = event.run_id if reference is None else str(reference.value)
+    if context.instance.get_run_by_id(run_id) is None:
+        return {**pictures, PICTURES_VERSION: version}
+    return {PICTURES_RUN: MetadataValue.dagster_run(run_id), PICTURES_VERSION: version}
+
+
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
     """Return each picture in `folder` as `picture_<file stem>`, up to `MAX_PICTURES_BYTES` in total.
 
@@ -143,9 +177,10 @@ def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
     sizes = {path: path.stat().st_size for path in paths}
 
     # Small pictures keep their bytes, and larger pictures share the bytes that remain.
-    small = [path for path in paths if sizes[path] <= MAX_PICTURES_BYTES // len(paths)]
+    limit_bytes = min(MAX_PICTURE_BYTES, MAX_PICTURES_BYTES // max(1, len(paths)))
+    small = [path for path in paths if sizes[path] <= limit_bytes]
     remaining_bytes = MAX_PICTURES_BYTES - sum(sizes[path] for path in small)
-    share_bytes = remaining_bytes // max(1, len(paths) - len(small))
+    share_bytes = min(MAX_PICTURE_BYTES, remaining_bytes // max(1, len(paths) - len(small)))
 
     pictures: dict[Path, str] = {}
     for path in paths:

@@ -6,8 +6,8 @@ from typing import Any
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
 from assets.checks import check_specs
-from assets.metadata import picture_metadata, publish
-from assets.names import step_name
+from assets.metadata import picture_metadata, pictures_once, publish
+from assets.names import asset_key, step_name
 from assets.sources import model_key
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
@@ -51,7 +51,8 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 log=run_log(context),
                 seal_packs=launcher.seal_packs,
             )
-            pictures = picture_metadata(write_caption_report(recipe, result.table))
+            shown = picture_metadata(write_caption_report(recipe, result.table))
+            pictures = pictures_once(context, asset_key(recipe, "text_embeddings"), shown)
             return publish(recipe, "text_embeddings", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "text_embeddings", materialize, checks.run)

@@ -21,7 +21,7 @@ from dagster import (
 )
 
 from assets.checks import check_specs
-from assets.metadata import picture_metadata, publish, report_metadata, table_metadata
+from assets.metadata import picture_metadata, pictures_once, publish, report_metadata, table_metadata
 from assets.names import asset_key, step_name
 from assets.sources import model_key
 from assets.step import TABLE, run_step, table_in, table_out
@@ -71,7 +71,8 @@ def build_trained_lora(recipe: Recipe, *, pool: str, start: AssetKey | None = No
             result = train_lora(
                 recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
             )
-            pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
+            shown = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
+            pictures = pictures_once(context, asset_key(recipe, "trained_lora"), shown)
             files = _file_metadata(recipe, result.report["run"])
             return publish(
                 recipe, "trained_lora", result, log=run_log(context), pictures=pictures, files=files

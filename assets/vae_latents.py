@@ -13,8 +13,8 @@ from dagster import (
 )
 
 from assets.checks import check_specs
-from assets.metadata import captioned_pictures, publish
-from assets.names import step_name
+from assets.metadata import captioned_pictures, pictures_once, publish
+from assets.names import asset_key, step_name
 from assets.sources import model_key
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.escaping import markdown_text
@@ -59,7 +59,8 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 log=run_log(context),
                 seal_packs=launcher.seal_packs,
             )
-            pictures = _decoded_latents(recipe, result.report)
+            shown = _decoded_latents(recipe, result.report)
+            pictures = pictures_once(context, asset_key(recipe, "vae_latents"), shown)
             return publish(recipe, "vae_latents", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "vae_latents", materialize, checks.run)

@@ -13,8 +13,8 @@ from dagster import (
 )
 
 from assets.checks import check_specs
-from assets.metadata import picture_metadata, publish
-from assets.names import step_name
+from assets.metadata import picture_metadata, pictures_once, publish
+from assets.names import asset_key, step_name
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -49,7 +49,9 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
             rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
             folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
             page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
-            pictures = picture_metadata(folder)
+            pictures = pictures_once(
+                context, asset_key(recipe, "validated_dataset"), picture_metadata(folder)
+            )
             files = {"dataset_page": MetadataValue.path(str(page))}
             return publish(
                 recipe, "validated_dataset", result, log=run_log(context), pictures=pictures, files=files

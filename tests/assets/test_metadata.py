@@ -12,6 +12,7 @@ import pytest
 from dagster import (
     AssetKey,
     AssetSelection,
+    DagsterInstance,
     FloatMetadataValue,
     IntMetadataValue,
     MetadataValue,
@@ -257,6 +258,43 @@ def test_the_dataset_page_is_linked_from_both_assets(tmp_path: Path, tiny_sd: Pa
         (event,) = result.asset_materializations_for_node(f"flowers__{name}")
         assert event.metadata["dataset_page"] == MetadataValue.path(str(page))
         assert "picture_kept" in event.metadata or name == "aspect_buckets"
+
+
+def test_M7_pictures_are_stored_once_until_they_change_or_their_run_is_deleted(
+    tmp_path: Path, tiny_sd: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("rose", "lily"):
+        Image.radial_gradient("L").save(tmp_path / "data" / f"{name}.png")
+        (tmp_path / "data" / f"{name}.txt").write_text(f"a {name}")
+    recipe = small_recipe(tmp_path, model={"base": tiny_sd})
+    graph = build_definitions([recipe]).get_repository_def().asset_graph
+    keys = [AssetKey(["flowers", name]) for name in ("raw_images", "validated_dataset")]
+    selection = AssetSelection.assets(*keys).without_checks()
+
+    with DagsterInstance.ephemeral() as instance:
+
+        def run() -> tuple[str, dict[str, Any]]:
+            result = materialize([*graph.assets_defs], selection=selection, instance=instance)
+            (event,) = result.asset_materializations_for_node("flowers__validated_dataset")
+            shown = {name: value.value for name, value in event.metadata.items() if "picture" in name}
+            return result.run_id, shown
+
+        first, pictures = run()
+        assert "picture_kept" in pictures
+        for _ in range(2):
+            _, again = run()
+            version = pictures["pictures_version"]
+            assert again == {"unchanged_pictures": first, "pictures_version": version}
+
+        instance.delete_run(first)
+        third, restored = run()
+        assert restored == pictures
+        Image.linear_gradient("L").save(tmp_path / "data" / "lily.png")
+        _, changed = run()
+        assert changed.keys() == pictures.keys()
+        assert changed["pictures_version"] != pictures["pictures_version"]
+        assert third != first
 
 
 @pytest.mark.parametrize("name", ["\x1b[2J", "\u202egnp", "\x85", "\x00"])
