@@ -25,6 +25,7 @@ from pipeline.escaping import markdown_text, printable_lines
 from pipeline.log import Log, discard
 from pipeline.recipe import Recipe, project_root
 from pipeline.reporting.reports import Report, StageResult, write_report
+from resources.old_dagster_runs import PICTURES_RUN
 
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
 """Columns with file stats of sources and, after `entry_`, of cache entries."""
@@ -35,9 +36,6 @@ MAX_PICTURE_BYTES = 40_000
 
 MAX_PICTURES_BYTES = 120_000
 """Maximum total size of an asset's pictures."""
-
-PICTURES_RUN = "unchanged_pictures"
-"""Metadata entry with the run that has the pictures, if they have not changed since then."""
 
 PICTURES_VERSION = "pictures_version"
 """Metadata entry with a hash of the pictures."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +15,7 @@ import polars as pl
 from pipeline.cache.backends import cache_folder
 from pipeline.cache.used_keys import RUNNING_S
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
+from pipeline.cli.run import HOME_VARIABLE, dagster_home
 from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import KEEP_S, Survey, delete, needed_keys, survey
 from pipeline.maintenance.gc_packs import Pack, Packs
@@ -24,6 +27,9 @@ from pipeline.storage.addresses import Address, Url, absolute
 
 MAX_SHOWN = 10
 """Maximum number of foreign files shown."""
+
+HISTORY_MODULE = "resources.old_dagster_runs"
+"""Module that deletes runs of Dagster. It imports Dagster, so this package only starts it by name."""
 
 _DAY_S, _HOUR_S = 24 * 3600.0, 3600.0
 
@@ -76,6 +82,13 @@ def _refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
     help="List training runs instead of cache entries, and keep the newest N of each output folder.",
 )
 @click.option(
+    "--dagster-runs",
+    "num_dagster_runs",
+    type=click.IntRange(0),
+    metavar="N",
+    help="List runs in Dagster's history instead, which the UI shows, and keep the newest N of each job.",
+)
+@click.option(
     "--cache-dir",
     "cache_dirs",
     multiple=True,
@@ -90,6 +103,7 @@ def command(
     do_delete: bool,
     keep_s: float | None,
     num_kept_runs: int | None,
+    num_dagster_runs: int | None,
     cache_dirs: tuple[str, ...],
 ) -> None:
     """List cache entries that no job has used for a while, or old training runs; delete them with --delete.
@@ -106,7 +120,17 @@ def command(
     is one of the newest N, if its LoRA is in lora/, if start_from of a recipe or of a run in training names
     one of its files, or if it is being trained. All other runs are old; deleting one deletes its checkpoints
     and LoRA files too.
+
+    With --dagster-runs N, it examines Dagster's history (DAGSTER_HOME, or .dagster in the project): runs with
+    their logs and events, and no files of recipes. Runs in progress stay, and so do the ones that Dagster's
+    UI needs for the current state of an asset and for its pictures.
     """
+    if num_dagster_runs is not None:
+        if recipes or cache_dirs or keep_s is not None or num_kept_runs is not None:
+            raise click.UsageError("--dagster-runs excludes recipes, --keep, --keep-runs and --cache-dir.")
+        arguments = ["-m", HISTORY_MODULE, str(num_dagster_runs), *(["--delete"] if do_delete else [])]
+        environment = {**os.environ, HOME_VARIABLE: str(dagster_home())}
+        os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606 - no shell is wanted
     if num_kept_runs is not None:
         if cache_dirs or keep_s is not None:
             raise click.UsageError("--keep-runs excludes --keep and --cache-dir, which are about caches.")

@@ -1,0 +1,78 @@
+"""`python -m resources.old_dagster_runs N [--delete]`: old runs in Dagster's history, for `latentline gc`."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+import click
+from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
+
+from pipeline.errors import counted
+
+ENDED = (DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED)
+
+PICTURES_RUN = "unchanged_pictures"
+"""Metadata entry of a materialization with the run that has its pictures."""
+
+
+def old_runs(instance: DagsterInstance, num_kept: int) -> list[DagsterRun]:
+    """Return the ended runs that are not among the newest `num_kept` of their job.
+
+    Runs that Dagster's UI needs for the current state of an asset, or for its pictures, are not old.
+    """
+    needed = _needed_runs(instance)
+    by_job: dict[str, list[DagsterRun]] = defaultdict(list)
+    for run in instance.get_runs():
+        if run.status in ENDED:
+            by_job[run.job_name].append(run)
+    return [run for runs in by_job.values() for run in runs[num_kept:] if run.run_id not in needed]
+
+
+def _needed_runs(instance: DagsterInstance) -> set[str]:
+    # Without its latest materialization, an asset would count as never materialized.
+    needed = set[str]()
+    for key in instance.all_asset_keys():
+        event = instance.get_latest_materialization_event(key)
+        if event is None or event.asset_materialization is None:
+            continue
+        needed.add(event.run_id)
+        if (pictures := event.asset_materialization.metadata.get(PICTURES_RUN)) is not None:
+            needed.add(str(pictures.value))
+    return needed
+
+
+def delete_run(instance: DagsterInstance, run_id: str) -> int:
+    """Delete a run with its events, and return the bytes of its file."""
+    instance.delete_run(run_id)
+
+    # Dagster deletes the rows and leaves the file, which has the size that it had.
+    file = Path(os.environ["DAGSTER_HOME"]) / "history" / "runs" / f"{run_id}.db"
+    num_bytes = 0
+    with suppress(FileNotFoundError):  # a database on a server has no files here
+        num_bytes = file.stat().st_size
+        file.unlink()
+    return num_bytes
+
+
+@click.command()
+@click.argument("num_kept", type=click.IntRange(0))
+@click.option("--delete", "do_delete", is_flag=True)
+def main(num_kept: int, *, do_delete: bool) -> None:
+    """List, and with --delete remove, runs of Dagster's history, except the newest of each job."""
+    with DagsterInstance.get() as instance:
+        runs = old_runs(instance, num_kept)
+        for run in runs:
+            click.echo(f"  {run.run_id}  {run.status.value:8}  {run.job_name}")
+        click.echo(f"{counted(len(runs), 'old run')} in {os.environ['DAGSTER_HOME']}")
+        if runs and not do_delete:
+            click.echo("nothing was deleted; add --delete to delete these runs and their events")
+        elif runs:
+            num_bytes = sum(delete_run(instance, run.run_id) for run in runs)
+            click.echo(f"deleted {counted(len(runs), 'run')}, {num_bytes / 1e6:,.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
