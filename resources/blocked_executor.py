@@ -1,4 +1,4 @@
-"""Let SIGINT and SIGTERM end a run that waits for a pool in Dagster's in-process executor.
+"""Let SIGINT and SIGTERM end a run that waits in Dagster's in-process executor, for a pool or a retry.
 
 docs/dagster_blocked_executor.md describes the defect. Remove this module when Dagster has corrected it.
 """
@@ -17,7 +17,7 @@ _ENDS = {DagsterEventType.STEP_SUCCESS, DagsterEventType.STEP_FAILURE, DagsterEv
 
 
 def end_waits_at_signals(events: Generator[DagsterEvent]) -> Iterator[DagsterEvent]:
-    """Yield the events of an in-process executor; after a pool has blocked a step, a signal ends any wait.
+    """Yield the events of an in-process executor; after a pool or a retry has, a signal ends any wait.
 
     Raises:
         DagsterExecutionInterruptedError: A signal arrived while a step was blocked and none was running.
@@ -52,7 +52,7 @@ def end_waits_at_signals(events: Generator[DagsterEvent]) -> Iterator[DagsterEve
 
             if event is None:
                 return
-            is_blocked = is_blocked or _is_blocked_by_pool(event)
+            is_blocked = is_blocked or _is_blocked_by_pool(event) or _waits_for_retry(event)
             if event.event_type in _STARTS | _ENDS:
                 is_running = event.event_type in _STARTS
             yield event
@@ -61,6 +61,10 @@ def end_waits_at_signals(events: Generator[DagsterEvent]) -> Iterator[DagsterEve
         for number, handler in dagsters.items():
             if signal.getsignal(number) == handle:
                 signal.signal(number, handler)
+
+
+def _waits_for_retry(event: DagsterEvent) -> bool:
+    return event.event_type == DagsterEventType.STEP_UP_FOR_RETRY
 
 
 def _is_blocked_by_pool(event: DagsterEvent) -> bool:

@@ -6,20 +6,41 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dagster import DagsterEvent, DagsterEventType, DagsterInstance, Failure, MetadataValue
+from dagster import (
+    DagsterEvent,
+    DagsterEventType,
+    DagsterInstance,
+    Failure,
+    MetadataValue,
+    RetryRequested,
+)
 
 from pipeline.errors import GateClosedError, LatentlineError
 from pipeline.storage.os_errors import as_file_access_error
+from pipeline.storage.retry import is_transient
 
 _PARTS = ("what", "where", "fix")
 
 
+# The requests themselves are repeated for a minute before they fail (pipeline/storage/retry.py).
+RETRY_DELAYS_S = (30, 120)
+"""Seconds before a step is tried again after an error that passes by itself, for each further attempt."""
+
+
 @contextmanager
-def errors_as_failures() -> Generator[None]:
-    """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`."""
+def errors_as_failures(retry_number: int | None = None) -> Generator[None]:
+    """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`.
+
+    With the number of earlier attempts of the step, an outage of a service or of a network becomes a
+    `RetryRequested`, unless this was the last attempt.
+    """
     try:
         yield
     except LatentlineError as err:
+        if retry_number is not None and retry_number < len(RETRY_DELAYS_S) and is_transient(err):
+            raise RetryRequested(
+                max_retries=len(RETRY_DELAYS_S), seconds_to_wait=RETRY_DELAYS_S[retry_number]
+            ) from err
         # The three parts explain the error. Dagster would print a cause as well, with its traceback.
         raise _failure(err) from None
     except Exception as err:
@@ -33,7 +54,7 @@ def _failure(err: LatentlineError) -> Failure:
     parts = {"fix": err.fix, "what": err.what, "where": err.where}
     description = f"{type(err).__name__}: {err.text_with_fix_first()}"
 
-    # A retry with the same input would fail again.
+    # Outages are repeated above. Any other retry with the same input would fail again.
     return Failure(description, metadata=parts, allow_retries=False)
 
 

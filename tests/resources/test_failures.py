@@ -1,13 +1,19 @@
 """The errors of a step that become Dagster failures with what, where and fix."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest
-from dagster import Failure
+from dagster import (
+    AssetExecutionContext,
+    DagsterInstance,
+    Failure,
+    RetryRequested,
+    asset,
+    materialize,
+)
 
 from pipeline.errors import StoreError
+from resources import failures
 from resources.failures import errors_as_failures, failure_text
 
 
@@ -20,6 +26,52 @@ def test_a_latentline_error_becomes_a_failure_that_is_not_retried() -> None:
         "StoreError: the entry is truncated\n  fix:   run the cache job\n  where: cache/ab.safetensors"
     )
     assert list(raised.value.metadata) == ["fix", "what", "where"]
+
+
+def outage() -> StoreError:
+    error = StoreError("the service does not answer", where="s3://bucket", fix="try later")
+    error.__cause__ = ConnectionError("refused")
+    return error
+
+
+def test_M5_only_an_outage_is_tried_again_and_only_twice() -> None:
+    delays: list[int | float | None] = []
+    for number in (0, 1):
+        with pytest.raises(RetryRequested) as requested, errors_as_failures(number):
+            raise outage()
+        assert requested.value.max_retries == 2
+        delays.append(requested.value.seconds_to_wait)
+    assert delays == [30, 120]
+    for error, retry_number in ((outage(), 2), (outage(), None), (StoreError("a", where="b", fix="c"), 0)):
+        with pytest.raises(Failure), errors_as_failures(retry_number):
+            raise error
+
+
+@pytest.mark.parametrize(("num_outages", "attempts"), [(1, 2), (5, 3)])
+def test_M5_a_step_of_a_real_run_is_repeated_after_an_outage(
+    monkeypatch: pytest.MonkeyPatch, num_outages: int, attempts: int
+) -> None:
+    monkeypatch.setattr(failures, "RETRY_DELAYS_S", (0, 0))
+    tried: list[int] = []
+
+    @asset
+    def rose(context: AssetExecutionContext) -> None:
+        with errors_as_failures(context.retry_number):
+            tried.append(context.retry_number)
+            if len(tried) <= num_outages:
+                raise outage()
+
+    with DagsterInstance.ephemeral() as instance:
+        result = materialize([rose], instance=instance, raise_on_error=False)
+        assert tried == list(range(attempts))
+        assert result.success == (num_outages < attempts)
+        if not result.success:
+            (failure,) = result.get_step_failure_events()
+            data = failure.step_failure_data.user_failure_data
+            assert data is not None
+            text = failure_text(str(data.description), data.metadata)
+            assert text is not None
+            assert "the service does not answer" in text
 
 
 def test_the_fix_of_a_long_message_is_among_the_first_lines() -> None:
