@@ -1,7 +1,7 @@
 """trained_lora: the LoRA, trained from the cache alone."""
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ def observe_training(
 
         run = LiveRun(job_file)
         is_broken = False
+        # Each observation has the last value of each number, so that the plots have no gaps.
+        numbers: dict[str, int | float] = {}
 
         def poll(final: bool) -> None:
             nonlocal is_broken
@@ -101,7 +103,10 @@ def observe_training(
             try:
                 state = run.poll(final=final)
                 if state is not None:
-                    metadata = _live_metadata(context, state)
+                    numbers.update(state.numbers())
+                    if state.previews:
+                        numbers["previews_step"] = state.previews[0].step
+                    metadata = _live_metadata(context, numbers, state.picture())
                     # Dagster holds back the events of `context.log_event` until the step yields its next
                     # output, which is after the training. This call writes at once.
                     observation = AssetObservation(asset_key(recipe, "trained_lora"), metadata=metadata)
@@ -118,10 +123,12 @@ def observe_training(
     return follow
 
 
-def _live_metadata(context: AssetExecutionContext, state: Any) -> dict[str, MetadataValue[Any]]:
-    """Return the metadata of a `pipeline.trained_lora.live.LiveState`."""
-    metadata = report_metadata(state.numbers())
-    if picture := state.picture():
+def _live_metadata(
+    context: AssetExecutionContext, numbers: Mapping[str, int | float], picture: bytes
+) -> dict[str, MetadataValue[Any]]:
+    """Return the metadata of an observation; new previews are shown once, because of their size."""
+    metadata = report_metadata(dict(numbers))
+    if picture:
         data = base64.b64encode(picture).decode("ascii")
         metadata["previews"] = MetadataValue.md(f"![previews](data:image/jpeg;base64,{data})")
     return {**metadata, "dagster_run": MetadataValue.dagster_run(context.run.run_id)}

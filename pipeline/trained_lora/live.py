@@ -26,7 +26,7 @@ CHECK_S = 1.0
 MAX_PROMPTS = 6
 """Maximum number of previews in a live picture."""
 
-MAX_PICTURE_BYTES = 60_000
+MAX_PICTURE_BYTES = 40_000
 """Maximum size of a live picture, which Dagster's event log stores."""
 
 

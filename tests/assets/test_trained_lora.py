@@ -18,6 +18,7 @@ from dagster import (
     build_sensor_context,
     materialize,
 )
+from PIL import Image
 
 from assets.definitions import build_definitions
 from assets.trained_lora import observe_training
@@ -131,13 +132,45 @@ def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
         values = {name: value.value for metadata in observed for name, value in metadata.items()}
         assert str(values.pop("previews")).startswith("![previews](data:image/jpeg;base64,")
         numbers = {"step": 1, "steps": 100, "loss": 0.5, "learning_rate": 1e-4, "steps_per_second": 2.0}
-        assert values == {**numbers, "samples_per_second": 8.0, "memory_gib": 1.0, "dagster_run": run}
+        numbers |= {"samples_per_second": 8.0, "memory_gib": 1.0, "previews_step": 1}
+        assert values == {**numbers, "dagster_run": run}
 
         assert is_materialized == [False], "an observation must not count as a materialization"
         (materialization,) = instance.fetch_materializations(KEY, limit=10).records
         assert max(record.storage_id for record in records) < materialization.storage_id
         assert [ticks.num_requests(), ticks.num_requests()] == [0, 0], "an observation requests no run"
         assert [each.job_name for each in instance.get_runs()] == ["__ephemeral_asset_job__", "flowers_cache"]
+
+
+def test_M8_each_observation_has_the_last_value_of_each_number(
+    recipe: Recipe, job_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = job_file.parent
+    for name in ("logs", "samples"):
+        (folder / name).mkdir()
+
+    @asset(key=KEY)
+    def trained_lora(context: AssetExecutionContext) -> None:
+        poll = observe_training(context, recipe)(job_file)
+        line = {
+            "step": 0,
+            "samples": 4,
+            "loss": 0.5,
+            "learning_rate": 1e-4,
+            "seconds": 0.5,
+            "memory_bytes": 1,
+        }
+        (folder / "logs" / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+        poll(True)
+        Image.new("RGB", (8, 8)).save(folder / "samples" / "step-00000001-00.png")
+        poll(True)
+
+    with DagsterInstance.local_temp(str(tmp_path_factory.mktemp("dagster"))) as instance:
+        assert materialize([trained_lora], instance=instance).success
+        records = instance.fetch_observations(KEY, limit=10, ascending=True).records
+        first, second = (set(each.asset_observation.metadata) for each in records if each.asset_observation)
+    assert {"loss", "learning_rate", "memory_gib"} <= first
+    assert second == first | {"previews", "previews_step"}
 
 
 def test_a_training_ends_well_although_the_event_log_refuses_its_observations(
