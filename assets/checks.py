@@ -54,7 +54,7 @@ def check_results(
     Raises:
         GateClosedError: At least one gate closed. It is raised after all results, and names all closed gates.
     """
-    from pipeline.reporting.findings import CheckContext, closed_gates_error, write_findings
+    from pipeline.reporting.findings import REJECTED_PAGE, CheckContext, closed_gates_error, write_findings
     from pipeline.storage.tables import Tables
 
     selected = _selected_checks(context) - {PATH_ISOLATION.name}
@@ -73,7 +73,8 @@ def check_results(
     # Dagster would fail the step as well, but its message gives only the number of failed checks.
     closed = [finding for finding in selected_findings if finding.closes]
     if closed:
-        raise closed_gates_error({key.to_user_string(): closed})
+        page = recipe.output_dir / REJECTED_PAGE if asset == "validated_dataset" else None
+        raise closed_gates_error({key.to_user_string(): closed}, page=page)
 
 
 def _selected_checks(context: AssetExecutionContext) -> set[str]:

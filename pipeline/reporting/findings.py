@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pipeline.storage.tables import Tables
 
 Severity = Literal["error", "warn"]
+
+REJECTED_PAGE = Path("reports", "dataset", "rejected.html")
+"""Page below output_dir with all rejected images, which validated_dataset writes."""
 
 MAX_ROWS = 50
 """Maximum number of rows shown per finding; `numbers["num_rows"]` holds the total."""
@@ -127,8 +130,13 @@ def _finding(spec: CheckSpec, outcome: Outcome, *, allowed: bool) -> Finding:
     )
 
 
-def closed_gates_error(closed: Mapping[str, Sequence[Finding]]) -> GateClosedError:
-    """Return one error for all closed gates, given their findings by asset."""
+def closed_gates_error(
+    closed: Mapping[str, Sequence[Finding]], *, page: Path | None = None
+) -> GateClosedError:
+    """Return one error for all closed gates, given their findings by asset.
+
+    `page` is a page that shows all rejected images; it is named if it exists.
+    """
     assert any(closed.values()), "no gate is closed"
     all_findings = [finding for asset_findings in closed.values() for finding in asset_findings]
 
@@ -138,16 +146,32 @@ def closed_gates_error(closed: Mapping[str, Sequence[Finding]]) -> GateClosedErr
         where[f"asset {asset}"] = None
         for finding in asset_findings:
             where |= dict.fromkeys(_row_lines(finding))
+    if page is not None and page.is_file():
+        where[f"with pictures: {page}"] = None
 
-    # Several gates often have the same fix, such as to start the job again.
+    # Several gates often have the same fix, such as to start the job again, or lines of it in common.
     gates_by_fix: dict[str, list[str]] = {}
     for finding in all_findings:
-        gates_by_fix.setdefault(finding.fix, []).append(finding.name)
+        if new_lines := _new_lines(finding.fix, gates_by_fix):
+            gates_by_fix.setdefault(new_lines, []).append(finding.name)
 
     return GateClosedError(
         "\n".join(f"{finding.name}: {finding.summary}" for finding in all_findings),
         where="\n".join(where),
         fix="\n".join(f"{', '.join(names)}: {fix}" for fix, names in gates_by_fix.items()),
+    )
+
+
+def _new_lines(fix: str, known: Iterable[str]) -> str:
+    """Return the lines of a fix that no other known fix has; the complete fix if it is known itself."""
+    if fix in known:
+        return fix
+    known_lines = [line for each in known for line in each.splitlines()]
+    return "\n".join(
+        line
+        for line in fix.splitlines()
+        # The last line of a fix also names the gate that may be allowed.
+        if not any(each == line or each.startswith(f"{line}; or accept") for each in known_lines)
     )
 
 

@@ -134,6 +134,23 @@ def test_the_error_names_every_closed_gate_with_its_first_rows_and_groups_equal_
     assert error.fix.splitlines() == ["completeness, other: run it", "captions: write one"]
 
 
+def test_O02_a_fix_that_several_gates_share_and_the_page_of_the_images_are_named_once(tmp_path: Path) -> None:
+    shared = "1 caption missing, the first is a.png: write a.txt"
+    gates = [
+        closed_gate("captions_present", f"{shared}; or accept this knowingly with allow", [], 0),
+        closed_gate("rejected_fraction", f"{shared}\nor raise the limit; or accept this knowingly", [], 0),
+    ]
+    page = tmp_path / "rejected.html"
+    assert "pictures" not in closed_gates_error({"small/validated_dataset": gates}, page=page).where
+    page.touch()
+    error = closed_gates_error({"small/validated_dataset": gates}, page=page)
+    assert error.where.splitlines() == ["asset small/validated_dataset", f"with pictures: {page}"]
+    assert error.fix.splitlines() == [
+        f"captions_present: {shared}; or accept this knowingly with allow",
+        "rejected_fraction: or raise the limit; or accept this knowingly",
+    ]
+
+
 def result(name: str, *, passed: bool, severity: Severity = "error") -> Finding:
     return Finding(
         name, passed, severity, "3 of 4", "do it again", [{"path": Path("a.png")}], {"num_rows": 1}
