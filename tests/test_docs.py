@@ -22,7 +22,7 @@ from pipeline.recipe.deployment import (
 )
 from pipeline.recipe.keys import all_keys_of, keys_of
 from pipeline.recipe.schema import all_keys
-from tools.docs import checks_page, recipes_page
+from tools.docs import checks_page, quick_starts_page, recipes_page
 from tools.docs import coming_from_page as coming_from
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,11 +33,22 @@ LINE = re.compile(
 
 
 @pytest.mark.parametrize(
-    "page", [recipes_page, checks_page, coming_from], ids=["recipes", "checks", "coming_from"]
+    "page",
+    [recipes_page, checks_page, coming_from, quick_starts_page],
+    ids=["recipes", "checks", "coming_from", "quick_starts"],
 )
 def test_a_generated_page_is_up_to_date(page) -> None:
     text = page.page_path().read_text(encoding="utf-8")
     assert text == page.page_text(), f"write it again: python -m {page.__name__}"
+
+
+def test_the_cards_in_the_readme_are_those_of_the_forecast() -> None:
+    readme, hardware = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/hardware.md"))
+    table = readme.partition("| base model, 1024 px, rank 16 |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 5
+    for model, *cells in rows:
+        assert f"| {model} | 1024 | {' | '.join(cells)} |" in hardware.replace(" * |", " |")
 
 
 def test_every_key_of_a_recipe_is_on_its_page() -> None:
