@@ -16,11 +16,11 @@ from dagster import (
 )
 
 from pipeline.errors import GateClosedError, LatentlineError
+from pipeline.log import WARNING, Log, discard
 from pipeline.storage.os_errors import as_file_access_error
 from pipeline.storage.retry import is_transient
 
 _PARTS = ("what", "where", "fix")
-
 
 # The requests themselves are repeated for a minute before they fail (pipeline/storage/retry.py).
 RETRY_DELAYS_S = (30, 120)
@@ -28,19 +28,19 @@ RETRY_DELAYS_S = (30, 120)
 
 
 @contextmanager
-def errors_as_failures(retry_number: int | None = None) -> Generator[None]:
+def errors_as_failures(retry_number: int | None = None, *, log: Log = discard) -> Generator[None]:
     """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`.
 
     With the number of earlier attempts of the step, an outage of a service or of a network becomes a
-    `RetryRequested`, unless this was the last attempt.
+    `RetryRequested`, unless this was the last attempt. `log` receives a line for it.
     """
     try:
         yield
     except LatentlineError as err:
         if retry_number is not None and retry_number < len(RETRY_DELAYS_S) and is_transient(err):
-            raise RetryRequested(
-                max_retries=len(RETRY_DELAYS_S), seconds_to_wait=RETRY_DELAYS_S[retry_number]
-            ) from err
+            delay_s = RETRY_DELAYS_S[retry_number]
+            log(f"{WARNING}{err.what}; tried again in {delay_s} s ({err.where})")
+            raise RetryRequested(max_retries=len(RETRY_DELAYS_S), seconds_to_wait=delay_s) from err
         # The three parts explain the error. Dagster would print a cause as well, with its traceback.
         raise _failure(err) from None
     except Exception as err:

@@ -36,12 +36,14 @@ def outage() -> StoreError:
 
 def test_M5_only_an_outage_is_tried_again_and_only_twice() -> None:
     delays: list[int | float | None] = []
+    lines: list[str] = []
     for number in (0, 1):
-        with pytest.raises(RetryRequested) as requested, errors_as_failures(number):
+        with pytest.raises(RetryRequested) as requested, errors_as_failures(number, log=lines.append):
             raise outage()
         assert requested.value.max_retries == 2
         delays.append(requested.value.seconds_to_wait)
     assert delays == [30, 120]
+    assert lines[0] == "warning: the service does not answer; tried again in 30 s (s3://bucket)"
     for error, retry_number in ((outage(), 2), (outage(), None), (StoreError("a", where="b", fix="c"), 0)):
         with pytest.raises(Failure), errors_as_failures(retry_number):
             raise error
