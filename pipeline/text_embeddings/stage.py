@@ -99,9 +99,11 @@ def cache_text(
     requests = replace(requests, seal_packs=seal_packs)
     result = fill(entries, requests, launch=launch, log=log, watch=watch)
 
-    # Keys are computed again for all rows, because `requests` has each caption only once.
-    keys = entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None))
-    captions = captions.with_columns(keys.alias("key"), dtype=pl.lit(recipe.text.dtype))
+    # `requests` has each of these captions once, with its images if the encoder sees any.
+    texts = [name for name in ("caption", SEEN) if name in captions.columns]
+    keys = requests.rows.select(*texts, "key")
+    captions = captions.join(keys, on=texts, how="left", nulls_equal=True, maintain_order="left")
+    captions = captions.with_columns(dtype=pl.lit(recipe.text.dtype))
     rejected = _rejected(captions, result.failed)
     table = captions.join(rejected, on="sample_id", how="anti", maintain_order="left")
     table = table.join(result.entries, on="key", maintain_order="left")
@@ -110,7 +112,7 @@ def cache_text(
 
     removed = 0
     if previous is not None:
-        removed = len(previous.select("key").unique().join(requests.rows, on="key", how="anti"))
+        removed = previous.join(requests.rows, on="key", how="anti")["key"].n_unique()
     report = {
         **result.counters(removed),
         "samples": len(validated_table),
