@@ -49,10 +49,10 @@ class LocalFolder(CacheFolder):
     def entry_stats(self, kind: Kind, keys: Collection[str]) -> npt.NDArray[np.int64]:
         """See `CacheFolder.entry_stats`."""
         # One array, because a tuple of Python integers for each entry would take several times the memory.
-        values = array("q")
+        values, root = array("q"), str(self._root)
         for key in keys:
             try:
-                stat = os.stat(f"{self._root}/{entry_name(kind, key)}")  # noqa: PTH116 - a Path costs more than the call
+                stat = os.stat(f"{root}/{entry_name(kind, key)}")  # noqa: PTH116 - a Path costs more than the call
             except OSError:
                 values.extend(NO_STAT)
                 continue

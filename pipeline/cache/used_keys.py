@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -82,15 +83,16 @@ _POLL_S = 1.0
 
 def key_array(keys: Iterable[str]) -> Keys:
     """Return hex keys as `Keys`."""
-    packed, part = bytearray(), list[str]()
-    for key in keys:
-        part.append(key)
-        # Slices, because one Python string for each of millions of keys takes several times the memory.
-        if len(part) == _KEYS_AT_ONCE:
-            packed += bytes.fromhex("".join(part))
-            part.clear()
-    packed += bytes.fromhex("".join(part))
-    return np.unique(np.frombuffer(packed, f"S{_KEY_BYTES}"))
+    packed, remaining = bytearray(), iter(keys)
+    # Slices, because one Python string for each of millions of keys takes several times the memory.
+    while part := "".join(islice(remaining, _KEYS_AT_ONCE)):
+        packed += bytes.fromhex(part)
+
+    # `np.unique` puts texts into a hash table before it sorts them, which takes three times as long.
+    ordered = np.sort(np.frombuffer(packed, f"S{_KEY_BYTES}"))
+    is_first = np.ones(len(ordered), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
 
 
 def are_in(wanted: Keys, keys: Keys) -> npt.NDArray[np.bool_]:
