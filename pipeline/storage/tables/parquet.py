@@ -21,7 +21,7 @@ import polars as pl
 from pipeline.errors import RUN_RECIPE, TableError
 from pipeline.log import Log, discard
 from pipeline.storage.atomic import write_atomically
-from pipeline.storage.tables.schemas import ASSETS, empty, row_names, selected, validated
+from pipeline.storage.tables.schemas import ASSETS, empty, is_valid, row_names, selected, validated
 
 ROWS_AT_ONCE = 8_192
 """Number of rows encoded in memory at a time; about a third of a kilobyte each."""
@@ -78,7 +78,7 @@ class Tables:
                 where=str(path),
                 fix=f"materialize {asset} first: {RUN_RECIPE} <recipe> --cache-only",
             )
-        return selected(asset, _read(asset, path, stage=asset), columns)
+        return selected(asset, _read(asset, path, stage=asset, columns=columns), columns)
 
     def read_previous(self, asset: str, columns: Sequence[str] | None = None) -> pl.DataFrame | None:
         """Read the table of an earlier run; None if there is no valid one."""
@@ -256,8 +256,15 @@ def content_digest(*tables: pl.DataFrame, more: str = "") -> str:
     return digest.hexdigest()
 
 
-def _read(asset: str, path: Path, *, stage: str) -> pl.DataFrame:
+def _read(asset: str, path: Path, *, stage: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
+    """Read and validate a table, or of a valid table only these columns and `row_names`."""
     try:
+        if columns is not None:
+            table = read_rows(path, {*columns, *row_names(asset)})
+            if is_valid(asset, table, pl.read_parquet_schema(path)):
+                return table
+
+        # The error names what violates the schema in any column.
         table = read_rows(path)
     except (OSError, pl.exceptions.PolarsError) as err:
         raise TableError(

@@ -16,7 +16,7 @@ The column `decoding` follows if an image has decoding rules, see `images/decode
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,7 @@ def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
     Raises:
         TableError: The table violates the schema; the message names the first failing rows.
     """
-    if _is_valid(asset, table):
+    if is_valid(asset, table):
         return table
     import pandera.errors
 
@@ -165,20 +165,29 @@ def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
         raise _schema_error(asset, where, _failures(err)) from err
 
 
-def _is_valid(asset: str, table: pl.DataFrame) -> bool:
-    """Return whether `pandera_schema(asset)` accepts the table."""
-    types = dict(table.schema)
+def is_valid(asset: str, table: pl.DataFrame, types: Mapping[str, pl.DataType] | None = None) -> bool:
+    """Return whether `pandera_schema(asset)` accepts the table.
+
+    For a table with only some of a file's columns, but all of `row_names`, `types` are the types of all
+    columns of the file.
+    """
+    types = dict(table.schema if types is None else types)
     declared = {
         name: column for name, column in _ALL_COLUMNS[asset].items() if column.required or name in types
     }
     if list(types.items()) != list(_polars_types(declared).items()):
         return False
-    for name, column in declared.items():
-        values = table[name]
+    for name in table.columns:
+        values, column = table[name], declared[name]
         if not column.nullable and (
             values.has_nulls() or (values.dtype.is_float() and values.is_nan().any())
         ):
             return False
+
+    # Tables are sorted, and most have one row per sample: comparing neighbours takes a fifth of the time.
+    sample_ids = table["sample_id"]
+    if (sample_ids.slice(1) > sample_ids.head(-1)).all():
+        return True
     return table.select(row_names(asset)).n_unique() == len(table)
 
 
