@@ -68,6 +68,16 @@ def test_a_step_that_is_measurably_worse_is_not_chosen() -> None:
     assert choose(evaluated({100: 0.3, 200: 0.7, 300: 0.81}), {}).step == 300
 
 
+def test_a_step_that_is_a_little_but_certainly_worse_is_not_chosen() -> None:
+    assert choose(evaluated({100: 0.79, 200: 0.8}, noise=0.002), {}).step == 200
+
+
+def test_a_step_that_loses_more_than_three_percent_is_not_chosen_even_if_chance_may_explain_it() -> None:
+    measured = evaluated({100: 0.36, 200: 0.4}, noise=0.12, seed=3)
+    assert [str(each.learned) for each in measured.steps] == ["0.36 (0.30 to 0.42)", "0.39 (0.33 to 0.45)"]
+    assert choose(measured, {}).step == 200
+
+
 def test_a_step_after_the_best_is_not_chosen() -> None:
     choice = choose(evaluated({100: 0.3, 200: 0.8, 300: 0.5}), {})
     assert (choice.step, choice.best) == (200, 200)
