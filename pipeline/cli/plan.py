@@ -152,8 +152,8 @@ def _show_warnings(result: Forecast) -> None:
     for text in result.training.warnings if result.training is not None else ():
         echo(f"warning: {text}")
     if result.unknown_lengths:
-        captions = counted(result.unknown_lengths, "caption is", "captions are")
-        echo(f"{captions} not encoded yet: the cache job finds out which of them are too long")
+        captions = counted(result.unknown_lengths, "caption")
+        echo(f"the length of {captions} in tokens is unknown: the cache job warns if some are too long")
 
 
 def _cost(result: Forecast, price: float | None) -> dict[str, float | None]:
