@@ -383,6 +383,18 @@ def specs_of(asset: str) -> tuple[CheckSpec, ...]:
     return (PATH_ISOLATION, *SPECS[asset]) if asset == "raw_images" else SPECS[asset]
 
 
+_MASKS = ("masks_present", "masks_usable", "masks_matched", "masks_white", "masks_cropped")
+_REFERENCES = ("references_present", "references_usable", "references_matched")
+
+ONLY_WITH: dict[str, str] = {
+    **dict.fromkeys(_MASKS, "masks"),
+    **dict.fromkeys(_REFERENCES, "references"),
+    **dict.fromkeys(("validation_apart", "validation_loss"), "holdout"),
+    "slider_pairs": "sliders",
+}
+"""Checks that can only fail in recipes with a feature, see `features` in assets/checks.py."""
+
+
 def _gates(*, openable: bool) -> set[str]:
     all_specs = (spec for asset in SPECS for spec in specs_of(asset))
     return {spec.name for spec in all_specs if spec.gate and spec.openable == openable}

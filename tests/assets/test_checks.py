@@ -22,7 +22,7 @@ from assets.definitions import build_definitions
 from assets.names import GPU_POOL
 from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe
-from pipeline.recipe.check_specs import SPECS, specs_of
+from pipeline.recipe.check_specs import ONLY_WITH, SPECS, specs_of
 from tests.markdown import require_inactive
 from tests.small_recipe import small_recipe
 
@@ -136,8 +136,26 @@ def without_own_pictures(text: str) -> str:
     return re.sub(r"!\[[a-z_]+\]\(data:image/", "", text)
 
 
+DATASETS_WITH_ALL = [
+    {"name": "a", "path": "/data/a", "mask": {"path": "/data/m"}, "slider": 1, "validation_fraction": 0.1},
+    {"name": "b", "path": "/data/b", "references": [{"path": "/data/c"}], "slider": -1},
+]
+
+
+def test_L1_only_checks_that_can_fail_in_the_recipe_are_declared(tmp_path: Path) -> None:
+    def names(flowers: Recipe) -> set[str]:
+        return {spec.name for asset in SPECS for spec in check_specs(flowers, asset)}
+
+    everything = {spec.name for asset in SPECS for spec in specs_of(asset)}
+    assert names(small_recipe(tmp_path, datasets=DATASETS_WITH_ALL)) == everything
+    assert everything - names(recipe(tmp_path)) == ONLY_WITH.keys()
+    mask = [{"name": "a", "path": "/data/a", "mask": {"from": "alpha"}}]
+    missing = {name for name, feature in ONLY_WITH.items() if feature != "masks"}
+    assert everything - names(small_recipe(tmp_path, datasets=mask)) == missing
+
+
 def test_each_check_is_declared_with_its_explanation(tmp_path: Path) -> None:
-    flowers = recipe(tmp_path)
+    flowers = small_recipe(tmp_path, datasets=DATASETS_WITH_ALL)
     for asset in SPECS:
         declared = {spec.name: spec for spec in check_specs(flowers, asset)}
         assert {name: spec.description for name, spec in declared.items()} == {

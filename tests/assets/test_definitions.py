@@ -15,6 +15,11 @@ from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG
 from pipeline.recipe.check_specs import PATH_ISOLATION, SPECS
 from tests.small_recipe import small_recipe
 
+DATASETS_WITH_ALL = [
+    {"name": "a", "path": "/data/a", "mask": {"path": "/data/m"}, "slider": 1, "validation_fraction": 0.1},
+    {"name": "b", "path": "/data/b", "references": [{"path": "/data/c"}], "slider": -1},
+]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -56,7 +61,8 @@ def test_the_runs_of_both_jobs_have_the_tag_of_the_recipe_and_log_messages_to_th
 
 
 def test_every_gate_blocks_and_no_warning_does(tmp_path: Path) -> None:
-    graph = build_definitions([small_recipe(tmp_path)]).get_repository_def().asset_graph
+    recipe = small_recipe(tmp_path, datasets=DATASETS_WITH_ALL)
+    graph = build_definitions([recipe]).get_repository_def().asset_graph
     blocking = {(key.asset_key.path[-1], key.name): graph.get(key).blocking for key in graph.asset_check_keys}
     expected = {(asset, spec.name): spec.gate for asset, specs in SPECS.items() for spec in specs}
     assert blocking == {**expected, ("raw_images", PATH_ISOLATION.name): True}
