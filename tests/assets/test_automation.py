@@ -119,6 +119,31 @@ def test_O04_O05_a_dataset_that_is_listed_in_slices_runs_once_per_settled_state(
     assert len(ticks.cursor or "") < 256
 
 
+def test_a_listing_in_slices_keeps_the_folders_that_it_has_completed(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automation, "SLICE_S", 0)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "a.jpg").write_bytes(b"1")
+    datasets = [{"name": folder.name, "path": folder} for folder in folders]
+    ticks = Ticks(tmp_path, instance)
+    ticks.repository = repository_of(small_recipe(tmp_path, datasets=datasets))
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
+    reasons = [ticks.evaluate() for _ in range(3)]
+    assert ["listed 1 files" in reason for reason in reasons] == [True, True, False]
+    first = json.loads(str(ticks.cursor))["seen"]
+
+    # The first folder is complete when a file arrives in it: the next listing finds it.
+    assert ["listed 1 files" in ticks.evaluate() for _ in range(2)] == [True, True]
+    (folders[0] / "b.jpg").write_bytes(b"2")
+    assert ticks.evaluate() == "run"
+    assert json.loads(str(ticks.cursor))["seen"] == first
+    changed = [ticks.evaluate() for _ in range(4)]
+    assert "changing" in changed[-1]
+
+
 def test_the_cursor_of_an_earlier_version_is_read(tmp_path: Path, instance: DagsterInstance) -> None:
     ticks = Ticks(tmp_path, instance)
     ticks.cursor = '{"seen": "0123456789abcdef", "handled": "0123456789abcdef"}'

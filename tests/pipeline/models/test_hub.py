@@ -20,7 +20,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from pipeline.errors import ModelError
-from pipeline.models.hub import explain_download_errors
+from pipeline.models.hub import explain_download_errors, snapshot_commit
 
 
 @pytest.fixture
@@ -172,3 +172,8 @@ def test_a_download_reports_its_progress_in_megabytes(hub: str, tmp_path: Path) 
     folder = Path(snapshot)
     assert (folder / "vae" / "weights.safetensors").read_bytes() == FILES["vae/weights.safetensors"]
     assert not (folder / "other.bin").exists()
+
+
+def test_only_a_folder_of_the_cache_has_a_commit(tmp_path: Path) -> None:
+    assert snapshot_commit(tmp_path / "models--owner--name" / "snapshots" / "0a1b") == "0a1b"
+    assert snapshot_commit(tmp_path / "models" / "base") is None

@@ -12,6 +12,7 @@ from pipeline.processes.cluster_variables import (
     find_machines,
     first_host,
     parse_master,
+    scheduler_job,
     without_cluster_variables,
 )
 from pipeline.processes.machines import Machines
@@ -148,3 +149,17 @@ def test_a_host_may_be_a_name_or_an_address() -> None:
 def test_launched_processes_inherit_nothing_that_their_own_launcher_sets() -> None:
     environ = {**TORCHRUN, **KUBEFLOW, **SLURM, "PET_NPROC_PER_NODE": "4", "PATH": "/bin"}
     assert without_cluster_variables(environ) == {**SLURM, "PATH": "/bin"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": ""}, None),
+        ({"SLURM_JOB_ID": "4711", "RAY_JOB_ID": "01"}, "Slurm 4711"),
+        ({"RAY_JOB_ID": "01000000"}, "Ray 01000000"),
+    ],
+    ids=["none", "empty", "slurm", "ray"],
+)
+def test_a_process_knows_the_job_of_its_scheduler(environ: dict[str, str], job: str | None) -> None:
+    assert scheduler_job(environ) == job
