@@ -146,8 +146,10 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
 
     # If two names differ only in Unicode form, the composed one wins: its path is the sample id.
     table = table.sort("sample_id", pl.col("path") != pl.col("composed"), "path")
-    collisions = table.select("path", kept=pl.col("path").first().over("sample_id")).filter(
-        pl.col("path") != pl.col("kept")
+    collisions = (
+        table.filter(pl.col("sample_id").is_duplicated())
+        .select("path", kept=pl.col("path").first().over("sample_id"))
+        .filter(pl.col("path") != pl.col("kept"))
     )
     problems += [
         Problem(

@@ -38,9 +38,10 @@ def duplicate_groups(contents: pl.DataFrame, distance: int, *, log: Log = discar
     # Equal hashes are one value, since a dataset of frames from a video may have thousands of each.
     values, indices = np.unique(hashed["perceptual_hash"].to_numpy(), return_inverse=True)
     labels = _components(values, distance, log)[indices]
-    groups = hashed.select(
-        "content_hash", duplicate_group=pl.col("content_hash").min().over(pl.Series("label", labels))
-    )
+
+    # Most images are similar to no other, and get their own hash below.
+    similar = hashed.with_columns(label=labels).filter(pl.col("label").is_duplicated())
+    groups = similar.select("content_hash", duplicate_group=pl.col("content_hash").min().over("label"))
     return (
         contents.select("content_hash")
         .join(groups, on="content_hash", how="left", maintain_order="left")
