@@ -102,10 +102,13 @@ def cache_latents(
     recorded = _recorded(previous)
     latents = _entry_rows(requests, recorded)
     picture_rows = pictures.choose(latents, pictures.NUM_DECODED)
-    images = [_entry_rows(rows, recorded) for rows in requested_images(entries, side_inputs)]
+    requested = [rows for rows in requested_images(entries, side_inputs) if not rows.is_empty()]
+    images = [_entry_rows(rows, recorded) for rows in requested]
 
     # An image of a side input may also be a sample, with the same entry; the entry stays one row.
-    rows = pl.concat([latents, *images], how="diagonal").unique("key", keep="first", maintain_order=True)
+    rows = latents
+    if images:
+        rows = pl.concat([latents, *images], how="diagonal").unique("key", keep="first", maintain_order=True)
     work = replace(_entry_requests(entries, rows, picture_rows), seal_packs=seal_packs)
     result = fill(entries, work, launch=launch, log=log, watch=watch)
 
@@ -157,6 +160,8 @@ def _without_failed(
     requests: pl.DataFrame, side_inputs: Mapping[SideInput, pl.DataFrame], failures: Mapping[str, Failure]
 ) -> tuple[pl.DataFrame, list[dict[str, Any]]]:
     """Return the requests of samples with all their entries, and the rejected rows of all other samples."""
+    if not failures:
+        return requests, []
     of_latents = requests.filter(pl.col("key").is_in(list(failures))).select("row", "key")
     by_row = failures_by_row(side_inputs, failures)
 
@@ -246,8 +251,7 @@ def _num_removed(previous: pl.DataFrame | None, recorded: pl.DataFrame | None) -
         return 0
 
     # Rows of one table may share an entry, which counts once.
-    keys = previous.select("key").unique()
-    return len(keys.join(recorded, on="key", how="anti"))
+    return previous.join(recorded, on="key", how="anti")["key"].n_unique()
 
 
 def _counters(result: FillResult, table: pl.DataFrame, removed: int) -> dict[str, int]:
