@@ -11,13 +11,14 @@ import traceback
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pipeline.errors import RUN_RECIPE
 
 if TYPE_CHECKING:
     from dagster import DagsterInstance, JobDefinition
 
+    from pipeline.recipe import Recipe
     from resources.run_summary import RunSummary
 
 FAILED_STATUS = 1
@@ -32,11 +33,11 @@ def load_job(name: str) -> "JobDefinition":
     return defs().resolve_job_def(name)
 
 
-def main(recipe_file: Path, job_name: str) -> int:
+def main(recipe_file: Path, job_name: str, continue_run: str | None = None) -> int:
     """Execute the job, print what it did or what stopped it, and return the exit status."""
-    command = _command(job_name)
+    command = _command(job_name) + (f" --continue {continue_run}" if continue_run else "")
     try:
-        return _run(recipe_file, job_name, command)
+        return _run(recipe_file, job_name, command, continue_run)
     except KeyboardInterrupt:
         # Dagster handles interruptions of the run itself. This one may have interrupted an import.
         stopped = "Stopped: the command was stopped before the run started"
@@ -44,13 +45,13 @@ def main(recipe_file: Path, job_name: str) -> int:
         return STOPPED_STATUS
 
 
-def _run(recipe_file: Path, job_name: str, command: str) -> int:
+def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | None) -> int:
     from resources.problems import REPORT, error_problem
     from resources.run_summary import write_parts, write_summary
 
     try:
         with _noted_interrupts() as interrupts:
-            summary = _execute(recipe_file, job_name, command, interrupts)
+            summary = _execute(recipe_file, job_name, command, continue_run, interrupts)
     except Exception as err:
         problem = error_problem(err, command)
         traces = [traceback.format_exc().rstrip()] if REPORT in problem else []
@@ -63,7 +64,9 @@ def _run(recipe_file: Path, job_name: str, command: str) -> int:
     return FAILED_STATUS if summary.problems else 0
 
 
-def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[int]) -> "RunSummary":
+def _execute(
+    recipe_file: Path, job_name: str, command: str, continue_run: str | None, interrupts: list[int]
+) -> "RunSummary":
     """Execute the job with the terminal logger, and return the summary of the run."""
     from dagster import (
         DagsterExecutionInterruptedError,
@@ -76,7 +79,7 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
     from resources.dead_runs import end_dead_runs
     from resources.run_summary import summarize_run
     from resources.summarized_executor import COMMAND_TAG
-    from resources.terminal_log import TERMINAL_LOGGER, show_run
+    from resources.terminal_log import show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.
     executor = load_job(job_name).executor_def
@@ -97,7 +100,7 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
                 execute_job(
                     job,
                     instance,
-                    run_config={"loggers": {TERMINAL_LOGGER: {}}},
+                    run_config=_run_config(recipe, continue_run),
                     tags={COMMAND_TAG: command},
                 )
             except (DagsterExecutionInterruptedError, KeyboardInterrupt) as err:
@@ -106,6 +109,17 @@ def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[in
                 stop = err
         restart = f"run {command} again"
         return summarize_run(instance, str(handler.run_id), [recipe], error=stop, restart=restart)
+
+
+def _run_config(recipe: "Recipe", continue_run: str | None) -> dict[str, Any]:
+    from assets.names import step_name
+    from pipeline.recipe.overrides import CONTINUE
+    from resources.terminal_log import TERMINAL_LOGGER
+
+    config: dict[str, Any] = {"loggers": {TERMINAL_LOGGER: {}}}
+    if continue_run is not None:
+        config["ops"] = {step_name(recipe, "trained_lora"): {"config": {CONTINUE: continue_run}}}
+    return config
 
 
 @contextmanager
@@ -172,4 +186,4 @@ def _command(job_name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -17,6 +17,7 @@ from dagster import (
     MaterializeResult,
     MetadataValue,
     Noneable,
+    String,
     multi_asset,
 )
 
@@ -26,6 +27,7 @@ from assets.names import asset_key, step_name
 from assets.sources import model_key
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
+from pipeline.recipe.overrides import CONTINUE
 from pipeline.reporting import tensorboard
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import StepLog, run_log
@@ -153,6 +155,12 @@ def _run_config(recipe: Recipe) -> dict[str, Field]:
             Int,
             default_value=values["seed"],
             description="Seed of noise, sample order and initial weights.",
+        ),
+        CONTINUE: Field(
+            Noneable(String),
+            default_value=None,
+            description="Run that a new run takes weights, optimizer and steps from, or latest. null begins "
+            "at step 0.",
         ),
     }
 

@@ -35,13 +35,21 @@ STOPPED_STATUS = 130
 @click.argument("recipes", metavar="RECIPE...", type=RECIPE, nargs=-1, required=True)
 @click.option("--cache-only", is_flag=True, help="Stop before training: execute only the cache jobs.")
 @click.option("--stop", is_flag=True, help="With several recipes, stop after the first that fails.")
-def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool) -> None:
+@click.option(
+    "--continue",
+    "continue_run",
+    metavar="RUN",
+    help="After a change of the data: begin with weights, optimizer and steps of this run, a folder name in "
+    "runs/, or of the latest one.",
+)
+def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool, continue_run: str | None) -> None:
     """Check the images and captions of RECIPE, encode those that the cache lacks, and train the LoRA.
 
     Several recipes run one after the other, and a failure does not stop the others. All of them are read
     before the first one starts.
 
-    Ctrl-C stops the run after a checkpoint. The same command resumes it.
+    Ctrl-C stops the run after a checkpoint. The same command resumes it. If you correct a caption or an image
+    in the middle of a training, `latentline run RECIPE --continue latest` goes on at its newest checkpoint.
 
     The run is the Dagster job RECIPE_train, or RECIPE_cache with --cache-only, in the instance of the project
     (.dagster/), so that `make ui` shows it. DAGSTER_HOME selects another instance.
@@ -49,18 +57,23 @@ def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool) -> None:
     The exit status is 0 if all jobs finished, 1 after an error or if a check stopped a job, and 130 if you
     stopped it.
     """
+    if continue_run is not None and cache_only:
+        raise click.UsageError("--continue and --cache-only exclude each other.")
+    if continue_run not in (None, "latest") and len(recipes) > 1:
+        raise click.UsageError("A run belongs to one recipe; use --continue latest for several recipes.")
     home = dagster_home()
+    more = [] if continue_run is None else [continue_run]
     if len(recipes) == 1:
         # The imports of the job take seconds.
         echo(f"starting {recipes[0].name}", err=True)
         # The module replaces this process, so that signals and the exit status need no forwarding.
         arguments, environment = _job_command(recipes[0], home, cache_only=cache_only)
-        os.execve(sys.executable, arguments, environment)  # noqa: S606 - no shell is wanted
+        os.execve(sys.executable, [*arguments, *more], environment)  # noqa: S606 - no shell is wanted
 
     names = [recipe.name for recipe in recipes]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise click.UsageError(f"Each recipe runs once; remove the repetition of {', '.join(repeated)}.")
-    results = _run_in_turn(recipes, home, cache_only=cache_only, stop=stop)
+    results = _run_in_turn(recipes, home, more, cache_only=cache_only, stop=stop)
     echo("\n" + results_text(recipes, results, cache_only=cache_only))
     sys.exit(_status(recipes, results))
 
@@ -74,7 +87,7 @@ class JobResult:
 
 
 def _run_in_turn(
-    recipes: Sequence[Recipe], home: Path, *, cache_only: bool, stop: bool
+    recipes: Sequence[Recipe], home: Path, more: Sequence[str], *, cache_only: bool, stop: bool
 ) -> dict[str, JobResult]:
     """Execute the jobs, and return the results of those that were started, by recipe."""
     results: dict[str, JobResult] = {}
@@ -83,7 +96,8 @@ def _run_in_turn(
             echo("", err=True)
         echo(f"starting {recipe.name}, {number} of {len(recipes)}", err=True)
         started_s = time.monotonic()
-        status = _run_and_wait(*_job_command(recipe, home, cache_only=cache_only))
+        arguments, environment = _job_command(recipe, home, cache_only=cache_only)
+        status = _run_and_wait([*arguments, *more], environment)
         results[recipe.name] = JobResult(status, time.monotonic() - started_s)
         if status == STOPPED_STATUS or (status and stop):
             break

@@ -21,6 +21,10 @@ OVERRIDABLE: Mapping[str, KeyPath] = {
 """Recipe key of each setting that a run can override, by the setting's name."""
 
 
+CONTINUE = "continue_run"
+"""Setting of a run that is not a recipe key: the run that it continues, see `trained_lora.continued`."""
+
+
 def recipe_values(recipe: Recipe) -> dict[str, int | float | None]:
     """Return the recipe's value of each overridable setting; steps are None if the recipe counts epochs."""
     training = recipe.training
@@ -35,6 +39,7 @@ def recipe_values(recipe: Recipe) -> dict[str, int | float | None]:
 def changed_values(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `values` that differ from the recipe's; None means no override."""
     current = recipe_values(recipe)
+    values = {name: value for name, value in values.items() if name != CONTINUE}
     return {name: value for name, value in values.items() if value is not None and value != current[name]}
 
 

@@ -85,6 +85,8 @@ def describe_difference(
     """Return what differs between two runs: named samples, then "<fact> <old> -> <new>" sorted by fact."""
     old, new = dict(_flatten(_with_new_names(before, after))), dict(_flatten(after))
     names = sorted(name for name in {*old, *new} - {_ORDER} if old.get(name) != new.get(name))
+    # What a run continues is not a setting; `next_action` says it.
+    names = [name for name in names if not name.startswith("continues.")]
     changes = (
         []
         if samples_before is None or samples_after is None

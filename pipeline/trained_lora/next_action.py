@@ -98,7 +98,11 @@ def next_action(
     if not layout.facts.is_file():
         difference = difference_from_latest(layout, facts, samples)
         reason = difference or "it is the first run of this recipe"
-        return NextAction("new", job.run, steps, reason=reason, difference=difference)
+        first_step = 0
+        if continued := facts.get("continues"):
+            first_step = continued["step"]
+            reason = f"it continues run {continued['run']} at step {first_step:,}; {reason}"
+        return NextAction("new", job.run, steps, first_step, reason, difference)
 
     states = checkpoints_with(layout, MARKER) if uploaded is None else complete_steps(uploaded)
     # The checkpoint of step 0 is a test before training. Those after the last step are from a longer run.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,6 +159,17 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
             fix=f"copy {SAMPLES_FILE} from the run that made the LoRA into the same folder",
         )
 
+    matches = _listed(samples, wanted, image, captions)
+    # A LoRA has also learned what the runs that its run continues were trained on.
+    earlier = record.get("continues")
+    while earlier is not None:
+        lines = _listed(earlier["samples"], wanted, image, captions)
+        matches += [f"{line}, in run {earlier['run']}, which this run continues" for line in lines]
+        earlier = earlier.get("continues")
+    return matches + _matching_rows(table, image, captions)
+
+
+def _listed(samples: Mapping[str, Any], wanted: Path, image: str, captions: Sequence[str]) -> list[str]:
     matches: list[str] = []
     if image in samples.get("images", ()):
         matches.append(f"{wanted} is one of the training images")
@@ -166,7 +177,7 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
         matches.append(f"{wanted} is one of the reference images")
     if set(captions) & set(samples.get("captions", ())):
         matches.append(f"{wanted} is one of the training captions")
-    return matches + _matching_rows(table, image, captions)
+    return matches
 
 
 def _hashes_of(wanted: Path) -> tuple[str, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ import polars as pl
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.used_keys import KeyLists
-from pipeline.errors import counted
+from pipeline.errors import TrainingError, counted
 from pipeline.log import NOTE, Log
 from pipeline.models.families import detect
 from pipeline.models.hub import snapshot_commit
@@ -24,9 +24,11 @@ from pipeline.models.recipe_support import (
     require_training_settings,
 )
 from pipeline.models.training_adapter import resolve_training_adapter
+from pipeline.outputs.folder import outputs_of
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, recipe_values, with_overrides
+from pipeline.recipe.overrides import CONTINUE
 from pipeline.reporting.findings import CheckContext, closed_gates_error
 from pipeline.reporting.progress import duration_text
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
@@ -36,6 +38,13 @@ from pipeline.storage.tables import Tables, columns_in, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import needed_texts
+from pipeline.trained_lora.continued import (
+    FACT,
+    Continued,
+    choose_continued,
+    continued_record,
+    prepare_continued,
+)
 from pipeline.trained_lora.duration import expected_duration, record_duration
 from pipeline.trained_lora.export.earlier_step import (
     exported_step,
@@ -108,7 +117,8 @@ def train_lora(
 ) -> StageResult:
     """Train the recipe's LoRA unless its run is already finished, and publish it to `output_dir/lora`.
 
-    `overrides` are settings of this run that replace the recipe's, by names in `recipe.OVERRIDABLE`.
+    `overrides` are settings of this run that replace the recipe's, by names in `recipe.OVERRIDABLE`, and
+    `CONTINUE`, the run that a new run takes weights, optimizer and steps from.
 
     Raises:
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.
@@ -131,7 +141,8 @@ def train_lora(
 
     # A run is the same whether its length is given in epochs or in steps, so its recipe always counts steps.
     epochs = recipe.training.epochs
-    job, facts, table = plan_run(entries, latents, text, overrides=changes, log=log)
+    wanted = overrides.get(CONTINUE)
+    job, facts, table = plan_run(entries, latents, text, overrides=changes, continue_run=wanted, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
     for warning in share_warnings(job, table):
         log(f"warning: {warning}")
@@ -202,6 +213,7 @@ def plan_run(
     text: pl.DataFrame,
     *,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
+    continue_run: str | None = None,
     log: Log,
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora.
@@ -226,6 +238,10 @@ def plan_run(
     latents = latents.join(rejected, on="sample_id", how="anti", maintain_order="left")
     named = training_inputs(recipe, entries, latents, text)
     recipe, inputs, facts = planned_run(entries, named, latents, log=log)
+    continued = choose_continued(recipe, facts, continue_run) if continue_run is not None else None
+    if continued is not None:
+        _require_local_outputs(recipe)
+        facts = {**facts, FACT: asdict(continued)}
     job = TrainingJob(
         recipe=recipe,
         base=entries.model_folder,
@@ -236,18 +252,38 @@ def plan_run(
         empty_text=entries.text_spec(""),
         prompts=preview_prompts(recipe, entries, inputs, latents),
     )
-    table = trained_table(latents, job)
+    table = trained_table(latents, job, first_step=0 if continued is None else continued.step)
     # The provenance contains the table, and the job contains the provenance.
     record = {**provenance(recipe, entries, facts, table), "overrides": dict(overrides)}
+    if continued is not None:
+        record[FACT] = continued_record(recipe, continued)
     return replace(job, provenance=record), facts, table
 
 
-def trained_table(latents: pl.DataFrame, job: TrainingJob) -> pl.DataFrame:
-    """Return the table of trained_lora: each sample, its cache entries, and how often the plan shows it."""
+def _require_local_outputs(recipe: Recipe) -> None:
+    if outputs_of(recipe).is_remote:
+        raise TrainingError(
+            "a run with its outputs at an address cannot be continued after a change",
+            where=f"{recipe.source}, output_dir",
+            fix="set output_dir to a local folder, or begin with the weights alone: training.lora.start_from",
+        )
+
+
+def trained_table(latents: pl.DataFrame, job: TrainingJob, *, first_step: int = 0) -> pl.DataFrame:
+    """Return the table of trained_lora: each sample, its cache entries, and how often the plan shows it.
+
+    The plan is counted from `first_step` on, at which a run begins that continues another one.
+    """
     inputs = job.inputs.table
     times_seen = np.zeros(len(inputs), dtype=np.int32)
     # The plan counts trained inputs only, in the order of the table.
-    times_seen[~inputs["held_out"].to_numpy()] = job.plan().times_seen()
+    shown = job.plan().times_seen()
+    if first_step:
+        training = job.recipe.training.model_copy(update={"steps": first_step})
+        shorter = replace(job, recipe=job.recipe.model_copy(update={"training": training}))
+        # A shorter plan begins with the same steps.
+        shown = shown - shorter.plan().times_seen()
+    times_seen[~inputs["held_out"].to_numpy()] = shown
     caption_hashes = [" ".join(map(caption_hash, captions)) for captions in inputs["captions"]]
 
     # A sample with several buckets is several training inputs, which differ in bucket and latents only.
@@ -340,6 +376,8 @@ def _finished(
         return saved, "checkpoint"
 
     action = next_action(job, facts, table)
+    if FACT in facts:
+        prepare_continued(layout, Continued(**facts[FACT]))
     duration = expected_duration(entries, job, action)
     about = f"about {duration_text(duration.seconds)}" if duration and action.steps_left else ""
     log(f"{NOTE}{action.text(about)}")

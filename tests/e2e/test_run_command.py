@@ -179,6 +179,21 @@ def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home
     assert len(transcript.lines) < 10
 
 
+@pytest.mark.slow
+def test_R18_a_corrected_caption_goes_on_with_the_training(cached, home) -> None:
+    training = {**ENDLESS, "steps": 4, "checkpoint_every": 2}
+    cached.recipe(training=training)
+    assert cached.execute("train").success
+    [before] = cached.out.glob("runs/*")
+    (cached.data / "photo1.txt").write_text("a corrected caption", encoding="utf-8")
+    cached.recipe(training={**training, "steps": 6})
+    transcript = run_small(cached, home, "--continue", "latest")
+    assert transcript.status == 0, transcript.text
+    assert f"it continues run {before.name} at step 4; it differs from" in transcript.text
+    assert "6 steps, loss " in transcript.text
+    assert "resumed from step 4" in transcript.text
+
+
 def test_several_recipes_run_in_turn_and_a_failure_stops_the_others_only_with_stop(cached, home) -> None:
     """The first recipe fails at once: its images are in no folder."""
     text = cached.file.read_text("utf-8")

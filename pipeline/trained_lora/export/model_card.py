@@ -87,6 +87,7 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
         *((f"its {role}", path) for role, path in model.get("components", {}).items()),
         ("images", f"{record['samples']['number']} in training"),
         ("steps", f"{steps_text}, {batch}"),
+        *_continued_rows(record),
         *_slider_rows(recipe),
         ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
         *([("noise schedule", "zero terminal SNR")] if _needs_zero_snr(record) else []),
@@ -94,6 +95,14 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
         ("resolution", str(recipe["buckets"]["resolution"])),
         ("seed", str(training["seed"])),
     ]
+
+
+def _continued_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    earlier = record.get("continues")
+    if earlier is None:
+        return []
+    images = f"{earlier['samples']['number']} images"
+    return [("continues", f"run {earlier['run']} from step {earlier['step']}, trained on {images}")]
 
 
 def _slider_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -70,3 +70,10 @@ def test_a_recipe_that_is_named_twice_is_wrong_usage(monkeypatch: pytest.MonkeyP
     completed = CliRunner().invoke(command, ["roses", "roses"])
     assert completed.exit_code == 2
     assert "remove the repetition of roses" in completed.output
+    for options, message in {
+        ("roses", "--continue", "latest", "--cache-only"): "--continue and --cache-only exclude each other",
+        ("roses", "roses", "--continue", "0123456789abcdef"): "A run belongs to one recipe",
+    }.items():
+        completed = CliRunner().invoke(command, options)
+        assert completed.exit_code == 2
+        assert message in completed.output
