@@ -149,6 +149,7 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
 
     @schedule(
         cron_schedule=recipe.recache.cron,
+        execution_timezone=recipe.recache.timezone,
         job_name=job_name,
         name=f"{recipe.name}_recache",
         default_status=_schedule_status(recipe.recache),
@@ -290,6 +291,7 @@ def skipping_schedule(
 
     @schedule(
         cron_schedule=recache.cron,
+        execution_timezone=recache.timezone,
         job_name=job_name,
         name=f"{recipe}_recache",
         default_status=_schedule_status(recache),

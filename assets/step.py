@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 TABLE = "result"
 """Name of the output that holds an asset's table."""
 
-UNSYNCED = (
-    "*Unsynced* means that the recipe, the code or an asset before this one has changed since it was "
-    "materialized. Materialize it again: unchanged work is reused."
-)
-"""Explanation of Dagster's label, shown in the description of each asset."""
-
 _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     "raw_images": {"datasets": True, "checks": {"max_image_pixels", "max_file_bytes"}},
     "validated_dataset": {
@@ -63,7 +57,7 @@ def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) 
     """Declare the table that `asset` writes."""
     return AssetOut(
         key=asset_key(recipe, asset),
-        description=f"{description}\n\n{UNSYNCED}",
+        description=description,
         io_manager_key=TABLES_RESOURCE,
         # A run may select the asset's checks without the asset.
         is_required=False,

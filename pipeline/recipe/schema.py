@@ -22,7 +22,7 @@ from pipeline.recipe.keys import all_keys_of
 from pipeline.recipe.preview_prompts import PreviewPrompt
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_violations
-from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate, check_owner
+from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate, check_owner, check_timezone
 from pipeline.storage.addresses import Address, Url
 
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -227,6 +227,11 @@ class RecacheSettings(Settings):
 
     cron: Annotated[str, AfterValidator(check_cron)] | None = Field(
         default="0 3 * * *", description="Cron schedule of five fields, or null for no schedule."
+    )
+    timezone: Annotated[str, AfterValidator(check_timezone)] = Field(
+        default="UTC",
+        description="Time zone of `cron`, such as Europe/Berlin. A time that the clock skips in spring runs "
+        "at the next one.",
     )
     on_change: bool = Field(
         default=True, description="Start the cache job when images or captions have changed."

@@ -178,7 +178,7 @@ KEYS = {
         ),
         *_keys(
             "recache",
-            "on_change settle_s enabled",
+            "timezone on_change settle_s enabled",
         ),
     ],
 }

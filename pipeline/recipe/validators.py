@@ -191,6 +191,20 @@ def check_owner(value: str) -> str:
     return value
 
 
+def check_timezone(value: str) -> str:
+    """Return `value` if it names a time zone of this machine's database."""
+    from zoneinfo import ZoneInfo  # only for recipes with the key
+
+    try:
+        ZoneInfo(value)
+    except (KeyError, ValueError, OSError):  # unknown, not relative, or a folder of the database
+        reject(
+            f"recache.timezone must be a time zone, got {value!r}",
+            "write a name such as Europe/Berlin or UTC",
+        )
+    return value
+
+
 def check_gate(value: str) -> str:
     """Return `value` if it names a gate that a recipe may allow."""
     if value == PATH_ISOLATION.name:

@@ -319,12 +319,13 @@ def test_O04_the_sensor_watches_a_manifest_and_its_folders_of_images_masks_and_r
 def test_the_sensor_scans_at_the_interval_and_the_schedule_runs_at_the_time_of_the_recipe(
     tmp_path: Path,
 ) -> None:
-    repository = repository_of(recipe(tmp_path, settle_s=77, cron="5 4 * * *"))
+    repository = repository_of(recipe(tmp_path, settle_s=77, cron="5 4 * * *", timezone="Asia/Tokyo"))
     actual = {
         "settle_s": repository.get_sensor_def("flowers_dataset_changed").minimum_interval_seconds,
         "cron": repository.get_schedule_def("flowers_recache").cron_schedule,
+        "timezone": repository.get_schedule_def("flowers_recache").execution_timezone,
     }
-    assert actual == {"settle_s": 77, "cron": "5 4 * * *"}
+    assert actual == {"settle_s": 77, "cron": "5 4 * * *", "timezone": "Asia/Tokyo"}
 
 
 def test_the_schedule_and_the_sensor_describe_what_they_start(tmp_path: Path) -> None:

@@ -33,12 +33,6 @@ def test_a_recipe_has_six_assets_in_its_group_two_jobs_a_schedule_and_a_sensor(t
     assert {sensor.name for sensor in repository.sensor_defs} == {"dead_runs", "flowers_dataset_changed"}
 
 
-def test_each_asset_explains_the_label_unsynced(tmp_path: Path) -> None:
-    graph = build_definitions([small_recipe(tmp_path)]).get_repository_def().asset_graph
-    for key in graph.materializable_asset_keys:
-        assert "*Unsynced* means that the recipe, the code or" in str(graph.get(key).description)
-
-
 def test_the_cache_job_selects_every_asset_except_the_lora(tmp_path: Path) -> None:
     repository = build_definitions([small_recipe(tmp_path)]).get_repository_def()
     selected = repository.get_job("flowers_cache").asset_layer.selected_asset_keys

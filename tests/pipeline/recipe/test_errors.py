@@ -27,6 +27,12 @@ CASES: list[Case] = [
         "remove it; the keys of text are caption_dropout, dtype",
     ),
     (
+        {"recache": {"timezone": "Middle/Earth"}},
+        "recache.timezone",
+        "recache.timezone must be a time zone, got 'Middle/Earth'",
+        "write a name such as Europe/Berlin or UTC",
+    ),
+    (
         {"recache": {"enabled": "False"}},
         "recache.enabled",
         'must be true or false, got "False"',
