@@ -215,6 +215,11 @@ class EvaluationSettings(Settings):
             if name in names[:index]:
                 what = f"scorers must be unique, got {name} twice"
                 yield Violation(f"scorers[{index}]", what, "remove one of them")
+        texts = [(each.prompt, each.role) for each in self.prompts]
+        for index, (text, role) in enumerate(texts):
+            if (text, role) in texts[:index]:
+                what = f"prompts of one role must differ, got {text!r} twice with role: {role}"
+                yield Violation(f"prompts[{index}]", what, "remove one of them, or change its text")
         if len(set(self.strengths)) < len(self.strengths):
             what = f"strengths must be unique, got {', '.join(map(str, self.strengths))}"
             yield Violation("strengths", what, "remove repeated strengths")

@@ -1,4 +1,4 @@
-"""`python -m pipeline.evaluation.worker <encoding.json>`: draw pictures."""
+"""`python -m pipeline.evaluation.worker <encoding.json>`: draw pictures, or compute features."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> No
 
 
 def open_encoder(encoding: Encoding, device: str, progress: Progress) -> Encoder:
-    """Return the encoder of pictures."""
-    from pipeline.evaluation.worker.drawing import PictureEncoder
+    """Return the encoder for the kind of the encoding's entries."""
+    if encoding.kind == "pictures":
+        from pipeline.evaluation.worker.drawing import PictureEncoder
 
-    del device  # the accelerator of the drawing chooses it
-    return PictureEncoder(encoding, progress)
+        return PictureEncoder(encoding, progress)
+    from pipeline.evaluation.worker.scoring import FeatureEncoder
+
+    return FeatureEncoder(encoding, device, progress)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def test_references_of_prompts_are_relative_to_the_project(tmp_path: Path) -> No
         ({"pictures": 0}, "evaluation.pictures", "between 1 and 64, got 0", "between 1 and 64"),
         ({"strengths": [0.0]}, "evaluation.strengths[0]", "must be greater than 0", "greater than 0"),
         ({"strengths": [1.0, 1.0]}, "evaluation.strengths", "must be unique, got 1.0, 1.0", "remove"),
+        ({"prompts": [ROSE, {**ROSE, "steps": 3}]}, "evaluation.prompts[1]", "'a rose' twice", "remove one"),
         ({"scorers": ["dyno"]}, "evaluation.scorers[0].name", 'got "dyno"', "did you mean dino?"),
         ({"scorers": ["demo.score.World"]}, "evaluation.scorers[0].name", "an import path", "module:Class"),
         (
