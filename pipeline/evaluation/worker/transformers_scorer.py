@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer
 
 from pipeline.errors import EvaluationError
 from pipeline.evaluation.scorers import READS_TEXTS, Features
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+# Without an answer in advance, transformers asks on the terminal whether to run code of the folder.
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class TransformersScorer:
@@ -33,11 +36,16 @@ class TransformersScorer:
         self._device = device
         with _explained(name, folder):
             # Pillow's processors give the same pixels on all machines; torchvision's resize differs.
-            self._processor: Any = AutoImageProcessor.from_pretrained(
-                folder, backend="pil", local_files_only=True
-            )
+            self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
+            # A configuration may name any attention implementation, also code in a repository on the Hub.
+            # The argument replaces it only if the configuration is given apart.
             model: Any = AutoModel.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+                folder,
+                config=AutoConfig.from_pretrained(folder, **_LOCAL),
+                attn_implementation="sdpa",
+                dtype=torch.float32,
+                use_safetensors=True,
+                **_LOCAL,
             )
         if self.reads_texts != hasattr(model, "get_text_features"):
             kind = "a model of images and texts" if self.reads_texts else "a model of images alone"
@@ -47,7 +55,7 @@ class TransformersScorer:
         self._tokenizer: Any = None
         if self.reads_texts:
             with _explained(name, folder):
-                self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                self._tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
     def picture_features(self, images: Sequence[Image]) -> Features:
         """See `Scorer.picture_features`."""

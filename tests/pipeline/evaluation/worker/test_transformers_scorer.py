@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,25 @@ def test_features_do_not_depend_on_the_batch(
         np.testing.assert_allclose(
             scorer.text_features(TEXTS)[1:2], scorer.text_features(TEXTS[1:2]), rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("name", list(WRITERS))
+def test_a_configuration_chooses_no_code(
+    folders: Callable[[str], Path], tmp_path: Path, images: list[Image.Image], name: str
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(folders(name), foreign)
+    config = json.loads((foreign / "config.json").read_text())
+    hub = {"_attn_implementation": "somebody/kernel", "attn_implementation": "somebody/kernel"}
+    config |= {**hub, "auto_map": {"AutoModel": "code.Model", "AutoConfig": "code.Config"}}
+    for part in ("text_config", "vision_config"):
+        if part in config:
+            config[part] |= hub
+    (foreign / "config.json").write_text(json.dumps(config))
+    (foreign / "code.py").write_text("raise SystemExit('code of the folder ran')")
+    features = TransformersScorer(name, str(foreign), "cpu").picture_features(images)
+    expected = TransformersScorer(name, str(folders(name)), "cpu").picture_features(images)
+    np.testing.assert_array_equal(features, expected)
 
 
 def test_weights_of_another_kind_are_an_error_with_their_folder(
