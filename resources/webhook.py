@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipeline.errors import LatentlineError
 from pipeline.escaping import printable_lines, without_secrets
+
+if TYPE_CHECKING:
+    from urllib.request import Request
 
 WEBHOOK_VARIABLE = "LATENTLINE_WEBHOOK"
 """Environment variable with the address. A prefix `slack+`, `discord+` or `json+` chooses the form."""
@@ -77,9 +77,11 @@ def send(alert: Alert, address: str, *, sleep: Callable[[float], object] = time.
         WebhookError: The address is invalid, or no attempt succeeded. The message never has the address.
     """
     form, url = _form(address)
+    from urllib.request import Request  # definitions load this module, and few of them send anything
+
     body = json.dumps(_FORMS[form](_safe(alert))).encode("utf-8")
     headers = {"Content-Type": "application/json", "User-Agent": "latentline"}
-    request = urllib.request.Request(url, data=body, headers=headers, method="POST")  # noqa: S310 - see _form
+    request = Request(url, data=body, headers=headers, method="POST")  # noqa: S310 - see _form
 
     for delay_s in (*RETRY_DELAYS_S, None):
         reason, is_final = _attempt(request)
@@ -95,19 +97,23 @@ def send(alert: Alert, address: str, *, sleep: Callable[[float], object] = time.
         sleep(delay_s)
 
 
-def _attempt(request: urllib.request.Request) -> tuple[str | None, bool]:
+def _attempt(request: Request) -> tuple[str | None, bool]:
     """Return why the request failed or None, and whether another attempt would fail in the same way."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import urlopen
+
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S):  # noqa: S310 - see _form
+        with urlopen(request, timeout=TIMEOUT_S):  # noqa: S310 - see _form
             return None, True
-    except urllib.error.HTTPError as err:
+    except HTTPError as err:
         is_busy = err.code == _TOO_MANY_REQUESTS or err.code >= _SERVER_ERROR
         err.close()
         return f"the service answered {err.code}", not is_busy
     # The reasons of these errors name the host at most.
-    except urllib.error.URLError as err:
+    except URLError as err:
         return str(err.reason), False
-    except (OSError, http.client.HTTPException) as err:
+    except (OSError, HTTPException) as err:
         return type(err).__name__, False
 
 
