@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from demo.world import Array
     from pipeline.recipe import Recipe
 
-STEPS, CHECKPOINT_EVERY = 320, 40
+STEPS, SAVE_EVERY = 320, 40
 
 # Twelve steps draw a little better and take twice the time, most of a run's.
 _DENOISING_STEPS = 6
@@ -77,7 +77,15 @@ def study_runs() -> list[StudyRun]:
     ]
 
 
-def train(run: StudyRun, dataset: StudyDataset, folder: Path, cache: Path) -> Recipe:
+def train(
+    run: StudyRun,
+    dataset: StudyDataset,
+    folder: Path,
+    cache: Path,
+    *,
+    steps: int = STEPS,
+    save_every: int = SAVE_EVERY,
+) -> Recipe:
     """Train the run in an empty folder by the recipe's job, and return its recipe."""
     from assets.definitions import build_definitions
 
@@ -99,12 +107,12 @@ def train(run: StudyRun, dataset: StudyDataset, folder: Path, cache: Path) -> Re
         checks={"near_duplicate_bits": 0},
         accelerate={"cpu_threads": 1},
         training={
-            "steps": STEPS,
+            "steps": steps,
             "learning_rate": run.learning_rate,
             "lr_scheduler": "constant",
             "seed": run.seed,
-            "checkpoint_every": CHECKPOINT_EVERY,
-            "validate_every": CHECKPOINT_EVERY,
+            "checkpoint_every": save_every,
+            "validate_every": save_every,
             "sample_every": 0,
             "trackers": [],
         },
@@ -143,8 +151,8 @@ def results(run: StudyRun, dataset: StudyDataset, recipe: Recipe, artist: Artist
     """Draw with the base model and with every step of a run, and return one result per step."""
     (folder,) = (recipe.output_dir / "runs").iterdir()
     layout = RunLayout(folder)
-    losses = {line["step"]: line["loss"] for line in read_metrics(layout.validation, STEPS + 1)}
     files = {step: each / layout_file("diffusers", "") for step, each in lora_steps(layout).items()}
+    losses = {line["step"]: line["loss"] for line in read_metrics(layout.validation, max(files) + 1)}
 
     concept = [(scene, seed) for scene in concept_scenes() for seed in _CONCEPT_SEEDS]
     known = [(scene, seed) for scene in known_prompts() for seed in _KNOWN_SEEDS]

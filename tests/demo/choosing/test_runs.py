@@ -6,27 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from demo.choosing import runs
 from demo.choosing.datasets import study_datasets
 from demo.choosing.report import FinishedRun
+from demo.choosing.runs import Artist, StudyRun, results, train, with_lora
 from demo.drawing import draw_prompts
 from demo.learned import load_pipeline
 from pipeline.recipe.project import project_root
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_short_run_has_truth_loss_and_scores_of_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "STEPS", 4)
-    monkeypatch.setattr(runs, "CHECKPOINT_EVERY", 2)
-    run, dataset = runs.StudyRun("six pictures", 1e-3, 1), study_datasets()["six pictures"]
+@pytest.mark.timeout(1800)
+def test_a_short_run_has_truth_loss_and_scores_of_every_step(tmp_path: Path) -> None:
+    run, dataset = StudyRun("six pictures", 1e-5, 1), study_datasets()["six pictures"]
     (tmp_path / "run").mkdir()
-    recipe = runs.train(run, dataset, tmp_path / "run", tmp_path / "cache")
-    lines = runs.results(run, dataset, recipe, runs.Artist(load_pipeline(project_root() / "demo" / "base")))
+    recipe = train(run, dataset, tmp_path / "run", tmp_path / "cache", steps=20, save_every=10)
+    lines = results(run, dataset, recipe, Artist(load_pipeline(project_root() / "demo" / "base")))
 
-    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert [line["step"] for line in lines] == [0, 10, 20]
     assert lines[0]["concept"] <= 0.05
     assert lines[0]["known"] >= 0.5
     assert all(line["validation_loss"] > 0 for line in lines)
@@ -38,17 +34,14 @@ def test_a_short_run_has_truth_loss_and_scores_of_every_step(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_lora_that_is_merged_draws_what_it_draws_beside_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "STEPS", 20)
-    run, dataset = runs.StudyRun("six pictures", 1e-2, 1), study_datasets()["six pictures"]
+@pytest.mark.timeout(1800)
+def test_a_lora_that_is_merged_draws_what_it_draws_beside_the_weights(tmp_path: Path) -> None:
+    run, dataset = StudyRun("six pictures", 1e-2, 1), study_datasets()["six pictures"]
     (tmp_path / "run").mkdir()
-    lora = runs.train(run, dataset, tmp_path / "run", tmp_path / "cache").output_dir / "lora"
+    lora = train(run, dataset, tmp_path / "run", tmp_path / "cache", steps=20).output_dir / "lora"
     pipeline, prompts = load_pipeline(project_root() / "demo" / "base"), ["a red zorp on a white background"]
     before = draw_prompts(pipeline, prompts, seed=0)[0].astype(int)
-    merged = draw_prompts(runs.with_lora(pipeline, lora), prompts, seed=0)[0].astype(int)
+    merged = draw_prompts(with_lora(pipeline, lora), prompts, seed=0)[0].astype(int)
     assert (draw_prompts(pipeline, prompts, seed=0)[0] == before).all()
 
     pipeline.load_lora_weights(str(lora))
