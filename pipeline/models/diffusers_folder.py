@@ -12,8 +12,9 @@ from stat import S_ISREG
 from typing import Any, cast
 
 from pipeline.errors import ModelError
-from pipeline.models.hub import WEIGHT_VARIANTS
-from pipeline.recipe.untrusted import UNTRUSTED_VARIABLE, is_untrusted
+
+WEIGHT_VARIANTS = ("fp32", "fp16", "bf16")
+"""Variants in names of weight files, in order of preference; used if a component has no other weights."""
 
 # File names, without suffix, under which diffusers and transformers store a component's weights.
 _WEIGHT_NAMES = ("diffusion_pytorch_model", "model", "pytorch_model")
@@ -215,9 +216,15 @@ def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
 
 
 def _require_safetensors(path: Path) -> None:
+    if ".bin" not in path.suffixes:
+        return
+
+    # Imported here, because encoding processes need nothing else of the recipes, which import pydantic.
+    from pipeline.recipe.untrusted import UNTRUSTED_VARIABLE, is_untrusted
+
     # Recipes may come from strangers. diffusers and transformers unpickle only tensors, which protects only
     # as well as torch does.
-    if ".bin" in path.suffixes and is_untrusted():
+    if is_untrusted():
         raise ModelError(
             f"weights must be *.safetensors because {UNTRUSTED_VARIABLE} is set, got a pickle",
             where=str(path),

@@ -11,11 +11,9 @@ from typing import Any
 
 from pipeline.errors import ModelError
 from pipeline.log import Log
+from pipeline.models.diffusers_folder import WEIGHT_VARIANTS
 from pipeline.recipe import in_project, path_in_recipe
 from pipeline.reporting.progress import progress
-
-WEIGHT_VARIANTS = ("fp32", "fp16", "bf16")
-"""Variants in names of weight files, in order of preference; used if a component has no other weights."""
 
 _VARIANT_PARTS = (*WEIGHT_VARIANTS, "non_ema", "ema_only")
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -221,3 +223,13 @@ def test_a_clip_tokenizer_needs_a_limit_and_others_do_not(tmp_path: Path) -> Non
     assert model.config("tokenizer")
     with pytest.raises(ModelError, match="model_max_length of CLIP's tokenizer must be at most"):
         clip_length(model)
+
+
+def test_reading_a_model_folder_does_not_load_the_schema_of_recipes() -> None:
+    # Each encoding process would import it, and needs nothing of it.
+    code = """
+import sys
+import pipeline.models.diffusers_folder, pipeline.models.families
+assert "pipeline.recipe" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
