@@ -43,17 +43,25 @@ GIB = 2**30
     metavar="PER_HOUR",
     help="Price of this machine per hour, such as 2.5, to show what the job would cost.",
 )
+@click.option(
+    "--continue",
+    "continue_run",
+    metavar="RUN",
+    help="Show the job of latentline run --continue: a folder name in runs/, or latest.",
+)
 @click.option("--no-memory", is_flag=True, help="Omit the memory forecast, which takes some seconds.")
 @click.option(
     "--only-memory",
     is_flag=True,
     help="Forecast memory only. This downloads configuration files of the base model, but no weights.",
 )
-def command(
+def command(  # noqa: PLR0913 - an argument for each option
     recipe: Recipe,
+    *,
     as_json: bool,
     vram: float | None,
     price: float | None,
+    continue_run: str | None,
     no_memory: bool,
     only_memory: bool,
 ) -> None:
@@ -84,7 +92,8 @@ def command(
         return
 
     # If paths overlap, the forecast stops before it reads the datasets, and has nothing but this gate.
-    result = forecast(recipe, Tables(recipe.output_dir, log=log_to_stderr), log=log_to_stderr)
+    tables = Tables(recipe.output_dir, log=log_to_stderr)
+    result = forecast(recipe, tables, continue_run=continue_run, log=log_to_stderr)
     is_isolated = not any(gate.name == PATH_ISOLATION.name for gate in result.closed)
     memory = _memory(recipe, vram) if is_isolated and not no_memory else None
     if as_json:

@@ -117,8 +117,10 @@ class Forecast:
     training: TrainingForecast | None = None
 
 
-def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
+def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None, log: Log) -> Forecast:
     """Return the forecast of the job `<recipe>_train` for the current files and recipe.
+
+    `continue_run` is a run that the job would continue, or "latest".
 
     Raises:
         DatasetError: A dataset's folder is missing or cannot be listed.
@@ -176,7 +178,9 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         },
         warnings=warnings,
         unknown_lengths=lengths["num_cut"].null_count(),
-        training=None if closed else forecast_training(entries, requests, captions),
+        training=None
+        if closed
+        else forecast_training(entries, requests, captions, continue_run=continue_run),
     )
 
 

@@ -35,12 +35,17 @@ class TrainingForecast:
 
 
 def forecast_training(
-    entries: RecipeEntries, latents: pl.DataFrame, captions: pl.DataFrame
+    entries: RecipeEntries,
+    latents: pl.DataFrame,
+    captions: pl.DataFrame,
+    *,
+    continue_run: str | None = None,
 ) -> TrainingForecast:
     """Return what the next training would do.
 
     `latents` are the requests of vae_latents, and `captions` the rows of `text_rows`. None of their entries
-    needs to exist, because a run's identity depends on keys.
+    needs to exist, because a run's identity depends on keys. `continue_run` is a run that it would continue,
+    or "latest".
 
     Raises:
         TrainingError: As `plan_run`.
@@ -52,7 +57,7 @@ def forecast_training(
         entries.text_keys(captions["caption"], captions.get_column(SEEN, default=None)).alias("key"),
         text_length=pl.lit(1, pl.Int32),
     )
-    job, facts, samples = plan_run(entries, latents, text, log=entries.log)
+    job, facts, samples = plan_run(entries, latents, text, continue_run=continue_run, log=entries.log)
     outputs = outputs_of(entries.recipe, entries.log)
     uploaded = outputs.names(f"runs/{job.run}") if outputs.is_remote else None
     action = next_action(job, facts, samples, uploaded=uploaded)

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import LaunchError, TrainingError
+from pipeline.maintenance.training_forecast import forecast_training
 from pipeline.recipe.overrides import CONTINUE
 from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables
@@ -143,6 +144,19 @@ def test_R18_a_stopped_run_resumes_and_ends_with_the_same_weights(corrected: tup
     assert FIRST < result.report["resumed_from"] < STEPS
     assert weights_of(project, result.report["run"]) == by_hand(project, old)
     assert len(run_folders(project)) == 2
+
+
+def test_a_forecast_is_about_the_run_that_goes_on(corrected: tuple[Project, str]) -> None:
+    project, old = corrected
+    entries = RecipeEntries(project.recipe)
+    alone = forecast_training(entries, project.latents, project.text).action
+    action = forecast_training(entries, project.latents, project.text, continue_run="latest").action
+    assert (alone.steps_left, action.steps_left) == (STEPS, STEPS - FIRST)
+    assert action.reason.startswith(
+        f"it continues run {old} at step {FIRST}; it differs from {old} in caption"
+    )
+    assert run_folders(project) == [project.recipe.output_dir / "runs" / old], "nothing is written"
+    assert go_on(project, "latest").report["run"] == action.run != alone.run
 
 
 def test_without_a_change_the_run_itself_resumes(make_project: Make) -> None:
