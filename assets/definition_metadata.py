@@ -25,7 +25,7 @@ from pipeline.recipe import Recipe, shareable_path
 from pipeline.recipe.datasets import SIDE_INPUT_KEYS
 from pipeline.recipe.sections import ASSET_SECTIONS, section_line
 from pipeline.storage.addresses import Url
-from pipeline.storage.needed_columns import STAGE_INPUTS, column_sources
+from pipeline.storage.needed_columns import ALL_INPUTS, column_sources
 from pipeline.storage.table_columns import (
     ASSET_COLUMNS,
     DECODING_COLUMNS,
@@ -105,13 +105,13 @@ def _column_schema(asset: str, side_inputs: frozenset[str]) -> TableSchema:
 
 @cache
 def _column_sources(asset: str, side_inputs: frozenset[str]) -> Mapping[str, list[tuple[str, str]]]:
-    tables = (asset, *STAGE_INPUTS[asset])
+    tables = (asset, *ALL_INPUTS[asset])
     return column_sources(asset, {table: tuple(_columns(table, side_inputs)) for table in tables})
 
 
 def _column_lineage(recipe: Recipe, asset: str) -> TableColumnLineage:
     sources = _column_sources(asset, _side_inputs(recipe))
-    keys = {table: asset_key(recipe, table) for table in STAGE_INPUTS[asset]}
+    keys = {table: asset_key(recipe, table) for table in ALL_INPUTS[asset]}
     return TableColumnLineage(
         {
             column: [TableColumnDep(keys[table], name) for table, name in pairs]

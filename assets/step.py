@@ -11,7 +11,14 @@ from assets.definition_metadata import TABLE_FORMAT, asset_tags, definition_meta
 from assets.names import TABLES_RESOURCE, asset_key
 from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import needed_columns
-from pipeline.versions import CAPTIONS_VERSION, LOOK_VERSION, PREPROCESSING_VERSION, TRAINING_VERSION
+from pipeline.versions import (
+    CAPTIONS_VERSION,
+    FEATURES_VERSION,
+    LOOK_VERSION,
+    PICTURES_VERSION,
+    PREPROCESSING_VERSION,
+    TRAINING_VERSION,
+)
 from resources.failures import errors_as_failures
 from resources.step_log import run_log
 from resources.tables import COLUMNS
@@ -36,6 +43,7 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),
         "buckets": {"underfilled"},
     },
+    "evaluation": {"evaluation": True},
 }
 """Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
 
@@ -43,6 +51,7 @@ ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
     "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
     "vae_latents": (PREPROCESSING_VERSION,),
     "trained_lora": (TRAINING_VERSION,),
+    "evaluation": (PICTURES_VERSION, FEATURES_VERSION),
 }
 """Versions of the algorithms that decide each asset's content."""
 

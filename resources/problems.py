@@ -12,7 +12,7 @@ from typing import Any
 
 from dagster import DagsterEvent, DagsterExecutionInterruptedError
 
-from pipeline.recipe.check_specs import SPECS
+from pipeline.recipe.check_specs import ALL_SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
 
@@ -209,7 +209,7 @@ def _step_asset(event: DagsterEvent) -> tuple[str, str]:
 
 def _step_location(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     recipe, asset = _step_asset(event)
-    is_asset = recipe in output_dirs and asset in SPECS
+    is_asset = recipe in output_dirs and asset in ALL_SPECS
     return f"asset {recipe}/{asset}" if is_asset else f"step {event.step_key}"
 
 

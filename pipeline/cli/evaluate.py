@@ -1,10 +1,10 @@
-"""`latentline evaluate`: draw pictures with each step of a run."""
+"""`latentline evaluate`: draw pictures with each step of a run, score them, and choose a step."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,8 +12,14 @@ from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
 from pipeline.cli.sample import STOPPED_STATUS, parse_steps
 from pipeline.recipe import Recipe
 
+if TYPE_CHECKING:
+    from pipeline.evaluation.prepare import Request
+    from pipeline.reporting.reports import Report
 
-@click.command(short_help="Draw pictures with each step of a run.")
+_NUMBERS = ("learned", "obeys", "drift", "copies")
+
+
+@click.command(short_help="Score the steps of a run, and choose one.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option("--run", help="Run to evaluate: a folder name in runs/. By default the run of lora/.")
 @click.option(
@@ -25,24 +31,70 @@ from pipeline.recipe import Recipe
     help="Steps to evaluate. By default evaluation.steps.",
 )
 def command(recipe: Recipe, run: str | None, steps: Any) -> None:
-    """Draw pictures with each step of a run of RECIPE, and with the base model.
+    """Draw pictures with each step of a run of RECIPE, score them, and choose a step.
 
-    Prompts and number of pictures are in the section evaluation of the recipe. Without the section, its
-    defaults apply.
+    Prompts, number of pictures and scorers are in the section evaluation of the recipe. Without the section,
+    its defaults apply.
 
-    Pictures are entries of the cache. So what was drawn before is reused, and an evaluation that was stopped
-    continues where it ended.
+    Pictures and their features are entries of the cache. So what was drawn and computed before is reused, and
+    an evaluation that was stopped continues where it ended.
     """
     from pipeline.evaluation.prepare import Request
-    from pipeline.evaluation.stage import evaluate
-    from pipeline.processes.launch import LocalLaunch
-    from pipeline.reporting.terminal import TERMINAL_VARIABLE
 
-    # On a terminal, the launched process draws a bar, and its lines would disturb it.
-    launch = LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
     try:
-        evaluate(recipe, Request(run, steps or None), launch=launch, log=log_to_stderr)
+        report = _evaluate(recipe, Request(run=run, steps=steps or None))
     except KeyboardInterrupt:
         echo("\nStopped. Pictures that are complete are in the cache.", err=True)
         echo("  fix:   run the command again, which draws the others", err=True)
         sys.exit(STOPPED_STATUS)
+    _show(recipe, report)
+    echo(f"pictures and report: {recipe.output_dir / 'reports' / 'evaluation'}")
+
+
+def _evaluate(recipe: Recipe, request: Request) -> Report:
+    """Evaluate as the asset does, and write its table, report and checks."""
+    from pipeline.evaluation import checks
+    from pipeline.evaluation.stage import ASSET, evaluate
+    from pipeline.outputs.folder import outputs_of
+    from pipeline.outputs.stage_files import stage_files, table_file
+    from pipeline.processes.launch import LocalLaunch
+    from pipeline.reporting.findings import CheckContext, write_findings
+    from pipeline.reporting.reports import write_report
+    from pipeline.reporting.terminal import TERMINAL_VARIABLE
+    from pipeline.storage.tables import Tables
+
+    # On a terminal, the launched process draws a bar, and its lines would disturb it.
+    launch = LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
+    outputs, tables = outputs_of(recipe, log_to_stderr), Tables(recipe.output_dir, log=log_to_stderr)
+    with stage_files(outputs, ASSET, checks_only=False, log=log_to_stderr):
+        result = evaluate(recipe, request, tables, launch=launch, log=log_to_stderr)
+        tables.write(ASSET, result.table)
+        tables.write_rejected(ASSET, result.rejected)
+        write_report(recipe.output_dir, ASSET, {**result.report, "recipe": recipe.name})
+        findings = checks.run(CheckContext(recipe, tables, log=log_to_stderr))
+        write_findings(recipe.output_dir, ASSET, findings)
+    outputs.upload(table_file(ASSET))
+    for finding in findings:
+        if not finding.passed:
+            echo(f"warning: {finding.name}: {finding.summary}; {finding.fix}", err=True)
+    return result.report
+
+
+def _show(recipe: Recipe, report: Report) -> None:
+    echo(f"{'step':>8} {'strength':>8}" + "".join(f" {name:>24}" for name in _NUMBERS))
+    for step in report["steps"]:
+        numbers = "".join(f" {_interval_text(step[name]):>24}" for name in _NUMBERS)
+        echo(f"{step['step']:>8,} {step['strength']:>8g}{numbers}")
+    for name, reason in report["absent"].items():
+        echo(f"{name} is not measured: {reason}")
+    echo(report["why"])
+    if report["decided"]:
+        echo(f"latentline export {recipe.name} --step {report['chosen_step']} publishes it")
+
+
+def _interval_text(number: dict[str, Any] | None) -> str:
+    if number is None:
+        return "-"
+    if number["low"] is None:
+        return f"{number['mean']:.3f}"
+    return f"{number['mean']:.3f} ({number['low']:.3f} to {number['high']:.3f})"

@@ -33,10 +33,17 @@ _BEFORE = {
     "vae_latents": ("raw_images", "validated_dataset", "aspect_buckets"),
     "text_embeddings": ("raw_images", "validated_dataset"),
     "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
+    "evaluation": ("trained_lora",),
 }
 """Assets before each asset in the graph."""
 
-_MORE_TABLES = {"trained_lora": ("raw_images", "validated_dataset", "aspect_buckets")}
+_EVALUATION_ENTRIES = "tables/evaluation_entries.parquet"
+"""What the last evaluation has read of the cache."""
+
+_MORE_TABLES = {
+    "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets"),
+    "evaluation": ("vae_latents",),
+}
 """Tables that an asset reads besides its inputs, which the table IO manager fetches, and its own."""
 
 _SCANNING = ("raw_images", "validated_dataset")
@@ -102,6 +109,10 @@ def fetch_stage(outputs: OutputFolder, asset: str, *, checks_only: bool) -> None
     tables = (*_MORE_TABLES.get(asset, ()), asset)
     reports = (*_BEFORE[asset], asset)
     index = (_SCAN_INDEX,) if asset in _SCANNING else ()
+    if asset == "evaluation" and not checks_only:
+        # The stage itself fetches the LoRA files of its steps.
+        outputs.fetch(_EVALUATION_ENTRIES, "lora/provenance.json", EXPORTED_STEP)
+        outputs.fetch_listed(run_records(outputs))
     outputs.fetch(*map(table_file, tables), *map(report_file, reports), _STAGE_REJECTIONS, *index)
     if not checks_only:
         # A stage keeps pictures that are up to date, and replaces the folder.
@@ -126,6 +137,8 @@ def upload_stage(outputs: OutputFolder, asset: str) -> None:
         outputs.replace_folder(page)
     if asset in _SCANNING:
         outputs.upload(_SCAN_INDEX)
+    if asset == "evaluation":
+        outputs.upload(_EVALUATION_ENTRIES)
     outputs.upload(report_file(asset))
     outputs.upload(f"{_STAGE_REJECTIONS}{asset}.parquet")
     _merge_rejections(outputs)

@@ -377,10 +377,44 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
 }
 """Checks of each asset that read its table, in order; see `specs_of` for all checks."""
 
+OPTIONAL_SPECS: dict[str, tuple[CheckSpec, ...]] = {
+    "evaluation": (
+        _warning(
+            "concept_learned",
+            "The pictures of the chosen step, or of the last one, are not measurably closer to held-out "
+            "images than the base model's.",
+            "Train longer or with a higher learning rate. If the interval is wide, draw more pictures with "
+            "evaluation.pictures.",
+        ),
+        _warning(
+            "base_kept",
+            "Pictures of prompts that have nothing to do with the LoRA differ from the base model's by more "
+            "than evaluation.limits.drift.",
+            "Lower the learning rate, train fewer steps, or add images of the class with role: prior.",
+        ),
+        _warning(
+            "not_memorised",
+            "Pictures are closer to training images than to held-out ones by more than "
+            "evaluation.limits.copies.",
+            "Publish an earlier step with `latentline export`, or train with fewer steps, a lower rank or "
+            "more images.",
+        ),
+        _warning(
+            "choice_decided",
+            "The pictures do not show which step is the best.",
+            "Draw more pictures with evaluation.pictures, hold out images with "
+            "datasets[].validation_fraction, or look at the grid.",
+        ),
+    ),
+}
+"""Checks of assets that only some recipes have."""
+
+ALL_SPECS = {**SPECS, **OPTIONAL_SPECS}
+
 
 def specs_of(asset: str) -> tuple[CheckSpec, ...]:
     """Return all checks of the asset in order, including `path_isolation` for raw_images."""
-    return (PATH_ISOLATION, *SPECS[asset]) if asset == "raw_images" else SPECS[asset]
+    return (PATH_ISOLATION, *SPECS[asset]) if asset == "raw_images" else ALL_SPECS[asset]
 
 
 _MASKS = ("masks_present", "masks_usable", "masks_matched", "masks_white", "masks_cropped")
@@ -396,7 +430,7 @@ ONLY_WITH: dict[str, str] = {
 
 
 def _gates(*, openable: bool) -> set[str]:
-    all_specs = (spec for asset in SPECS for spec in specs_of(asset))
+    all_specs = (spec for asset in ALL_SPECS for spec in specs_of(asset))
     return {spec.name for spec in all_specs if spec.gate and spec.openable == openable}
 
 

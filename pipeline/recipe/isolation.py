@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.recipe.check_specs import SPECS
+from pipeline.recipe.check_specs import ALL_SPECS
 from pipeline.recipe.datasets import SIDE_INPUT_KEYS
 from pipeline.storage import isolation
 from pipeline.storage.addresses import Url
@@ -43,7 +43,7 @@ def require_separate_folder(recipe: Recipe, key: str, folder: Path) -> None:
 
     Other folders in output_dir are accepted. `key` is the option that sets the folder.
     """
-    reports = [f"reports/{asset}" for asset in SPECS]
+    reports = [f"reports/{asset}" for asset in ALL_SPECS]
     used = [
         NamedPath(f"{name}/ of output_dir", f"output_dir, {name}/", recipe.output_dir / name)
         for name in ("lora", "tables", "runs", "reports/dataset", *reports)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import GateClosedError
 from pipeline.log import Log, discard
-from pipeline.recipe.check_specs import SPECS, CheckSpec
+from pipeline.recipe.check_specs import ALL_SPECS, CheckSpec
 from pipeline.reporting.reports import Report, read_report, report_path
 from pipeline.storage.atomic import write_text
 
@@ -95,12 +95,12 @@ class Finding:
 
 
 def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome]) -> list[Finding]:
-    """Return one finding per check of `asset`, in the order of `check_specs.SPECS`.
+    """Return one finding per check of `asset`, in the order of `check_specs`.
 
     A failed gate that `checks.allow` names becomes a warning with a note in its summary. `<recipe>` in a fix
     is replaced by the recipe's name.
     """
-    specs = SPECS[asset]
+    specs = ALL_SPECS[asset]
     undeclared = set(outcomes) ^ {spec.name for spec in specs}
     assert not undeclared, f"only in {asset}/checks.py or only in recipe/check_specs.py: {sorted(undeclared)}"
     allowed = context.recipe.checks.allow
@@ -192,7 +192,7 @@ def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) ->
     `gates_passed`, `gates_closed` and `warnings` count them. A failed gate that the recipe allows counts as a
     warning.
     """
-    gates = {spec.name for spec in SPECS[asset] if spec.gate}
+    gates = {spec.name for spec in ALL_SPECS[asset] if spec.gate}
     content = {
         "gates_passed": sum(each.passed for each in findings if each.name in gates),
         "gates_closed": sum(each.closes for each in findings),

@@ -60,6 +60,7 @@ def run_summary(run: RunResult) -> str:
         *_cache_lines(run.reports),
         *_check_lines(run.checks),
         *_training_lines(run),
+        *_evaluation_lines(run.reports),
         *_page_lines(run),
         *_next_lines(run),
     ]
@@ -161,3 +162,12 @@ def _next_lines(run: RunResult) -> list[tuple[str, str]]:
         ("next", f"{sample}   draws pictures at each saved step"),
         ("", f"{export}   publishes the best step in lora/"),
     ]
+
+
+def _evaluation_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
+    report = reports.get("evaluation")
+    if report is None:
+        return []
+    drawn, reused = int(report["pictures_encoded"]), int(report["pictures_reused"])
+    pictures = counted(drawn, "picture") + f" drawn, {reused:,} reused"
+    return [("evaluation", f"{pictures}; {report['why']}")]

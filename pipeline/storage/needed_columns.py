@@ -19,7 +19,10 @@ STAGE_INPUTS: Mapping[str, Sequence[str]] = {
     "text_embeddings": ("validated_dataset",),
     "trained_lora": ("vae_latents", "text_embeddings"),
 }
-"""Stages in the order of the graph, each with its input tables."""
+"""Stages of every recipe in the order of the graph, each with its input tables."""
+
+ALL_INPUTS: Mapping[str, Sequence[str]] = {**STAGE_INPUTS, "evaluation": ("trained_lora",)}
+"""The same with the stages that only some recipes have."""
 
 # Plain names without Polars types, because definitions load without Polars.
 NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -103,7 +106,7 @@ def column_sources(stage: str, columns: Mapping[str, Collection[str]]) -> dict[s
     """
     read = {
         table: set(columns[table]).intersection(needed_columns(stage, table) or columns[table])
-        for table in STAGE_INPUTS[stage]
+        for table in ALL_INPUTS[stage]
     }
     sources: dict[str, list[tuple[str, str]]] = {}
     for column in columns[stage]:
@@ -111,7 +114,7 @@ def column_sources(stage: str, columns: Mapping[str, Collection[str]]) -> dict[s
         pairs = [
             (table, name.removeprefix(f"{table}."))
             for name in named
-            for table in STAGE_INPUTS[stage]
+            for table in ALL_INPUTS[stage]
             if name.removeprefix(f"{table}.") in read[table]
         ]
         if pairs:

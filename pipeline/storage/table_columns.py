@@ -148,8 +148,24 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
         "split": _text('"train" or "validation".'),
         "times_seen": _int32("Number of times the sample was trained on."),
     },
+    "evaluation": {
+        "run": _text("Run that was evaluated: a folder in runs/."),
+        "step": _int64("Step of the LoRA that the picture was drawn with."),
+        "strength": _float64("Strength of the LoRA."),
+        "prompt": _text("Prompt of the picture."),
+        "role": _text('Role of the prompt: "concept", "other" or "base".'),
+        "concept": _text("Concept that the prompt tests: a trigger word or a dataset; empty for base."),
+        "seed": _int64("Seed of the first noise."),
+        "scorer": _text("Scorer, as the recipe names it."),
+        "number": _text('What the score is part of: "learned", "obeys", "drift" or "copies".'),
+        "score": _float64("What the picture contributes to the number, see docs/evaluation.md."),
+        "picture": _text("Key of the picture's cache entry."),
+    },
 }
-"""Columns of each asset's table that every recipe has, in table order."""
+"""Columns of each asset's table that all recipes with the asset have, in table order."""
+
+OPTIONAL_ASSETS = ("evaluation",)
+"""Assets that only some recipes have; their tables have no row per sample."""
 
 _MASK: DeclaredColumns = {
     "mask_path": _optional("String", "Path of the mask file, or of the image if its opacity is the mask."),

@@ -8,6 +8,7 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | aspect_buckets | sample and bucket (several buckets only with `buckets.per_image: each`) |
 | vae_latents | sample, bucket and mirroring |
 | text_embeddings | sample and caption variant |
+| evaluation | drawn picture, scorer and number |
 | rejected | sample and the stage that rejected it |
 
 The tables of recipes with side inputs, such as masks, have more columns at their end: `SIDE_INPUT_COLUMNS`.
@@ -24,7 +25,7 @@ import polars as pl
 
 from pipeline.errors import TableError
 from pipeline.storage import table_columns
-from pipeline.storage.table_columns import ASSET_COLUMNS, OPTIONAL_COLUMNS, REJECTED_COLUMNS
+from pipeline.storage.table_columns import ASSET_COLUMNS, OPTIONAL_ASSETS, OPTIONAL_COLUMNS, REJECTED_COLUMNS
 
 if TYPE_CHECKING:
     import pandera.errors
@@ -54,6 +55,7 @@ _POLARS_TYPES: dict[table_columns.DtypeName, type[pl.DataType]] = {
 }
 
 _ROW_NAMES: dict[str, list[str]] = {
+    "evaluation": ["run", "step", "strength", "prompt", "role", "concept", "seed", "scorer", "number"],
     "aspect_buckets": ["sample_id", "bucket"],
     "vae_latents": ["sample_id", "bucket", "flipped"],
     "text_embeddings": ["sample_id", "variant"],
@@ -87,8 +89,8 @@ SIDE_INPUT_COLUMNS: dict[str, dict[str, Columns]] = {
 REJECTED: Columns = _polars_types(REJECTED_COLUMNS)
 """Column types of the table of rejected samples."""
 
-ASSETS = tuple(SCHEMAS)
-"""Asset names in graph order."""
+ASSETS = tuple(asset for asset in SCHEMAS if asset not in OPTIONAL_ASSETS)
+"""Names of the assets that every recipe has, in graph order."""
 
 
 @cache
@@ -185,10 +187,11 @@ def is_valid(asset: str, table: pl.DataFrame, types: Mapping[str, pl.DataType] |
             return False
 
     # Tables are sorted, and most have one row per sample: comparing neighbours takes a fifth of the time.
-    sample_ids = table["sample_id"]
-    if (sample_ids.slice(1) > sample_ids.head(-1)).all():
+    names = row_names(asset)
+    first = table[names[0]]
+    if (first.slice(1) > first.head(-1)).all():
         return True
-    return table.select(row_names(asset)).n_unique() == len(table)
+    return table.select(names).n_unique() == len(table)
 
 
 def _types(asset: str) -> Columns:

@@ -11,6 +11,7 @@ from pipeline.evaluation.pictures import picture_spec, picture_table
 from pipeline.evaluation.prepare import Request
 from pipeline.evaluation.stage import evaluate
 from pipeline.processes.launch import cpu_threads
+from pipeline.storage.tables import Tables
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.evaluation.evaluated import evaluated_recipe, pixels_of, prepared
 from tests.pipeline.trained_lora.pictures.drawings import drawn, pixels
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 def drawn_by(recipe: Recipe, log: list[str] | None = None, **request: Any) -> InProcessLaunch:
     """Evaluate, and return the launcher, whose `modules` are the launched ones."""
     launch = InProcessLaunch()
-    evaluate(recipe, Request(**request), launch=launch, log=(log if log is not None else []).append)
+    lines = log if log is not None else []
+    evaluate(recipe, Request(**request), Tables(recipe.output_dir), launch=launch, log=lines.append)
     return launch
 
 
