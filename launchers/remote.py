@@ -36,7 +36,7 @@ class RemoteLauncher(AccelerateLauncher):
         self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
     ) -> Launch:
         """See `AccelerateLauncher.bind`; a launched module starts when `meanwhile` has ended."""
-        on_this_machine = super().bind(context, settings, observer)
+        on_this_machine = AccelerateLauncher(grace_s=self.grace_s).bind(context, settings, observer)
 
         def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
             # The processes start on complete files, because they may start on several machines.
