@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import LaunchError, TrainingError
+from pipeline.log import discard
 from pipeline.maintenance.training_forecast import forecast_training
 from pipeline.recipe.overrides import CONTINUE
 from pipeline.reporting.findings import CheckContext
@@ -85,7 +86,7 @@ def weights_of(project: Project, run_name: str) -> dict[str, str]:
 
 def by_hand(project: Project, old: str) -> dict[str, str]:
     """Train the last steps on the changed data from the old run's checkpoint, without a training process."""
-    job, _, _ = plan_run(RecipeEntries(project.recipe), project.latents, project.text, log=str)
+    job, _, _ = plan_run(RecipeEntries(project.recipe), project.latents, project.text, log=discard)
     layout = RunLayout(project.recipe.output_dir / "runs" / old)
     engine = engine_of(job)
     engine.restore(load_checkpoint(checkpoint_path(layout.checkpoints, FIRST), old))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.log import discard
 from pipeline.trained_lora.duration import expected_duration
 from pipeline.trained_lora.next_action import NextAction, next_action
 from pipeline.trained_lora.run_folder import RunLayout
@@ -25,7 +26,7 @@ Make = Callable[..., "Project"]
 
 
 def planned(project: Project) -> tuple[TrainingJob, NextAction]:
-    job, facts, samples = plan_run(RecipeEntries(project.recipe), project.latents, project.text, log=str)
+    job, facts, samples = plan_run(RecipeEntries(project.recipe), project.latents, project.text, log=discard)
     return job, next_action(job, facts, samples)
 
 
@@ -114,7 +115,7 @@ def test_files_at_an_address_decide_like_local_ones(make_project: Make) -> None:
     for steps, kind, first_step in ((6, "finished", 6), (4, "publish", 4), (8, "resume", 6)):
         changed = project.changed("output", steps=steps)
         entries = RecipeEntries(changed.recipe)
-        job, facts, samples = plan_run(entries, changed.latents, changed.text, log=str)
+        job, facts, samples = plan_run(entries, changed.latents, changed.text, log=discard)
         action = next_action(job, facts, samples, uploaded=names)
         assert (action.kind, action.first_step) == (kind, first_step)
 
