@@ -72,9 +72,15 @@ def _cpu_s() -> float:
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, cwd=project_root(), capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    """Return the commit of the code, with a plus if it has changed since; the results do not count."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=project_root(), capture_output=True, text=True, check=False)
+
+    commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+    is_changed = git("diff", "--quiet", "HEAD", "--", ".", ":!demo/results").returncode != 0
+    return commit + "+" * is_changed
 
 
 if __name__ == "__main__":
