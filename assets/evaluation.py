@@ -6,8 +6,8 @@ from typing import Any
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
 from assets.checks import check_specs
-from assets.metadata import picture_metadata, publish
-from assets.names import step_name
+from assets.metadata import picture_metadata, pictures_once, publish
+from assets.names import asset_key, step_name
 from assets.step import TABLE, run_step, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.gpu_pool import in_pool
@@ -45,7 +45,8 @@ def build_evaluation(recipe: Recipe, *, pool: str) -> AssetsDefinition:
             launch = in_pool(context, pool, launcher.bind(context, recipe.accelerate))
             tables = Tables(recipe.output_dir, log=run_log(context))
             result = evaluate(recipe, Request(), tables, launch=launch, log=run_log(context))
-            pictures = picture_metadata(recipe.output_dir / "reports" / "evaluation")
+            shown = picture_metadata(recipe.output_dir / "reports" / "evaluation")
+            pictures = pictures_once(context, asset_key(recipe, "evaluation"), shown)
             return publish(recipe, "evaluation", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "evaluation", materialize, checks.run)
