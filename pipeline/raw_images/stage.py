@@ -119,8 +119,11 @@ def _settled(files: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     settled = pl.col("ctime_ns") + CLOCK_GRANULARITY_NS < pl.col("scanned_ns")
     current_decoders = [each for each in rows["decoder"].drop_nulls().unique() if is_current_decoder(each)]
     same_decoder = pl.col("decoder").is_in(current_decoders)
-    same_file = ["sample_id", "path", *STAT]
-    return rows.filter(settled & same_decoder).join(files, on=same_file, how="semi")
+
+    # Ids are distinct, and comparing columns takes half the time of a join by all of them.
+    listed = rows.select("sample_id").join(files, on="sample_id", how="left", maintain_order="left")
+    same_file = [pl.col(name) == listed[name] for name in ("path", *STAT)]
+    return rows.filter(settled, same_decoder, *same_file)
 
 
 def _read_images(
