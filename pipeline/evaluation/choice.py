@@ -105,8 +105,8 @@ def _reason(chosen: int, best: int, steps: Mapping[int, StepNumbers], broken: Ma
         )
     if broken:
         step, what = next(iter(broken.items()))
-        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        why += f". Step {step}{others} break a limit: {what}"
+        breaks = "breaks" if len(broken) == 1 else f"and {len(broken) - 1} more break"
+        why += f". Step {step} {breaks} a limit: {what}"
     return why
 
 
