@@ -12,6 +12,7 @@ from pipeline.errors import ModelError, counted
 from pipeline.escaping import json_text
 from pipeline.maintenance.expected import Expected
 from pipeline.maintenance.forecast import Forecast, forecast
+from pipeline.maintenance.picture_forecast import PictureForecast
 from pipeline.maintenance.training_forecast import TrainingForecast
 from pipeline.memory.forecast import forecast_memory
 from pipeline.memory.job import Change, MemoryForecast
@@ -136,6 +137,8 @@ def _show(recipe: Recipe, result: Forecast) -> None:
     _show_expected("text_embeddings", result.text)
     if result.training is not None:
         _show_training(result.training)
+    if result.evaluation is not None:
+        _show_pictures(result.evaluation)
     _show_warnings(result)
 
 
@@ -229,6 +232,16 @@ def _show_expected(asset: str, expected: Expected) -> None:
     for reason, names in sorted(expected.reasons.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
         echo(f"  {len(names):>9,} {reason}: {shown}")
+
+
+def _show_pictures(pictures: PictureForecast) -> None:
+    prompts = counted(pictures.prompts, "prompt")
+    line = f"{'evaluation':16} {pictures.pictures:>9,} pictures at most: {prompts}, "
+    line += f"{pictures.pictures_per_prompt} each, for the base model and {counted(pictures.steps, 'step')}"
+    duration = "time unknown until the first pictures are drawn on this machine"
+    if pictures.seconds is not None:
+        duration = f"about {seconds_text(pictures.seconds)} plus the start"
+    echo(f"{line}; {duration}")
 
 
 def show_memory(memory: MemoryForecast) -> None:

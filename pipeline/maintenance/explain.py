@@ -10,6 +10,7 @@ import polars as pl
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import LatentlineError, TableError, counted
+from pipeline.evaluation.known_entries import read_known, spec_of
 from pipeline.log import Log, discard
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.tables import ASSETS, empty
@@ -84,7 +85,20 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str, *, log: Log = discar
     rejected = tables.read_rejected().filter(pl.col("sample_id") == sample_id)
     reasons = rejected.select("stage", "reason", "detail", "fix").to_dicts()
     explained += [StageFacts("rejected", reason) for reason in reasons]
-    return explained + _explain_entries(RecipeEntries(recipe, log=log), sample_rows)
+    entries = RecipeEntries(recipe, log=log)
+    explained += _explain_entries(entries, sample_rows)
+    return explained + _explain_features(entries, recipe, sample_id)
+
+
+def _explain_features(entries: RecipeEntries, recipe: Recipe, sample_id: str) -> list[StageFacts]:
+    """Return the features that the last evaluation has of the sample, one for each scorer."""
+    named = read_known(recipe.output_dir).filter(pl.col("name").str.starts_with(f"{sample_id}, "))
+    scorers = [row["name"].removeprefix(f"{sample_id}, ") for row in named.iter_rows(named=True)]
+    specs = [spec_of(row) for row in named.iter_rows(named=True)]
+    return [
+        StageFacts(f"features entry of {scorer}", _entry_facts(entries, spec))
+        for scorer, spec in zip(scorers, specs, strict=True)
+    ]
 
 
 def _new_facts(row: Mapping[str, Any], earlier_rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -103,22 +117,22 @@ def _explain_entries(entries: RecipeEntries, sample_rows: Mapping[str, pl.DataFr
     except LatentlineError as err:  # keys need the base model
         return [StageFacts("entries", {"unknown": err.what})]
 
-    explained: list[StageFacts] = []
-    for name, spec in specs:
-        state = entries.store.check(spec)
-        metadata = entries.store.read_metadata(spec.kind, spec.key) or {}
-        tensors = entries.store.read_tensor_specs(spec) or spec.tensors
-        stated = metadata.get("inputs")
-        inputs: Mapping[str, Any] = stated if isinstance(stated, dict) else {}
-        facts = {
-            "key": spec.key,
-            "path": state.place_in_pack or entries.store.where(spec),
-            "state": state.reason or state.status,
-        }
-        facts |= {f"{tensor} {list(each.shape)}": each.dtype for tensor, each in tensors.items()}
-        facts |= {f"made of {name}": value for name, value in inputs.items() if name != "content_hash"}
-        explained.append(StageFacts(name, facts))
-    return explained
+    return [StageFacts(name, _entry_facts(entries, spec)) for name, spec in specs]
+
+
+def _entry_facts(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:
+    state = entries.store.check(spec)
+    metadata = entries.store.read_metadata(spec.kind, spec.key) or {}
+    tensors = entries.store.read_tensor_specs(spec) or spec.tensors
+    stated = metadata.get("inputs")
+    inputs: Mapping[str, Any] = stated if isinstance(stated, dict) else {}
+    facts = {
+        "key": spec.key,
+        "path": state.place_in_pack or entries.store.where(spec),
+        "state": state.reason or state.status,
+    }
+    facts |= {f"{tensor} {list(each.shape)}": each.dtype for tensor, each in tensors.items()}
+    return facts | {f"made of {name}": value for name, value in inputs.items() if name != "content_hash"}
 
 
 def _entry_specs(

@@ -31,6 +31,7 @@ from pipeline.maintenance.expected import (
     expect_side_input,
     unusable_entries,
 )
+from pipeline.maintenance.picture_forecast import PictureForecast, forecast_pictures
 from pipeline.maintenance.training_forecast import TrainingForecast, forecast_training
 from pipeline.models.recipe_support import (
     require_preview_prompts,
@@ -103,6 +104,7 @@ class Forecast:
         warnings: Warnings that the job would show.
         unknown_lengths: Number of captions with a length in tokens that only the cache job can find out.
         training: None if a gate would close.
+        evaluation: Pictures of the evaluation after training; None for a recipe without one.
     """
 
     samples: int
@@ -115,6 +117,7 @@ class Forecast:
     warnings: Sequence[FailedCheck] = ()
     unknown_lengths: int = 0
     training: TrainingForecast | None = None
+    evaluation: PictureForecast | None = None
 
 
 def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None, log: Log) -> Forecast:
@@ -181,6 +184,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
         training=None
         if closed
         else forecast_training(entries, requests, captions, continue_run=continue_run),
+        evaluation=forecast_pictures(entries, valid.table),
     )
 
 

@@ -21,6 +21,7 @@ from pipeline.cache.store import KINDS, SUFFIX
 from pipeline.cache.used_keys import KeyLists, Keys, UsedKeys, are_in
 from pipeline.encoding.shared_encoding import ENCODINGS
 from pipeline.errors import StoreError
+from pipeline.evaluation.known_entries import read_known
 from pipeline.log import Log, discard
 from pipeline.maintenance.deletion import delete_files
 from pipeline.maintenance.gc_packs import Packs, delete_old, delete_single
@@ -190,6 +191,8 @@ def needed_keys(recipe: Recipe, *, log: Log) -> list[pl.Series]:
     if tables.path("validated_dataset").is_file():
         texts = needed_texts(entries, text_rows(entries, tables.read("validated_dataset", CAPTION_COLUMNS)))
         by_kind["text"] = [entries.text_keys(texts["caption"], texts.get_column(SEEN, default=None))]
+    for (kind,), rows in read_known(recipe.output_dir).group_by("kind"):
+        by_kind[str(kind)] = [rows["key"]]
     return [pl.concat(parts) for parts in by_kind.values()]
 
 

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.evaluation import stage as evaluation
+from pipeline.evaluation.known_entries import read_known, spec_of
+from pipeline.evaluation.prepare import Request
 from pipeline.log import Log, discard
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
+from pipeline.reporting.reports import read_report
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.text_embeddings.caption_rows import with_seen_images
 from pipeline.text_embeddings.stage import cache_text, needed_texts
@@ -41,6 +45,8 @@ class BadEntry:
 def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> list[NeededEntry]:
     """Return the entries of vae_latents and text_embeddings under the current recipe, each key once.
 
+    The entries of the last evaluation follow.
+
     Raises:
         TableError: One of the two tables is missing.
         ModelError: The base model cannot be found.
@@ -69,6 +75,8 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"
         needed.setdefault(spec.key, NeededEntry(first_samples.get(each, name), spec))
+    for row in read_known(recipe.output_dir).iter_rows(named=True):
+        needed.setdefault(row["key"], NeededEntry(row["name"], spec_of(row)))
     return list(needed.values())
 
 
@@ -102,7 +110,8 @@ def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[B
 def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log) -> None:
     """Encode bad entries again with the cache stages, which also update the rows of their samples.
 
-    An entry that is valid in a pack is not encoded.
+    An entry that is valid in a pack is not encoded. Entries of an evaluation are computed again if the recipe
+    still needs them.
 
     Raises:
         StoreError: A file cannot be deleted, or the cache cannot be written.
@@ -118,6 +127,13 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
 
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
+
+    if kinds & {"pictures", "features"}:
+        report = read_report(recipe.output_dir, evaluation.ASSET) or {}
+        steps = {each["step"] for each in report.get("steps", [])}
+        request = Request(report.get("run"), tuple(sorted(steps)) or None)
+        evaluation.evaluate(recipe, request, tables, launch=launch, log=log)
+        kinds -= {"pictures", "features"}
 
     # Latents and entries of side inputs are columns of one table.
     if kinds - {"text"}:
