@@ -60,7 +60,7 @@ def test_all_pass_for_a_good_step_and_a_number_that_is_absent_says_why(tmp_path:
         ({"copies": number(0.11, 0.1, 0.2)}, "not_memorised", "its limit is 0.1"),
     ],
 )
-def test_a_step_that_is_not_good_fails_one_check(
+def test_R19_a_step_that_is_not_good_fails_one_check(
     tmp_path: Path, values: dict[str, Any], failed: str, text: str
 ) -> None:
     findings = findings_of(tmp_path, [step(2), step(4, **values)])

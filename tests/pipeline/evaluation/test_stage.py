@@ -66,7 +66,7 @@ def test_an_evaluation_writes_a_row_per_picture_and_number_and_a_report_with_int
         assert grid.width > 2 * 256, "a column per prompt"
 
 
-def test_a_second_evaluation_launches_nothing_reads_no_entry_and_gives_the_same_report(
+def test_R20_a_second_evaluation_launches_nothing_reads_no_entry_and_gives_the_same_report(
     trained: Project,
 ) -> None:
     recipe, log = evaluated_recipe(trained), list[str]()
@@ -124,7 +124,7 @@ def test_without_a_holdout_the_report_says_what_is_not_measured(trained: Project
     assert not findings["choice_decided"].passed
 
 
-def test_a_killed_evaluation_continues_with_the_pictures_that_it_lacks(
+def test_R20_a_killed_evaluation_continues_with_the_pictures_that_it_lacks(
     trained: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipeline.evaluation.worker import drawing
