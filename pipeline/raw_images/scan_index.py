@@ -239,7 +239,7 @@ def unchanged_sidecars(
     settled = last_change + granularity_ns < pl.col("caption_read_ns")
 
     # Number by number: comparing the lists takes five times as long.
-    max_files = rows["sidecars"].list.len().max() or 0
+    max_files = rows.select(pl.col("sidecars").list.len().max()).item() or 0
     same: list[pl.Expr] = []
     for name in SIDECAR_STAT:
         before, now = pl.col(name).list, pl.col(f"{name}_now").list
