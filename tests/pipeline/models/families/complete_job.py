@@ -62,7 +62,9 @@ def check_case(case: Case, folder: Path, photos: Path) -> None:
     check_drawing(case, family, pipe)
     check_preview_settings(case, family, pipe)
     warnings = json.loads((job.folder / "result.json").read_text())["warnings"]
-    assert ["distilled" in warning for warning in warnings] == [True] * (family.distillation is not None)
+    # Some cases train with a high learning rate, so that two steps change the pictures.
+    others = [warning for warning in warnings if not warning.startswith("training.learning_rate")]
+    assert ["distilled" in warning for warning in others] == [True] * (family.distillation is not None)
     drawn_at_0_and_2 = 2 * len(job.prompts)
     assert len(list((job.folder / "samples").glob("*.png"))) == drawn_at_0_and_2 > 0
     check_files(case, recipe.output_dir / "lora", pipe, family)
