@@ -17,15 +17,13 @@ import polars as pl
 from demo.learned import MAX_LOST
 from pipeline.evaluation.choice import Choice, choose
 from pipeline.evaluation.numbers import SCORES, measured
+from pipeline.recipe.evaluation import LimitSettings
 
 MIN_RATIO = 0.97
 """Minimum truth of a chosen step, relative to the best step."""
 
-LIMITS: Mapping[str, Mapping[str, float]] = {
-    "world": {"drift": 0.05, "copies": 0.1},
-    "pixels": {"drift": 0.15, "copies": 0.1},
-}
-"""Limits by scorer."""
+LIMITS: Mapping[str, float] = LimitSettings().model_dump()
+"""Limits of a recipe that sets none."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class FinishedRun:
 
     def choice(self, scorer: str) -> Choice:
         """Return the evaluation's choice with one scorer."""
-        return choose(measured(_scores(self.lines[1:], scorer)), LIMITS[scorer])
+        return choose(measured(_scores(self.lines[1:], scorer)), LIMITS)
 
     def published(self, step: int) -> Step:
         """Return what a step is worth."""
