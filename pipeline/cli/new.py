@@ -64,6 +64,7 @@ def command(
         raise click.UsageError("--steps and --epochs exclude each other.")
     if (images is None) == (source is None):
         raise click.UsageError("Pass either --images, or --from with the recipe to copy.")
+
     report_broken_recipes()
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
@@ -77,6 +78,7 @@ def command(
     file = recipes_dir() / f"{name}.yaml"
     if file.exists():
         raise _already_exists(file)
+
     if source is not None:
         _copy(name, file, source, base, options)
     elif images is not None:

@@ -47,9 +47,12 @@ def forecast_pictures(entries: RecipeEntries, valid: pl.DataFrame) -> PictureFor
     recipe = entries.recipe
     if recipe.evaluation is None:
         return None
+
     prompts = evaluation_prompts(recipe, entries, _inputs(entries, valid))
     steps = _num_steps(recipe, valid)
     per_step = len(prompts) * recipe.evaluation.pictures
+
+    # The base model draws each picture once, and each step once per strength.
     passes = 1 + steps * len(recipe.evaluation.strengths)
     speed = recorded_speed(entries.machine_state_dir, "pictures")
     cost = (
