@@ -65,7 +65,7 @@ def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool, continue_
     more = [] if continue_run is None else [continue_run]
     if len(recipes) == 1:
         # The imports of the job take seconds.
-        echo(f"starting {recipes[0].name}", err=True)
+        _show(f"starting {recipes[0].name}", err=True)
         # The module replaces this process, so that signals and the exit status need no forwarding.
         arguments, environment = _job_command(recipes[0], home, cache_only=cache_only)
         os.execve(sys.executable, [*arguments, *more], environment)  # noqa: S606 - no shell is wanted
@@ -74,8 +74,18 @@ def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool, continue_
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise click.UsageError(f"Each recipe runs once; remove the repetition of {', '.join(repeated)}.")
     results = _run_in_turn(recipes, home, more, cache_only=cache_only, stop=stop)
-    echo("\n" + results_text(recipes, results, cache_only=cache_only))
+    _show("\n" + results_text(recipes, results, cache_only=cache_only))
     sys.exit(_status(recipes, results))
+
+
+def _show(text: str, *, err: bool = False) -> None:
+    """Print a line, unless the stream's reader has gone away, which must not stop or fail the runs."""
+    try:
+        echo(text, err=err)
+    except OSError:
+        stream = sys.stderr if err else sys.stdout
+        # What is left in the buffer would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,8 @@ def _run_in_turn(
     results: dict[str, JobResult] = {}
     for number, recipe in enumerate(recipes, start=1):
         if number > 1:
-            echo("", err=True)
-        echo(f"starting {recipe.name}, {number} of {len(recipes)}", err=True)
+            _show("", err=True)
+        _show(f"starting {recipe.name}, {number} of {len(recipes)}", err=True)
         started_s = time.monotonic()
         arguments, environment = _job_command(recipe, home, cache_only=cache_only)
         status = _run_and_wait([*arguments, *more], environment)
