@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pipeline.evaluation.prepare import Request
     from pipeline.reporting.reports import Report
 
-_NUMBERS = ("learned", "obeys", "drift", "copies")
-
 
 @click.command(short_help="Score the steps of a run, and choose one.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
@@ -81,9 +79,11 @@ def _evaluate(recipe: Recipe, request: Request) -> Report:
 
 
 def _show(recipe: Recipe, report: Report) -> None:
-    echo(f"{'step':>8} {'strength':>8}" + "".join(f" {name:>24}" for name in _NUMBERS))
+    from pipeline.evaluation.numbers import NUMBERS
+
+    echo(f"{'step':>8} {'strength':>8}" + "".join(f" {name:>24}" for name in NUMBERS))
     for step in report["steps"]:
-        numbers = "".join(f" {_interval_text(step[name]):>24}" for name in _NUMBERS)
+        numbers = "".join(f" {_interval_text(step[name]):>24}" for name in NUMBERS)
         echo(f"{step['step']:>8,} {step['strength']:>8g}{numbers}")
     for name, reason in report["absent"].items():
         echo(f"{name} is not measured: {reason}")
