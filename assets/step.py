@@ -55,6 +55,13 @@ ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
 }
 """Versions of the algorithms that decide each asset's content."""
 
+_DATASET_FIELDS = {
+    "aspect_buckets": {"resolution", "resolutions"},
+    "vae_latents": {"flip"},
+    "text_embeddings": {"caption_dropout"},
+}
+"""Keys of datasets that decide an asset in place of its own section."""
+
 _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
     {"latents": {"background"}},
     (PREPROCESSING_VERSION,),
@@ -94,6 +101,10 @@ def code_version(recipe: Recipe, asset: str) -> str:
     if asset == "text_embeddings" and _has_references(recipe):
         more_fields, more_versions = _SEEN_BY_TEXT_ENCODER
         fields, versions = fields | more_fields, versions + more_versions
+    # Absent in recipes without such a key, so that their assets stay in sync.
+    own = _DATASET_FIELDS.get(asset, set[str]())
+    if any(getattr(each, key) not in (None, ()) for each in recipe.datasets for key in own):
+        fields = {**fields, "datasets": {"__all__": own}}
     settings = recipe.model_dump_json(include=fields) + repr(versions)
     return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import counted
-from pipeline.images.geometry import placement_of
+from pipeline.images.geometry import placements_of
 from pipeline.log import Log
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.storage import tables as table_files
@@ -39,11 +39,10 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
         BucketError: The bucket settings allow no bucket.
     """
     watch = Stopwatch()
-    placement = placement_of(recipe.buckets)
-
+    parts = rows_by_placement(recipe, validated)
     # In chunks, because the geometry's temporary arrays take half a kilobyte per sample.
-    chunks = [_place(placement, chunk) for chunk in validated.iter_slices(CHUNK_ROWS)]
-    placed = pl.concat(chunks) if chunks else _place(placement, validated)
+    chunks = [_place(placement, chunk) for placement, rows in parts for chunk in rows.iter_slices(CHUNK_ROWS)]
+    placed = pl.concat(chunks) if chunks else _place(parts[0][0], validated)
 
     table = placed.filter(~pl.col("too_small")).drop("too_small").sort("sample_id", "bucket")
     rejected = [_rejected_row(recipe, row) for row in placed.filter("too_small").iter_rows(named=True)]
@@ -57,6 +56,18 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
 
     report = _report(table, counts, len(rejected)) | watch.numbers()
     return StageResult(table, table_files.frame("rejected", rejected), report)
+
+
+def rows_by_placement(recipe: Recipe, rows: pl.DataFrame) -> list[tuple[Placement, pl.DataFrame]]:
+    """Return the rows of the datasets with the same rules, with these rules; `rows` need `dataset`.
+
+    Raises:
+        BucketError: The bucket settings allow no bucket.
+    """
+    placements = placements_of(recipe)
+    if len(placements) == 1:
+        return [(placements[0][0], rows)]
+    return [(placement, rows.filter(pl.col("dataset").is_in(names))) for placement, names in placements]
 
 
 def _place(placement: Placement, samples: pl.DataFrame) -> pl.DataFrame:

@@ -167,10 +167,15 @@ class RecipeEntries:
         return rows.join(self.latent_shapes(rows), on=TARGET, how="left", maintain_order="left")
 
     def with_mirrored(self, buckets: pl.DataFrame) -> pl.DataFrame:
-        """Add the column `flipped`, and a mirrored row for each row if the recipe mirrors images."""
+        """Add the column `flipped`, and a mirrored row for each row of a dataset that is mirrored."""
         # The geometry of a mirrored row is the plain one: the encoder mirrors the cropped pixels.
-        variants = (False, True) if self.recipe.latents.flip else (False,)
-        return pl.concat([buckets.with_columns(flipped=pl.lit(mirrored)) for mirrored in variants])
+        plain, names = buckets.with_columns(flipped=pl.lit(False)), self.recipe.mirrored_datasets
+        if not names:
+            return plain
+        mirrored = buckets.with_columns(flipped=pl.lit(True))
+        if len(names) < len(self.recipe.datasets):
+            mirrored = mirrored.filter(pl.col("dataset").is_in(names))
+        return pl.concat([plain, mirrored])
 
     def latent_shapes(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Return shape, dtype and `num_bytes` of the latents, one row per target size in `rows`."""

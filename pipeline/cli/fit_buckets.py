@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
 import click
 import numpy as np
+import polars as pl
 
 from pipeline.aspect_buckets.fit import FittedList, SizeConstraints, fitted_lists
 from pipeline.aspect_buckets.fit_cost import Dataset, FitQuality, measure_fit, placement_in
@@ -66,7 +68,8 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     A written list is fixed: new images do not change it, and so do not move other images to another bucket.
     """  # noqa: D301 - click needs the character that \b stands for
     _require_one_resolution(recipe)
-    images, dataset, source = _datasets(recipe)
+    names = [each.name for each in recipe.datasets if recipe.buckets_of(each) == recipe.buckets]
+    images, dataset, source = _datasets(recipe, names)
     constraints = SizeConstraints(
         resolution=recipe.buckets.resolution,
         step=step or _model_step(recipe),
@@ -100,6 +103,12 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
 
 def _require_one_resolution(recipe: Recipe) -> None:
     settings = recipe.buckets
+    if all(recipe.buckets_of(each) != settings for each in recipe.datasets):
+        raise BucketError(
+            "all datasets have resolutions of their own, to which buckets.sizes does not apply",
+            where=f"{recipe.source}, datasets",
+            fix="remove resolution and resolutions from a dataset, or keep the current buckets",
+        )
     for key, given in (
         ("resolutions", bool(settings.resolutions)),
         ("upscale", settings.upscale != "allow"),
@@ -112,8 +121,8 @@ def _require_one_resolution(recipe: Recipe) -> None:
             )
 
 
-def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
-    """Return the image sizes, once each and as often as an epoch draws them, and the name of their source."""
+def _datasets(recipe: Recipe, names: Sequence[str]) -> tuple[Dataset, Dataset, str]:
+    """Return the image sizes of datasets, once each and as often as an epoch draws them, and their source."""
     from pipeline.raw_images.stage import scan
     from pipeline.storage.tables import Tables
 
@@ -125,6 +134,7 @@ def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
         table = scan(recipe, tables, log=log_to_stderr, remember=False).table
         # Near duplicates are unknown before validation.
         table = table.with_columns(duplicate_group="content_hash")
+    table = table.filter(pl.col("dataset").is_in(names))
     times = times_drawn(table, recipe.datasets).to_numpy()
     height, width = (table[name].to_numpy().astype(np.int64) for name in ("height", "width"))
     batch_size = recipe.training.batch_size * recipe.accelerate.num_processes

@@ -40,11 +40,15 @@ def require_references(recipe: Recipe, family: Family | None = None) -> None:
 
 def _dataset_mistakes(recipe: Recipe, family: Family) -> Iterator[Mistake]:
     spec, model = family.spec.references, f"the base model {recipe.model.base} ({family.spec.name})"
-    if recipe.latents.flip and family.text_images is not None and any(d.references for d in recipe.datasets):
-        what = f"the text encoder of {model} sees the references and has no embeddings of mirrored ones"
-        yield Mistake(("latents", "flip"), what, "set latents.flip: false")
     for index, dataset in enumerate(recipe.datasets):
         path, number = ("datasets", index, "references"), len(dataset.references)
+        if number and family.text_images is not None and dataset.name in recipe.mirrored_datasets:
+            what = f"the text encoder of {model} sees the references and has no embeddings of mirrored ones"
+            fix = f"set flip: false for the dataset {dataset.name}"
+            if dataset.flip is None:
+                yield Mistake(("latents", "flip"), what, f"set latents.flip: false, or {fix}")
+            else:
+                yield Mistake(("datasets", index, "flip"), what, fix)
         if spec is None and number:
             what = f"{model} accepts no reference images, got {counted(number, 'reference')}"
             yield Mistake(path, what, f"remove references, or set model.base to {_editing_models()}")

@@ -12,7 +12,7 @@ from pipeline.recipe.load import placed
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
-    from pipeline.recipe import Recipe
+    from pipeline.recipe import BucketSettings, Recipe
 
 _MODEL_INDEX = "model_index.json"
 
@@ -50,11 +50,15 @@ def require_size_multiple(recipes: Iterable[Recipe]) -> None:
 def _size_mistake(recipe: Recipe, family: Family | None) -> Mistake | None:
     if family is None:
         return None
+    settings = dict.fromkeys(recipe.buckets_of(dataset) for dataset in recipe.datasets)
+    return next(filter(None, (_mistake_of(each, recipe, family) for each in settings)), None)
 
+
+def _mistake_of(settings: BucketSettings, recipe: Recipe, family: Family) -> Mistake | None:
     # Loading the definitions calls this function, and most recipes need neither families nor NumPy for it.
     from pipeline.images.geometry import not_multiples, placement_of
 
-    multiple, settings = family.size_multiple(), recipe.buckets
+    multiple = family.size_multiple()
     wrong_sizes = not_multiples(placement_of(settings).sizes, multiple)
     model = f"the base model {recipe.model.base} ({family.spec.name})"
 

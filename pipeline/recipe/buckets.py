@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated, Literal
 
@@ -136,6 +137,11 @@ class BucketSettings(Settings):
         return tuple((int(height), int(width)) for height, width in pairs)
 
     @property
+    def budgets(self) -> tuple[int, ...]:
+        """The values of `resolutions`, or else of `resolution`."""
+        return self.resolutions or (self.resolution,)
+
+    @property
     def upscale_limit(self) -> Fraction | None:
         """Largest factor that `upscale` allows, exact to six decimals; None for any factor."""
         if self.upscale == "allow":
@@ -156,9 +162,6 @@ class BucketSettings(Settings):
             yield Violation("sizes", what, "remove one of them", involves=("sizes", "resolutions"))
         if len(set(self.resolutions)) < len(self.resolutions):
             yield Violation("resolutions", "duplicate value in buckets.resolutions", "remove one")
-        if self.per_image == "each" and len(self.resolutions) < 2:
-            what, fix = "per_image: each requires several resolutions", "set resolutions, or remove per_image"
-            yield Violation("per_image", what, fix, involves=("per_image", "resolutions"))
         if self.small_images == "reject" and self.upscale == "allow":
             what = "small_images: reject requires upscale: never or limit(...), got upscale: allow"
             fix = "set upscale: never or limit(1.5), or remove small_images"
@@ -169,8 +172,9 @@ class BucketSettings(Settings):
             return
         keys = {f"resolutions[{index}]": each for index, each in enumerate(self.resolutions)}
         for key, resolution in (keys or {"resolution": self.resolution}).items():
-            if violation := step_violation(key, resolution, self.step):
-                yield violation
+            if violation := step_violation(f"buckets.{key}", resolution, self.step):
+                involves = ("resolution", "resolutions", "step", "sizes")
+                yield replace(violation, key=key, involves=involves)
 
     def _unused_sizes(self) -> Iterator[Violation]:
         # Images go to the nearest aspect ratio and then to the larger size, so a smaller one is never used.
@@ -191,8 +195,11 @@ class BucketSettings(Settings):
                 yield Violation(f"sizes[{index}]", what, fix, involves=("sizes",))
 
 
-def step_violation(key: str, resolution: int, step: int) -> Violation | None:
-    """Return the violation, with working alternatives, if `resolution` is not a multiple of `step`."""
+def step_violation(name: str, resolution: int, step: int) -> Violation | None:
+    """Return the violation, with working alternatives, if `resolution` is not a multiple of `step`.
+
+    `name` is the full name of the resolution's key.
+    """
     if resolution % step == 0:
         return None
 
@@ -202,5 +209,5 @@ def step_violation(key: str, resolution: int, step: int) -> Violation | None:
     smaller_steps = [n for n in range(LATENT_FACTOR, step, LATENT_FACTOR) if resolution % n == 0]
     if smaller_steps:
         fix += f", or set buckets.step to {one_of(smaller_steps[-4:])}"
-    what = f"buckets.{key} must be a multiple of buckets.step, got {resolution} and {step}"
-    return Violation(key, what, fix, involves=("resolution", "resolutions", "step", "sizes"))
+    what = f"{name} must be a multiple of buckets.step, got {resolution} and {step}"
+    return Violation(name, what, fix, involves=("datasets", "buckets"))

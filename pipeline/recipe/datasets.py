@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
+from pipeline.recipe.buckets import Resolution
 from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.masks import MaskSettings
 from pipeline.recipe.references import ReferenceSettings, reference_violations
@@ -176,6 +177,28 @@ class DatasetSettings(Settings):
         description="Factor of the loss of this dataset's images, and so of what training learns from each "
         "of them: 0.5 halves their gradient. It is not normalised, and reported losses do not include it.",
     )
+    resolution: Resolution | None = Field(
+        default=None,
+        description="Pixel budget of this dataset's buckets, in place of `resolution`, `resolutions` and "
+        "`sizes` in `buckets`. All other keys of `buckets` apply. null means as in `buckets`.",
+    )
+    resolutions: tuple[Resolution, ...] = Field(
+        default=(),
+        description="Several resolutions for this dataset, in place of `resolution`. `buckets.per_image` "
+        "decides which one an image gets.",
+    )
+    flip: bool | None = Field(
+        default=None,
+        description="Whether this dataset's images are also cached mirrored, in place of `latents.flip`. "
+        "null means as in `latents`.",
+    )
+    caption_dropout: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Fraction of this dataset's training samples that get the empty caption, in place of "
+        "`text.caption_dropout`. null means as in `text`.",
+    )
 
     follow_links: bool = Field(
         default=False,
@@ -273,6 +296,11 @@ class DatasetSettings(Settings):
                 yield Violation(f"{key}.path", what, fix, involves=("path", kind))
         yield from reference_violations(self.references)
         yield from self._prior_violations()
+        if self.resolution is not None and self.resolutions:
+            what = "resolution and resolutions cannot be used together"
+            yield Violation("resolutions", what, "remove one of them", involves=("resolution", "resolutions"))
+        if len(set(self.resolutions)) < len(self.resolutions):
+            yield Violation("resolutions", "duplicate value in resolutions", "remove one")
 
         if self.is_manifest:
             if self.exclude:

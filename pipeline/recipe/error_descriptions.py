@@ -98,8 +98,8 @@ def _unknown_key(error: InvalidValue) -> WhatAndFix:
     if close := difflib.get_close_matches(key, section_keys, n=1, cutoff=cutoff):
         return what, f"did you mean {close[0]}?"
     if same_name:
-        # Keys of few sections come first, because they are used more often.
-        same_name.sort(key=lambda full: full.count("."))
+        # Keys of few sections come first, because they are used more often, and then those for all datasets.
+        same_name.sort(key=lambda full: (full.count("."), full.startswith("datasets.")))
         return what, f"write it as {one_of(same_name)}, or remove it"
     name = dotted(path[:-1]) or f"a {error.kind.name}"
     return what, f"remove it; the keys of {name} are {', '.join(section_keys)}"

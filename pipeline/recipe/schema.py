@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from pipeline.recipe.buckets import BucketSettings
+from pipeline.recipe.buckets import BucketSettings, step_violation
 from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.check_specs import GATES
 from pipeline.recipe.cron import check_cron
@@ -299,6 +299,34 @@ class RecipeFile(Settings):
         examples=[["team:art", "ada@example.com"]],
     )
 
+    def buckets_of(self, dataset: DatasetSettings) -> BucketSettings:
+        """Return the section `buckets`, with the dataset's own resolutions in place of its sizes."""
+        if dataset.resolution is None and not dataset.resolutions:
+            return self.buckets
+        own = {
+            "resolution": dataset.resolution or self.buckets.resolution,
+            "resolutions": dataset.resolutions,
+        }
+        return self.buckets.model_copy(update={**own, "sizes": ()})
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Resolutions of all datasets, in ascending order."""
+        return tuple(sorted({each for dataset in self.datasets for each in self.buckets_of(dataset).budgets}))
+
+    @property
+    def mirrored_datasets(self) -> list[str]:
+        """Names of the datasets whose images are also cached mirrored."""
+        common = self.latents.flip
+        return [each.name for each in self.datasets if (common if each.flip is None else each.flip)]
+
+    @property
+    def caption_dropouts(self) -> dict[str, float]:
+        """Fraction of training samples with the empty caption, by dataset."""
+        common = self.text.caption_dropout
+        own = {each.name: each.caption_dropout for each in self.datasets}
+        return {name: common if dropout is None else dropout for name, dropout in own.items()}
+
     @property
     def trained_triggers(self) -> tuple[CaptionSettings, ...]:
         """Caption settings with a trigger word, of datasets of what the LoRA learns."""
@@ -345,6 +373,7 @@ class RecipeFile(Settings):
         """See `Settings.violations`."""
         yield from self._name_violations()
         yield from self._weight_violations()
+        yield from self._resolution_violations()
         yield from self._focus_violations()
         yield from self._prior_violations()
         yield from self._slider_violations()
@@ -377,6 +406,21 @@ class RecipeFile(Settings):
             fix = "give each dataset a weight, or none"
             yield Violation(f"datasets[{weights.index(None)}]", what, fix, involves)
 
+    def _resolution_violations(self) -> Iterator[Violation]:
+        for index, dataset in enumerate(self.datasets):
+            keys = {f"resolutions[{number}]": each for number, each in enumerate(dataset.resolutions)}
+            if dataset.resolution is not None:
+                keys["resolution"] = dataset.resolution
+            for key, resolution in keys.items():
+                name = f"datasets[{index}].{key}"
+                if violation := step_violation(name, resolution, self.buckets.step):
+                    yield violation
+
+        most = max(len(self.buckets_of(dataset).resolutions) for dataset in self.datasets)
+        if self.buckets.per_image == "each" and most < 2:
+            what, fix = "per_image: each requires several resolutions", "set resolutions, or remove per_image"
+            yield Violation("buckets.per_image", what, fix, involves=("datasets", "buckets"))
+
     def _prior_violations(self) -> Iterator[Violation]:
         roles, involves = [each.role for each in self.datasets], ("datasets", "training")
         if "train" not in roles:
@@ -398,9 +442,30 @@ class RecipeFile(Settings):
                 what = f"slider: {scale} requires a dataset with slider: {-scale}, got none"
                 fix = f"set slider: {-scale} for the dataset of the opposite, or remove slider"
                 yield Violation(f"datasets[{scales.index(scale)}].slider", what, fix, involves)
+        yield from self._slider_differences()
         if self.training.lora.dora and any(scales):
             what = "training.lora.dora must be false with datasets[].slider: a DoRA cannot be reversed"
             yield Violation("training.lora.dora", what, "remove dora, or slider from the datasets", involves)
+
+    def _slider_differences(self) -> Iterator[Violation]:
+        # Two images of a pair must be in one bucket, mirrored together, and lose their captions together.
+        sliders = [(index, each) for index, each in enumerate(self.datasets) if each.slider is not None]
+        mirrored, dropouts = self.mirrored_datasets, self.caption_dropouts
+        values = [
+            {
+                "resolution": self.buckets_of(each).budgets,
+                "flip": each.name in mirrored,
+                "caption_dropout": dropouts[each.name],
+            }
+            for _, each in sliders
+        ]
+        for (index, _), own in zip(sliders, values, strict=True):
+            for key in (key for key in own if own[key] != values[0][key]):
+                what = f"{key} must be the same for all datasets with slider, "
+                what += f"got {own[key]} and {values[0][key]}"
+                fix = f"give the datasets with slider the same {key}, or none of their own"
+                involves = ("datasets", "buckets", "latents", "text")
+                yield Violation(f"datasets[{index}].{key}", what, fix, involves)
 
     def _focus_violations(self) -> Iterator[Violation]:
         crop, involves = self.buckets.crop, ("datasets", "buckets")

@@ -65,8 +65,8 @@ KEYS = {
         "owners",
         *_keys(
             "datasets",
-            "name path_column focus_columns limit repeats weight role slider loss_weight "
-            "duplicates validation_fraction",
+            "name path_column focus_columns limit repeats weight role slider loss_weight resolution "
+            "resolutions flip caption_dropout duplicates validation_fraction",
         ),
         *_keys(
             "datasets.captions",

@@ -65,18 +65,22 @@ def text_rows(entries: RecipeEntries, validated: pl.DataFrame) -> pl.DataFrame:
 
     rows = with_seen_images(entries, rows)
     rows = rows.filter(rows[SEEN].is_not_null() | ~REFERENCES.used(entries.recipe, rows))
-    if entries.sees_images_in_negative and uses_empty_captions(entries.recipe):
+    names = _with_empty_captions(entries.recipe)
+    if entries.sees_images_in_negative and names:
         # One per sample: the empty caption has no variants, but it has the images of its sample.
-        first = rows.filter((pl.col("variant") == 0) & pl.col(SEEN).is_not_null())
+        first = rows.filter(
+            pl.col("variant") == 0, pl.col(SEEN).is_not_null(), pl.col("dataset").is_in(names)
+        )
         variant = pl.lit(EMPTY_CAPTION, pl.Int32)
         rows = pl.concat([rows, first.with_columns(caption=pl.lit(""), variant=variant)])
     return rows.sort("sample_id", "variant")
 
 
-def uses_empty_captions(recipe: Recipe) -> bool:
-    """Return whether dropout or default previews use the empty caption with a sample's references."""
+def _with_empty_captions(recipe: Recipe) -> list[str]:
+    """Return the datasets of which dropout or default previews use the empty caption with the references."""
     training = recipe.training
-    return recipe.text.caption_dropout > 0 or (training.sample_every > 0 and not training.sample_prompts)
+    in_previews = training.sample_every > 0 and not training.sample_prompts
+    return [name for name, dropout in recipe.caption_dropouts.items() if dropout > 0 or in_previews]
 
 
 def with_seen_images(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:

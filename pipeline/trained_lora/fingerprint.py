@@ -132,6 +132,7 @@ IRRELEVANT_KEYS = {
 
 _FACTS_BY_DATASET = (
     ("plan", "weights"),
+    ("plan", "caption_dropouts"),
     ("loss", "dataset_weights"),
     ("loss", "masks"),
     ("samples", "datasets"),
@@ -151,12 +152,11 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         TrainingError: The LoRA in `start_from` cannot be read.
         ModelError: The training adapter is missing, or cannot be downloaded.
     """
-    dropout = recipe.text.caption_dropout
     facts: Facts = {
         "version": TRAINING_VERSION,
-        "samples": {**_samples(inputs.trained), **_empty_texts(inputs.trained, dropout)},
+        "samples": {**_samples(inputs.trained), **_empty_texts(inputs.trained, recipe)},
         # Without dropout, the empty caption is not trained on.
-        "empty_text": entries.text_spec("").key if dropout > 0 else None,
+        "empty_text": entries.text_spec("").key if any(recipe.caption_dropouts.values()) else None,
         "model": {
             "family": entries.family.spec.name,
             "denoiser": entries.fingerprint("denoiser"),
@@ -170,6 +170,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         "quantize": recipe.training.packing,
     }
     _add_recipe_facts(facts, recipe)
+    _resolve_caption_dropout(facts["plan"], recipe)
 
     facts["loss"]["timesteps"] |= _timesteps(recipe.training, entries.family)
     if inputs.is_by_content:
@@ -200,6 +201,17 @@ def _add_recipe_facts(facts: Facts, recipe: Recipe) -> None:
             section[last] = value
 
 
+def _resolve_caption_dropout(plan: Facts, recipe: Recipe) -> None:
+    # One value for all datasets is the same training, whichever section it is written in.
+    dropouts = recipe.caption_dropouts
+    common = {*dropouts.values()}
+    if len(common) == 1:
+        plan["caption_dropout"] = common.pop()
+    else:
+        del plan["caption_dropout"]
+        plan["caption_dropouts"] = dropouts
+
+
 def _samples(inputs: TrainingInputs) -> Facts:
     table = inputs.table.with_columns(inputs.identities.alias(IDENTITY))
     latents = table.select(IDENTITY, "bucket", "latents").iter_rows()
@@ -226,10 +238,14 @@ def _samples(inputs: TrainingInputs) -> Facts:
     return facts
 
 
-def _empty_texts(inputs: TrainingInputs, dropout: float) -> Facts:
-    if not dropout or "empty_text" not in inputs.table.columns:
+def _empty_texts(inputs: TrainingInputs, recipe: Recipe) -> Facts:
+    names = [name for name, dropout in recipe.caption_dropouts.items() if dropout > 0]
+    if not names or "empty_text" not in inputs.table.columns:
         return {}
-    empty_texts = inputs.table.select(inputs.identities, "empty_text").drop_nulls()
+    table = inputs.table.with_columns(inputs.identities.alias(IDENTITY)).filter(
+        pl.col("dataset").is_in(names)
+    )
+    empty_texts = table.select(IDENTITY, "empty_text").drop_nulls()
     return {"empty_texts": _digest(empty_texts.iter_rows())}
 
 

@@ -188,6 +188,7 @@ def plan_settings(recipe: Recipe, inputs: TrainingInputs, *, steps: int | None =
         gradient_accumulation=training.gradient_accumulation,
         num_processes=recipe.accelerate.num_processes,
         caption_dropout=recipe.text.caption_dropout,
+        dataset_dropouts=recipe.caption_dropouts,
         seed=training.seed,
         underfilled=recipe.buckets.underfilled,
         weights={dataset.name: dataset.weight for dataset in recipe.datasets if dataset.weight is not None},

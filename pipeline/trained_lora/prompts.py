@@ -12,7 +12,7 @@ import polars as pl
 
 from pipeline.aspect_buckets.slider_pairs import slider_scales
 from pipeline.cache.store import EntrySpec
-from pipeline.images.geometry import Size, placement_of
+from pipeline.images.geometry import Size, placements_of
 from pipeline.recipe.preview_prompts import DEFAULT_PREVIEW_STEPS
 from pipeline.side_inputs.references import IMAGES
 from pipeline.text_embeddings.caption_rows import file_images
@@ -202,7 +202,8 @@ def at_slider_scales(recipe: Recipe, prompt: Prompt) -> list[Prompt]:
 
 
 def _squarest_bucket(entries: RecipeEntries) -> Size:
-    sizes = placement_of(entries.recipe.buckets).sets[-1].sizes
+    largest = [placement.sets[-1].sizes for placement, _ in placements_of(entries.recipe)]
+    sizes = max(largest, key=lambda sizes: max(size.height * size.width for size in sizes))
 
     # Of buckets that are equally square, such as 64x32 and 32x64, the taller one.
     return min(sizes, key=lambda size: (max(size) / min(size), -size.height))

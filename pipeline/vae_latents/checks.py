@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.aspect_buckets.stage import rows_by_placement
 from pipeline.cache.recipe_entries import (
     LATENT_SHAPE,
     STAT_COLUMNS,
@@ -22,7 +23,7 @@ from pipeline.cache.recipe_entries import (
 )
 from pipeline.encoding.checks import AT_ONCE, REPAIR, Problem, Problems
 from pipeline.errors import counted, verb
-from pipeline.images.geometry import Placement, placement_of
+from pipeline.images.geometry import Placement
 from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
 from pipeline.reporting.rejections import (
     REJECTED_COLUMNS,
@@ -203,11 +204,10 @@ def _table_differences(
 def _wrong_shapes(
     context: CheckContext, entries: RecipeEntries, table: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    placement = placement_of(context.recipe.buckets)
-
     # In slices, so that the geometry of millions of rows is never in memory together.
-    for rows in table.iter_slices(AT_ONCE):
-        yield from _wrong_shapes_of(placement, entries, rows)
+    for placement, of_placement in rows_by_placement(context.recipe, table):
+        for rows in of_placement.iter_slices(AT_ONCE):
+            yield from _wrong_shapes_of(placement, entries, rows)
 
 
 def _wrong_shapes_of(

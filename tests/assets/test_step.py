@@ -53,10 +53,23 @@ def test_L04_a_new_algorithm_version_changes_the_code_version_of_its_asset(
 
 
 LORA, TEXT = "trained_lora", "text_embeddings"
+OF_DATASETS = {"raw_images", "validated_dataset", LORA}
 SETTINGS: dict[str, tuple[dict[str, object], set[str]]] = {
     "datasets": (
         {"datasets": [{"name": "photos", "path": "/other"}]},
-        {"raw_images", "validated_dataset", LORA},
+        OF_DATASETS,
+    ),
+    "resolution": (
+        {"datasets": [{"name": "photos", "path": "/data/photos", "resolution": 512}]},
+        {"aspect_buckets", *OF_DATASETS},
+    ),
+    "flip": (
+        {"datasets": [{"name": "photos", "path": "/data/photos", "flip": True}]},
+        {"vae_latents", *OF_DATASETS},
+    ),
+    "dropout": (
+        {"datasets": [{"name": "photos", "path": "/data/photos", "caption_dropout": 0.5}]},
+        {TEXT, *OF_DATASETS},
     ),
     "model": ({"model": {"base": "models/other"}}, {"aspect_buckets", "vae_latents", TEXT, LORA}),
     "text": ({"text": {"caption_dropout": 0.5}}, {TEXT, LORA}),

@@ -71,6 +71,10 @@ EFFECTS: dict[str, Effect] = {
     ),
     "datasets.slider": Effect({"datasets": [_PHOTOS, _CLASS]}, run=True, context=_SLIDER),
     "datasets.loss_weight": Effect({"datasets": {"loss_weight": 0.5}}, run=True),
+    "datasets.resolution": Effect({"datasets": {"resolution": 96}}, latents=True, run=True),
+    "datasets.resolutions": Effect({"datasets": {"resolutions": [64, 96]}}, latents=True, run=True),
+    "datasets.flip": Effect({"datasets": {"flip": True}}, latents=True, run=True),
+    "datasets.caption_dropout": Effect({"datasets": {"caption_dropout": 0.2}}, run=True),
     "datasets.mask.unmasked_weight": Effect(
         {"datasets": {"mask": {"unmasked_weight": 0.5}}}, run=True, context=_MASKS
     ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pipeline.images.geometry.buckets import Buckets, ladder
 from pipeline.images.geometry.crops import CropRule
-from pipeline.images.geometry.placement import Placed, Placement, SmallRule, placement_of
+from pipeline.images.geometry.placement import Placed, Placement, SmallRule, placement_of, placements_of
 from pipeline.images.geometry.sizes import (
     MAX_BUCKET_EDGE_PX,
     MAX_IMAGE_EDGE_PX,
@@ -41,4 +41,5 @@ __all__ = [
     "latent_size",
     "not_multiples",
     "placement_of",
+    "placements_of",
 ]

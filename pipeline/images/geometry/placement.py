@@ -30,7 +30,7 @@ from pipeline.images.geometry.sizes import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.recipe import BucketSettings
+    from pipeline.recipe import BucketSettings, Recipe
 
 Bools = npt.NDArray[np.bool_]
 
@@ -210,6 +210,18 @@ def placement_of(settings: BucketSettings) -> Placement:
         max_aspect_ratio=Fraction(settings.max_aspect_ratio).limit_denominator(1000),
         per_image=settings.per_image,
     )
+
+
+def placements_of(recipe: Recipe) -> list[tuple[Placement, list[str]]]:
+    """Return the distinct rules for the images of a recipe, each with the names of its datasets.
+
+    Raises:
+        BucketError: The settings allow no bucket.
+    """
+    names: dict[BucketSettings, list[str]] = {}
+    for dataset in recipe.datasets:
+        names.setdefault(recipe.buckets_of(dataset), []).append(dataset.name)
+    return [(placement_of(settings), of_datasets) for settings, of_datasets in names.items()]
 
 
 def _fits(th: Ints, tw: Ints, oh: Ints, ow: Ints, limit: Fraction) -> Bools:

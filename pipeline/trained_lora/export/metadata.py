@@ -31,7 +31,7 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     """Return the metadata of the exported files of a complete run, without anything volatile."""
     recipe = job.recipe
     training, lora = recipe.training, recipe.training.lora
-    prediction = family.prediction_type()
+    prediction, resolution = family.prediction_type(), max(recipe.budgets)
     # Other programs hide a LoRA, or take it for another kind, if these keys are missing (FAILURES R15).
     values: dict[str, object] = {
         "ss_network_module": "networks.lora",
@@ -49,18 +49,21 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         "ss_lr_warmup_steps": training.warmup_steps,
         "ss_optimizer": training.optimizer,
         "ss_max_grad_norm": training.max_grad_norm,
-        "ss_caption_dropout_rate": recipe.text.caption_dropout,
         "ss_mixed_precision": family.mixed_precision(recipe.accelerate.mixed_precision),
-        "ss_resolution": f"({recipe.buckets.resolution}, {recipe.buckets.resolution})",
+        "ss_resolution": f"({resolution}, {resolution})",
         "ss_enable_bucket": True,
         "ss_seed": training.seed,
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.architecture": f"{family.modelspec_architecture()}/lora",
         "modelspec.implementation": "diffusers",
         "modelspec.title": recipe.name,
-        "modelspec.resolution": f"{recipe.buckets.resolution}x{recipe.buckets.resolution}",
+        "modelspec.resolution": f"{resolution}x{resolution}",
         RUN_KEY: job.run,
     }
+
+    # Other programs know one rate for all datasets; the recipe in the provenance has the rate of each.
+    if len(dropouts := {*recipe.caption_dropouts.values()}) == 1:
+        values["ss_caption_dropout_rate"] = dropouts.pop()
 
     # The web UIs show a LoRA only beside base models of the version that these keys name.
     if version := family.kohya_version():

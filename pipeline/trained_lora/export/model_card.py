@@ -92,7 +92,8 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
         ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
         *([("noise schedule", "zero terminal SNR")] if _needs_zero_snr(record) else []),
         ("optimizer", f"{training['optimizer']}, {training['learning_rate']}, {training['lr_scheduler']}"),
-        ("resolution", str(recipe["buckets"]["resolution"])),
+        ("resolution", _resolution_text(recipe["buckets"])),
+        *_dataset_rows(recipe),
         ("seed", str(training["seed"])),
     ]
 
@@ -103,6 +104,26 @@ def _continued_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     images = f"{earlier['samples']['number']} images"
     return [("continues", f"run {earlier['run']} from step {earlier['step']}, trained on {images}")]
+
+
+def _resolution_text(section: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, section.get("resolutions") or [section["resolution"]]))
+
+
+def _dataset_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return one row for each dataset with settings of its own in place of the recipe's."""
+    rows: list[tuple[str, str]] = []
+    # Records of earlier releases lack these keys.
+    for dataset in recipe["datasets"]:
+        parts: list[str] = []
+        if dataset.get("resolution") or dataset.get("resolutions"):
+            parts.append(f"resolution {_resolution_text(dataset)}")
+        if dataset.get("flip") is not None:
+            parts.append("mirrored" if dataset["flip"] else "not mirrored")
+        if dataset.get("caption_dropout") is not None:
+            parts.append(f"caption dropout {dataset['caption_dropout']}")
+        rows += [(f"dataset {dataset['name']}", ", ".join(parts))] if parts else []
+    return rows
 
 
 def _slider_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -39,6 +39,7 @@ class PlanSettings:
         gradient_accumulation: Micro-steps in a full step.
         num_processes: World size.
         caption_dropout: Fraction of the slots that use the empty caption, in [0, 1].
+        dataset_dropouts: `caption_dropout` of datasets that differ, by name.
         seed: Seed of shuffling, dropout, variants and views.
         weights: Sampling weight per dataset, or empty, as in `Mix`.
     """
@@ -52,6 +53,11 @@ class PlanSettings:
     underfilled: Underfilled = "partial"
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     exhausted: Exhausted = "leave"
+    dataset_dropouts: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def dropout_of(self, dataset: str) -> float:
+        """Return the fraction of a dataset's slots that use the empty caption."""
+        return self.dataset_dropouts.get(dataset, self.caption_dropout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +272,7 @@ class TrainingPlan(Sequence[StepPlan]):
             index=index,
             epoch=epoch,
             occurrence=occurrence,
-            drop_caption=drawn("dropout") / 2**64 < self.settings.caption_dropout,
+            drop_caption=drawn("dropout") / 2**64 < self.settings.dropout_of(chosen.dataset),
             variant=drawn("variant") % chosen.variants,
             view=drawn("view") % chosen.views,
         )
@@ -306,9 +312,10 @@ def _require_usable(inputs: PlanInputs, settings: PlanSettings) -> None:
     if min(counts) < 1 or min(int(each.min()) for each in of_inputs) < 1:
         fix = "set steps, batch_size, gradient_accumulation, num_processes and repeats to at least 1"
         raise TrainingError(f"all counts must be at least 1, got {settings}", where="training", fix=fix)
-    if not 0.0 <= settings.caption_dropout <= 1.0:
-        what = f"text.caption_dropout must be between 0 and 1, got {settings.caption_dropout}"
-        raise TrainingError(what, where="text.caption_dropout", fix="use a number between 0 and 1")
+    for dropout in (settings.caption_dropout, *settings.dataset_dropouts.values()):
+        if not 0.0 <= dropout <= 1.0:
+            what = f"caption_dropout must be between 0 and 1, got {dropout}"
+            raise TrainingError(what, where="text.caption_dropout", fix="use a number between 0 and 1")
 
 
 def _require_batches(micro_batches: int, sizes: Mapping[str, int], capacity: int) -> None:

@@ -23,7 +23,7 @@ def out_of_memory_error(
     """
     training = recipe.training
     where = (
-        f"training.batch_size {training.batch_size}, buckets.resolution {recipe.buckets.resolution}, "
+        f"training.batch_size {training.batch_size}, buckets.resolution {max(recipe.budgets)}, "
         f"accelerate.mixed_precision {recipe.accelerate.mixed_precision}, "
         f"training.quantize {training.quantize}, training.compute {training.compute}, "
         f"training.offload {training.offload}, "

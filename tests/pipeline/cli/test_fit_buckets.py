@@ -54,6 +54,18 @@ def test_B01_each_image_counts_once_whatever_its_repeats(flowers: Path) -> None:
     assert [line for line in fits if int(line.split()[-1]) > 12] == [], "there are 12 images"
 
 
+def test_datasets_with_a_resolution_of_their_own_are_left_out(flowers: Path) -> None:
+    text = flowers.read_text("utf-8")
+    own = f"  - {{name: large, path: {flowers.parent}/photos, resolution: 512}}\noutput_dir"
+    flowers.write_text(text.replace("output_dir", own), encoding="utf-8")
+    assert "12 images from a new scan" in run(str(flowers))
+
+    only_own = text.replace("    path:", "    resolution: 512\n    path:")
+    flowers.write_text(only_own, encoding="utf-8")
+    with pytest.raises(BucketError, match="all datasets have resolutions of their own"):
+        run(str(flowers))
+
+
 def test_fitted_lists_are_compared_with_the_recipe_and_nothing_is_written(flowers: Path) -> None:
     before = flowers.read_bytes()
     lines = run(str(flowers)).splitlines()

@@ -89,15 +89,15 @@ def test_B03_B08_a_contradiction_is_a_mistake_with_a_fix(buckets: dict[str, Any]
 
 @given(st.integers(8, 4096), st.integers(1, 512))
 def test_every_suggested_resolution_and_step_is_valid(resolution: int, step: int):
-    violation = step_violation("resolution", resolution, step)
+    violation = step_violation("buckets.resolution", resolution, step)
     assert (violation is None) == (resolution % step == 0)
     if violation is None:
         return
     head, _, tail = violation.fix.partition(", or set buckets.step to ")
     for suggested in numbers(head):
-        assert step_violation("resolution", suggested, step) is None
+        assert step_violation("buckets.resolution", suggested, step) is None
     for suggested in numbers(tail):
-        assert step_violation("resolution", resolution, suggested) is None
+        assert step_violation("buckets.resolution", resolution, suggested) is None
         assert suggested % 8 == 0
         assert suggested < step
 
@@ -107,7 +107,7 @@ def numbers(text: str) -> list[int]:
 
 
 def test_a_resolution_that_is_not_a_multiple_of_the_step_has_suggestions():
-    violation = step_violation("resolution", 1000, 64)
+    violation = step_violation("buckets.resolution", 1000, 64)
     assert violation is not None
     assert violation.what == "buckets.resolution must be a multiple of buckets.step, got 1000 and 64"
     assert violation.fix == "use 960 or 1024, or set buckets.step to 8 or 40"

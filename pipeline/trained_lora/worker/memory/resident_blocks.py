@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather_object
 
 from pipeline.errors import TrainingError
-from pipeline.images.geometry import placement_of
+from pipeline.images.geometry import placements_of
 from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS
 from pipeline.trained_lora.worker.memory.training import TrainingForecast, Variant
 
@@ -117,5 +117,5 @@ def least(own: int | None) -> int | None:
 
 def largest_size(recipe: Recipe) -> Size:
     """Return the bucket with the largest area."""
-    sizes = [size for buckets in placement_of(recipe.buckets).sets for size in buckets.sizes]
+    sizes = [size for placement, _ in placements_of(recipe) for size in placement.sizes]
     return max(sizes, key=lambda size: size.height * size.width)
