@@ -17,6 +17,7 @@ from pipeline.errors import BucketError, LatentlineError, counted
 from pipeline.images.geometry import Placement, placement_of
 from pipeline.models.size_multiple import local_family
 from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe.buckets import LATENT_FACTOR
 from pipeline.storage.atomic import write_text
 from pipeline.validated_dataset.holdout import times_drawn
 
@@ -42,8 +43,8 @@ _HEAD = (
 )
 @click.option(
     "--step",
-    type=click.IntRange(8, 512),
-    help="Multiple of all edges, in pixels. By default the base model's.",
+    type=click.IntRange(1, 512),
+    help="Multiple of all edges, in pixels. By default the base model's, or a finer step of the recipe.",
 )
 @click.option(
     "--free",
@@ -72,7 +73,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     images, dataset, source = _datasets(recipe, names)
     constraints = SizeConstraints(
         resolution=recipe.buckets.resolution,
-        step=step or _model_step(recipe),
+        step=step or _default_step(recipe),
         max_aspect_ratio=recipe.buckets.max_aspect_ratio,
         mirrored=not free,
     )
@@ -142,15 +143,18 @@ def _datasets(recipe: Recipe, names: Sequence[str]) -> tuple[Dataset, Dataset, s
     return Dataset(height, width, batch_size), drawn, source
 
 
-def _model_step(recipe: Recipe) -> int:
-    family = local_family(recipe)
+def _default_step(recipe: Recipe) -> int:
+    """Return the base model's size multiple, but at least 8, or the recipe's step if that is smaller."""
+    family, own = local_family(recipe), recipe.buckets.step
     if family is None:  # nothing is downloaded
-        echo(f"{recipe.model.base} is not a local model; using step {DEFAULT_STEP}, which suits every family")
-        return DEFAULT_STEP
+        step = own if LATENT_FACTOR <= own < DEFAULT_STEP else DEFAULT_STEP
+        suits = "the recipe's" if step == own else "which suits every family"
+        echo(f"{recipe.model.base} is not a local model; using step {step}, {suits}")
+        return step
 
-    # At least 8, like every edge in a recipe.
     multiple = family.size_multiple()
-    return multiple * -(-8 // multiple)
+    step = multiple * -(-LATENT_FACTOR // multiple)
+    return own if own < step and own % multiple == 0 else step
 
 
 def _line(name: str, num_sizes: int, quality: FitQuality, num_changed: int) -> str:

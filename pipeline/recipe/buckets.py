@@ -24,7 +24,7 @@ _LIMIT = re.compile(r"limit\((\d+(?:\.\d+)?)\)")
 
 
 def check_size(value: str) -> str:
-    """Return `value` if it is `<height>x<width>` with edges that are multiples of 8, up to `MAX_EDGE_PX`."""
+    """Return `value` if it is `<height>x<width>` with edges up to `MAX_EDGE_PX`."""
     match = _SIZE.fullmatch(value)
     if not match:
         reject(f"a size must be <height>x<width>, got {value!r}", "write both in pixels, such as 832x1216")
@@ -32,10 +32,6 @@ def check_size(value: str) -> str:
         if edge > MAX_EDGE_PX:
             what = f"the edges of a size must be at most {MAX_EDGE_PX} pixels, got {value}"
             reject(what, "use shorter edges")
-        if edge % LATENT_FACTOR:
-            below = edge // LATENT_FACTOR * LATENT_FACTOR or LATENT_FACTOR
-            what = f"the edges of a size must be multiples of {LATENT_FACTOR}, got {edge} in {value}"
-            reject(what, f"use {below} or {below + LATENT_FACTOR}")
     return value
 
 
@@ -155,6 +151,7 @@ class BucketSettings(Settings):
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         yield from self._step_violations()
+        yield from self._size_violations()
         yield from self._unused_sizes()
 
         if self.resolutions and self.sizes:
@@ -175,6 +172,18 @@ class BucketSettings(Settings):
             if violation := step_violation(f"buckets.{key}", resolution, self.step):
                 involves = ("resolution", "resolutions", "step", "sizes")
                 yield replace(violation, key=key, involves=involves)
+
+    def _size_violations(self) -> Iterator[Violation]:
+        # A step below 8 states that the base model accepts such edges.
+        multiple = min(self.step, LATENT_FACTOR)
+        for index, size in enumerate(self.size_pairs):
+            for edge in (edge for edge in size if edge % multiple):
+                below = edge // multiple * multiple or multiple
+                what = (
+                    f"the edges of a size must be multiples of {multiple}, got {edge} in {self.sizes[index]}"
+                )
+                fix = f"use {below} or {below + multiple}"
+                yield Violation(f"sizes[{index}]", what, fix, involves=("sizes", "step"))
 
     def _unused_sizes(self) -> Iterator[Violation]:
         # Images go to the nearest aspect ratio and then to the larger size, so a smaller one is never used.

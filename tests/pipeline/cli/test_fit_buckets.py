@@ -9,9 +9,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 from pipeline.cli.fit_buckets import command
-from pipeline.errors import BucketError
+from pipeline.errors import BucketError, RecipeError
 from pipeline.images.geometry import Size, placement_of
+from pipeline.models.families import detect
 from pipeline.recipe import load_recipe
+
+BASE = Path(__file__).parents[3] / "demo" / "base"
 
 RECIPE = """\
 # my flowers
@@ -115,6 +118,24 @@ def test_a_free_list_with_another_step(flowers: Path) -> None:
     run(str(flowers), "--free", "--step", "32", "--write", "5")
     sizes = placement_of(load_recipe(flowers).buckets).sizes
     assert [str(size) for size in sizes if size.height % 32 or size.width % 32] == []
+
+
+def test_a_finer_step_of_the_recipe_is_the_default(flowers: Path) -> None:
+    multiple = detect(BASE).size_multiple()
+    assert multiple < 8
+    text = flowers.read_text("utf-8").replace("nobody/nothing", str(BASE))
+    flowers.write_text(text.replace("step: 64", f"step: {multiple}"), encoding="utf-8")
+    output = run(str(flowers), "--write", "5")
+    assert f"step {multiple}\n" in output
+    assert "crops less" not in output
+    edges = {edge for size in load_recipe(flowers).buckets.size_pairs for edge in size}
+    assert any(edge % 8 for edge in edges)
+
+    # Without such a step, the list would not be valid.
+    coarse = flowers.read_text("utf-8").replace(f"step: {multiple}", "step: 64")
+    flowers.write_text(coarse, encoding="utf-8")
+    with pytest.raises(RecipeError, match="the edges of a size must be multiples of 8"):
+        load_recipe(flowers)
 
 
 @pytest.mark.parametrize("more", [", upscale: never", ", resolutions: [256, 128]"])
