@@ -278,6 +278,21 @@ def stored_dtype(files: Iterable[Path]) -> str | None:
     return _FLOAT_DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
+def stored_shapes(files: Iterable[Path]) -> dict[str, list[int]]:
+    """Return the shape of each tensor in the safetensors files among a component's `weight_files`.
+
+    A file with an invalid header counts as empty.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path in (path for path in files if path.suffix == ".safetensors"):
+        try:
+            header = cast("dict[str, Any]", json.loads(_read_header(path)[1]))
+            shapes |= {name: value["shape"] for name, value in header.items() if name != "__metadata__"}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+    return shapes
+
+
 def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """Return the existing (configurations, vocabularies) of the tokenizer in `folder`.
 

@@ -12,6 +12,7 @@ from pipeline.models.size_multiple import local_family
 from pipeline.models.training_adapter import missing_adapter_warning
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
+from pipeline.trained_lora.module_patterns import require_module_patterns
 
 if TYPE_CHECKING:
     from pipeline.models.families import Prediction
@@ -43,6 +44,7 @@ def require_supported_settings(recipe: Recipe, family: Family | None = None) -> 
     require_objective(recipe.training, family.prediction_type())
     require_replaceable_shift(recipe.training, family)
     require_text_encoders(recipe.training, family)
+    require_module_patterns(recipe.training.lora, family)
 
 
 def require_text_encoders(settings: TrainingSettings, family: Family) -> None:

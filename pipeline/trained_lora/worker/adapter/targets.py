@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.module_patterns import given_patterns, unmatched_error
 
 if TYPE_CHECKING:
     from pipeline.recipe import LoraSettings
@@ -39,6 +40,15 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
     ]
     model = type(denoiser).__name__
     where = f"training.lora, {model}"
+    # A size or a rate needs a layer that is trained.
+    unmatched = [
+        (key, pattern)
+        for key, pattern in given_patterns(settings)
+        if not any(fnmatchcase(name, pattern) for name in (layers if key == "modules" else selected))
+    ]
+    if unmatched:
+        names = list(layers) if unmatched[0][0] == "modules" else selected or list(layers)
+        raise unmatched_error(unmatched, names, where=where)
     if not selected:
         wanted = ", ".join(family_targets if settings.targets == "family" else [settings.targets])
         raise TrainingError(
@@ -53,20 +63,6 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
             fix="set conv_rank: null; only UNets have convolutions",
         )
 
-    size_patterns = [each.modules for each in settings.ranks]
-    rate_patterns = [each.modules for each in settings.learning_rates]
-    for key, patterns, names in (
-        ("modules", settings.modules, list(layers)),
-        ("ranks", size_patterns, selected),
-        ("learning_rates", rate_patterns, selected),
-    ):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise TrainingError(
-                    f"training.lora.{key}: the pattern {pattern} matches no layer",
-                    where=where,
-                    fix=f"use a pattern of layers such as {_examples(names)}",
-                )
     return selected
 
 

@@ -98,7 +98,7 @@ def test_each_setting_selects_its_layers_in_the_models_order(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"modules": ("*.depthwise",)}, "selects no layer of Denoiser"),
+        ({"modules": ("*.depthwise",)}, "the pattern \\*.depthwise matches no layer"),
         ({"modules": ("*.ff", "*.none")}, "training.lora.modules: the pattern \\*.none matches no layer"),
         (
             {"targets": "attention", "ranks": ({"modules": "*.ff", "rank": 2},)},
@@ -115,6 +115,11 @@ def test_a_selection_or_pattern_without_a_layer_is_an_error(settings: dict[str, 
     with pytest.raises(TrainingError, match=message) as excinfo:
         target_modules(Denoiser(), LoraSettings.model_validate(settings), ["to_q"])
     assert excinfo.value.where == "training.lora, Denoiser"
+
+
+def test_a_model_without_the_layers_of_its_family_is_an_error() -> None:
+    with pytest.raises(TrainingError, match="selects no layer of Denoiser: it has none that match to_qkv"):
+        target_modules(Denoiser(), LoraSettings(), ["to_qkv"])
 
 
 def test_modules_with_a_rank_of_their_own_have_one_pattern_each_that_matches_no_other() -> None:

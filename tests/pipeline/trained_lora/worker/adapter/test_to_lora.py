@@ -290,7 +290,7 @@ def engine_error(job: TrainingJob) -> TrainingError:
 @pytest.mark.parametrize(
     ("lora", "expected_text"),
     [
-        ({"modules": ["*.attn7.*"]}, "selects no layer"),
+        ({"modules": ["*.attn7.*"]}, "modules: the pattern *.attn7.* matches no layer"),
         ({"modules": ["*.attn1.to_q", "*.attn7.*"]}, "modules: the pattern *.attn7.* matches no layer"),
         ({"ranks": [{"modules": "*.ff.*", "rank": 2}]}, "ranks: the pattern *.ff.* matches no layer"),
     ],
@@ -301,7 +301,7 @@ def test_a_pattern_without_a_match_is_an_error_that_lists_layers(
 ) -> None:
     error = engine_error(make_project(lora={"rank": 4, **lora}).job())
     assert expected_text in error.what
-    assert ".to_" in error.fix
+    assert ".to_" in error.fix or "*.attn2.*" in error.fix
 
 
 def effective(module: Any) -> torch.Tensor:
