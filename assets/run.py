@@ -79,7 +79,7 @@ def _execute(
     from resources.dead_runs import end_dead_runs
     from resources.run_summary import summarize_run
     from resources.summarized_executor import COMMAND_TAG
-    from resources.terminal_log import show_run
+    from resources.terminal_log import last_durations, show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.
     executor = load_job(job_name).executor_def
@@ -95,7 +95,11 @@ def _execute(
             raise KeyboardInterrupt
         stop: BaseException | None = None
         in_process = executor.name == in_process_executor.name
-        with _redirected_output() as stream, show_run(stream, None if in_process else instance) as handler:
+        expected_s: dict[str, float] = {}
+        with suppress(Exception):  # the run itself reports a database that is away
+            expected_s = last_durations(instance, job_name)
+        events = None if in_process else instance
+        with _redirected_output() as stream, show_run(stream, events, expected_s=expected_s) as handler:
             try:
                 execute_job(
                     job,

@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 from dagster import AssetCheckSeverity, DagsterEvent, DagsterEventType, logger
@@ -17,6 +18,7 @@ from pipeline.background import in_background
 from pipeline.escaping import printable_lines
 from pipeline.log import NOTE, WARNING
 from pipeline.reporting.colours import coloured
+from pipeline.reporting.progress import duration_text
 from resources.gpu_pool import WAITING
 
 if TYPE_CHECKING:
@@ -58,12 +60,18 @@ def terminal_logger(context: InitLoggerContext) -> logging.Logger:
 
 
 @contextmanager
-def show_run(stream: TextIO, instance: DagsterInstance | None = None) -> Generator[TerminalHandler]:
+def show_run(
+    stream: TextIO,
+    instance: DagsterInstance | None = None,
+    *,
+    expected_s: Mapping[str, float] = MappingProxyType({}),
+) -> Generator[TerminalHandler]:
     """Write the messages of the run in the body to `stream`, and provide the handler.
 
     Steps in other processes cannot write to `stream`; with `instance`, messages are read from its event log.
+    `expected_s` is as in `TerminalHandler`.
     """
-    handler = TerminalHandler(stream, shows_records=instance is None)
+    handler = TerminalHandler(stream, shows_records=instance is None, expected_s=expected_s)
     python_logger = logging.getLogger(_PYTHON_LOGGER)
     python_logger.addHandler(handler)
     try:
@@ -72,6 +80,18 @@ def show_run(stream: TextIO, instance: DagsterInstance | None = None) -> Generat
     finally:
         python_logger.removeHandler(handler)
         handler.close()
+
+
+def last_durations(instance: DagsterInstance, job_name: str) -> dict[str, float]:
+    """Return how long each step of the last successful run of a job took in seconds, by step key."""
+    from dagster import DagsterRunStatus, RunsFilter
+
+    filters = RunsFilter(job_name=job_name, statuses=[DagsterRunStatus.SUCCESS])
+    records = instance.get_run_records(filters, limit=1)
+    stats = instance.get_run_step_stats(records[0].dagster_run.run_id) if records else ()
+    return {
+        each.step_key: each.end_time - each.start_time for each in stats if each.start_time and each.end_time
+    }
 
 
 @contextmanager
@@ -106,20 +126,31 @@ class TerminalHandler(logging.Handler):
 
     On a terminal, the newest message of a step is a status line, which the next one replaces, unless it
     begins with `NOTE` or `WARNING`. Progress bars use the same line. Any other stream receives one line per
-    message, with its time of day. Checks that warn are shown as soon as they were evaluated.
+    message, with its time of day. Checks that warn are shown as soon as they were evaluated. The line of a
+    finished step says how long the rest of the run takes, if an earlier run is known.
 
     Attributes:
         run_id: Id of the run; None until it has logged something.
     """
 
-    def __init__(self, stream: TextIO, *, shows_records: bool = True) -> None:
-        """Write to `stream`, which stays open; without `shows_records`, only what `show_entry` receives."""
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        shows_records: bool = True,
+        expected_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Write to `stream`, which stays open; without `shows_records`, only what `show_entry` receives.
+
+        `expected_s` has the duration of each step of the run in seconds, as `last_durations` returns it.
+        """
         super().__init__(logging.DEBUG)
         self._shows_records = shows_records
         self.run_id: str | None = None
         self._stream = stream
         self._has_status_line = stream.isatty()
         self._step_started_s = 0.0
+        self._left_s = dict(expected_s)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a record of Dagster. The summary reports failures; a bug's traceback is shown here."""
@@ -178,13 +209,20 @@ class TerminalHandler(logging.Handler):
             if self._has_status_line:
                 self._show_message(name, "started", time_s)
         elif event.event_type == DagsterEventType.STEP_SUCCESS:
-            self._write_line(f"  {name:<{_NAME_WIDTH}}  {time_s - self._step_started_s:6.1f} s", time_s)
+            duration = f"{time_s - self._step_started_s:6.1f} s"
+            self._write_line(f"  {name:<{_NAME_WIDTH}}  {duration}{self._left_text(event.step_key)}", time_s)
         elif event.event_type == DagsterEventType.STEP_FAILURE and is_bug(event):
             self._write_line(printable_lines(event.step_failure_data.error_display_string), time_s)
         elif event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata:
             self._show_message(name, WAITING, time_s)
         elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
             self._show_check(event, name, time_s)
+
+    def _left_text(self, finished: str | None) -> str:
+        """Return how long the steps after a finished one took in the last run, for the end of its line."""
+        self._left_s.pop(finished or "", None)
+        left_s = sum(self._left_s.values())
+        return f"   about {duration_text(left_s)} left, as in the last run" if left_s >= 1 else ""
 
     def _show_check(self, event: DagsterEvent, name: str, time_s: float) -> None:
         # The summary lists warnings too, but comes after a training that they may make worthless.

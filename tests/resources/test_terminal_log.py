@@ -27,7 +27,7 @@ from dagster import (
 
 from pipeline.errors import StoreError
 from resources.failures import errors_as_failures
-from resources.terminal_log import POLL_S, TERMINAL_LOGGER, show_run, terminal_logger
+from resources.terminal_log import POLL_S, TERMINAL_LOGGER, last_durations, show_run, terminal_logger
 
 Body = Callable[[AssetExecutionContext], object]
 
@@ -128,6 +128,22 @@ def log(level: int, *messages: str) -> Body:
 def shown_lines(text: str) -> Sequence[str]:
     """Return the lines that remain on a terminal."""
     return [line.split("\x1b[K")[-1].lstrip("\r") for line in text.split("\n")]
+
+
+def test_a_finished_step_says_how_long_the_rest_took_in_the_last_run() -> None:
+    stream = Terminal()
+    with DagsterInstance.ephemeral() as instance:
+        assert last_durations(instance, "small_cache") == {}
+        execute(lambda context: None, instance)
+        durations = last_durations(instance, "small_cache")
+        assert [*durations] == ["small__raw_images"]
+        assert 0 < durations["small__raw_images"] < 60
+
+        # The run ends with this step; an earlier one had two more.
+        more = {"small__vae_latents": 3.0, "small__trained_lora": 725.0}
+        with show_run(stream, expected_s=durations | more):
+            execute(lambda context: None, instance)
+    assert stream.getvalue().rstrip("\r\x1b[K\n").endswith(" s   about 12:08 left, as in the last run")
 
 
 def test_a_terminal_keeps_one_line_per_asset_and_each_warning() -> None:
