@@ -160,7 +160,7 @@ def caption_rule(settings: DatasetSettings) -> str | None:
         return None
     links = "any links" if settings.follow_links else "links inside"
     # Captions that were read before these keys existed stay valid.
-    unset = {key for key in ("replace", "class_words") if not getattr(settings.captions, key)}
+    unset = {key for key in ("replace", "class_words", "drop_tags") if not getattr(settings.captions, key)}
     captions = settings.captions.model_dump_json(exclude=unset)
     rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{captions}"
     if settings.captions.replace:

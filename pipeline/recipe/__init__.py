@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.recipe.captions import CaptionSettings, ReplaceSettings, ShuffleSettings
+from pipeline.recipe.captions import CaptionSettings, DropTagsSettings, ReplaceSettings, ShuffleSettings
 from pipeline.recipe.datasets import DatasetSettings, FilterSettings
 from pipeline.recipe.load import (
     BrokenRecipe,
@@ -40,6 +40,7 @@ __all__ = [
     "CaptionSettings",
     "CheckSettings",
     "DatasetSettings",
+    "DropTagsSettings",
     "Dtype",
     "FilterSettings",
     "LatentSettings",

@@ -43,6 +43,32 @@ class ShuffleSettings(Settings):
     keep: int = Field(default=1, ge=0, description="Number of tags at the start that are not shuffled.")
 
 
+class DropTagsSettings(ShuffleSettings):
+    """Dropping of tags from captions that are lists of tags."""
+
+    rate: float = Field(
+        gt=0.0,
+        le=1.0,
+        description="Fraction of tags that each variant but the first lacks. A tag with the trigger word or "
+        "its placeholder is never dropped, and neither is the last tag that is left.",
+    )
+    variants: int = Field(
+        default=4,
+        ge=2,
+        le=MAX_VARIANTS,
+        description="Number of texts cached per caption, including the complete one. Training picks one "
+        "every epoch. With `shuffle`, `shuffle.variants` counts.",
+    )
+    separator: str = Field(
+        default=",", min_length=1, description="Separator between tags. With `shuffle`, as in `shuffle`."
+    )
+    keep: int = Field(
+        default=1,
+        ge=0,
+        description="Number of tags at the start that are never dropped. With `shuffle`, as in `shuffle`.",
+    )
+
+
 class ReplaceSettings(Settings):
     """A text that is replaced in captions. Caption files and manifests stay as they are."""
 
@@ -147,6 +173,16 @@ class CaptionSettings(Settings):
         default=None,
         description="Cache several orders of captions that are lists of tags; null disables shuffling.",
     )
+    drop_tags: DropTagsSettings | None = Field(
+        default=None,
+        description="Cache further texts of captions that are lists of tags, in which some tags are missing; "
+        "null disables it. With `shuffle`, each further order also lacks some tags.",
+    )
+
+    @property
+    def tags(self) -> ShuffleSettings | None:
+        """Number of variants and what a tag is, for `shuffle` and `drop_tags`; None without both."""
+        return self.shuffle or self.drop_tags
 
     def with_trigger(self, text: str) -> str:
         """Return the text with the trigger word in place of `placeholder`."""
@@ -175,6 +211,12 @@ class CaptionSettings(Settings):
             what = f"class_words require a trigger word that they replace, got {self.class_words}"
             fix = "set trigger, or remove class_words"
             yield Violation("class_words", what, fix, involves=("class_words", "trigger"))
+        if self.shuffle is not None and self.drop_tags is not None:
+            for key in ShuffleSettings.model_fields:
+                if (value := getattr(self.drop_tags, key)) != DropTagsSettings.model_fields[key].default:
+                    what = f"drop_tags.{key} must not be set next to shuffle, which decides it, got {value}"
+                    fix = f"set shuffle.{key}, and remove drop_tags.{key}"
+                    yield Violation(f"drop_tags.{key}", what, fix, involves=("drop_tags", "shuffle"))
         has_json = any(suffix.lower() == JSON_SUFFIX for suffix in self.suffixes)
         if self.from_ == "sidecar" and self.json_key != JSON_KEY and not has_json:
             what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"

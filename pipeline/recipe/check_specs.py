@@ -205,8 +205,8 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
         _warning(
             "caption_settings",
-            "Settings of captions without an effect: captions.shuffle whose separator is in no caption, and "
-            "placeholders that are left in captions, for example in another case.",
+            "Settings of captions without an effect: captions.shuffle and drop_tags whose separator is in no "
+            "caption, and placeholders that are left in captions, for example in another case.",
             "Correct the setting that the message names, or the captions.",
         ),
         _warning(

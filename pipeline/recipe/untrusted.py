@@ -82,6 +82,10 @@ KEYS = {
             "variants separator keep",
         ),
         *_keys(
+            "datasets.captions.drop_tags",
+            "rate variants separator keep",
+        ),
+        *_keys(
             "datasets.mask",
             "from column suffix unmasked_weight prior_weight normalise",
         ),

@@ -187,14 +187,17 @@ def _settings_effective(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     rows: list[dict[str, Any]] = []
     for settings in recipe.datasets:
         in_dataset = table.filter(pl.col("dataset") == settings.name)
-        rows += _shuffle_without_effect(settings, in_dataset)
+        rows += _tags_without_effect(settings, in_dataset)
         rows += _placeholders_left(settings.captions, in_dataset)
     if not rows:
         return Outcome(True, "the settings of the captions have an effect")
     summary = f"{rows[0]['setting']} has no effect: {rows[0]['sample_id']}: {rows[0]['problem']}"
     fixes = {
-        "captions.shuffle": "set captions.shuffle.separator to the characters between the tags and keep to a "
-        "smaller number, or remove captions.shuffle",
+        **{
+            f"captions.{key}": f"set captions.{key}.separator to the characters between the tags and keep to "
+            f"a smaller number, or remove captions.{key}"
+            for key in ("shuffle", "drop_tags")
+        },
         "captions.placeholder": "write the placeholder as in the captions, or correct them with "
         "captions.replace",
     }
@@ -202,28 +205,37 @@ def _settings_effective(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     return Outcome(False, summary, fix, rows, dict(Counter(row["setting"].partition(".")[2] for row in rows)))
 
 
-def _shuffle_without_effect(settings: DatasetSettings, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    captions, shuffle = settings.captions, settings.captions.shuffle
-    if shuffle is None or table.is_empty():
+def _tags_without_effect(settings: DatasetSettings, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
+    captions, tags = settings.captions, settings.captions.tags
+    if tags is None or table.is_empty():
         return
-    row = {"setting": "captions.shuffle"}
-    if not any(_is_shuffled(*each) for each in table.select("caption", "more_captions").iter_rows()):
+    row = {"setting": "captions.drop_tags" if captions.shuffle is None else "captions.shuffle"}
+
+    # Without the parts that the recipe adds, which have separators of their own.
+    text = pl.col("caption").str.strip_prefix(captions.prefix).str.strip_suffix(captions.postfix)
+    text = text.str.strip_prefix(f"{captions.trigger}, ") if captions.trigger else text
+    if captions.drop_tags is None:
+        texts = table.select("caption", "more_captions").iter_rows()
+        has_effect = any(_is_shuffled(*each) for each in texts)
+    else:
+        # Whether a tag is dropped is chance, so what counts is whether one may be.
+        num_tags = table.select(text.str.split(tags.separator).list.len()).to_series()
+        has_effect = bool((num_tags > max(tags.keep, 1)).any())
+    if not has_effect:
         sample_id, caption = table.select("sample_id", "caption").row(0)
+        number = "two tags" if captions.drop_tags is None else "a tag"
         problem = (
-            f"no caption has two tags, divided by {shuffle.separator!r}, behind the first {shuffle.keep}; "
+            f"no caption has {number}, divided by {tags.separator!r}, behind the first {tags.keep}; "
             f"this one is {caption[:_SHOWN_CHARACTERS]!r}"
         )
         yield {"sample_id": sample_id, **row, "problem": problem}
         return
 
-    # Without the parts that the recipe adds, which have separators of their own.
-    text = pl.col("caption").str.strip_prefix(captions.prefix).str.strip_suffix(captions.postfix)
-    text = text.str.strip_prefix(f"{captions.trigger}, ") if captions.trigger else text
-    others = "".join(each for each in _OTHER_SEPARATORS[1:] if each not in shuffle.separator)
+    others = "".join(each for each in _OTHER_SEPARATORS[1:] if each not in tags.separator)
     is_divided = text.str.count_matches(f"[{others}]") >= _MIN_SEPARATORS
-    has_separator = text.str.contains(shuffle.separator.strip() or shuffle.separator, literal=True)
+    has_separator = text.str.contains(tags.separator.strip() or tags.separator, literal=True)
     for sample_id, caption in table.filter(is_divided & ~has_separator).select("sample_id", "caption").rows():
-        problem = f"its tags are not divided by {shuffle.separator!r}: {caption[:_SHOWN_CHARACTERS]!r}"
+        problem = f"its tags are not divided by {tags.separator!r}: {caption[:_SHOWN_CHARACTERS]!r}"
         yield {"sample_id": sample_id, **row, "problem": problem}
 
 

@@ -1,4 +1,4 @@
-"""Create the variants of an image's captions: prefix, postfix, trigger word and shuffled tags."""
+"""Create the variants of an image's captions: prefix, postfix, trigger word, shuffled and dropped tags."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING
 from pipeline.validated_dataset.captions import canonical
 
 if TYPE_CHECKING:
-    from pipeline.recipe import CaptionSettings, ShuffleSettings
+    from pipeline.recipe import CaptionSettings
 
 
 def variants(settings: CaptionSettings, captions: Sequence[str]) -> tuple[str, ...]:
-    """Return all caption variants of an image in canonical form, without duplicates.
+    """Return all caption variants of an image in canonical form.
 
-    The first variant has the tags in their written order.
+    The first variant has all tags in their written order. Without `drop_tags`, there are no duplicates.
 
     `captions` are canonical texts, at least one.
     """
-    return tuple(dict.fromkeys(variant for text in captions for variant in _variants_of(settings, text)))
+    texts = [variant for text in dict.fromkeys(captions) for variant in _variants_of(settings, text)]
+    # Training draws each variant equally often. Without the variants that lack no tag, tags would be dropped
+    # more often than the rate says.
+    return tuple(texts if settings.drop_tags is not None else dict.fromkeys(texts))
 
 
 def _variants_of(settings: CaptionSettings, text: str) -> list[str]:
     texts = [text]
-    shuffle = settings.shuffle
-    if shuffle is not None:
-        texts += [_shuffled(text, shuffle, number) for number in range(1, shuffle.variants)]
+    if settings.tags is not None:
+        texts += [_changed_tags(settings, text, number) for number in range(1, settings.tags.variants)]
     return [
         canonical(f"{settings.prefix}{_with_trigger(settings, each)}{settings.postfix}") for each in texts
     ]
@@ -53,12 +55,36 @@ def _with_class_words(class_words: str, trigger: str, placeholder: str | None, t
     return re.sub(rf"(?<!\w){re.escape(trigger)}(?!\w)", lambda _: class_words, text)
 
 
-def _shuffled(text: str, settings: ShuffleSettings, number: int) -> str:
-    """Return the tags in an order derived from text and number; the first `keep` tags stay in place."""
-    tags = [tag.strip() for tag in text.split(settings.separator)]
-    head, tail = tags[: settings.keep], tags[settings.keep :]
+def _changed_tags(settings: CaptionSettings, text: str, number: int) -> str:
+    """Return the tags of a variant from number 1; the first `keep` tags stay in place."""
+    assert settings.tags is not None
+    separator, keep = settings.tags.separator, settings.tags.keep
+    tags = [tag.strip() for tag in text.split(separator)]
+    head, tail = tags[:keep], tags[keep:]
+    if settings.drop_tags is not None:
+        tail = _without_dropped(settings, settings.drop_tags.rate, text, tail, number, is_all=not head)
 
     # Sorted by hashes instead of shuffled by a generator: the order depends on nothing but text and number.
-    tail.sort(key=lambda tag: hashlib.sha256(f"{number}\0{text}\0{tag}".encode()).digest())
-    separator = settings.separator if settings.separator.isspace() else f"{settings.separator.strip()} "
+    if settings.shuffle is not None:
+        tail.sort(key=lambda tag: hashlib.sha256(f"{number}\0{text}\0{tag}".encode()).digest())
+    separator = separator if separator.isspace() else f"{separator.strip()} "
     return separator.join(head + tail)
+
+
+def _without_dropped(
+    settings: CaptionSettings, rate: float, text: str, tags: list[str], number: int, *, is_all: bool
+) -> list[str]:
+    """Return the tags that a variant has; `is_all` if there are no others in front of them."""
+
+    def bits(tag: str) -> int:
+        # By its own stream, so that a tag is dropped or not in whatever place shuffling puts it.
+        return int.from_bytes(hashlib.sha256(f"drop\0{number}\0{text}\0{tag}".encode()).digest()[:8], "big")
+
+    kept = [tag for tag in tags if bits(tag) >= rate * 2**64 or _names_subject(settings, tag)]
+    # A caption without any tag would be the empty caption, which `caption_dropout` is for.
+    return kept if kept or not is_all else [max(tags, key=bits)]
+
+
+def _names_subject(settings: CaptionSettings, tag: str) -> bool:
+    placeholder = settings.placeholder
+    return settings.names_trigger(tag) or (placeholder is not None and placeholder in tag)

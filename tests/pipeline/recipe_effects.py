@@ -261,7 +261,11 @@ EFFECTS: dict[str, Effect] = {
 """Effects by dotted key. `@folder@`, `@other_base@` and `@lora_file@` stand for paths of the test."""
 
 DECIDES_ROWS = {
-    *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|replace)$)", key)),
+    *(
+        key
+        for key in all_keys()
+        if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|drop_tags|replace)$)", key)
+    ),
     *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
     *(f"datasets.mask.{key}" for key in ("path", "from", "column", "suffix")),
     *(f"datasets.references.{key}" for key in ("path", "column", "suffix", "resolution")),

@@ -196,8 +196,8 @@ note says what Latentline does instead. [recipes.md](recipes.md) describes every
   equivalent. The check `captions_fit` lists captions that are cut.
 - `accelerate.mixed_precision: auto` trains UNets in float32; `latentline new` writes `bf16`.
 - Random changes of images and captions have a fixed number of variants, because all of them are in the cache:
-  `captions.shuffle.variants`, `latents.flip` and random crops. Dropped tags and changed colours have no
-  equivalent.
+  `captions.shuffle.variants`, `captions.drop_tags.variants`, `latents.flip` and random crops. Changed colours
+  have no equivalent.
 
 ### Tables
 

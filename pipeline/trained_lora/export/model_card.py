@@ -111,7 +111,7 @@ def _resolution_text(section: Mapping[str, Any]) -> str:
 
 
 def _dataset_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return one row for each dataset with settings of its own in place of the recipe's."""
+    """Return one row for each dataset with settings of its own, such as a resolution."""
     rows: list[tuple[str, str]] = []
     # Records of earlier releases lack these keys.
     for dataset in recipe["datasets"]:
@@ -122,6 +122,8 @@ def _dataset_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
             parts.append("mirrored" if dataset["flip"] else "not mirrored")
         if dataset.get("caption_dropout") is not None:
             parts.append(f"caption dropout {dataset['caption_dropout']}")
+        if tags := dataset["captions"].get("drop_tags"):
+            parts.append(f"tag dropout {tags['rate']}")
         rows += [(f"dataset {dataset['name']}", ", ".join(parts))] if parts else []
     return rows
 

@@ -234,13 +234,55 @@ def test_gates_and_plan_know_the_settings_of_each_dataset(
     assert {row["sample_id"].partition("/")[0] for row in wrong} == {"large"}
 
 
+def test_plan_counts_each_text_with_dropped_tags_and_an_epoch_trains_on_one(
+    tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: Any
+) -> None:
+    for at, file in enumerate(sorted(photos.glob("*.txt"))):
+        file.write_text(", ".join(f"{at} {tag}" for tag in "abcdefgh"), encoding="utf-8")
+    captions = {"drop_tags": {"rate": 0.4, "variants": 3, "keep": 2}}
+    dataset = {"name": "photos", "path": str(photos), "captions": captions}
+    training = {"steps": 30, "sample_every": 0}
+    recipe = recipe_of(tmp_path, tiny_sd, datasets=[dataset], training=training)
+    job = Job(recipe, in_process_launch)
+
+    # Tags are dropped by a hash of variant, caption and tag.
+    wanted: dict[str, list[str]] = {}
+    for file in sorted(photos.glob("*.txt")):
+        text = file.read_text("utf-8")
+        tags = text.split(", ")
+        sample_id = f"photos/{file.with_suffix('.png').name}"
+        wanted[sample_id] = [text]
+        for variant in (1, 2):
+            hashes = {tag: hashlib.sha256(f"drop\0{variant}\0{text}\0{tag}".encode()) for tag in tags}
+            kept = [tag for tag in tags[2:] if int(hashes[tag].hexdigest()[:16], 16) >= 0.4 * 2**64]
+            wanted[sample_id].append(", ".join(tags[:2] + kept))
+    texts = {text for each in wanted.values() for text in each}
+    assert len(texts) > 2 * len(wanted)
+    assert forecast(recipe, job.tables, log=lambda _: None).text.to_make == len(texts) + 1, (
+        "and the empty one"
+    )
+
+    job.run()
+    assert job.failing("text_embeddings") == {}
+    latents, text_table = (job.tables.read(asset) for asset in ("vae_latents", "text_embeddings"))
+    entries = RecipeEntries(recipe)
+    inputs = by_content(training_inputs(recipe, entries, latents, text_table), recipe, latents)
+    assert {each.sample_id: [one.caption for one in each.variants] for each in inputs} == wanted
+    plan = TrainingPlan(plan_inputs(inputs), plan_settings(recipe, inputs))
+    for step in plan:
+        for slot in step.slots():
+            identity = inputs.named(slot.variant_id).identity
+            assert slot.variant == bits(42, "variant", identity, slot.epoch, slot.occurrence) % 3
+
+
 def test_the_model_card_names_the_settings_of_each_dataset(samples: Samples) -> None:
+    large = {**LARGE, "captions": {"drop_tags": {"rate": 0.2}}}
     record = {
-        "recipe": shareable(samples.recipe(VALUES)),
+        "recipe": shareable(samples.recipe({**VALUES, "datasets": [SMALL, large]})),
         "model": {"base": "base"},
         "samples": {"number": 8},
     }
     rows = dict(training_rows(record, 400))
     assert rows["resolution"] == "1024"
     assert rows["dataset small"] == "resolution 512, caption dropout 0.5"
-    assert rows["dataset large"] == "mirrored"
+    assert rows["dataset large"] == "mirrored, tag dropout 0.2"

@@ -296,6 +296,31 @@ def test_C12_shuffling_that_changes_nothing_is_warned(
 
 
 @pytest.mark.parametrize(
+    ("settings", "captions", "is_effective"),
+    [
+        ({}, ["a; b; c; d", "e; f; g"], False),
+        ({"keep": 3}, ["a, b, c", "e, f"], False),
+        ({"keep": 3}, ["a, b, c, d", "e, f"], True),
+        ({"keep": 0}, ["a rose in a vase"], False),
+        # No tag is dropped by chance.
+        ({"rate": 0.0001}, ["a, b"], True),
+    ],
+)
+def test_C12_dropping_tags_that_changes_nothing_is_warned(
+    folder: Folder, settings: dict[str, Any], captions: list[str], is_effective: bool
+) -> None:
+    folder.captions = {"drop_tags": {"rate": 0.5, **settings}, "trigger": "sks"}
+    for number, caption in enumerate(captions):
+        folder.add(f"{number}.png", caption=caption)
+    folder.ingest()
+    finding = checked(folder)["caption_settings"]
+    assert finding.passed == is_effective, finding.summary
+    if not is_effective:
+        assert finding.numbers == {"num_rows": 1, "drop_tags": 1}
+        assert "set captions.drop_tags.separator" in finding.fix
+
+
+@pytest.mark.parametrize(
     ("placeholder", "caption", "left"),
     [
         ("[trigger]", "a photo of [Trigger] in snow", "[Trigger]"),
