@@ -9,11 +9,19 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+_OWN_KEYS = {
+    "buckets.resolution": ("resolution", "resolutions"),
+    "latents.flip": ("flip",),
+    "text.caption_dropout": ("caption_dropout",),
+}
+"""Keys of a dataset that would replace a chosen setting of the recipe."""
+
 
 def with_settings(text: str, settings: Mapping[str, Any], *, trigger: str | None = None) -> str:
     """Return the text of a recipe with other values of keys such as `training.lora.rank`.
 
-    A value of None removes the key. `trigger` becomes the trigger word of all datasets that are trained on.
+    A value of None removes the key. A chosen value applies to all datasets. `trigger` becomes the trigger
+    word of all datasets that are trained on.
     """
     yaml = YAML()
     yaml.preserve_quotes = True
@@ -33,6 +41,9 @@ def with_settings(text: str, settings: Mapping[str, Any], *, trigger: str | None
         else:
             section[last] = value
             _remove_comment(section, last)
+        for dataset in document["datasets"]:
+            for own in _OWN_KEYS.get(key, ()):
+                dataset.pop(own, None)
     if trigger is not None:
         for dataset in document["datasets"]:
             if dataset.get("role", "train") == "train":

@@ -44,9 +44,11 @@ class DatasetDraft:
     def captions(self) -> dict[str, Any]:
         """Return the section `captions` of the recipe."""
         given = {key.removeprefix("captions."): self.keys[key] for key in self.keys if "captions." in key}
-        shuffle = {key.removeprefix("shuffle."): given.pop(key) for key in list(given) if "shuffle." in key}
-        if "variants" in shuffle:  # the other keys of the section do not enable shuffling
-            given["shuffle"] = shuffle
+        for name in ("shuffle", "drop_tags"):
+            keys = [key for key in given if key.startswith(f"{name}.")]
+            section = {key.removeprefix(f"{name}."): given.pop(key) for key in keys}
+            if section.keys() & {"variants", "rate"}:  # the other keys of the section do not enable it
+                given[name] = section
 
         source, text = given.pop("from", "sidecar"), given.pop("text", "")
         suffixes, given_fallback = self.images.suffixes, given.pop("fallback", None)

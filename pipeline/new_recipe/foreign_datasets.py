@@ -22,6 +22,9 @@ _DATASET = "datasets."
 
 _RESOLUTION = "buckets.resolution"
 
+_OF_DATASETS = {_RESOLUTION: "resolution", "latents.flip": "flip", "text.caption_dropout": "caption_dropout"}
+"""Recipe keys for all datasets, with the key of a dataset that replaces each."""
+
 _OTHER_IMAGES = ("mask_path", "control_path", "inpaint_path", "unconditional_path", "clip_image_path")
 """Settings that name folders of images which belong to the training images."""
 
@@ -44,6 +47,13 @@ class _Converted:
     keys: dict[str, Any] = field(default_factory=dict[str, Any])
     sources: dict[str, str] = field(default_factory=dict[str, str])
     lost: list[str] = field(default_factory=list[str])
+
+    def move(self, key: str, new_key: str | None) -> None:
+        """Give the value of a key to another one, or remove the key; nothing without a value."""
+        for values in (self.keys, self.sources):
+            value = values.pop(key, None)
+            if value is not None and new_key is not None:
+                values[new_key] = value
 
 
 @dataclass
@@ -114,9 +124,9 @@ def draft_from_config(file: Path, *, max_references: int | None = None) -> Recip
             fix="correct the paths in the file, or pass the folder of the images with --images",
         )
     parts = _merged(all_parts)
-    draft.datasets = [part.dataset for part in parts]
     draft.taken = [f"{', '.join(part.labels)}: {', '.join(part.taken)}" for part in parts]
     _add_common_values(draft, parts)
+    draft.datasets = [part.dataset for part in parts]
 
     for name, value in config.others.items():
         if value not in _NOT_SET:
@@ -265,28 +275,49 @@ def _convert(trainer: str, entry: ForeignDataset, references: list[Path]) -> _Co
         elif rule and value not in _NOT_SET:
             converted.lost.append(f"{shown}: {rule}")
 
-    _settle_shuffling(converted, entry.folder_rules.keep_tags)
+    _settle_tags(converted, entry)
     return converted
 
 
-def _settle_shuffling(converted: _Converted, keep_tags: int) -> None:
-    # The details of shuffling do not enable it, and the default of tags that stay is the trainer's.
-    section = "datasets.captions.shuffle."
-    if f"{section}variants" in converted.keys:
-        converted.keys.setdefault(f"{section}keep", keep_tags)
+def _settle_tags(converted: _Converted, entry: ForeignDataset) -> None:
+    """Leave the details of tags in the section that counts: `shuffle`, `drop_tags`, or none."""
+    shuffle, drop = "datasets.captions.shuffle.", "datasets.captions.drop_tags."
+    if not entry.settings.get("text.tag_dropout_enable", True):
+        converted.move(f"{drop}rate", None)
+    elif (mode := entry.settings.get("text.tag_dropout_mode", "RANDOM")) != "RANDOM":
+        converted.lost.append(f"tag_dropout_mode {mode}: each tag is dropped with the same probability")
+
+    # The details enable neither, and the default of tags that stay is the trainer's.
+    if f"{shuffle}variants" in converted.keys:
+        converted.keys.setdefault(f"{shuffle}keep", entry.folder_rules.keep_tags)
+        if f"{drop}rate" in converted.keys and converted.keys.get(f"{drop}keep"):
+            text = converted.sources[f"{drop}keep"]
+            converted.lost.append(f"{text}: captions.shuffle.keep counts for dropped tags too")
+        converted.move(f"{drop}keep", None)
         return
-    for key in [key for key in converted.keys if key.startswith(section)]:
-        del converted.keys[key], converted.sources[key]
+    is_dropped = f"{drop}rate" in converted.keys
+    for name in ("keep", "separator"):
+        converted.move(f"{shuffle}{name}", f"{drop}{name}" if is_dropped else None)
+    if is_dropped:
+        converted.keys.setdefault(f"{drop}keep", entry.folder_rules.keep_tags)
+    else:
+        converted.move(f"{drop}keep", None)
 
 
 def _add_common_values(draft: RecipeDraft, parts: list[_Part]) -> None:
-    # A recipe has these settings once for all datasets, so the datasets must agree on them.
+    # A setting that the datasets agree on is one for all of them. Some settings may differ between datasets.
     for key in dict.fromkeys(key for part in parts for key in part.common):
         given = [part.common[key] for part in parts if key in part.common]
         value = given[0][1]
         if len(given) == len(parts) and all(each == value for _, each in given):
             draft.keys[key] = value
             draft.taken.append(f"all datasets: {given[0][0]} ({key}: {_shown(value)})")
+            continue
+        if (own := _OF_DATASETS.get(key)) is not None:
+            for part in (part for part in parts if key in part.common):
+                text, value = part.common[key]
+                part.dataset = replace(part.dataset, keys={**part.dataset.keys, own: value})
+                draft.taken.append(f"{', '.join(part.labels)}: {text} (datasets[].{own})")
             continue
         shown = ", ".join(dict.fromkeys(_shown(each) for _, each in given))
         shown += "" if len(given) == len(parts) else " in some datasets"

@@ -35,6 +35,13 @@ def _fraction(value: Any) -> float:
     return float(value)
 
 
+def _rate(value: Any) -> float | None:
+    rate = float(value)
+    if not 0 <= rate <= 1:
+        raise ValueError("it must be between 0 and 1")
+    return rate or None
+
+
 def _loss_weight(value: Any) -> float | None:
     weight = float(value)
     if weight <= 0 or not math.isfinite(weight):
@@ -79,6 +86,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "extra_repeats": lambda value: _repeats(float(value) + 1),
     "count": int,
     "fraction": _fraction,
+    "rate": _rate,
     "loss_weight": _loss_weight,
     "ratio": _ratio,
     "variants": lambda value: _DEFAULT_VARIANTS if value else None,

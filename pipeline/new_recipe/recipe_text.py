@@ -164,7 +164,7 @@ def recipe_text(name: str, draft: RecipeDraft, base: str, size: ModelResolution)
 #   {RUN_RECIPE} {name}
 
 datasets:
-{_datasets_text(name, draft.datasets)}
+{_datasets_text(name, draft.datasets, size)}
 cache_dir: .cache/latentline           # latents and text embeddings; recipes can share it
 output_dir: outputs/{name}
 
@@ -194,16 +194,21 @@ def rounded_resolutions(resolutions: Sequence[int], size: ModelResolution) -> li
 
 
 def resolution_remarks(draft: RecipeDraft, size: ModelResolution) -> list[str]:
-    """Return a line for the terminal if the recipe's resolutions differ from the draft's."""
-    given = draft.keys.get("buckets.resolution", [])
-    rounded = rounded_resolutions(given, size)
-    if rounded == sorted(given):
-        return []
-    shown, before = (", ".join(map(str, each)) for each in (rounded, given))
-    return [f"buckets.resolution: {shown} instead of {before}, because it must be a multiple of {size.step}"]
+    """Return a line for the terminal for each resolution of the recipe that differs from the draft's."""
+    all_given = {"buckets.resolution": draft.keys.get("buckets.resolution", [])}
+    all_given |= {f"{each.name}: resolution": each.keys.get("resolution", []) for each in draft.datasets}
+    remarks: list[str] = []
+    for key, given in all_given.items():
+        rounded = rounded_resolutions(given, size)
+        if rounded != sorted(given):
+            shown, before = (", ".join(map(str, each)) for each in (rounded, given))
+            remarks.append(
+                f"{key}: {shown} instead of {before}, because it must be a multiple of {size.step}"
+            )
+    return remarks
 
 
-def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft]) -> str:
+def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft], size: ModelResolution) -> str:
     names = dataset_names((each.name for each in datasets), otherwise=recipe_name)
     lines: list[str] = []
     for name, each in zip(names, datasets, strict=True):
@@ -217,6 +222,9 @@ def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft]) -> str:
             lines.append(f"    images: {_quoted(path_in_recipe(each.images.folder))}")
         lines += [f"    exclude: {_yaml(list(each.images.exclude))}"] if each.images.exclude else []
         others = {key: value for key, value in each.keys.items() if not key.startswith("captions.")}
+        if "resolution" in others:
+            resolutions = rounded_resolutions(others.pop("resolution"), size)
+            others |= {"resolutions": resolutions} if len(resolutions) > 1 else {"resolution": resolutions[0]}
         lines += [
             f"    {key}: {_yaml(value)}" for key, value in others.items() if (key, value) != ("repeats", 1)
         ]
@@ -263,6 +271,8 @@ def _buckets_text(draft: RecipeDraft, size: ModelResolution) -> str:
         buckets["resolution"] = resolutions[0]
         if len(resolutions) > 1:
             buckets = {"resolutions": resolutions, "per_image": "each", "step": size.step}
+    elif any(len(rounded_resolutions(each.keys.get("resolution", []), size)) > 1 for each in draft.datasets):
+        buckets["per_image"] = "each"
     return f"buckets: {_yaml({**buckets, **_section(draft, 'buckets')})}   # {comment}"
 
 

@@ -61,9 +61,9 @@ Some things work differently, or need another step:
   [prior preservation](recipe_guide.md#prior-preservation). `weight` sets its share of the training samples.
 - **Masks** are excluded, so that they are not trained on as pictures, but not used either. To use them, add
   [`datasets[].mask`](recipe_guide.md#masks).
-- **Settings that a recipe has only once**, for all datasets (resolution, mirroring, caption dropout), are
-  taken over if all of your datasets agree on them. The same images at several resolutions become one dataset
-  with `buckets.resolutions`.
+- **Resolution, mirroring and caption dropout** are settings of the recipe if all of your datasets agree on
+  them, and settings of each dataset otherwise. The same images at several resolutions become one dataset with
+  `resolutions`.
 - **Shuffled tags.** Captions are encoded before training, so a fixed number of orders (`variants`) is chosen
   for each caption. Prefix and postfix keep their place.
 - **`loss.weighting: debiased` with v-prediction** follows the paper: the weight of an error of the predicted

@@ -8,19 +8,68 @@ from pathlib import Path
 import pytest
 
 from demo.tiny_models import make_tiny_flux2_klein, make_tiny_flux_kontext
+from pipeline.recipe import DropTagsSettings, ShuffleSettings
 from tests.pipeline.new_recipe.foreign_projects import as_dict, directories, images, taken_over
 from tests.trainer_projects import PROJECTS
 
 
-def test_datasets_with_different_resolutions_are_reported(configs: Path, tmp_path: Path) -> None:
+def test_datasets_with_different_resolutions_keep_their_own(configs: Path, tmp_path: Path) -> None:
     images(tmp_path / "a", 3, ".txt")
     images(tmp_path / "b", 3, ".txt")
-    (tmp_path / "dataset.toml").write_text(directories("a", "b", resolutions="[512];[768]"))
+    (tmp_path / "dataset.toml").write_text(directories("a", "b", resolutions="[500];[512, 768]"))
     recipe, output = taken_over(configs, tmp_path / "dataset.toml")
     assert [each.name for each in recipe.datasets] == ["a", "b"]
-    assert recipe.buckets.resolution == 1024
-    assert "buckets.resolution [512], [768]: a recipe has one value for all datasets" in output
-    assert "resolutions [512]" not in output
+    assert [(each.resolution, each.resolutions) for each in recipe.datasets] == [
+        (512, ()),
+        (None, (512, 768)),
+    ]
+    assert (recipe.buckets.resolution, recipe.buckets.per_image) == (1024, "each")
+    assert "dataset 1: resolutions [500] (datasets[].resolution)" in output
+    assert "a: resolution: 512 instead of 500, because it must be a multiple of 64" in output
+
+
+SUBSETS = """
+[[datasets]]
+[[datasets.subsets]]
+image_dir = "a"
+flip_aug = true
+caption_dropout_rate = 0.2
+caption_tag_dropout_rate = 0.1
+keep_tokens = 2
+[[datasets.subsets]]
+image_dir = "b"
+caption_dropout_rate = 0.0
+shuffle_caption = true
+caption_tag_dropout_rate = 0.3
+"""
+
+
+def test_mirroring_and_dropout_of_captions_and_tags_are_taken_over_for_each_dataset(
+    configs: Path, tmp_path: Path
+) -> None:
+    images(tmp_path / "a", 3, ".txt")
+    images(tmp_path / "b", 3, ".txt")
+    (tmp_path / "dataset.toml").write_text(SUBSETS)
+    recipe, output = taken_over(configs, tmp_path / "dataset.toml")
+    a, b = recipe.datasets
+    assert recipe.mirrored_datasets == ["a"]
+    assert recipe.caption_dropouts == {"a": 0.2, "b": 0.0}
+    assert a.captions.drop_tags == DropTagsSettings(rate=0.1, keep=2)
+    assert b.captions.shuffle == ShuffleSettings(variants=4, keep=0)
+    assert b.captions.drop_tags == DropTagsSettings(rate=0.3)
+    assert "not taken over" not in output
+
+
+def test_tag_dropout_that_is_off_is_not_taken_over(configs: Path, tmp_path: Path) -> None:
+    images(tmp_path / "a", 2, ".txt")
+    concept = {"path": str(tmp_path / "a"), "text": {"tag_dropout_probability": 0.5}}
+    for is_on, mode in ((False, "FULL"), (True, "RANDOM"), (True, "FULL")):
+        concept["text"] |= {"tag_dropout_enable": is_on, "tag_dropout_mode": mode}
+        (tmp_path / "concepts.json").write_text(json.dumps([concept]))
+        (configs / "roses.yaml").unlink(missing_ok=True)
+        recipe, output = taken_over(configs, tmp_path / "concepts.json")
+        assert (recipe.datasets[0].captions.drop_tags is not None) == is_on
+        assert ("tag_dropout_mode FULL" in output) == (is_on and mode == "FULL")
 
 
 def test_the_same_images_at_two_resolutions_become_one_dataset(configs: Path, tmp_path: Path) -> None:
