@@ -27,7 +27,7 @@ MAX_ROWS = 50
 """Maximum number of rows shown per finding; `numbers["num_rows"]` holds the total."""
 
 MAX_NAMED_ROWS = 5
-"""Maximum number of rows per gate in the error that the terminal shows."""
+"""Maximum number of lines per gate, and of samples per line, in the error that the terminal shows."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +176,29 @@ def _new_lines(fix: str, known: Iterable[str]) -> str:
 
 
 def _row_lines(finding: Finding) -> list[str]:
-    # Without the fixes of rows, which the finding's own fix repeats.
-    lines = [
-        ", ".join(str(value) for name, value in row.items() if name != "fix" and value not in (None, ""))
-        for row in finding.rows[:MAX_NAMED_ROWS]
-    ]
-    more = int(finding.numbers.get("num_rows", len(lines))) - len(lines)
+    # Samples with the same reason are one line, which several gates often have in common.
+    groups: dict[object, list[dict[str, Any]]] = {}
+    for place, row in enumerate(finding.rows):
+        reason = _reason(row) if "sample_id" in row else ""
+        groups.setdefault(reason or place, []).append(row)
+    shown = list(groups.values())[:MAX_NAMED_ROWS]
+    lines = [_group_line(rows) for rows in shown]
+    more = int(finding.numbers.get("num_rows", len(finding.rows))) - sum(map(len, shown))
     return [*lines, f"and {more:,} more for {finding.name}"] if more > 0 else lines
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    return row.get("reason") or row.get("problem") or ""
+
+
+def _group_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    if len(rows) == 1:
+        # Without the fix of the row, which the finding's own fix repeats.
+        values = (value for name, value in rows[0].items() if name != "fix" and value not in (None, ""))
+        return ", ".join(map(str, values))
+    names = ", ".join(str(row["sample_id"]) for row in rows[:MAX_NAMED_ROWS])
+    more = len(rows) - MAX_NAMED_ROWS
+    return f"{_reason(rows[0])}: {names}" + (f" and {more:,} more" if more > 0 else "")
 
 
 def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) -> Path:

@@ -151,6 +151,24 @@ def test_O02_a_fix_that_several_gates_share_and_the_page_of_the_images_are_named
     ]
 
 
+def test_O02_samples_with_the_same_reason_are_one_line_which_gates_share() -> None:
+    missing: list[dict[str, object]] = [
+        {"sample_id": f"d/{i}.png", "reason": "caption_missing", "detail": f"there is no {i}.txt"}
+        for i in range(7)
+    ]
+    broken: dict[str, object] = {"sample_id": "d/x.png", "reason": "undecodable", "detail": "no PNG"}
+    gates = [
+        closed_gate("captions_present", "write them", missing, 7),
+        closed_gate("rejected_fraction", "raise it", [*missing, broken], 60),
+    ]
+    assert closed_gates_error({"small/validated_dataset": gates}).where.splitlines() == [
+        "asset small/validated_dataset",
+        "caption_missing: d/0.png, d/1.png, d/2.png, d/3.png, d/4.png and 2 more",
+        "d/x.png, undecodable, no PNG",
+        "and 52 more for rejected_fraction",
+    ]
+
+
 def result(name: str, *, passed: bool, severity: Severity = "error") -> Finding:
     return Finding(
         name, passed, severity, "3 of 4", "do it again", [{"path": Path("a.png")}], {"num_rows": 1}
