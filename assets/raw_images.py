@@ -39,6 +39,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
         from pipeline.raw_images.walk import require_folders
         from pipeline.storage.tables import Tables
         from pipeline.trained_lora.start_file import require_start_file
+        from pipeline.trained_lora.supported_settings import require_supported_settings
 
         def materialize() -> MaterializeResult[Any]:
             # Mistakes in settings and paths fail before an image is read.
@@ -47,7 +48,9 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
             require_preview_prompts(recipe)
             require_references(recipe)
             require_training_settings(recipe)
-            require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
+            trained = with_overrides(recipe, _training_overrides(context, recipe))
+            require_supported_settings(trained)
+            require_start_file(trained)
             for dataset in recipe.datasets:
                 require_folders(dataset)
             result = scan(recipe, Tables(recipe.output_dir, log=run_log(context)), log=run_log(context))

@@ -46,6 +46,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "masks": ({"dataset": {"mask": {"path": "/gone/masks"}}}, "correct datasets[].mask.path in the recipe"),
     "component": ({"model": {"components": {"vae": "models/no_vae"}}}, "models/no_vae does not exist"),
     "training adapter": ({"model": {"training_adapter": "gone.safetensors"}}, "gone.safetensors does not"),
+    "modules": ({"training": {"lora": {"modules": ["*.to_qq"]}}}, "the pattern *.to_qq matches no layer"),
+    "objective": ({"training": {"timesteps": {"shift": 3.0}}}, "training.timesteps.shift"),
     "start file": ({"training": {"lora": {"start_from": "/gone.safetensors"}}}, "/gone.safetensors"),
 }
 
