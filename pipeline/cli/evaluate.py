@@ -45,7 +45,7 @@ def command(recipe: Recipe, run: str | None, steps: Any) -> None:
         echo("\nStopped. Pictures that are complete are in the cache.", err=True)
         echo("  fix:   run the command again, which draws the others", err=True)
         sys.exit(STOPPED_STATUS)
-    _show(recipe, report)
+    _show(recipe, report, run)
     echo(f"pictures and report: {recipe.output_dir / 'reports' / 'evaluation'}")
 
 
@@ -78,7 +78,7 @@ def _evaluate(recipe: Recipe, request: Request) -> Report:
     return result.report
 
 
-def _show(recipe: Recipe, report: Report) -> None:
+def _show(recipe: Recipe, report: Report, run: str | None) -> None:
     from pipeline.evaluation.numbers import NUMBERS
 
     echo(f"{'step':>8} {'strength':>8}" + "".join(f" {name:>24}" for name in NUMBERS))
@@ -88,8 +88,11 @@ def _show(recipe: Recipe, report: Report) -> None:
     for name, reason in report["absent"].items():
         echo(f"{name} is not measured: {reason}")
     echo(report["why"])
-    if report["decided"]:
-        echo(f"latentline export {recipe.name} --step {report['chosen_step']} publishes it")
+    if "published" in report:
+        echo(report["published"])
+    elif report["decided"]:
+        run = "" if run is None else f" --run {run}"
+        echo(f"latentline export {recipe.name} --best{run} publishes it")
 
 
 def _interval_text(number: dict[str, Any] | None) -> str:

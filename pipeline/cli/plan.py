@@ -242,6 +242,8 @@ def _show_pictures(pictures: PictureForecast) -> None:
     if pictures.seconds is not None:
         duration = f"about {seconds_text(pictures.seconds)} plus the start"
     echo(f"{line}; {duration}")
+    if pictures.publishes:
+        echo(f"{'':16} {pictures.publishes}")
 
 
 def show_memory(memory: MemoryForecast) -> None:

@@ -37,6 +37,11 @@ class Request:
     run: str | None = None
     steps: Steps | None = None
 
+    @property
+    def is_default(self) -> bool:
+        """Whether the evaluation is the one of the recipe's job."""
+        return self == Request()
+
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -25,6 +25,7 @@ from pipeline.evaluation.known_entries import entry_rows, read_known, write_know
 from pipeline.evaluation.numbers import measure
 from pipeline.evaluation.pictures import picture_requests, picture_table
 from pipeline.evaluation.prepare import Evaluation, Request, prepare_evaluation
+from pipeline.evaluation.publishing import publish_choice
 from pipeline.evaluation.references import reference_images
 from pipeline.evaluation.report import write_pictures
 from pipeline.evaluation.scorers import resolve_scorers
@@ -50,7 +51,7 @@ def evaluate(recipe: Recipe, request: Request, tables: Tables, *, launch: Launch
         ModelError: A model cannot be found or loaded.
         RecipeError: A prompt does not suit the base model.
         StoreError: The cache cannot be read or written.
-        TrainingError: No run has a LoRA.
+        TrainingError: No run has a LoRA, or the chosen step cannot be published.
     """
     watch = Stopwatch()
     evaluation = prepare_evaluation(recipe, request, log=log)
@@ -80,6 +81,11 @@ def evaluate(recipe: Recipe, request: Request, tables: Tables, *, launch: Launch
     measured = measure(scored)
     choice = choose(measured, evaluation.settings.limits.model_dump())
     write_pictures(evaluation, pictures, measured, choice)
+    published = dict[str, Any]()
+    if recipe.publishes_best and request.is_default:
+        # Before the report: a job that dies in between publishes the same step again.
+        step, text = publish_choice(recipe, evaluation.run, choice, log=log)
+        published = {"published_step": step, "published": text}
 
     table = measured.scores.with_columns(run=pl.lit(evaluation.run))
     table = table.select(pl.col(name).cast(kind) for name, kind in SCHEMAS[ASSET].items())
@@ -90,6 +96,7 @@ def evaluate(recipe: Recipe, request: Request, tables: Tables, *, launch: Launch
         "decided": choice.decided,
         "why": choice.why,
         "best_step": choice.best,
+        **published,
         "steps": [each.as_json() for each in measured.steps],
         "by_scorer": {name: [each.as_json() for each in steps] for name, steps in measured.by_scorer.items()},
         "absent": dict(measured.absent),

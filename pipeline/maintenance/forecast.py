@@ -167,6 +167,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
     captions = text_rows(entries, valid.table)
     lengths = _with_lengths(entries, captions, known_text)
     warnings += _cache_warnings(entries, requests, known_latents, lengths)
+    training = None if closed else forecast_training(entries, requests, captions, continue_run=continue_run)
     return Forecast(
         samples=requests["sample_id"].n_unique(),
         rejected=dict(Counter(reasons)),
@@ -181,10 +182,8 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
         },
         warnings=warnings,
         unknown_lengths=lengths["num_cut"].null_count(),
-        training=None
-        if closed
-        else forecast_training(entries, requests, captions, continue_run=continue_run),
-        evaluation=forecast_pictures(entries, valid.table),
+        training=training,
+        evaluation=forecast_pictures(entries, valid.table, training and training.action),
     )
 
 

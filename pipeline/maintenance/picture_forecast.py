@@ -11,12 +11,14 @@ import polars as pl
 from pipeline.encoding.speed import recorded_speed
 from pipeline.evaluation.pictures import drawing_cost
 from pipeline.evaluation.prompts import evaluation_prompts
+from pipeline.evaluation.publishing import expected_publication
 from pipeline.text_embeddings.caption_rows import text_rows
 from pipeline.validated_dataset.holdout import held_out, times_drawn
 
 if TYPE_CHECKING:
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import Recipe
+    from pipeline.trained_lora.next_action import NextAction
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class PictureForecast:
         pictures: Number of all pictures, with the base model's. Pictures in the cache are not drawn again.
         seconds: Time to draw them, without process start, model loading and scoring. None if no speed was
             measured on this machine yet.
+        publishes: Step that is published after the evaluation, in words; None unless `evaluation.publish` is
+            best.
     """
 
     prompts: int
@@ -37,12 +41,16 @@ class PictureForecast:
     steps: int
     pictures: int
     seconds: float | None
+    publishes: str | None = None
 
 
-def forecast_pictures(entries: RecipeEntries, valid: pl.DataFrame) -> PictureForecast | None:
+def forecast_pictures(
+    entries: RecipeEntries, valid: pl.DataFrame, action: NextAction | None = None
+) -> PictureForecast | None:
     """Return the pictures of the recipe's evaluation, or None for a recipe without one.
 
-    `valid` is the table validated_dataset as the next job would write it.
+    `valid` is the table validated_dataset as the next job would write it. `action` is what its training does;
+    None if a gate would close.
     """
     recipe = entries.recipe
     if recipe.evaluation is None:
@@ -66,6 +74,7 @@ def forecast_pictures(entries: RecipeEntries, valid: pl.DataFrame) -> PictureFor
         steps=steps,
         pictures=per_step * passes,
         seconds=None if speed is None else speed * cost,
+        publishes=expected_publication(recipe, action) if action and recipe.publishes_best else None,
     )
 
 

@@ -112,6 +112,8 @@ def fetch_stage(outputs: OutputFolder, asset: str, *, checks_only: bool) -> None
     if asset == "evaluation" and not checks_only:
         # The stage itself fetches the LoRA files of its steps.
         outputs.fetch(_EVALUATION_ENTRIES, "lora/provenance.json", EXPORTED_STEP)
+        # A closed gate of the training publishes nothing.
+        outputs.fetch(report_file("trained_lora_checks"))
         outputs.fetch_listed(run_records(outputs))
     outputs.fetch(*map(table_file, tables), *map(report_file, reports), _STAGE_REJECTIONS, *index)
     if not checks_only:

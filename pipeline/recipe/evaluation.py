@@ -204,6 +204,11 @@ class EvaluationSettings(Settings):
         description="Models that compare pictures with images and texts: dino, clip, siglip, or import "
         "paths.",
     )
+    publish: Literal["last", "best"] = Field(
+        default="last",
+        description="Step that a job publishes in lora/. best: the one that the evaluation chooses, or the "
+        "last one if it chooses none. A step of `latentline export` stays.",
+    )
     limits: LimitSettings = Field(
         default_factory=LimitSettings, description="Values that a chosen step must not exceed."
     )

@@ -500,6 +500,11 @@ class Recipe(RecipeFile):
         """Address of the outputs, or their folder if they are local."""
         return self.output_address if isinstance(self.output_address, Url) else self.output_dir
 
+    @property
+    def publishes_best(self) -> bool:
+        """Whether a job publishes the step that its evaluation chooses, and not the last one."""
+        return self.evaluation is not None and self.evaluation.publish == "best"
+
 
 def all_keys() -> Iterator[str]:
     """Yield the dotted name of every key of a recipe, each section before its own keys."""

@@ -161,7 +161,7 @@ KEYS = {
         ),
         *_keys(
             "evaluation",
-            "pictures steps strengths",
+            "pictures steps strengths publish",
         ),
         *_keys(
             "evaluation.prompts",

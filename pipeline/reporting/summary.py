@@ -157,10 +157,15 @@ def _next_lines(run: RunResult) -> list[tuple[str, str]]:
     if report is None:
         is_cached = {"vae_latents", "text_embeddings"} <= run.reports.keys()
         return [("next", f"{RUN_RECIPE} {run.recipe}   trains the LoRA")] if is_cached else []
-    sample, export = f"latentline sample {run.recipe} --step all", f"latentline export {run.recipe} --step N"
+    evaluation = run.reports.get("evaluation") or {}
+    export, effect = "--step N", "publishes the best step in lora/"
+    if "published" in evaluation:
+        effect = "publishes another step in lora/"
+    elif evaluation.get("decided"):
+        export, effect = "--best", f"publishes step {evaluation['chosen_step']:,} in lora/"
     return [
-        ("next", f"{sample}   draws pictures at each saved step"),
-        ("", f"{export}   publishes the best step in lora/"),
+        ("next", f"latentline sample {run.recipe} --step all   draws pictures at each saved step"),
+        ("", f"latentline export {run.recipe} {export}   {effect}"),
     ]
 
 
@@ -170,4 +175,5 @@ def _evaluation_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
         return []
     drawn, reused = int(report["pictures_encoded"]), int(report["pictures_reused"])
     pictures = counted(drawn, "picture") + f" drawn, {reused:,} reused"
-    return [("evaluation", f"{pictures}; {report['why']}")]
+    lines = [("evaluation", f"{pictures}; {report['why']}")]
+    return [*lines, ("published", report["published"])] if "published" in report else lines

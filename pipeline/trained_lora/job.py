@@ -89,13 +89,14 @@ class TrainingJob:
         """The run's folder, `output_dir/runs/<run>`."""
         return run_folder(self.recipe.output_dir, self.run)
 
-    def plan(self) -> TrainingPlan:
-        """Return the run's plan, which is the same in every process.
+    def plan(self, steps: int | None = None) -> TrainingPlan:
+        """Return the run's plan, which is the same in every process, or only its first `steps` steps.
 
         Raises:
             TrainingError: No inputs are left to train on.
         """
-        return TrainingPlan(plan_inputs(self.inputs), plan_settings(self.recipe, self.inputs))
+        # The plan of a shorter run begins with the same steps.
+        return TrainingPlan(plan_inputs(self.inputs), plan_settings(self.recipe, self.inputs, steps=steps))
 
     def write(self) -> Path:
         """Write the job's files into the run's folder, and return the argument of `read_job`."""
@@ -180,7 +181,7 @@ def plan_inputs(inputs: TrainingInputs) -> PlanInputs:
 
 
 def plan_settings(recipe: Recipe, inputs: TrainingInputs, *, steps: int | None = None) -> PlanSettings:
-    """Return the plan's settings, with `steps` in place of `training.steps` if the recipe counts epochs."""
+    """Return the plan's settings, with `steps` in place of `training.steps` if it is not None."""
     training = recipe.training
     return PlanSettings(
         steps=training.num_steps if steps is None else steps,

@@ -31,6 +31,8 @@ from pipeline.trained_lora.run_folder import (
     RunLayout,
     checkpoint_name,
     complete_steps,
+    hold_idle_run,
+    run_folder,
 )
 
 if TYPE_CHECKING:
@@ -105,9 +107,9 @@ class RunUpload:
             self._fetch_state(infos)
         self._note_uploaded(infos)
         self._outputs.fetch(EXPORTED_STEP)
-        step = exported_step(self._recipe.output_dir, self._layout.folder.name)
-        if step is not None:
-            fetch_lora(self._outputs, self._layout, step)
+        exported = exported_step(self._recipe.output_dir, self._layout.folder.name)
+        if exported is not None:
+            fetch_lora(self._outputs, self._layout, exported.step)
 
     @contextmanager
     def publishing(self) -> Generator[None]:
@@ -347,6 +349,28 @@ def require_idle_at_address(outputs: OutputFolder, run: str) -> None:
             where=outputs.where(name),
             fix="wait until it has finished; if that machine has stopped for good, delete this file",
         )
+
+
+@contextmanager
+def replacing_lora(recipe: Recipe, run: str, log: Log, *, step: int | None = None) -> Generator[None]:
+    """Hold a run that nobody trains and `lora/` for the body, which publishes a LoRA of the run.
+
+    With outputs at an address, the files of the run and the LoRA of `step` are fetched before the body, and
+    `lora/` is uploaded after it.
+
+    Raises:
+        StoreError: The service does not answer.
+        TrainingError: The run does not exist, or is being trained.
+    """
+    outputs, layout = outputs_of(recipe, log), RunLayout(run_folder(recipe.output_dir, run))
+
+    # At an address, another machine may be training the run, and files here may be older than files there.
+    require_idle_at_address(outputs, run)
+    fetch_run(outputs, run)
+    if step is not None:
+        fetch_lora(outputs, layout, step)
+    with hold_idle_run(layout), hold_lora(outputs, log):
+        yield
 
 
 def _without_checkpoints(top: str, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -46,14 +46,8 @@ from pipeline.trained_lora.continued import (
     prepare_continued,
 )
 from pipeline.trained_lora.duration import expected_duration, record_duration
-from pipeline.trained_lora.export.earlier_step import (
-    exported_step,
-    forget_exported_step,
-    publish_step,
-)
-from pipeline.trained_lora.export.lora_files import (
-    LORA_FOLDER,
-)
+from pipeline.trained_lora.export.earlier_step import exported_step, forget_exported_step, publish_step
+from pipeline.trained_lora.export.lora_files import LORA_FOLDER
 from pipeline.trained_lora.export.publish import (
     accept_result,
     mark_finished,
@@ -74,10 +68,7 @@ from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
 from pipeline.trained_lora.run_upload import uploaded_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.start_file import require_start_file
-from pipeline.trained_lora.supported_settings import (
-    require_supported_settings,
-    require_trackers,
-)
+from pipeline.trained_lora.supported_settings import require_supported_settings, require_trackers
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.validated_dataset import checks as validated_dataset
 
@@ -231,7 +222,7 @@ def plan_run(
     require_preview_prompts(recipe, entries.family)
     require_references(recipe, entries.family)
     require_trackers(recipe.training)
-    resolve_training_adapter(recipe, log=log)
+    training_adapter = resolve_training_adapter(recipe, log=log)
 
     # A sample with a rejected caption has a latent all the same.
     rejected = Tables(recipe.output_dir).read_rejected("text_embeddings")
@@ -246,7 +237,7 @@ def plan_run(
         recipe=recipe,
         base=entries.model_folder,
         component_folders=entries.component_folders,
-        training_adapter=resolve_training_adapter(recipe),
+        training_adapter=training_adapter,
         run=run_id(facts),
         inputs=inputs,
         empty_text=entries.text_spec(""),
@@ -279,10 +270,7 @@ def trained_table(latents: pl.DataFrame, job: TrainingJob, *, first_step: int = 
     # The plan counts trained inputs only, in the order of the table.
     shown = job.plan().times_seen()
     if first_step:
-        training = job.recipe.training.model_copy(update={"steps": first_step})
-        shorter = replace(job, recipe=job.recipe.model_copy(update={"training": training}))
-        # A shorter plan begins with the same steps.
-        shown = shown - shorter.plan().times_seen()
+        shown = shown - job.plan(first_step).times_seen()
     times_seen[~inputs["held_out"].to_numpy()] = shown
     caption_hashes = [" ".join(map(caption_hash, captions)) for captions in inputs["captions"]]
 
@@ -423,23 +411,23 @@ def _publish(job: TrainingJob, finished: dict[str, Any], *, source: Source, log:
     """Publish the run's LoRA to `lora/` and return its step."""
     recipe, layout = job.recipe, RunLayout(job.folder)
 
-    # If nothing has changed, a step that `latentline export` published stays.
-    earlier_step = exported_step(recipe.output_dir, job.run) if source == "finished run" else None
-    if earlier_step is None:
+    # If nothing has changed, the step that a person or the last evaluation chose stays.
+    exported = exported_step(recipe.output_dir, job.run) if source == "finished run" else None
+    if exported is None or (exported.automatic and not recipe.publishes_best):
         if replaced_step := forget_exported_step(recipe.output_dir):
             log(f"lora/ held step {replaced_step[1]} of run {replaced_step[0]}, which this run replaces")
         names = publish(layout, recipe.output_dir / LORA_FOLDER, finished)
         log(f"lora/ holds run {job.run}: " + (f"wrote {', '.join(names)}" if names else "unchanged"))
         return finished["steps"]
 
-    # A person chose this step; only a new training or `--latest` replaces it.
-    names = publish_step(recipe.output_dir, job.run, earlier_step)
+    names = publish_step(recipe.output_dir, exported)
+    chosen = "chosen by its evaluation" if exported.automatic else "as exported"
     change = f"wrote {', '.join(names)}" if names else "unchanged"
     log(
-        f"lora/ holds step {earlier_step} of run {job.run}, as exported: {change}; "
+        f"lora/ holds step {exported.step} of run {job.run}, {chosen}: {change}; "
         f"latentline export {recipe.name} --latest publishes the last step"
     )
-    return earlier_step
+    return exported.step
 
 
 def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Report:

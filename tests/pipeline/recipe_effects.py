@@ -227,6 +227,7 @@ EFFECTS: dict[str, Effect] = {
             "pictures": {"pictures": 2},
             "steps": {"steps": "last"},
             "strengths": {"strengths": [0.5]},
+            "publish": {"publish": "best"},
             "scorers.name": {"scorers": ["siglip"]},
             "scorers.weights": {"scorers": [{"name": "clip", "weights": "openai/clip-vit-base-patch32"}]},
             "scorers.revision": {"scorers": [{"name": "clip", "revision": "main"}]},

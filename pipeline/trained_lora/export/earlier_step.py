@@ -1,7 +1,7 @@
 """Publishing the LoRA of an earlier step, which stays in `lora/` until another run finishes.
 
 <output_dir>/runs/
-exported_step.json                   {"run": ..., "step": 500}; absent while `lora/` holds a run's last step
+exported_step.json                   the run and its step, see `ExportedStep`; absent for a last step
 <run>/checkpoints/step-00000500/     the LoRA files and their hashes
 <run>/exported_step/                 model card, previews, provenance and table of samples at that step
 """
@@ -9,9 +9,9 @@ exported_step.json                   {"run": ..., "step": 500}; absent while `lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -53,15 +53,33 @@ EXPORTED_STEP_FILE = "exported_step.json"
 
 _COMPANIONS_FOLDER = "exported_step"
 
+_KEYS = {"run", "step", "why", "automatic"}
 
-def exported_step(output_dir: Path, run: str) -> int | None:
-    """Return the earlier step of `run` that was published last; None if the last step is to be published.
+
+@dataclass(frozen=True)
+class ExportedStep:
+    """A step in `lora/` that need not be the last one of its run.
+
+    Attributes:
+        why: Reason of the evaluation that chose the step; empty for a step of `latentline export --step`.
+        automatic: Whether an evaluation published it, because of `evaluation.publish: best`, and not a
+            person with `latentline export`.
+    """
+
+    run: str
+    step: int
+    why: str = ""
+    automatic: bool = False
+
+
+def exported_step(output_dir: Path, run: str) -> ExportedStep | None:
+    """Return the step of `run` that was published last; None if the last step is to be published.
 
     Raises:
         TrainingError: The record is damaged.
     """
-    record = _read_exported_step(output_dir)
-    return int(record["step"]) if record.get("run") == run else None
+    exported = _read_exported_step(output_dir)
+    return exported if exported is not None and exported.run == run else None
 
 
 def forget_exported_step(output_dir: Path) -> tuple[str, int] | None:
@@ -96,12 +114,13 @@ def exportable_run(output_dir: Path) -> str:
     return max(records, key=lambda path: path.stat().st_mtime_ns).parents[2].name
 
 
-def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
+def publish_step(output_dir: Path, exported: ExportedStep) -> list[str]:
     """Publish the LoRA of a checkpoint to `output_dir/lora`, and return the names of the replaced files.
 
     Raises:
         TrainingError: The run has no LoRA of this step, or its files are damaged.
     """
+    run, step = exported.run, exported.step
     layout = RunLayout(run_folder(output_dir, run))
     folder = lora_steps(layout).get(step)
     if folder is None:
@@ -113,11 +132,12 @@ def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
         raise _not_available(layout, f"the LoRA of step {step} is damaged: {reason}", without=step)
 
     # The run's own companions describe its last step.
-    companions = _write_companions(layout, step, {name: folder / name for name in hashes})
+    companions = _write_companions(layout, step, {name: folder / name for name in hashes}, why=exported.why)
     sources = {**{name: folder / name for name in hashes}, **companions}
 
     # The record comes first, so that a job after a crash publishes this step and not the last one.
-    write_checked(_record_path(output_dir), {"run": run, "step": step})
+    record = {name: value for name, value in asdict(exported).items() if value}
+    write_checked(_record_path(output_dir), record)
     return publish_files(sources, output_dir / LORA_FOLDER)
 
 
@@ -149,7 +169,9 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
     return steps, publish(layout, output_dir / LORA_FOLDER, finished)
 
 
-def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Path]) -> dict[str, Path]:
+def _write_companions(
+    layout: RunLayout, step: int, lora_files: Mapping[str, Path], *, why: str = ""
+) -> dict[str, Path]:
     """Write the files that accompany the LoRA of a step; return the path of each published name."""
     try:
         job = read_job(layout.folder / JOB_FILE)
@@ -179,6 +201,7 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
         # A run that has not finished has no record of its device yet.
         "device": read_record(layout.finished).get("device"),
         "files": files,
+        **({"why": why} if why else {}),
     }
     write_companions(folder, job, samples, record, has_sheet=sheet.is_file())
     return {
@@ -190,13 +213,9 @@ def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Pat
 
 
 def _samples_at(layout: RunLayout, job: TrainingJob, step: int) -> pl.DataFrame:
-    training = job.recipe.training.model_copy(update={"steps": step})
-
-    # The plan of a shorter run begins with the same steps, so it counts what this step has seen.
-    shorter = replace(job, recipe=job.recipe.model_copy(update={"training": training}))
     times_seen = (
         job.inputs.trained.table.select("sample_id")
-        .with_columns(times_seen=pl.Series(shorter.plan().times_seen(), dtype=pl.Int32))
+        .with_columns(times_seen=pl.Series(job.plan(step).times_seen(), dtype=pl.Int32))
         .group_by("sample_id")
         .agg(pl.col("times_seen").sum())
     )
@@ -216,19 +235,19 @@ def _not_available(layout: RunLayout, what: str, *, without: int | None = None) 
     return TrainingError(what, where=str(layout.checkpoints), fix=fix)
 
 
-def _read_exported_step(output_dir: Path) -> dict[str, Any]:
+def _read_exported_step(output_dir: Path) -> ExportedStep | None:
     path = _record_path(output_dir)
     try:
         record = read_checked(path)
-        if record.keys() != {"run", "step"}:
+        if not {"run", "step"} <= record.keys() <= _KEYS:
             raise ValueError(f"{path.name} must have the keys run and step")
+        return ExportedStep(**{**record, "run": str(record["run"]), "step": int(record["step"])})
     except FileNotFoundError:
-        return {}
-    except ValueError as err:
+        return None
+    except (ValueError, TypeError) as err:
         # Neither the last step nor a changed one may replace the step that a person chose.
         fix = "run latentline export <recipe> --latest, or --step with the step to publish"
         raise TrainingError(f"the exported step is unknown: {err}", where=str(path), fix=fix) from err
-    return record
 
 
 def _record_path(output_dir: Path) -> Path:

@@ -25,8 +25,18 @@ _EMPTY_PROMPT = [
 ]
 
 
-def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str], has_sheet: bool) -> str:
-    """Return the card as Markdown; with `has_sheet`, it shows `SHEET_FILE` and lists the headings."""
+def model_card(
+    record: Mapping[str, Any], *, steps: int, headings: Sequence[str], has_sheet: bool, why: str = ""
+) -> str:
+    """Return the card as Markdown.
+
+    Args:
+        record: Provenance of the LoRA.
+        steps: Number of steps that trained the LoRA.
+        headings: Prompts of the columns of `SHEET_FILE`.
+        has_sheet: Whether the card shows `SHEET_FILE`.
+        why: Reason for which an evaluation chose the step, if it did.
+    """
     has_zero_snr = _needs_zero_snr(record)
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 
@@ -59,6 +69,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, headings: Sequence[str]
         "| | |",
         "|---|---|",
         *(f"| {label} | {markdown_text(value)} |" for label, value in training_rows(record, steps)),
+        *([f"| chosen by its evaluation | {markdown_text(why)} |"] if why else []),
         "",
         "`latentline provenance <file>` prints its provenance: the recipe, model fingerprints",
         "and hashes of all images and captions. `--find <image or text file>` reports whether one was used.",

@@ -171,12 +171,14 @@ def write_companions(
 ) -> None:
     """Write the files that accompany LoRA files: their samples, model card and provenance.
 
-    `record` begins the provenance; its `steps` is the number of steps that trained the LoRA.
+    `record` begins the provenance; its `steps` is the number of steps that trained the LoRA, and `why` the
+    reason for which an evaluation chose them.
     """
     write_atomically(folder / SAMPLES_FILE, partial(write_rows, table))
 
     headings = [prompt.heading for prompt in job.prompts]
-    card = model_card(job.provenance, steps=record["steps"], headings=headings, has_sheet=has_sheet)
+    why = record.get("why", "")
+    card = model_card(job.provenance, steps=record["steps"], headings=headings, has_sheet=has_sheet, why=why)
     write_text(folder / CARD_FILE, card)
 
     values = {**record, **job.provenance}

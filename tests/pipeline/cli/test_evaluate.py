@@ -52,7 +52,7 @@ def test_the_command_prints_the_steps_and_the_reason_and_writes_table_report_and
     assert lines[1].split() == ["1,500", "1", "0.250", "(0.125", "to", "0.375)", "-", "-", "-"]
     assert "copies is not measured: the holdout has a single image" in lines
     assert "step 1500 is the best of 1" in lines
-    assert "latentline export flowers --step 1500 publishes it" in lines
+    assert "latentline export flowers --best --run abc publishes it" in lines
 
     assert Tables(tmp_path / "out").read("evaluation").is_empty()
     written = read_report(tmp_path / "out", "evaluation")

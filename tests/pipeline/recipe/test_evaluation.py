@@ -107,7 +107,8 @@ def test_references_of_prompts_are_relative_to_the_project(tmp_path: Path) -> No
             "remove revision",
         ),
         ({"limits": {"drift": -1}}, "evaluation.limits.drift", "between 0 and 2, got -1", "between 0 and 2"),
-        ({"publish": "best"}, "evaluation.publish", "unknown key publish", "remove it"),
+        ({"judge": "best"}, "evaluation.judge", "unknown key judge", "remove it"),
+        ({"publish": "first"}, "evaluation.publish", "must be last or best", "last or best"),
     ]
 )
 def test_each_mistake_names_key_value_and_fix(values: dict[str, Any], key: str, what: str, fix: str) -> None:

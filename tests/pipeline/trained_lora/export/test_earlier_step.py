@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pytest
@@ -15,9 +15,15 @@ from click.testing import CliRunner
 from pipeline.cli.main import latentline
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.reporting.findings import CheckContext
+from pipeline.reporting.reports import write_report
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
-from pipeline.trained_lora.export.earlier_step import exportable_run, exported_step, forget_exported_step
+from pipeline.trained_lora.export.earlier_step import (
+    ExportedStep,
+    exportable_run,
+    exported_step,
+    forget_exported_step,
+)
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.previews import preview_sheet, read_previews
@@ -127,6 +133,44 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
     assert json.loads(published(project)["provenance.json"])["run"] == other.report["run"]
 
 
+def test_the_step_that_the_evaluation_chose_is_exported_with_its_reason(
+    make_project: Callable[..., Project], export: Callable[..., Result]
+) -> None:
+    project = make_project(checkpoint_every=2)
+    run(project, InProcessLaunch())
+    output_dir, name = project.recipe.output_dir, run_folders(project)[0].name
+    before, fix = published(project), f"evaluate the run: latentline evaluate demo --run {name}"
+
+    def refused(report: dict[str, Any] | None) -> TrainingError:
+        if report is not None:
+            write_report(output_dir, "evaluation", report)
+        error = export(project, "--best").exception
+        assert isinstance(error, TrainingError)
+        assert published(project) == before
+        return error
+
+    assert (refused(None).what, refused(None).fix) == (f"run {name} has no evaluation", fix)
+    other = refused({"run": "other", "chosen_step": 2, "why": "it is best"})
+    assert (other.what, other.fix) == (f"run {name} has no evaluation, the last one is of run other", fix)
+    undecided = refused({"run": name, "chosen_step": None, "why": "not decided: few pictures"})
+    assert undecided.what == "the evaluation has chosen no step: not decided: few pictures"
+    assert undecided.fix.startswith("choose a step: latentline export demo --step N; or draw more pictures")
+    damaged = refused({"run": name, "chosen_step": "2", "why": "it is best"})
+    assert damaged.fix == f"run latentline evaluate demo --run {name} again"
+    gone = refused({"run": name, "chosen_step": 3, "why": "it is best"})
+    assert "did not save a LoRA at step 3" in gone.what
+
+    write_report(output_dir, "evaluation", {"run": name, "chosen_step": 2, "why": "it is best"})
+    shown = export(project, "--best")
+    assert shown.exit_code == 0, shown.exception
+    assert f"lora/ holds step 2 of run {name}" in shown.output
+    assert "it is best" in shown.output
+    assert exported_step(output_dir, name) == ExportedStep(name, 2, "it is best")
+    assert "| chosen by its evaluation | it is best |" in published(project)["README.md"].decode()
+    assert json.loads(published(project)["provenance.json"])["why"] == "it is best"
+    assert export(project, "--best", "--latest").exit_code == 2
+
+
 def test_the_run_in_lora_or_else_the_one_with_the_newest_lora_files_is_exportable(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no checkpoint holds LoRA files"):
         exportable_run(tmp_path)
@@ -155,7 +199,7 @@ def test_the_step_that_stays_is_recorded_for_its_run_until_it_is_forgotten(tmp_p
     record = tmp_path / "runs" / "exported_step.json"
     record.parent.mkdir()
     record.write_text(json.dumps({"run": "aa", "step": 4}))
-    assert exported_step(tmp_path, "aa") == 4
+    assert exported_step(tmp_path, "aa") == ExportedStep("aa", 4)
     assert exported_step(tmp_path, "bb") is None
     assert forget_exported_step(tmp_path) == ("aa", 4)
     assert not record.exists()
