@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
-from pipeline.cli.sample import STOPPED_STATUS, parse_prompts, parse_steps
+from pipeline.cli.sample import STOPPED_STATUS, parse_prompts
+from pipeline.cli.step_options import parse_steps
 from pipeline.errors import counted
 from pipeline.trained_lora.pictures.comparison import (
     Compared,

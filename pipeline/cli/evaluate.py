@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
-from pipeline.cli.sample import STOPPED_STATUS, parse_steps
+from pipeline.cli.sample import STOPPED_STATUS
+from pipeline.cli.step_options import step_options
 from pipeline.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -19,15 +20,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Score the steps of a run, and choose one.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
-@click.option("--run", help="Run to evaluate: a folder name in runs/. By default the run of lora/.")
-@click.option(
-    "--step",
-    "steps",
-    multiple=True,
-    metavar="N[,N...]|all",
-    callback=lambda _ctx, _option, values: parse_steps(values),
-    help="Steps to evaluate. By default evaluation.steps.",
-)
+@step_options(run="Run to evaluate", steps="Steps to evaluate. By default evaluation.steps.")
 def command(recipe: Recipe, run: str | None, steps: Any) -> None:
     """Draw pictures with each step of a run of RECIPE, score them, and choose a step.
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.step_options import comma_separated, step_options
 from pipeline.errors import DrawingError, counted
 from pipeline.recipe import Recipe
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.pictures.choice import Steps
     from pipeline.trained_lora.pictures.job import DrawingJob
 
 STOPPED_STATUS = 130
@@ -42,15 +42,10 @@ _PATH = click.Path(path_type=Path)
     help="Reference image, for base models that edit images. Repeat it for several, in order. By default, "
     "each prompt of training.sample_prompts has its own.",
 )
-@click.option(
-    "--step",
-    "steps",
-    multiple=True,
-    metavar="N[,N...]|all",
-    callback=lambda _ctx, _option, values: parse_steps(values),
-    help="Steps to compare. By default only the LoRA in lora/, or the last step of --run.",
+@step_options(
+    run="Run to draw with",
+    steps="Steps to compare. By default only the LoRA in lora/, or the last step of --run.",
 )
-@click.option("--run", help="Run to draw with: a folder name in runs/. By default the run of lora/.")
 @click.option("--lora", "file", type=_PATH, help="LoRA file to draw with, instead of the LoRA of a run.")
 @click.option(
     "--strength",
@@ -99,26 +94,10 @@ def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, .
     echo(f"sheet: {sheet}")
 
 
-def parse_steps(values: Iterable[str]) -> Steps:
-    """Return the steps of repeated or comma-separated options, without repetitions."""
-    texts = _split(values)
-    if "all" in texts:
-        return "all"
-    for text in texts:
-        # `isdecimal` alone accepts the digits of other scripts.
-        if not (text.isascii() and text.isdecimal() and int(text) > 0):
-            raise DrawingError(
-                f"a step must be a positive integer or all, got {text!r}",
-                where="--step",
-                fix="pass steps such as --step 250,500, or --step all",
-            )
-    return tuple(dict.fromkeys(map(int, texts)))
-
-
 def parse_strengths(values: Iterable[str]) -> tuple[float, ...]:
     """Return the strengths of repeated or comma-separated options, without repetitions; 1 without any."""
     strengths: list[float] = []
-    for text in _split(values) or ["1"]:
+    for text in comma_separated(values) or ["1"]:
         try:
             strength = float(text)
         except ValueError:
@@ -141,10 +120,6 @@ def parse_prompts(values: Iterable[str]) -> tuple[str, ...]:
             "a prompt is empty", where="--prompt", fix='pass text such as --prompt "a red rose"'
         )
     return prompts
-
-
-def _split(values: Iterable[str]) -> list[str]:
-    return [text.strip() for value in values for text in value.split(",")]
 
 
 def _draw(job: DrawingJob) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cli.sample import parse_prompts, parse_steps, parse_strengths
+from pipeline.cli.sample import parse_prompts, parse_strengths
+from pipeline.cli.step_options import parse_steps
 from pipeline.errors import DrawingError
 
 
