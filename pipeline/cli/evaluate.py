@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 @click.command(short_help="Score the steps of a run, and choose one.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @step_options(run="Run to evaluate", steps="Steps to evaluate. By default evaluation.steps.")
-def command(recipe: Recipe, run: str | None, steps: Any) -> None:
+@click.option(
+    "--prompt-set",
+    "file",
+    type=click.Path(path_type=Path),
+    help="YAML file with prompts: and a list as in evaluation.prompts, to use instead. The results are in "
+    "reports/prompt_sets/, in a folder with the file's name.",
+)
+def command(recipe: Recipe, run: str | None, steps: Any, file: Path | None) -> None:
     """Draw pictures with each step of a run of RECIPE, score them, and choose a step.
 
     Prompts, number of pictures and scorers are in the section evaluation of the recipe. Without the section,
@@ -30,48 +38,72 @@ def command(recipe: Recipe, run: str | None, steps: Any) -> None:
     Pictures and their features are entries of the cache. So what was drawn and computed before is reused, and
     an evaluation that was stopped continues where it ended.
     """
-    from pipeline.evaluation.prepare import Request
+    from pipeline.evaluation.prepare import Request, prompt_set_folder
+    from pipeline.recipe.prompt_set import load_prompt_set
 
+    prompt_set = None if file is None else load_prompt_set(file.absolute())
     try:
-        report = _evaluate(recipe, Request(run=run, steps=steps or None))
+        report = _evaluate(recipe, Request(run=run, steps=steps or None, prompt_set=prompt_set))
     except KeyboardInterrupt:
         echo("\nStopped. Pictures that are complete are in the cache.", err=True)
         echo("  fix:   run the command again, which draws the others", err=True)
         sys.exit(STOPPED_STATUS)
-    _show(recipe, report, run)
-    echo(f"pictures and report: {recipe.output_dir / 'reports' / 'evaluation'}")
+    _show(report)
+
+    # A prompt set has a report of its own, which the option --best does not read.
+    choice = f"--step {report['chosen_step']}" if prompt_set else "--best"
+    if report["decided"] and "published" not in report:
+        export = f"latentline export {recipe.name} {choice}" + (f" --run {run}" if run else "")
+        echo(f"{export} publishes it")
+    folder = recipe.output_dir / "reports" / "evaluation"
+    folder = folder if prompt_set is None else prompt_set_folder(recipe.output_dir, prompt_set)
+    echo(f"pictures and report: {folder}")
 
 
 def _evaluate(recipe: Recipe, request: Request) -> Report:
-    """Evaluate as the asset does, and write its table, report and checks."""
+    """Evaluate as the asset does, and write table, report and checks.
+
+    The results of a prompt set are in a folder of their own; the recipe's evaluation stays as it is.
+    """
+    from functools import partial
+
     from pipeline.evaluation import checks
     from pipeline.evaluation.stage import ASSET, evaluate
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import stage_files, table_file
     from pipeline.processes.launch import LocalLaunch
     from pipeline.reporting.findings import CheckContext, write_findings
-    from pipeline.reporting.reports import write_report
+    from pipeline.reporting.reports import report_path, write_report
     from pipeline.reporting.terminal import TERMINAL_VARIABLE
-    from pipeline.storage.tables import Tables
+    from pipeline.storage.atomic import write_atomically
+    from pipeline.storage.tables import Tables, write_rows
 
     # On a terminal, the launched process draws a bar, and its lines would disturb it.
     launch = LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
     outputs, tables = outputs_of(recipe, log_to_stderr), Tables(recipe.output_dir, log=log_to_stderr)
     with stage_files(outputs, ASSET, checks_only=False, log=log_to_stderr):
         result = evaluate(recipe, request, tables, launch=launch, log=log_to_stderr)
-        tables.write(ASSET, result.table)
-        tables.write_rejected(ASSET, result.rejected)
-        write_report(recipe.output_dir, ASSET, {**result.report, "recipe": recipe.name})
-        findings = checks.run(CheckContext(recipe, tables, log=log_to_stderr))
-        write_findings(recipe.output_dir, ASSET, findings)
-    outputs.upload(table_file(ASSET))
+        report = {**result.report, "recipe": recipe.name}
+        findings = checks.run(CheckContext(recipe, tables, {ASSET: report}, log=log_to_stderr))
+        if request.prompt_set is None:
+            tables.write(ASSET, result.table)
+            outputs.upload(table_file(ASSET))
+            tables.write_rejected(ASSET, result.rejected)
+            write_report(recipe.output_dir, ASSET, report)
+            write_findings(recipe.output_dir, ASSET, findings)
+        else:
+            name = f"prompt_sets/{request.prompt_set.name}/{ASSET}"
+            table = report_path(recipe.output_dir, name).with_suffix(".parquet")
+            write_atomically(table, partial(write_rows, result.table))
+            write_report(recipe.output_dir, name, report)
+            outputs.replace_folder(f"reports/prompt_sets/{request.prompt_set.name}/")
     for finding in findings:
         if not finding.passed:
             echo(f"warning: {finding.name}: {finding.summary}; {finding.fix}", err=True)
-    return result.report
+    return report
 
 
-def _show(recipe: Recipe, report: Report, run: str | None) -> None:
+def _show(report: Report) -> None:
     from pipeline.evaluation.numbers import NUMBERS
 
     echo(f"{'step':>8} {'strength':>8}" + "".join(f" {name:>24}" for name in NUMBERS))
@@ -83,9 +115,6 @@ def _show(recipe: Recipe, report: Report, run: str | None) -> None:
     echo(report["why"])
     if "published" in report:
         echo(report["published"])
-    elif report["decided"]:
-        run = "" if run is None else f" --run {run}"
-        echo(f"latentline export {recipe.name} --best{run} publishes it")
 
 
 def _interval_text(number: dict[str, Any] | None) -> str:

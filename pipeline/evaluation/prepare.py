@@ -22,7 +22,10 @@ from pipeline.trained_lora.pictures.prepare import fetch_loras, trained_recipe
 from pipeline.trained_lora.run_folder import run_folder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipeline.recipe import Recipe
+    from pipeline.recipe.prompt_set import PromptSet
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,12 @@ class Request:
     Attributes:
         run: Name of the run's folder; None for the run of the published LoRA, or else the newest.
         steps: Steps to evaluate; None for the recipe's `evaluation.steps`.
+        prompt_set: Prompts in place of the recipe's `evaluation.prompts`.
     """
 
     run: str | None = None
     steps: Steps | None = None
+    prompt_set: PromptSet | None = None
 
     @property
     def is_default(self) -> bool:
@@ -55,6 +60,7 @@ class Evaluation:
         inputs: The run's training inputs, see `trained_lora.inputs.COLUMNS`.
         prompts: Prompts with their roles.
         job: LoRAs, strengths, and each prompt once per seed, in this order; see `prompt_of`.
+        folder: Folder of the pictures of the result.
     """
 
     recipe: Recipe
@@ -64,6 +70,7 @@ class Evaluation:
     inputs: pl.DataFrame
     prompts: tuple[RolePrompt, ...]
     job: DrawingJob
+    folder: Path
 
     @property
     def steps(self) -> list[int]:
@@ -91,7 +98,13 @@ def prepare_evaluation(recipe: Recipe, request: Request, *, log: Log = discard) 
         RecipeError: A prompt does not suit the base model, which may need written prompts.
         TrainingError: No run has a LoRA.
     """
-    settings = recipe.evaluation or EvaluationSettings()
+    settings, source = recipe.evaluation or EvaluationSettings(), recipe.source
+    folder = recipe.output_dir / "reports" / "evaluation"
+    if request.prompt_set is not None:
+        # Mistakes about a prompt name this file.
+        source, prompts = request.prompt_set.file, request.prompt_set.prompts
+        settings = settings.model_copy(update={"prompts": prompts})
+        folder = prompt_set_folder(recipe.output_dir, request.prompt_set)
     wanted = settings.steps if request.steps is None else request.steps
     steps: Steps = () if wanted == "last" else wanted
 
@@ -106,6 +119,7 @@ def prepare_evaluation(recipe: Recipe, request: Request, *, log: Log = discard) 
     num_processes = recipe.accelerate.num_processes
     update = {
         "evaluation": settings,
+        "source": source,
         "accelerate": trained.accelerate.model_copy(update={"num_processes": num_processes}),
     }
     trained = trained.model_copy(update=update)
@@ -126,7 +140,12 @@ def prepare_evaluation(recipe: Recipe, request: Request, *, log: Log = discard) 
         folder=recipe.output_dir,
         run=run,
     )
-    return Evaluation(recipe, entries, settings, run, inputs, prompts, job)
+    return Evaluation(recipe, entries, settings, run, inputs, prompts, job, folder)
+
+
+def prompt_set_folder(output_dir: Path, prompt_set: PromptSet) -> Path:
+    """Return the folder of all results of an evaluation with a prompt set."""
+    return output_dir / "reports" / "prompt_sets" / prompt_set.name
 
 
 def _inputs(recipe: Recipe, run: str) -> pl.DataFrame:

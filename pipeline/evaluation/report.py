@@ -15,8 +15,6 @@ from pipeline.storage.atomic import write_bytes
 from pipeline.trained_lora.previews import MAX_SHEET_BYTES, number_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
     from PIL.Image import Image
 
@@ -39,16 +37,11 @@ _MAX_COLUMNS = 8
 _CHART_PX = 420, 320
 
 
-def report_folder(evaluation: Evaluation) -> Path:
-    """Return `output_dir/reports/evaluation`."""
-    return evaluation.recipe.output_dir / "reports" / "evaluation"
-
-
 def write_pictures(
     evaluation: Evaluation, pictures: pl.DataFrame, measured: Measured, choice: Choice
 ) -> None:
-    """Replace the pictures in `reports/evaluation/`."""
-    folder = report_folder(evaluation)
+    """Replace the pictures in the folder of the evaluation."""
+    folder = evaluation.folder
     shutil.rmtree(folder, ignore_errors=True)
     write_bytes(folder / GRID_FILE, jpeg(_grid(evaluation, pictures, choice), MAX_SHEET_BYTES))
     if measured.steps:

@@ -41,7 +41,7 @@ ASSET = "evaluation"
 
 
 def evaluate(recipe: Recipe, request: Request, tables: Tables, *, launch: Launch, log: Log) -> StageResult:
-    """Evaluate the steps of a run, and write pictures of the result into `reports/evaluation/`.
+    """Evaluate the steps of a run, and write pictures of the result into its folder.
 
     Only pictures and features that are not in the cache are computed; nothing is launched if none is missing.
 
@@ -70,7 +70,8 @@ def evaluate(recipe: Recipe, request: Request, tables: Tables, *, launch: Launch
         "max_file_bytes": recipe.checks.max_file_bytes,
     }
     computed = fills.fill(feature_requests(scorers, features, fills.known, settings=settings))
-    fills.remember()
+    # The entries of the recipe's own prompts stay known next to those of a prompt set.
+    fills.remember(keep_known=request.prompt_set is not None)
 
     _warn(features, computed, log)
     usable = features.filter(~pl.col("key").is_in(list(computed.failed)))
@@ -140,9 +141,10 @@ class _Fills:
         self._rows.append(entry_rows(requests, result))
         return result
 
-    def remember(self) -> None:
-        """Record the stats of all entries for the next evaluation."""
-        write_known(self.evaluation.recipe.output_dir, self._rows)
+    def remember(self, *, keep_known: bool) -> None:
+        """Record the stats of all entries for the next evaluation, also of those known before if wanted."""
+        known = [self.known] if keep_known else []
+        write_known(self.evaluation.recipe.output_dir, [*self._rows, *known])
 
 
 def _counts(kind: str, result: FillResult) -> dict[str, int]:

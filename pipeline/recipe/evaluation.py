@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
@@ -156,6 +156,15 @@ Steps = Annotated[
 ]
 
 
+def repeated_prompts(prompts: Sequence[EvaluationPrompt]) -> Iterator[Violation]:
+    """Yield a violation for each prompt that is in the list before with the same role."""
+    texts = [(each.prompt, each.role) for each in prompts]
+    for index, (text, role) in enumerate(texts):
+        if (text, role) in texts[:index]:
+            what = f"prompts of one role must differ, got {text!r} twice with role: {role}"
+            yield Violation(f"prompts[{index}]", what, "remove one of them, or change its text")
+
+
 class LimitSettings(Settings):
     """Values that a chosen step must not exceed."""
 
@@ -220,11 +229,7 @@ class EvaluationSettings(Settings):
             if name in names[:index]:
                 what = f"scorers must be unique, got {name} twice"
                 yield Violation(f"scorers[{index}]", what, "remove one of them")
-        texts = [(each.prompt, each.role) for each in self.prompts]
-        for index, (text, role) in enumerate(texts):
-            if (text, role) in texts[:index]:
-                what = f"prompts of one role must differ, got {text!r} twice with role: {role}"
-                yield Violation(f"prompts[{index}]", what, "remove one of them, or change its text")
+        yield from repeated_prompts(self.prompts)
         if len(set(self.strengths)) < len(self.strengths):
             what = f"strengths must be unique, got {', '.join(map(str, self.strengths))}"
             yield Violation("strengths", what, "remove repeated strengths")
