@@ -229,10 +229,10 @@ class Store:
                 raise
             return header
 
-    def read(self, spec: EntrySpec) -> dict[str, Array]:
+    def read(self, spec: EntrySpec, *, verify: bool = False) -> dict[str, Array]:
         """Read an entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
 
-        Every call checks size, header, key, shapes and dtypes.
+        Every call checks size, header, key, shapes and dtypes. With `verify`, it checks the checksum too.
 
         Raises:
             StoreError: The entry is missing or does not match `spec`.
@@ -245,8 +245,8 @@ class Store:
         try:
             # A job has verified the checksum with `check`, and training reads each entry many times. What a
             # service sends may be damaged on its way each time.
-            is_remote = self.folder.reads_packs_first
-            return parse(spec, self.folder.read(name), verify=is_remote)[0]
+            verify = verify or self.folder.reads_packs_first
+            return parse(spec, self.folder.read(name), verify=verify)[0]
         except WrongEntryError as err:
             raise damaged_error(self.where(spec), err) from err
         except (FileNotFoundError, NotAFileError) as err:

@@ -125,7 +125,8 @@ def read_features(store: Store, keys: Iterable[str]) -> Features:
     Raises:
         StoreError: An entry is missing or damaged.
     """
-    values = [store.read(feature_spec(key))[FEATURES] for key in keys]
+    # A flipped bit would change numbers of the report.
+    values = [store.read(feature_spec(key), verify=True)[FEATURES] for key in keys]
     return np.stack(values) if values else np.zeros((0, 0), np.float32)
 
 

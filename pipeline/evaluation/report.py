@@ -83,7 +83,7 @@ def _picture(
     from PIL import Image
 
     row = pictures.filter(step=step, strength=strength, number=number).row(0, named=True)
-    pixels = evaluation.entries.store.read(picture_spec(row))[PICTURE]
+    pixels = evaluation.entries.store.read(picture_spec(row), verify=True)[PICTURE]
     return fitted(Image.fromarray(pixels), CELL_PX)
 
 

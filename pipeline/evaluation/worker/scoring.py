@@ -123,7 +123,8 @@ class FeatureEncoder:
 
 def _picture(job: Job, store: Store) -> Image.Image:
     spec: EntrySpec = picture_spec(job.work)
-    return Image.fromarray(store.read(spec)[PICTURE])
+    # Features of a damaged picture would stay in the cache after its repair.
+    return Image.fromarray(store.read(spec, verify=True)[PICTURE])
 
 
 def _as_entries(name: str, values: Features | None, number: int) -> list[Encoded]:

@@ -11,11 +11,14 @@ import polars as pl
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pipeline.cache.recipe_entries import STAT_COLUMNS
 from pipeline.encoding.fill import EVALUATION_MODULE
-from pipeline.errors import RecipeError
+from pipeline.errors import LatentlineError, RecipeError
 from pipeline.evaluation.known_entries import FILE
+from pipeline.log import discard
+from pipeline.maintenance import verify
 from pipeline.storage.checked_json import write_checked
-from pipeline.storage.tables import SCHEMAS
+from pipeline.storage.tables import SCHEMAS, Tables
 from tests.damage import DAMAGES
 from tests.pipeline.evaluation.command import Command, command
 from tests.pipeline.evaluation.evaluated import PROMPTS
@@ -118,6 +121,37 @@ def test_damaged_results_are_written_again_without_drawing(command: Command, way
     assert {name for name in {*sound, *after} if after.get(name) != sound.get(name)} == {
         "reports/evaluation.json"  # pictures are reused, not drawn
     }
+
+
+@pytest.mark.parametrize("kind", ["pictures", "features"])
+def test_the_fix_of_an_entry_that_rotted_without_a_trace_works(command: Command, kind: str) -> None:
+    """Bit rot changes no stat, so an entry is trusted until it is read."""
+    command.evaluate()
+    result, known = command.result(), pl.read_parquet(command.output / FILE)
+    # The grid shows the pictures of the last step.
+    key = pl.read_parquet(command.output / "tables/evaluation.parquet").filter(step=4)["picture"][0]
+    keys = known.filter(kind=kind)["key"] if kind == "features" else [key]
+    (entry,) = (command.cache / kind).rglob(f"{keys[0]}.safetensors")
+    DAMAGES["flip"](entry)
+    stat = entry.stat()
+    values = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    known.with_columns(
+        pl.when(pl.col("key") == entry.stem).then(pl.lit(value)).otherwise(name).alias(name)
+        for name, value in zip(STAT_COLUMNS, values, strict=True)
+    ).write_parquet(command.output / FILE)
+
+    refused = command("evaluate").exception
+    assert isinstance(refused, LatentlineError)
+    assert str(entry) in refused.where
+    assert "latentline verify <recipe> --repair" in refused.fix
+    recipe = command.recipe()
+    tables = Tables(recipe.output_dir)
+    # Without the latents, which the project's training did not need.
+    needed = [each for each in verify.needed_entries(recipe, tables) if each.spec.kind in (kind, "text")]
+    (bad,) = verify.verify(recipe, needed, log=discard)
+    verify.repair(recipe, tables, [bad], log=discard)
+    command.evaluate()
+    assert command.result() == result
 
 
 def test_a_prompt_set_has_results_of_its_own_and_leaves_the_evaluation_as_it_is(
