@@ -420,6 +420,8 @@ def _validation_loss(validation: Sequence[Metrics]) -> Outcome:
         "last": last["loss"],
         "least_at_step": best["step"],
     }
+    if "gap" in last:
+        numbers["last_gap"] = last["gap"]
     if last["loss"] > RISE * best["loss"]:
         summary = f"the validation loss rose from {best['loss']:.4f} at step {best['step']} "
         summary += f"to {last['loss']:.4f} at the end"

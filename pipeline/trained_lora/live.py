@@ -40,6 +40,7 @@ class LiveState:
         checkpoint: Step of a new checkpoint, or None.
         previews: New previews in the order of their prompts.
         validation_loss: Last validation loss of the run, or None.
+        validation_gap: Last gap between held-out and trained images of the run, or None.
     """
 
     step: int
@@ -48,6 +49,7 @@ class LiveState:
     checkpoint: int | None
     previews: Sequence[Preview]
     validation_loss: float | None
+    validation_gap: float | None
 
     def numbers(self) -> dict[str, int | float]:
         """Return the state as numbers; loss and speed are means over the steps since the previous state."""
@@ -62,6 +64,8 @@ class LiveState:
             numbers["memory_gib"] = self.metrics[-1]["memory_bytes"] / 2**30
         if self.validation_loss is not None:
             numbers["validation_loss"] = self.validation_loss
+        if self.validation_gap is not None:
+            numbers["validation_gap"] = self.validation_gap
         if self.checkpoint is not None:
             numbers["checkpoint"] = self.checkpoint
         return numbers
@@ -127,6 +131,7 @@ class LiveRun:
             checkpoint=max(checkpoints, default=None),
             previews=previews,
             validation_loss=validation[-1]["loss"] if validation else None,
+            validation_gap=validation[-1].get("gap") if validation else None,
         )
 
     def _read_new_metrics(self) -> None:

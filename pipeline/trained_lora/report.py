@@ -72,7 +72,7 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 
 
 def loss_curve(metrics: Sequence[Metrics], validation: Sequence[Metrics]) -> bytes:
-    """Return a PNG of the loss per step, its running mean, and the validation loss.
+    """Return a PNG of the loss per step, its running mean, and the losses of validation.
 
     No bytes if neither curve has two points.
     """
@@ -91,6 +91,10 @@ def loss_curve(metrics: Sequence[Metrics], validation: Sequence[Metrics]) -> byt
         steps_done = [line["step"] for line in validation]
         losses = [line["loss"] for line in validation]
         axes.plot(steps_done, losses, "o-", color="tab:orange", label="validation")
+        # Runs of 0.3.0 and earlier have no pairs.
+        pairs = [(line["step"], line["trained_loss"]) for line in validation if "trained_loss" in line]
+        if pairs:
+            axes.plot(*zip(*pairs, strict=True), ".--", color="tab:green", label="trained images, same noise")
 
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("steps")

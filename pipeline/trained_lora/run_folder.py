@@ -62,7 +62,8 @@ class RunLayout:
         metrics: JSON lines, one per step.
         sample_losses: JSON lines, one per step: `losses` and `timesteps` of its samples, in the order of the
             plan. `samples` holds their indices among the trained inputs, from 0.
-        validation: JSON lines, one per measurement: `step` (number of steps done), `loss` and `by_level`.
+        validation: JSON lines, one per measurement: `step` (number of steps done), `loss`, `by_level`, and
+            with pairs `trained_loss` and `gap`, see `worker/paired_validation.py`.
         report: Folder of the finished run's pictures and tables.
         last_good: Folder of the LoRA files from before a failed step; absent if no step failed.
     """

@@ -454,6 +454,8 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Re
         "loss_curve": [[line["step"], line["loss"]] for line in metrics[::stride]],
         "first_validation_loss": validation[0]["loss"] if validation else None,
         "last_validation_loss": validation[-1]["loss"] if validation else None,
+        "first_validation_gap": validation[0].get("gap") if validation else None,
+        "last_validation_gap": validation[-1].get("gap") if validation else None,
         "hardest_samples": hardest_samples(layout),
         "noise_below_half": share_below_half(
             layout, len(job.plan()), num_timesteps=detect(job.base).num_timesteps

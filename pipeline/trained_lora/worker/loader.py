@@ -108,12 +108,14 @@ class MicroBatchMaker:
             levels=levels,
         )
 
-    def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
+    def make_fixed(
+        self, share: tuple[Slot, ...], levels: Sequence[float], *, noise_of: Sequence[str] | None = None
+    ) -> MicroInput:
         """Return tensors of the slots that do not depend on the run, as validation needs them.
 
-        The noise depends only on the input's identity and the noise level in [0, 1), the latent is the mean
-        if the entry holds a posterior, and no caption is dropped. All runs and recipes with these inputs get
-        the same tensors.
+        The noise depends only on the noise level in [0, 1) and an identity: the input's own, or the one in
+        `noise_of`. The latent is the mean if the entry holds a posterior, and no caption is dropped. All runs
+        and recipes with these inputs get the same tensors.
 
         Raises:
             StoreError: See `make`.
@@ -123,11 +125,12 @@ class MicroBatchMaker:
             [self._latent(slot, item, use_mean=True) for slot, item in zip(share, inputs, strict=True)]
         )
         shape = _latent_shape(latent)
+        identities = [item.identity for item in inputs] if noise_of is None else noise_of
 
         noise_by_slot = [
             # Without the recipe's seed, so that runs with different seeds are measured with the same noise.
-            stream("fixed noise", item.identity, str(level)).standard_normal(shape, dtype=np.float32)
-            for item, level in zip(inputs, levels, strict=True)
+            stream("fixed noise", identity, str(level)).standard_normal(shape, dtype=np.float32)
+            for identity, level in zip(identities, levels, strict=True)
         ]
         noise = torch.from_numpy(np.stack(noise_by_slot))
         level_tensor = torch.tensor(levels, dtype=torch.float64)

@@ -51,6 +51,7 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.micro_input import MicroInput
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error, with_precision
+from pipeline.trained_lora.worker.paired_validation import PairedValidation
 from pipeline.trained_lora.worker.sent_checkpoint import shared_checkpoint
 from pipeline.trained_lora.worker.sharding import share_bytes
 from pipeline.trained_lora.worker.startup import Startup
@@ -149,6 +150,7 @@ class _TrainingRun:
 
         holdout = job.inputs.held_out
         self.validation = Validation(job, self.family, holdout) if holdout else None
+        self.pairs = PairedValidation(job, self.family)
         self.metrics: MetricsLog | None = None
         self.warnings: list[str] = []
         self.started_at_s = 0.0
@@ -347,8 +349,9 @@ class _TrainingRun:
             # Measured with the weights that are exported, which may be an average.
             with self.engine.result_weights():
                 loss = self.validation.loss(self.engine)
+                paired = self.pairs.loss(self.engine, loss)
             if self.metrics is not None:
-                self.metrics.validation(steps_done, loss)
+                self.metrics.validation(steps_done, loss, paired)
                 self.report.info(f"validation loss after {counted(steps_done, 'step')}: {loss.mean:.4f}")
 
         if missing.previews and self._due(settings.sample_every, steps_done):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.inputs import TrainingInputs
     from pipeline.trained_lora.plan.steps import StepPlan
     from pipeline.trained_lora.worker.engine import StepOutcome
+    from pipeline.trained_lora.worker.paired_validation import PairedLoss
     from pipeline.trained_lora.worker.validation import ValidationLoss
 
 
@@ -89,10 +90,12 @@ class MetricsLog:
         samples_per_second = batch.num_samples / max(seconds, 1e-9)
         self._accelerator.log({**numbers, "samples_per_second": samples_per_second}, step=batch.step + 1)
 
-    def validation(self, steps_done: int, loss: ValidationLoss) -> None:
-        """Log a validation loss measured after `steps_done` steps."""
-        self._validation.append({"step": steps_done, "loss": loss.mean, "by_level": loss.by_level})
-        self._accelerator.log({"validation_loss": loss.mean}, step=steps_done)
+    def validation(self, steps_done: int, loss: ValidationLoss, paired: PairedLoss | None) -> None:
+        """Log a validation loss measured after `steps_done` steps, and that of the pairs if there are any."""
+        pairs = {} if paired is None else {"trained_loss": paired.trained, "gap": paired.gap}
+        self._validation.append({"step": steps_done, "loss": loss.mean, "by_level": loss.by_level, **pairs})
+        gap = {} if paired is None else {"validation_gap": paired.gap}
+        self._accelerator.log({"validation_loss": loss.mean, **gap}, step=steps_done)
 
     def previews(self, steps_done: int, files: Sequence[Path]) -> None:
         """Log previews drawn after `steps_done` steps."""

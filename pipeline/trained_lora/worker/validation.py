@@ -49,11 +49,20 @@ class ValidationLoss:
 class Validation:
     """Measures an engine's loss on variants with their first caption, unmirrored."""
 
-    def __init__(self, job: TrainingJob, family: WorkerFamily, samples: TrainingInputs) -> None:
+    def __init__(
+        self,
+        job: TrainingJob,
+        family: WorkerFamily,
+        samples: TrainingInputs,
+        *,
+        noise_of: Sequence[str] | None = None,
+    ) -> None:
+        """Read nothing; `noise_of` has the identity that decides each sample's noise, its own by default."""
         # The base model's own scheduler, so that the recipe's changes do not change the measure.
         self._noise_scheduler: Any = family.noise.load_scheduler()
         self._maker = MicroBatchMaker(job, family, self._noise_scheduler)
         self._variant_ids: list[str] = samples.table["variant_id"].to_list()
+        self._noise_of = samples.identities.to_list() if noise_of is None else list(noise_of)
 
         # A cell is one (variant, level) pair; cell i is level i % 5 of variant i // 5. A batch has one
         # bucket, one scale of the LoRA, and references of one number and shape.
@@ -98,7 +107,9 @@ class Validation:
                 Slot(self._variant_ids[cell // num_levels], cell, epoch=0, occurrence=0, drop_caption=False)
                 for cell in cells
             )
-            yield self._maker.make_fixed(share, [NOISE_LEVELS[cell % num_levels] for cell in cells])
+            levels = [NOISE_LEVELS[cell % num_levels] for cell in cells]
+            noise_of = [self._noise_of[cell // num_levels] for cell in cells]
+            yield self._maker.make_fixed(share, levels, noise_of=noise_of)
 
 
 @dataclass(frozen=True)

@@ -40,3 +40,5 @@ def test_a_series_of_one_point_is_not_drawn_next_to_another() -> None:
     assert loss_curve(losses, validation[:1]) == loss_curve(losses, [])
     assert loss_curve(losses[:1], validation) == loss_curve([], validation)
     assert loss_curve(losses, validation) != loss_curve(losses, [])
+    paired = [{**line, "trained_loss": 0.3, "gap": 0.2} for line in validation]
+    assert loss_curve(losses, paired) != loss_curve(losses, validation)

@@ -17,6 +17,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.engine import StepOutcome
 from pipeline.trained_lora.worker.metrics import JsonLines, MetricsLog, peak_memory_bytes
+from pipeline.trained_lora.worker.paired_validation import PairedLoss
 from pipeline.trained_lora.worker.validation import ValidationLoss
 from tests.pipeline.disk_calls import DiskCalls
 
@@ -83,7 +84,7 @@ def logged_run(make_project: Callable[..., Project], *, sync: bool) -> tuple[Run
     job = replace(job, inputs=inputs)
     with closing(MetricsLog(layout, inputs, cast("Any", tracker))) as log:
         log.step(job.plan()[1], OUTCOME, 0.123456)
-        log.validation(2, ValidationLoss(0.4, (0.3, 0.5), {}))
+        log.validation(2, ValidationLoss(0.4, (0.3, 0.5), {}), PairedLoss(0.25, 0.125))
         if sync:
             log.sync()
     return layout, tracker, job
@@ -105,14 +106,15 @@ def test_a_step_and_a_validation_loss_are_logged_with_all_their_numbers(
     places = [trained.index(slot.variant_id) for slot in batch.slots()]
     by_sample = {"samples": places, "timesteps": [10.0, 900.0], "losses": [0.25, 0.75]}
     assert samples == {"step": 1, **by_sample}
-    assert read_metrics(layout.validation, 9) == [{"step": 2, "loss": 0.4, "by_level": [0.3, 0.5]}]
+    validated = {"step": 2, "loss": 0.4, "by_level": [0.3, 0.5], "trained_loss": 0.25, "gap": 0.125}
+    assert read_metrics(layout.validation, 9) == [validated]
 
     (step, values), validation = tracker.logged
     assert step == 2, "trackers count the steps done"
     speed = values.pop("samples_per_second")
     assert speed == pytest.approx(2 / 0.123456)
     assert values == {**numbers, "memory_bytes": memory}
-    assert validation == (2, {"validation_loss": 0.4})
+    assert validation == (2, {"validation_loss": 0.4, "validation_gap": 0.125})
 
 
 @pytest.mark.parametrize("sync", [False, True])

@@ -17,6 +17,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.micro_input import MicroInput
+from pipeline.trained_lora.worker.paired_validation import MAX_PAIRS, PairedValidation, pairs_of
 from pipeline.trained_lora.worker.validation import NOISE_LEVELS, Validation
 from tests.tensor_differences import differing_tensors
 
@@ -81,6 +82,60 @@ def test_the_validation_loss_does_not_depend_on_seed_loss_or_batch_size_and_chan
         assert engine.denoiser.training
         assert differing_tensors(adapter_state(engine.denoiser), before) == []
     assert losses[0].mean == pytest.approx(losses[1].mean, rel=1e-5)
+
+
+def test_a_pair_measures_a_trained_image_with_the_noise_of_a_held_out_one(
+    make_project: Callable[..., Project],
+) -> None:
+    job = make_project(datasets=HALF, batch_size=3).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    held_out, trained = job.inputs.held_out, job.inputs.trained
+    paired = PairedValidation(job, family)
+    assert len(paired.pairs) >= 2
+    assert paired.pairs == sorted(paired.pairs), "the order of the contents, not chance"
+
+    maker = MicroBatchMaker(job, family, engine.noise_scheduler)
+    losses: list[tuple[float, float]] = []
+    measured = Validation(job, family, held_out).loss(engine)
+    for left, right in paired.pairs:
+        a, b = held_out[left], trained[right]
+        assert (a.dataset, a.bucket) == (b.dataset, b.bucket)
+        row: list[float] = []
+        for level in NOISE_LEVELS:
+            slots = (Slot(a.variant_id, 0, 0, 0, False), Slot(b.variant_id, 0, 0, 0, False))
+            # Alone, the trained image has noise of its own.
+            own = maker.make_fixed(slots[1:], [level])
+            both = [maker.make_fixed((slot,), [level], noise_of=[a.identity]) for slot in slots]
+            assert torch.equal(both[0].noise, maker.make_fixed(slots[:1], [level]).noise)
+            assert torch.equal(both[0].noise, both[1].noise)
+            assert not torch.equal(own.noise, both[1].noise)
+            assert torch.equal(own.latent, both[1].latent)
+            row.append(float(engine.objective.errors(both[1], engine.noise_scheduler)[0]))
+        losses.append((measured.by_variant[a.variant_id], sum(row) / len(row)))
+
+    loss = paired.loss(engine, measured)
+    assert loss is not None
+    expected = torch.tensor(losses, dtype=torch.float64).mean(dim=0)
+    assert loss.trained == pytest.approx(float(expected[1]), rel=1e-4)
+    assert loss.gap == pytest.approx(float(expected[0] - expected[1]), abs=1e-5)
+
+
+def test_images_are_paired_once_within_their_dataset_and_bucket(make_project: Callable[..., Project]) -> None:
+    datasets = {"photos": {"validation_fraction": 0.7}, "drawings": {"validation_fraction": 0.3}}
+    inputs = make_project(datasets=datasets, sizes={"64x64": 40, "32x96": 8}).job().inputs
+    held_out, trained = inputs.held_out, inputs.trained
+    pairs = pairs_of(held_out, trained)
+    lefts, rights = zip(*pairs, strict=True)
+    assert len(set(lefts)) == len(set(rights)) == len(pairs) <= MAX_PAIRS
+    for left, right in pairs:
+        a, b = held_out[left], trained[right]
+        assert (a.dataset, a.bucket, b.held_out) == (b.dataset, b.bucket, False)
+    assert pairs_of(trained, trained[:0]) == []
+    numbers = [(item.dataset, item.bucket) for item in held_out]
+    free = [(item.dataset, item.bucket) for item in trained]
+    possible = sum(min(numbers.count(group), free.count(group)) for group in set(numbers))
+    assert len(pairs) == min(MAX_PAIRS, possible)
 
 
 @dataclass
