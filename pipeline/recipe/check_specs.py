@@ -199,9 +199,13 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
         _warning(
             "captions_repeated",
-            "Captions that more than a tenth of a dataset's images share, at least three.",
-            "Describe each image. If one caption is intended, set `captions: {from: fixed, text: ...}`: the "
-            "check ignores texts of the recipe, and datasets with role: prior.",
+            "Captions that more than a tenth of a dataset's images share, at least three; tags and phrases "
+            "besides the trigger word in at least 80% of the captions; and, without captions.trigger, a word "
+            "that opens so many captions, but not all.",
+            "Describe each image, and remove common phrases: the concept binds to them. If the word that "
+            "opens the captions is the trigger word, set captions.trigger, which adds it to all. If one "
+            "caption is intended, set `captions: {from: fixed, text: ...}`: the check ignores texts of the "
+            "recipe, and datasets with role: prior.",
         ),
         _warning(
             "caption_settings",
@@ -220,6 +224,11 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "one_colour",
             "Images of a single colour.",
             "Inspect and remove them; they are placeholders, failed downloads or black frames.",
+        ),
+        _warning(
+            "look_alikes_agree",
+            "Near duplicates with captions that contradict each other, such as a red cup and a blue cup.",
+            "Correct the wrong caption of each pair, or remove one of the images.",
         ),
     ),
     "aspect_buckets": (

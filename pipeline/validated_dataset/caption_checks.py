@@ -10,13 +10,14 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline.errors import counted, verb
 from pipeline.reporting.findings import Outcome
+from pipeline.validated_dataset.caption_phrases import MIN_SHARE, common_phrases
 from pipeline.validated_dataset.captions import FALLBACK, HTML_TAGS
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ MAX_REPEATED_SHARE = 0.1
 """Largest share of a dataset's images that may have one caption."""
 
 _SHOWN_CHARACTERS = 80
+
+_SHOWN_PHRASES = 3
 
 _OTHER_SEPARATORS = ",，、;；|؛،"
 """Characters that divide tags in some alphabets and programs."""
@@ -170,17 +173,49 @@ def _repeated(recipe: Recipe, table: pl.DataFrame) -> Outcome:
         .filter(pl.col("images") >= MIN_REPEATED, pl.col("images") > MAX_REPEATED_SHARE * pl.col("of"))
         .sort("images", "first", descending=[True, False])
     )
-    if repeated.is_empty():
-        return Outcome(True, f"no caption is on more than {MAX_REPEATED_SHARE:.0%} of a dataset's images")
     rows = repeated.select("dataset", "caption", "images", "of", "first").rows(named=True)
+    distinct = written.unique("caption", keep="first", maintain_order=True)
+    common = [
+        row
+        for settings in recipe.datasets
+        for row in common_phrases(settings, distinct.filter(dataset=settings.name))
+    ]
+    numbers = {"repeated": len(rows), "phrases": len(common)}
+    if not rows and not common:
+        summary = (
+            f"no caption is on more than {MAX_REPEATED_SHARE:.0%} of a dataset's images, and no phrase "
+            f"besides the trigger word is in {MIN_SHARE:.0%} of its captions"
+        )
+        return Outcome(True, summary, numbers=numbers)
+    texts = [_repeated_text(rows)] if rows else []
+    texts += [_phrase_text(row) for row in common[:_SHOWN_PHRASES]]
+    fixes = dict.fromkeys(_FIXES[row.get("what", "caption")] for row in [*rows, *common])
+    return Outcome(False, "; ".join(texts), "; ".join(fixes), [*rows, *common], numbers)
+
+
+def _repeated_text(rows: Sequence[Mapping[str, Any]]) -> str:
     first = rows[0]
-    summary = (
+    return (
         f"{counted(len(rows), 'caption is', 'captions are')} on more than {MAX_REPEATED_SHARE:.0%} of a "
         f"dataset's images: {first['caption'][:_SHOWN_CHARACTERS]!r} on {first['images']:,} of "
         f"{counted(first['of'], 'image')} of {first['dataset']}"
     )
-    fix = "describe each image; if one caption is intended, set captions: {from: fixed, text: ...}"
-    return Outcome(False, summary, fix, rows, {"repeated": len(rows)})
+
+
+def _phrase_text(row: Mapping[str, Any]) -> str:
+    place = f"{row['images']:,} of {row['of']:,} captions of {row['dataset']}"
+    if row["what"] == "phrase":
+        return f"{row['text']!r} is in {place}"
+    return f"{row['text']!r} opens {place}, but not {row['without']}"
+
+
+_FIXES = {
+    "caption": "describe each image; if one caption is intended, set captions: {from: fixed, text: ...}",
+    "phrase": "remove a phrase that nearly all captions have, for example with captions.replace: the concept "
+    "binds to it instead of the trigger word; keep it if prompts will contain it",
+    "opening": "if the opening is the trigger word, set captions.trigger to it, which adds it to the others",
+}
+"""Fixes of captions_repeated by kind of row."""
 
 
 def _settings_effective(recipe: Recipe, table: pl.DataFrame) -> Outcome:

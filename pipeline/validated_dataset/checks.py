@@ -8,6 +8,7 @@ Then generate the pages that list all checks (CONTRIBUTING.md).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -30,6 +31,7 @@ from pipeline.storage.source import Source
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset.caption_checks import caption_outcomes
+from pipeline.validated_dataset.caption_phrases import contradiction
 from pipeline.validated_dataset.captions import FALLBACK
 from pipeline.validated_dataset.holdout import held_out
 from pipeline.validated_dataset.side_input_checks import side_input_outcomes, white_masks
@@ -79,6 +81,7 @@ def run(context: CheckContext) -> list[Finding]:
         "captions_agree": _captions_agree(context),
         **caption_outcomes(context.recipe, table),
         "look_alikes": _look_alikes(context.recipe, table, rejected),
+        "look_alikes_agree": _look_alikes_agree(context.recipe, table),
         "one_colour": _one_colour(table),
     }
     return findings(context, STAGE, outcomes)
@@ -313,6 +316,28 @@ def _look_alikes(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) ->
         f"first: {rows[0]['images']}"
     )
     fix = "keep the best of each group, or accept that training shows such a picture more often than others"
+    return Outcome(False, summary, fix, rows, numbers)
+
+
+def _look_alikes_agree(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    # Captions of edits are instructions, and the two datasets of a slider are opposites.
+    same = ["dataset", "duplicate_group"]
+    datasets = [each.name for each in recipe.datasets if not each.references]
+    described = table.filter(pl.col("dataset").is_in(datasets))
+    groups = described.filter(pl.struct(same).is_duplicated()).sort(*same, "sample_id")
+    rows: list[dict[str, Any]] = []
+    for group in groups.partition_by(same, maintain_order=True):
+        samples = group.select("sample_id", "caption").rows()
+        # Each with the next: thousands of frames of a video would have millions of pairs.
+        for (one, caption), (other, other_caption) in pairwise(samples):
+            if conflict := contradiction(caption, other_caption):
+                rows.append({"images": f"{one} | {other}", "conflict": conflict})
+    numbers = {"contradictions": len(rows)}
+    if not rows:
+        return Outcome(True, "no two similar images have contradicting captions", numbers=numbers)
+    pairs = counted(len(rows), "pair of similar images has", "pairs of similar images have")
+    summary = f"{pairs} contradicting captions: {rows[0]['images']} ({rows[0]['conflict']})"
+    fix = "correct the wrong caption of each pair, or remove one of the two images"
     return Outcome(False, summary, fix, rows, numbers)
 
 

@@ -426,3 +426,14 @@ def test_C03_captions_from_the_fallback_are_counted(folder: Any) -> None:
     finding = checked(validated_dataset, folder)["captions_present"]
     assert finding.passed
     assert finding.summary == "2 samples, all with a caption; 1 from captions.fallback"
+
+
+def test_similar_images_with_contradicting_captions_are_named(folder: Any) -> None:
+    coffee = Image.fromarray(data.coffee())
+    folder.add("a.png", png(coffee), caption="a red cup on a table")
+    folder.add("b.png", png(coffee.resize((300, 200))), caption="a blue cup on a table")
+    folder.add("c.png", png(Image.fromarray(data.cat())), caption="a white cup")
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["look_alikes_agree"]
+    assert (finding.passed, finding.closes) == (False, False)
+    assert finding.rows == [{"images": "d/a.png | d/b.png", "conflict": "red cup / blue cup"}]
