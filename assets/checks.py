@@ -46,6 +46,7 @@ def features(recipe: Recipe) -> set[str]:
         "references": any(each.references for each in datasets),
         "holdout": any(each.validation_fraction > 0 for each in datasets),
         "sliders": any(each.slider is not None for each in datasets),
+        "subjects": any(each.mask is not None or each.focus_columns is not None for each in datasets),
     }
     return {name for name, is_present in present.items() if is_present}
 

@@ -29,6 +29,7 @@ from pipeline.storage.needed_columns import ALL_INPUTS, column_sources
 from pipeline.storage.table_columns import (
     ASSET_COLUMNS,
     DECODING_COLUMNS,
+    PICTURE_COLUMNS,
     SIDE_INPUT_COLUMNS,
     DeclaredColumns,
 )
@@ -81,6 +82,8 @@ def _columns(asset: str, side_inputs: frozenset[str]) -> DeclaredColumns:
     """Return all columns that the table may have; only the images decide whether it has `decoding`."""
     optional = (SIDE_INPUT_COLUMNS[name].get(asset, {}) for name in SIDE_INPUT_COLUMNS if name in side_inputs)
     columns = dict(ASSET_COLUMNS[asset])
+    if asset == "validated_dataset":
+        columns |= PICTURE_COLUMNS
     for more in (*optional, DECODING_COLUMNS.get(asset, {})):
         columns |= more
     return columns

@@ -51,7 +51,15 @@ MAX_REASONS = 20
 MAX_PREVIEW_ROWS = 5
 
 _PREVIEW_CHARACTERS = 48
-_NOT_IN_PREVIEW = {"dataset", "path", "key", "more_captions", "duplicate_group", *VOLATILE_COLUMNS}
+_NOT_IN_PREVIEW = {
+    "dataset",
+    "path",
+    "key",
+    "more_captions",
+    "duplicate_group",
+    "view_group",
+    *VOLATILE_COLUMNS,
+}
 """Columns that repeat parts of the sample id, or that only the program compares."""
 
 _MAX_TEXT_CHARACTERS = 60

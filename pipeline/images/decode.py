@@ -205,6 +205,8 @@ def decoded(
             has_stated_colour = convert is None and _use_stated_colour(image, file)
             if draft_px is not None:
                 image.draft(None, (draft_px, draft_px))
+            # Conversion loses it, and validation estimates the quality from it.
+            quantization = getattr(image, "quantization", None)
             cost, orientation_before = _require_cost(image, file, limits.max_bytes)
             memory.enter_context(DECODE_MEMORY.reserved(cost.num_bytes))
             has_other_key = load_with_key(image, file)
@@ -220,6 +222,8 @@ def decoded(
             rgb = _upright((convert or colour.to_srgb)(image, background), orientation)
             if rgb is not image:
                 image.close()
+            if quantization:
+                rgb.info["quantization"] = quantization
         yield rgb
 
 

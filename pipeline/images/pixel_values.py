@@ -1,7 +1,8 @@
 """The values that are measured on the pixels of every image when it is decoded for validation.
 
-Another value needs a function and an entry in `PIXEL_VALUES` here, a column of validated_dataset with the
-same name in `storage/tables/schemas.py`, and a new `LOOK_VERSION`, so that every image is decoded again.
+Another value needs a function in `pixel_measures.py` and an entry in `PIXEL_VALUES` here, a column of
+validated_dataset with the same name in `PICTURE_COLUMNS` (`storage/table_columns.py`) unless only the stage
+uses it, and a new `LOOK_VERSION`, so that every image is decoded again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ import numpy as np
 import polars as pl
 from PIL import Image
 
+from pipeline.images import pixel_measures as measures
+from pipeline.images.pixel_measures import Views, sampled
+
 # Averaging first takes a tenth of the time of converting the full image.
 _SMALL_EDGE_PX = 64
 """Shorter edge to which an image is averaged at least."""
-
-# Averaging all of 8 megapixels would take a seventh of their decoding time. On 40 photographs and their
-# copies at two thirds of the size, both hashes differ by at most 4 bits.
-_SAMPLED_EDGE_PX = 512
-"""Shorter edge above which only every n-th pixel is averaged."""
 
 _EDGE = 8
 """Number of the lowest frequencies per axis."""
@@ -48,9 +47,9 @@ def perceptual_hash(image: Image.Image) -> int | None:
     """
     # ImageHash is the reference in the tests. It is not called, because its dependency SciPy adds 0.3 s to
     # the first hash and 120 MB to the installation.
-    step = min(image.size) // _SAMPLED_EDGE_PX
-    if step > 1:
-        image = image.resize((image.width // step, image.height // step), Image.Resampling.NEAREST)
+    # Averaging all of 8 megapixels would take a seventh of their decoding time. On 40 photographs and their
+    # copies at two thirds of the size, both hashes differ by at most 4 bits.
+    image = sampled(image)
     shrink = min(image.size) // _SMALL_EDGE_PX
     small = image.reduce(shrink) if shrink > 1 else image
     extrema: Any = small.getextrema()
@@ -71,17 +70,28 @@ class PixelValue(NamedTuple):
 
     Attributes:
         dtype: Type of its column.
-        measure: Returns the value of an upright RGB image, or None; JSON must be able to represent it.
+        measure: Returns the value from views of an upright RGB image, or None. JSON must be able to
+            represent it.
     """
 
     dtype: type[pl.DataType]
-    measure: Callable[[Image.Image], Any]
+    measure: Callable[[Views], Any]
 
 
-PIXEL_VALUES: dict[str, PixelValue] = {"perceptual_hash": PixelValue(pl.UInt64, perceptual_hash)}
+PIXEL_VALUES: dict[str, PixelValue] = {
+    "perceptual_hash": PixelValue(pl.UInt64, lambda views: perceptual_hash(views.sampled)),
+    "detail_px": PixelValue(pl.Float64, measures.detail_px),
+    "darkest": PixelValue(pl.Float64, measures.darkest),
+    "brightest": PixelValue(pl.Float64, measures.brightest),
+    "white": PixelValue(pl.Float64, measures.white),
+    "bars": PixelValue(pl.Float64, measures.bars),
+    "corners": PixelValue(pl.String, measures.corners),
+    "jpeg_quality": PixelValue(pl.Int32, measures.jpeg_quality),
+}
 """The values by name. Those that are columns of validated_dataset are copied into its table."""
 
 
 def pixel_values(image: Image.Image) -> dict[str, Any]:
     """Return every value of `PIXEL_VALUES` for an upright RGB image."""
-    return {name: value.measure(image) for name, value in PIXEL_VALUES.items()}
+    views = Views(image)
+    return {name: value.measure(views) for name, value in PIXEL_VALUES.items()}

@@ -230,6 +230,35 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Near duplicates with captions that contradict each other, such as a red cup and a blue cup.",
             "Correct the wrong caption of each pair, or remove one of the images.",
         ),
+        _warning(
+            "pictures_sharp",
+            "Images with much less detail than the training size can show, or than the rest of the dataset "
+            "(blurred, shaken, enlarged), and strongly compressed JPEGs.",
+            "Replace them by their originals, or remove them. findings.jpg shows the worst.",
+        ),
+        _warning(
+            "pictures_exposed",
+            "Images that are too dark, overexposed or flat (of low contrast).",
+            "Correct them in an editor, or remove them. If the light is intended, name it in the captions.",
+        ),
+        _warning(
+            "pictures_unframed",
+            "Images with bars along their edges, and a mark that many images have in one corner, such as a "
+            "watermark, logo or date.",
+            "Cut the bars and marks off, or hide them with masks: training draws them too.",
+        ),
+        _warning(
+            "views_varied",
+            "A view that more than a fifth of the images show nearly alike, at least three.",
+            "Keep a few of these images and add other views: training learns pose, light and background with "
+            "the subject.",
+        ),
+        _warning(
+            "subjects_visible",
+            "Subjects that are smaller than 32x32 pixels at the training size, by their mask, or centred at "
+            "an edge of the image, by their focus point.",
+            "Crop the images around their subjects, or train at a higher buckets.resolution.",
+        ),
     ),
     "aspect_buckets": (
         _CONSERVATION,
@@ -434,6 +463,7 @@ ONLY_WITH: dict[str, str] = {
     **dict.fromkeys(_REFERENCES, "references"),
     **dict.fromkeys(("validation_apart", "validation_loss"), "holdout"),
     "slider_pairs": "sliders",
+    "subjects_visible": "subjects",
 }
 """Checks that can only fail in recipes with a feature, see `features` in assets/checks.py."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from pipeline.storage.table_columns import PICTURE_COLUMNS
+
 SIDE_INPUT_HASHES = ("mask_hash", "reference_images")
 """Columns that identify the side inputs of a sample. Only tables of recipes with masks have the first, only
 tables of recipes with references the second."""
@@ -61,7 +63,7 @@ _PLACEMENT = ("resized_height", "resized_width", *_CROP)
 
 DERIVED_COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
     "validated_dataset": {
-        **dict.fromkeys(("duplicate_group", "one_colour", "decoding"), ("content_hash",)),
+        **dict.fromkeys(("duplicate_group", "one_colour", "decoding", *PICTURE_COLUMNS), ("content_hash",)),
         **dict.fromkeys(("caption", "more_captions", "caption_from", "focus_x", "focus_y"), ("path",)),
         **dict.fromkeys(("mask_path", "mask_hash", "mask_mean", "mask_decoding"), ("path",)),
         "reference_images": ("path",),

@@ -234,10 +234,34 @@ DECODING_COLUMNS: dict[str, DeclaredColumns] = dict.fromkeys(
 )
 """Last column of these tables if at least one image has decoding rules."""
 
+PICTURE_COLUMNS: DeclaredColumns = {
+    "detail_px": _optional(
+        "Float64",
+        "Edge of the smallest square copy with the same detail; lower for blurred or enlarged images.",
+    ),
+    "darkest": _optional("Float64", "Brightness that 1% of the pixels are darker than, 0 to 1."),
+    "brightest": _optional("Float64", "Brightness that 1% of the pixels are brighter than, 0 to 1."),
+    "white": _optional("Float64", "Fraction of the pixels that are white or nearly."),
+    "bars": _optional("Float64", "Fraction of the area that uniform bars along the edges cover."),
+    "jpeg_quality": _optional("Int32", "Quality of libjpeg with the same quantization, 1 to 100."),
+    "overlay": _optional(
+        "Float64",
+        "Agreement with a pattern that many images have in one corner, 0 to 1; null without such a pattern.",
+    ),
+    "view_group": _optional(
+        "String", "Smallest content hash among the images that show nearly the same view."
+    ),
+}
+"""Columns of validated_dataset that tables of 0.3.0 lack."""
+
 OPTIONAL_COLUMNS: dict[str, DeclaredColumns] = {
     asset: {
         name: column
-        for of_tables in (*SIDE_INPUT_COLUMNS.values(), DECODING_COLUMNS)
+        for of_tables in (
+            {"validated_dataset": PICTURE_COLUMNS},
+            *SIDE_INPUT_COLUMNS.values(),
+            DECODING_COLUMNS,
+        )
         for name, column in of_tables.get(asset, {}).items()
     }
     for asset in ASSET_COLUMNS

@@ -28,12 +28,14 @@ from pipeline.reporting.rejections import (
 )
 from pipeline.storage.needed_columns import SIDE_INPUT_HASHES
 from pipeline.storage.source import Source
+from pipeline.storage.table_columns import PICTURE_COLUMNS
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset.caption_checks import caption_outcomes
 from pipeline.validated_dataset.caption_phrases import contradiction
 from pipeline.validated_dataset.captions import FALLBACK
 from pipeline.validated_dataset.holdout import held_out
+from pipeline.validated_dataset.picture_checks import picture_outcomes
 from pipeline.validated_dataset.side_input_checks import side_input_outcomes, white_masks
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ _RAW_COLUMNS = ("sample_id", "dataset", "path", "content_hash", "height", "width
 _COLUMNS = (
     *("sample_id", "dataset", "content_hash", "height", "width"),
     *("duplicate_group", "one_colour", "mask_mean", *SIDE_INPUT_HASHES),
-    *("caption", "more_captions", "caption_from"),
+    *("caption", "more_captions", "caption_from", "focus_x", "focus_y", *PICTURE_COLUMNS),
 )
 """Columns of validated_dataset that the checks need."""
 
@@ -83,6 +85,7 @@ def run(context: CheckContext) -> list[Finding]:
         "look_alikes": _look_alikes(context.recipe, table, rejected),
         "look_alikes_agree": _look_alikes_agree(context.recipe, table),
         "one_colour": _one_colour(table),
+        **picture_outcomes(context.recipe, table),
     }
     return findings(context, STAGE, outcomes)
 

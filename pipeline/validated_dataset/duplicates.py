@@ -17,6 +17,12 @@ from pipeline.reporting.progress import progress
 
 HASH_BITS = 64
 
+VIEW_BITS = 10
+"""Maximum number of bits in which the hashes of neighbouring views of a scene differ."""
+
+MAX_VIEWS = 5_000
+"""Maximum number of contents that are grouped by view; twice as many take four times as long."""
+
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 
@@ -47,6 +53,13 @@ def duplicate_groups(contents: pl.DataFrame, distance: int, *, log: Log = discar
         .join(groups, on="content_hash", how="left", maintain_order="left")
         .with_columns(pl.col("duplicate_group").fill_null(pl.col("content_hash")))
     )
+
+
+def view_groups(contents: pl.DataFrame, *, log: Log = discard) -> pl.Series:
+    """Return each content's group of near views, as `view_group`; null for more than `MAX_VIEWS` contents."""
+    if len(contents) > MAX_VIEWS:
+        return pl.Series("view_group", [None] * len(contents), dtype=pl.String)
+    return duplicate_groups(contents, VIEW_BITS, log=log)["duplicate_group"].alias("view_group")
 
 
 def _components(values: Hashes, distance: int, log: Log) -> Indices:

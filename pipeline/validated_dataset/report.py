@@ -2,6 +2,7 @@
 
     reports/validated_dataset/kept.jpg        kept images with captions, sampled evenly over the dataset
     reports/validated_dataset/rejected.jpg    rejected images, one strip per reason; unreadable ones are grey
+    reports/validated_dataset/findings.jpg    images that checks of pictures report, the worst of each kind
     reports/validated_dataset/masks.jpg       kept images with masks; the part that does not count is red
     reports/validated_dataset/references.jpg  kept images, each after its reference images
     reports/validated_dataset/spread.png      histograms of size, aspect ratio and caption length
@@ -35,6 +36,12 @@ from pipeline.storage.needed_columns import DECODING_COLUMNS
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
 from pipeline.validated_dataset.captions import caption_of, replaced
+from pipeline.validated_dataset.picture_checks import (
+    kinds,
+    large_view_groups,
+    picture_findings,
+    shown_value,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
 
 FOLDER = "validated_dataset"
 KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
+FINDINGS_FILE = "findings.jpg"
 REPLACED_FILE, TAGS_FILE = "replaced.csv", "tags.csv"
 
 NUM_STRIPS = 6
@@ -56,7 +64,7 @@ NUM_PER_STRIP = 6
 NUM_REFERENCE_ROWS = 8
 """Maximum number of images on the sheet of references."""
 
-REPORT_FORMAT = "3: tags"
+REPORT_FORMAT = "4: findings"
 """Part of the digest, so that reports of earlier versions are drawn again."""
 
 PREVIEW_COLUMNS = ("sample_id", "before", "after")
@@ -85,7 +93,13 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, *(f"{each.plural}.jpg" for each in SIDE_INPUTS))
+    pictures = (
+        KEPT_FILE,
+        REJECTED_FILE,
+        FINDINGS_FILE,
+        SPREAD_FILE,
+        *(f"{each.plural}.jpg" for each in SIDE_INPUTS),
+    )
 
     # A picture without content any more must not stay: the UI would show it as current.
     for name in (*pictures, REPLACED_FILE, TAGS_FILE):
@@ -95,6 +109,8 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
         write_bytes(folder / KEPT_FILE, contact_sheet(_kept_strips(table, sources), log=log))
         write_bytes(folder / SPREAD_FILE, _histograms(table))
         write_text(folder / TAGS_FILE, tag_counts(table).write_csv())
+        if strips := _findings_strips(recipe, table, sources):
+            write_bytes(folder / FINDINGS_FILE, contact_sheet(strips, log=log))
     for side_input in SIDE_INPUTS:
         if rows := _side_input_rows(recipe, side_input, table, sources):
             write_bytes(folder / f"{side_input.plural}.jpg", contact_sheet(rows, log=log))
@@ -171,7 +187,8 @@ def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
     kept = table.select("sample_id", "content_hash", "caption", *side_inputs, *decoding)
     rules = [(each.name, each.captions.replace) for each in recipe.datasets if each.captions.replace]
     more = f"{REPORT_FORMAT}, {rules}" if rules else REPORT_FORMAT
-    return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)
+    found = picture_findings(recipe, table)
+    return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), found, more=more)
 
 
 def _evenly_spaced(table: pl.DataFrame, number: int) -> pl.DataFrame:
@@ -275,6 +292,33 @@ def _rejected_strips(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> l
         ]
         strips.append(SheetRow(f"{count:,} {reason}", shown))
     return strips
+
+
+def _findings_strips(recipe: Recipe, table: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
+    """Return one strip for each kind of finding and for each view that too many images show."""
+    found = picture_findings(recipe, table)
+    samples = table.select("sample_id", "dataset", "path", "height", "width")
+    strips: list[SheetRow] = []
+    for index, kind in enumerate(kinds(recipe)):
+        of_kind = found.filter(pl.col("kind") == index)
+        worst = of_kind.head(NUM_PER_STRIP).join(samples, on="sample_id", maintain_order="left")
+        if len(worst):
+            values = [shown_value(kind, value) for value in worst["value"]]
+            strips.append(SheetRow(f"{len(of_kind):,} {kind.what}", _shown(worst, values, sources)))
+    for sample_ids in large_view_groups(table)["sample_id"]:
+        views = samples.filter(pl.col("sample_id").is_in(sample_ids.to_list()))
+        first = _evenly_spaced(views, NUM_PER_STRIP)
+        label = f"{len(views):,} with nearly one view"
+        strips.append(SheetRow(label, _shown(first, [""] * len(first), sources)))
+    return strips
+
+
+def _shown(samples: pl.DataFrame, texts: Sequence[str], sources: Mapping[str, Source]) -> list[SheetImage]:
+    rows = samples.select("dataset", "path", "height", "width").rows()
+    return [
+        SheetImage(sources[dataset].file(path), (height, width), name=posixpath.basename(path), caption=text)
+        for (dataset, path, height, width), text in zip(rows, texts, strict=True)
+    ]
 
 
 def _histograms(table: pl.DataFrame) -> bytes:

@@ -45,11 +45,13 @@ from pipeline.reporting.reports import Report, StageResult, Stopwatch, read_repo
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.source import Source, threads_for
+from pipeline.storage.table_columns import PICTURE_COLUMNS
 from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, columns_in, validated
 from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
-from pipeline.validated_dataset.duplicates import duplicate_groups
+from pipeline.validated_dataset.duplicates import duplicate_groups, view_groups
 from pipeline.validated_dataset.filters import select
+from pipeline.validated_dataset.overlays import agreement
 from pipeline.validated_dataset.paired_files import PairedSamples
 from pipeline.validated_dataset.side_inputs import with_side_input
 from pipeline.validated_dataset.variants import variants
@@ -61,10 +63,7 @@ STAGE = "validated_dataset"
 
 Row = dict[str, Any]
 
-_PIXEL_COLUMNS = [name for name in PIXEL_VALUES if name in SCHEMAS[STAGE]]
-"""Columns that are copied from the decode results."""
-
-_CONTENT_COLUMNS = ("duplicate_group", "one_colour", *_PIXEL_COLUMNS)
+_CONTENT_COLUMNS = ("duplicate_group", "one_colour", *PICTURE_COLUMNS)
 """Columns that follow from the pixels of a sample and of similar ones."""
 
 _SAMPLE_COLUMNS: dict[str, Any] = {
@@ -354,8 +353,12 @@ def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int, *, lo
     # not in the same group. Equal bytes are one content, so a dataset with many copies is compared only once.
     contents = decoded.join(samples, on="content_hash", how="semi").select("content_hash", *PIXEL_VALUES)
     groups = duplicate_groups(contents, distance, log=log)  # in the same order
+    is_first = contents["content_hash"].is_in(groups["duplicate_group"].implode())
     features = contents.with_columns(
-        groups["duplicate_group"], one_colour=pl.col("perceptual_hash").is_null()
+        groups["duplicate_group"],
+        view_groups(contents, log=log),
+        agreement(contents, is_first),
+        one_colour=pl.col("perceptual_hash").is_null(),
     )
     return features.select("content_hash", *_CONTENT_COLUMNS)
 

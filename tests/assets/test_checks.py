@@ -150,7 +150,7 @@ def test_L1_only_checks_that_can_fail_in_the_recipe_are_declared(tmp_path: Path)
     assert names(small_recipe(tmp_path, datasets=DATASETS_WITH_ALL)) == everything
     assert everything - names(recipe(tmp_path)) == ONLY_WITH.keys()
     mask = [{"name": "a", "path": "/data/a", "mask": {"from": "alpha"}}]
-    missing = {name for name, feature in ONLY_WITH.items() if feature != "masks"}
+    missing = {name for name, feature in ONLY_WITH.items() if feature not in ("masks", "subjects")}
     assert everything - names(small_recipe(tmp_path, datasets=mask)) == missing
 
 

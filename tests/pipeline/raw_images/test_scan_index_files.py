@@ -41,6 +41,9 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "pixels": {
         **dict.fromkeys(("content_hash", "decoder", "reason", "detail", "fix", "decoding"), pl.String),
         "perceptual_hash": pl.UInt64,
+        **dict.fromkeys(("detail_px", "darkest", "brightest", "white", "bars"), pl.Float64),
+        "corners": pl.String,
+        "jpeg_quality": pl.Int32,
     },
     "captions": {
         **dict.fromkeys(("sample_id", "rule", "caption", "more_captions", "caption_from"), pl.String),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pipeline.reporting.findings import Finding
 
 _REJECTED = {"sample_id", "reason", "detail", "fix"}
+_PICTURE = {"sample_id", "what", "value"}
 _ENTRY = {"sample_id", "problem", "bytes", "expected_bytes", "path"}
 
 COLUMNS: dict[str, list[set[str]]] = {
@@ -33,6 +34,11 @@ COLUMNS: dict[str, list[set[str]]] = {
     "look_alikes": [{"what", "images"}, {"what", "images", "of"}],
     "one_colour": [{"sample_id", "height", "width"}],
     "look_alikes_agree": [{"images", "conflict"}],
+    "pictures_sharp": [_PICTURE],
+    "pictures_exposed": [_PICTURE],
+    "pictures_unframed": [_PICTURE],
+    "subjects_visible": [_PICTURE],
+    "views_varied": [{"images", "number"}],
     "validation_apart": [{"images"}],
     "captions_agree": [{"sample_id", "used", "not_used"}],
     "captions_plausible": [{"sample_id", "what", "text"}],

@@ -173,7 +173,7 @@ def bridged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """Three pictures; the first and the last are similar only through the second."""
     looks = {"first": 0b0, "bridge": 0b1111, "last": 0b1111_1111}
     edges = {24: "first", 32: "last", 40: "bridge"}
-    hash_of = PixelValue(pl.UInt64, lambda image: looks[edges[image.height]])
+    hash_of = PixelValue(pl.UInt64, lambda views: looks[edges[views.image.height]])
     monkeypatch.setitem(PIXEL_VALUES, "perceptual_hash", hash_of)
     for height, name in edges.items():
         folder.add(f"{name}.png", folder.picture(height, height))
