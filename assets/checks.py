@@ -31,8 +31,14 @@ def check_specs(recipe: Recipe, asset: str) -> list[AssetCheckSpec]:
     Others would always show "Succeeded", and each adds about 14 kB to the event log in every run.
     """
     key, present = asset_key(recipe, asset), features(recipe)
+    gates = recipe.checks.gates
     return [
-        AssetCheckSpec(spec.name, asset=key, description=spec.explained, blocking=spec.gate)
+        AssetCheckSpec(
+            spec.name,
+            asset=key,
+            description=spec.explained,
+            blocking=spec.gate or spec.name in gates,
+        )
         for spec in specs_of(asset)
         if ONLY_WITH.get(spec.name) in (None, *present)
     ]

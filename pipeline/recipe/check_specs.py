@@ -476,5 +476,10 @@ def _gates(*, openable: bool) -> set[str]:
 GATES: tuple[str, ...] = tuple(sorted(_gates(openable=True)))
 """Names that `checks.allow` may contain. Gates of that name that cannot be allowed stay closed."""
 
+WARNINGS: tuple[str, ...] = tuple(
+    sorted({spec.name for asset in ALL_SPECS for spec in specs_of(asset) if not spec.gate})
+)
+"""Names that `checks.gates` may contain. A gate of the same name of another asset is not changed."""
+
 NEVER_OPEN: tuple[str, ...] = tuple(sorted(_gates(openable=False) - {*GATES}))
 """Names of checks that cannot be allowed for any asset."""

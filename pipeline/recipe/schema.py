@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from pipeline.recipe.buckets import BucketSettings, step_violation
 from pipeline.recipe.captions import CaptionSettings
-from pipeline.recipe.check_specs import GATES
+from pipeline.recipe.check_specs import GATES, WARNINGS
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
 from pipeline.recipe.evaluation import EvaluationSettings
@@ -22,7 +22,14 @@ from pipeline.recipe.keys import all_keys_of
 from pipeline.recipe.preview_prompts import PreviewPrompt
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_violations
-from pipeline.recipe.validators import FolderAddress, OutputFolder, check_gate, check_owner, check_timezone
+from pipeline.recipe.validators import (
+    FolderAddress,
+    OutputFolder,
+    check_gate,
+    check_owner,
+    check_timezone,
+    check_warning,
+)
 from pipeline.storage.addresses import Address, Url
 
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -30,6 +37,9 @@ ComputeDtype = Literal["auto", "float16", "bfloat16", "float32"]
 ColourLevel = Annotated[int, Field(ge=0, le=255, description="From 0 (dark) to 255 (full).")]
 Owner = Annotated[str, AfterValidator(check_owner)]
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
+WarningCheck = Annotated[
+    str, AfterValidator(check_warning), Field(json_schema_extra={"enum": list(WARNINGS)})
+]
 
 # The name becomes part of asset, job and file names.
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
@@ -219,6 +229,11 @@ class CheckSettings(Settings):
         description="Gates that may fail, by name of the check; the name applies to all assets. A failure is "
         "then a warning and does not stop the job. The completeness, shape, size and value checks of "
         "vae_latents and text_embeddings cannot be allowed.",
+    )
+    gates: tuple[WarningCheck, ...] = Field(
+        default=(),
+        description="Warnings that stop the job, by name of the check; the name applies to all assets.",
+        examples=[["pictures_sharp", "captions_repeated"]],
     )
 
 

@@ -178,7 +178,7 @@ KEYS = {
         *_keys(
             "checks",
             "max_rejected_fraction max_image_pixels max_decode_bytes max_file_bytes "
-            "near_duplicate_bits allow",
+            "near_duplicate_bits allow gates",
         ),
         *_keys(
             "recache",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from pydantic import BeforeValidator, PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
 
 from pipeline.escaping import has_credentials
-from pipeline.recipe.check_specs import GATES, NEVER_OPEN, PATH_ISOLATION
+from pipeline.recipe.check_specs import GATES, NEVER_OPEN, PATH_ISOLATION, WARNINGS
 from pipeline.recipe.settings import MAX_COUNT, one_of, reject
 from pipeline.storage.addresses import PROTOCOLS, Address, Url, expanded, is_url
 from pipeline.storage.remote_folder import CONDITIONAL_WRITES
@@ -221,6 +221,16 @@ def check_gate(value: str) -> str:
         close = difflib.get_close_matches(value, GATES, n=1)
         fix = f"did you mean {close[0]}?" if close else f"use {one_of(GATES)}"
         reject(f"checks.allow must list names of gates, got {value!r}", fix)
+    return value
+
+
+def check_warning(value: str) -> str:
+    """Return `value` if it names a warning, which a recipe may turn into a gate."""
+    if value not in WARNINGS:
+        close = difflib.get_close_matches(value, WARNINGS, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"use {one_of(WARNINGS)}"
+        fix = "remove it: it is a gate already" if value in {*GATES, *NEVER_OPEN} else fix
+        reject(f"checks.gates must list names of warnings, got {value!r}", fix)
     return value
 
 

@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check, with `checks.allow` applied.
+    """Result of one check, with `checks.allow` and `checks.gates` applied.
 
     Attributes:
         severity: Effect of a failure: "error" closes the gate, "warn" does not.
@@ -97,18 +97,23 @@ class Finding:
 def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome]) -> list[Finding]:
     """Return one finding per check of `asset`, in the order of `check_specs`.
 
-    A failed gate that `checks.allow` names becomes a warning with a note in its summary. `<recipe>` in a fix
-    is replaced by the recipe's name.
+    A failed gate that `checks.allow` names becomes a warning with a note in its summary, and a warning that
+    `checks.gates` names becomes a gate. `<recipe>` in a fix is replaced by the recipe's name.
     """
     specs = ALL_SPECS[asset]
     undeclared = set(outcomes) ^ {spec.name for spec in specs}
     assert not undeclared, f"only in {asset}/checks.py or only in recipe/check_specs.py: {sorted(undeclared)}"
-    allowed = context.recipe.checks.allow
-    results = [_finding(spec, outcomes[spec.name], allowed=spec.name in allowed) for spec in specs]
+    checks = context.recipe.checks
+    results = [
+        _finding(
+            spec, outcomes[spec.name], allowed=spec.name in checks.allow, stops=spec.name in checks.gates
+        )
+        for spec in specs
+    ]
     return [replace(each, fix=each.fix.replace("<recipe>", context.recipe.name)) for each in results]
 
 
-def _finding(spec: CheckSpec, outcome: Outcome, *, allowed: bool) -> Finding:
+def _finding(spec: CheckSpec, outcome: Outcome, *, allowed: bool, stops: bool) -> Finding:
     summary, fix = outcome.summary, outcome.fix
     openable = spec.openable and not outcome.final
     allowed = allowed and openable
@@ -119,10 +124,14 @@ def _finding(spec: CheckSpec, outcome: Outcome, *, allowed: bool) -> Finding:
         else:
             fix = f"{fix}; or accept this knowingly with checks.allow: [{spec.name}]"
 
+    stops = stops and not spec.gate
+    if stops and not outcome.passed:
+        fix = f"{fix}; or remove {spec.name} from checks.gates, which makes it a warning"
+
     return Finding(
         name=spec.name,
         passed=outcome.passed,
-        severity="error" if spec.gate and not allowed else "warn",
+        severity="error" if stops or (spec.gate and not allowed) else "warn",
         summary=summary,
         fix=fix,
         rows=[dict(row) for row in outcome.rows[:MAX_ROWS]],
@@ -209,6 +218,7 @@ def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) ->
     warning.
     """
     gates = {spec.name for spec in ALL_SPECS[asset] if spec.gate}
+    gates |= {each.name for each in findings if each.severity == "error"}
     content = {
         "gates_passed": sum(each.passed for each in findings if each.name in gates),
         "gates_closed": sum(each.closes for each in findings),

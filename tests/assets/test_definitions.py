@@ -62,6 +62,14 @@ def test_every_gate_blocks_and_no_warning_does(tmp_path: Path) -> None:
     assert blocking == {**expected, ("raw_images", PATH_ISOLATION.name): True}
 
 
+def test_a_warning_that_the_recipe_makes_a_gate_blocks(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, checks={"gates": ["pictures_sharp"]})
+    graph = build_definitions([recipe]).get_repository_def().asset_graph
+    blocking = {key.name for key in graph.asset_check_keys if graph.get(key).blocking}
+    assert "pictures_sharp" in blocking
+    assert "pictures_exposed" not in blocking
+
+
 def test_all_six_assets_have_the_two_founding_checks() -> None:
     for specs in SPECS.values():
         assert {"shape_uniformity", "file_size_outliers"} <= {spec.name for spec in specs}

@@ -252,6 +252,7 @@ EFFECTS: dict[str, Effect] = {
     },
     "checks.max_rejected_fraction": _nothing({"checks": {"max_rejected_fraction": 0.5}}),
     "checks.allow": _nothing({"checks": {"allow": ["rejected_fraction"]}}),
+    "checks.gates": _nothing({"checks": {"gates": ["pictures_sharp"]}}),
     "recache.cron": _nothing({"recache": {"cron": None}}),
     "recache.timezone": _nothing({"recache": {"timezone": "Europe/Berlin"}}),
     "recache.on_change": _nothing({"recache": {"on_change": False}}),

@@ -37,6 +37,11 @@ Some gates are marked "cannot be allowed". They are path isolation, which protec
 on cache entries, because training cannot read an entry that is missing or corrupt. If no samples are left, no
 gate can be allowed.
 
+## Turn a warning into a gate
+
+`checks.gates: [pictures_sharp]` in the recipe makes a failure of this check stop the job, on every asset with
+a warning of that name. [dataset_checks.md](dataset_checks.md) explains the checks of pictures and captions.
+
 ## When gates run
 
 - Before training, the gates of the five upstream assets run again with the current recipe, whichever assets

@@ -207,6 +207,13 @@ CASES: list[Case] = [
     ({"checks": {"allow": ["finite_values"]}}, "checks.allow[0]", "cannot be allowed", "run the cache job"),
     ({"checks": {"allow": ["path_isolation"]}}, "checks.allow[0]", "cannot be allowed", "separate folders"),
     (
+        {"checks": {"gates": ["picture_sharp"]}},
+        "checks.gates[0]",
+        "'picture_sharp'",
+        "did you mean pictures_sharp?",
+    ),
+    ({"checks": {"gates": ["names_distinct"]}}, "checks.gates[0]", "names of warnings", "a gate already"),
+    (
         {"recache": {"cron": "61 3 * * *"}},
         "recache.cron",
         "minute of recache.cron must be between 0 and 59, got '61'",

@@ -57,6 +57,21 @@ def test_an_allowed_gate_warns_and_gives_the_reason(folder: Any) -> None:
     assert by_name["conservation"].closes
 
 
+def test_a_warning_that_the_recipe_makes_a_gate_closes_and_is_counted_as_one(folder: Any) -> None:
+    folder.checks = {"gates": ["oddities", "file_size_outliers"]}
+    failed = Outcome(False, "two are wrong", "mend them")
+    results = findings(context(folder), "raw_images", outcomes(oddities=failed))
+    by_name = {finding.name: finding for finding in results}
+    assert by_name["oddities"].closes
+    assert by_name["oddities"].fix.endswith(
+        "; or remove oddities from checks.gates, which makes it a warning"
+    )
+    assert (by_name["file_size_outliers"].severity, by_name["file_size_outliers"].closes) == ("error", False)
+    report = json.loads(write_findings(folder.output_dir, "raw_images", results).read_text("utf-8"))
+    num_gates = sum(spec.gate for spec in SPECS["raw_images"]) + 2
+    assert (report["gates_passed"], report["gates_closed"], report["warnings"]) == (num_gates - 1, 1, 0)
+
+
 def test_a_final_failure_and_a_check_of_files_cannot_be_allowed(folder: Any) -> None:
     folder.checks = {"allow": ["names_distinct", "shape_uniformity"]}
     final = Outcome(False, "nothing is left", "add some", final=True)
