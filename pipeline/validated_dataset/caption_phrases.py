@@ -34,42 +34,11 @@ MAX_NAMED = 5
 """Largest number of samples named in a row."""
 
 FUNCTION_WORDS = frozenset(
-    [
-        *(
-            "a",
-            "an",
-            "the",
-            "and",
-            "or",
-            "of",
-            "in",
-            "on",
-            "at",
-            "to",
-            "by",
-            "for",
-            "from",
-            "with",
-            "without",
-        ),
-        *(
-            "is",
-            "are",
-            "was",
-            "be",
-            "its",
-            "it",
-            "this",
-            "that",
-            "his",
-            "her",
-            "their",
-            "as",
-            "into",
-            "under",
-        ),
-        *("over", "near", "behind"),
-    ]
+    re.findall(
+        r"\w+",
+        "a an the and or of in on at to by for from with without into under over near behind as "
+        "is are was be it its this that his her their",
+    )
 )
 """Words at which no phrase starts or ends: "on a" is in nearly all captions of any dataset."""
 
