@@ -2,6 +2,7 @@
 
 python bench/bare.py encode BASE PHOTOS OUT EDGE    latents and text embeddings of all images, as safetensors
 python bench/bare.py step BASE CACHE RANK BATCH     one training step on entries of a cache
+python bench/bare.py train BASE PHOTOS OUT EDGE RANK STEPS    `encode` if OUT is missing, then steps
 
 Imports nothing of Latentline, and only the classes that it needs.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,12 +52,36 @@ def encode(base: Path, photos: Path, out: Path, edge: int) -> None:
 def step(base: Path, cache: Path, rank: int, batch_size: int) -> None:
     """List all entries of the cache, and train one step on `batch_size` of them."""
     import torch
-    from diffusers import DDPMScheduler, UNet2DConditionModel
-    from peft import LoraConfig
     from safetensors.torch import load_file
-    from torch.nn.functional import mse_loss
 
     latents, texts = ([*(cache / kind).glob("*/*.safetensors")] for kind in ("latents", "text"))
+    learn = learner(base, rank)
+    latent = torch.stack([first(load_file(path)) for path in latents[:batch_size]])
+    text = torch.stack([first(load_file(path)) for path in texts[:batch_size]])
+    learn(latent, text)
+
+
+def train(base: Path, photos: Path, out: Path, edge: int, rank: int, steps: int) -> None:
+    """Encode all images and captions unless `out` exists, train with batch size 1, and print each step."""
+    from safetensors.torch import load_file
+
+    if not out.exists():
+        encode(base, photos, out, edge)
+    files = sorted(out.glob("*.safetensors"))
+    learn = learner(base, rank)
+    for number in range(steps):
+        tensors = load_file(files[number % len(files)])
+        learn(tensors["latent"], tensors["text"])
+        print(f"step {number + 1}", flush=True)
+
+
+def learner(base: Path, rank: int) -> Callable[[Any, Any], None]:
+    """Return a function that trains a LoRA one step on latents and text embeddings."""
+    import torch
+    from diffusers import DDPMScheduler, UNet2DConditionModel
+    from peft import LoraConfig
+    from torch.nn.functional import mse_loss
+
     unet: Any = UNet2DConditionModel.from_pretrained(base / "unet")
     unet.train().requires_grad_(False)
     targets = ["to_k", "to_q", "to_v", "to_out.0"]
@@ -63,14 +89,16 @@ def step(base: Path, cache: Path, rank: int, batch_size: int) -> None:
     optimizer = torch.optim.AdamW([each for each in unet.parameters() if each.requires_grad], lr=1e-4)
     scheduler: Any = DDPMScheduler.from_pretrained(base / "scheduler")
 
-    # The entry has mean and standard deviation; the mean alone has the right shape.
-    latent = torch.stack([first(load_file(path)) for path in latents[:batch_size]])
-    text = torch.stack([first(load_file(path)) for path in texts[:batch_size]])
-    latent, text = latent.float()[:, : unet.config.in_channels], text.float()
-    noise, timesteps = torch.randn_like(latent), torch.randint(0, 1000, (batch_size,))
-    noisy = scheduler.add_noise(latent, noise, timesteps)
-    mse_loss(unet(noisy, timesteps, encoder_hidden_states=text).sample, noise).backward()
-    optimizer.step()
+    def learn(latent: torch.Tensor, text: torch.Tensor) -> None:
+        # The entry has mean and standard deviation; the mean alone has the right shape.
+        latent, text = latent.float()[:, : unet.config.in_channels], text.float()
+        noise, timesteps = torch.randn_like(latent), torch.randint(0, 1000, (len(latent),))
+        noisy = scheduler.add_noise(latent, noise, timesteps)
+        mse_loss(unet(noisy, timesteps, encoder_hidden_states=text).sample, noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return learn
 
 
 def first(entry: dict[str, Any]) -> Any:
@@ -82,5 +110,7 @@ if __name__ == "__main__":
     base, source = Path(sys.argv[2]), Path(sys.argv[3])
     if sys.argv[1] == "encode":
         encode(base, source, Path(sys.argv[4]), int(sys.argv[5]))
+    elif sys.argv[1] == "train":
+        train(base, source, Path(sys.argv[4]), *map(int, sys.argv[5:8]))
     else:
         step(base, source, int(sys.argv[4]), int(sys.argv[5]))

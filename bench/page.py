@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from bench import results
 from bench.growth import measure as growth
+from bench.peers.table import table as peers_table
 from pipeline.storage.atomic import write_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -102,6 +103,20 @@ and its memory is the peak resident memory of that process, without that of impo
   threads and buffers."""
 
 
+_PEERS = """\
+The next table compares whole commands of trainers, each an unmodified checkout with its own environment.
+All train a LoRA in float32 with batch size 1 at about 256 x 256 pixels, on the same {photographs}
+photographs and the same base model: the layout of Stable Diffusion 1.5 with fewer channels and random
+weights. The table shows the medians of {rounds} rounds, in which all trainers ran in turn.
+`python -m bench.peers` repeats it.
+
+- `empty caches` and `full caches` are the time from the start of the command to the end of its first step.
+- `step` is the time of each further step, of {steps}.
+- `ratio` is the median ratio to the bare process in the same round. It imports what it needs, encodes all
+  images and captions, and trains, without checks, checkpoints or logs.
+- `memory` is the peak memory of all processes of the command."""
+
+
 _EXPORT_CHECK = """\
 At each checkpoint and at the end of a run, the three files of a LoRA are read back, and every number is
 compared with the trained one. The table shows the CPU time of this, summed over all threads, for denoisers
@@ -130,6 +145,9 @@ def _run(name: str, run: dict[str, Any]) -> str:
         lines += ["```", results.table(run), "```", ""]
         lines += _explained(run["figures"])
     lines += _note_lines(run)
+    if "peers" in run:
+        peers = run["peers"]
+        lines += [_PEERS.format(**peers), "", *peers_table(peers), ""]
     if "export_check" in run:
         lines += [_EXPORT_CHECK, "", *_export_check_table(run["export_check"]), ""]
     if "growth" in run:

@@ -1,0 +1,146 @@
+"""Run the trainers in turn, and measure the time to the first step, the step, and the memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.figures.scan import SETTLE_S
+from bench.peers.trainer import Place, Start, Task, Trainer
+from bench.workload import photographs
+from pipeline.processes.tree import ProcessTree
+
+MAX_S = 600.0
+"""Longest time of one run."""
+
+POLL_S = 0.02
+MEMORY_EVERY_S = 0.25
+TAIL_BYTES = 4096
+NUM_FAILED_LINES = 12
+
+
+class TrainerError(Exception):
+    """A trainer ended or stopped progressing before its last step. The message has its last lines."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Measurements of one run.
+
+    Attributes:
+        first_s: Seconds from the start of the command to the end of its first step.
+        step_s: Seconds per step after the first.
+        peak_bytes: Peak memory of all processes, with shared pages divided by the number of their users.
+    """
+
+    first_s: float
+    step_s: float
+    peak_bytes: int
+
+
+def race(trainers: Sequence[Trainer], task: Task, folder: Path, *, rounds: int) -> dict[str, Any]:
+    """Run each trainer cold and warm in each round, and return the measurements by trainer.
+
+    The order changes each round, and the first round is discarded. A trainer that fails gets no further runs.
+    """
+    photos = folder / "photos"
+    photographs(photos, task.num_photographs, max_px=4_000_000)
+    measured: dict[str, Any] = {
+        each.name: {"version": each.version, "note": each.note, "cold": [], "warm": []} for each in trainers
+    }
+    for number in range(-1, rounds):
+        for trainer in trainers if number % 2 else reversed(trainers):
+            entry = measured[trainer.name]
+            if "failed" in entry:
+                continue
+            place = _new_place(folder / trainer.name, photos)
+            for seed, caches in enumerate(("cold", "warm")):
+                print(f"round {number + 1} of {rounds}: {trainer.name}, {caches} caches", flush=True)
+                try:
+                    start = trainer.start(task, place, seed)
+                    run = run_once(start, task.steps, folder / f"{trainer.name}.log")
+                except (TrainerError, OSError) as error:
+                    entry["failed"] = str(error)
+                    print(f"{trainer.name} failed:\n{error}", flush=True)
+                    break
+                if number >= 0:
+                    entry[caches].append(vars(run))
+    return measured
+
+
+def _new_place(folder: Path, photos: Path) -> Place:
+    place = Place(folder / "work", folder / "photos", folder / "kept")
+    for old in (place.folder, place.photos):
+        shutil.rmtree(old, ignore_errors=True)
+    place.folder.mkdir(parents=True)
+    place.kept.mkdir(exist_ok=True)
+    shutil.copytree(photos, place.photos)
+    time.sleep(SETTLE_S)
+    return place
+
+
+def run_once(start: Start, steps: int, log: Path) -> Run:
+    """Start the command, stop it after `steps` steps, and return its measurements.
+
+    Raises:
+        TrainerError: If the command ends before, or takes longer than `MAX_S`.
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **start.variables}
+    with log.open("wb") as out:
+        start_s = time.perf_counter()
+        process = subprocess.Popen(
+            start.command, cwd=start.cwd, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+    tree = ProcessTree(process.pid)
+    try:
+        return _watch(process, tree, start, steps, log, start_s)
+    finally:
+        tree.stop(grace_s=20.0)
+        process.wait()
+
+
+def _watch(
+    process: subprocess.Popen[bytes], tree: ProcessTree, start: Start, steps: int, log: Path, start_s: float
+) -> Run:
+    first_s, num_first, peak_bytes, memory_s = 0.0, 0, 0, 0.0
+    while (taken_s := time.perf_counter() - start_s) < MAX_S:
+        ended = process.poll() is not None
+        if taken_s >= memory_s:
+            peak_bytes = max(peak_bytes, sum(map(_memory_bytes, tree.members())))
+            memory_s = taken_s + MEMORY_EVERY_S
+        num_steps = start.steps(_tail(log))
+        if num_steps and not first_s:
+            first_s, num_first = taken_s, num_steps
+        if num_steps >= steps:
+            # A bar may be drawn first after several quick steps.
+            return Run(first_s, (taken_s - first_s) / max(1, num_steps - num_first), peak_bytes)
+        if ended:
+            raise TrainerError(f"exit status {process.returncode}\n{_last_lines(log)}")
+        time.sleep(POLL_S)
+    raise TrainerError(f"not at step {steps} after {MAX_S:.0f} s\n{_last_lines(log)}")
+
+
+def _memory_bytes(process: psutil.Process) -> int:
+    with suppress(psutil.Error):
+        return process.memory_full_info().pss
+    return 0
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _last_lines(log: Path) -> str:
+    lines = [line.rsplit("\r", 1)[-1].rstrip() for line in _tail(log).splitlines()]
+    return "\n".join([line for line in lines if line][-NUM_FAILED_LINES:])
