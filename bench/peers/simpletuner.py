@@ -59,7 +59,7 @@ def _config(task: Task, place: Place, seed: int, backends: Path) -> dict[str, ob
 
 
 def _backends(task: Task, place: Place) -> list[dict[str, object]]:
-    photos = {
+    photos: dict[str, object] = {
         "id": "photos",
         "type": "local",
         "instance_data_dir": str(place.photos),
@@ -72,7 +72,7 @@ def _backends(task: Task, place: Place) -> list[dict[str, object]]:
         "minimum_image_size": 0,
         "cache_dir_vae": str(place.folder / "cache" / "vae"),
     }
-    text = {
+    text: dict[str, object] = {
         "id": "text",
         "type": "local",
         "dataset_type": "text_embeds",

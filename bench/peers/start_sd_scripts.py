@@ -11,6 +11,7 @@ import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     base = sys.argv.pop(1)
     sys.path[0] = str(Path.cwd())
     channels = json.loads(Path(base, "unet", "config.json").read_text(encoding="utf-8"))["block_out_channels"]
-    unet = import_module("library.original_unet")
+    unet: Any = import_module("library.original_unet")
     unet.BLOCK_OUT_CHANNELS = tuple(channels)
     unet.TIMESTEP_INPUT_DIM, unet.TIME_EMBED_DIM = channels[0], 4 * channels[0]
     sys.argv[0] = "train_network.py"

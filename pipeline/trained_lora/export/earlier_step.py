@@ -241,7 +241,12 @@ def _read_exported_step(output_dir: Path) -> ExportedStep | None:
         record = read_checked(path)
         if not {"run", "step"} <= record.keys() <= _KEYS:
             raise ValueError(f"{path.name} must have the keys run and step")
-        return ExportedStep(**{**record, "run": str(record["run"]), "step": int(record["step"])})
+        return ExportedStep(
+            str(record["run"]),
+            int(record["step"]),
+            why=str(record.get("why", "")),
+            automatic=bool(record.get("automatic")),
+        )
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as err:
