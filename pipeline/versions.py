@@ -22,3 +22,6 @@ PICTURES_VERSION = 1
 
 FEATURES_VERSION = 1
 """Version of the code between a picture and a scorer of Latentline, part of the key of its features."""
+
+DIAGNOSIS_VERSION = 1
+"""Version of the code that measures captions with the base model, part of the key of their losses."""

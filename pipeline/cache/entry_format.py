@@ -23,7 +23,7 @@ import safetensors
 
 from pipeline.errors import StoreError
 
-Kind = Literal["latents", "text", "masks", "pictures", "features"]
+Kind = Literal["latents", "text", "masks", "pictures", "features", "diagnoses"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 
@@ -47,6 +47,9 @@ PICTURE = "picture"
 
 FEATURES = "features"
 """Name of the float32 (D,) tensor in an entry with a scorer's features of a picture, an image or a text."""
+
+LOSSES = "losses"
+"""Name of the float32 tensor in an entry with the losses of an image under several captions."""
 
 TEXT = "text_embedding"
 """Name of the (T, D) tensor in a caption's entry."""

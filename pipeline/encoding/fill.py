@@ -40,6 +40,9 @@ Row: TypeAlias = Mapping[str, Any]
 EVALUATION_MODULE = "pipeline.evaluation.worker"
 """Entry module that draws and scores pictures. Its processes are on the machine of the step."""
 
+DIAGNOSIS_MODULE = "pipeline.diagnosis.worker"
+"""Entry module that measures losses of the base model."""
+
 WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
     "text": "pipeline.text_embeddings.worker",
@@ -47,6 +50,7 @@ WORKERS: dict[Kind, str] = {
     "masks": "pipeline.vae_latents.masks",
     "pictures": EVALUATION_MODULE,
     "features": EVALUATION_MODULE,
+    "diagnoses": DIAGNOSIS_MODULE,
 }
 """Module that encodes each kind."""
 
@@ -56,6 +60,7 @@ _ENTRY_NAMES: dict[Kind, tuple[str, str]] = {
     "masks": ("mask entry", "mask entries"),
     "pictures": ("picture", "pictures"),
     "features": ("feature entry", "feature entries"),
+    "diagnoses": ("measured caption", "measured captions"),
 }
 """Names of entries in the log, one and several, of kinds that are not called an entry."""
 

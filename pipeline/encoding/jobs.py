@@ -30,6 +30,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "text": "text embeddings encoded",
     "pictures": "pictures drawn",
     "features": "features computed",
+    "diagnoses": "captions measured",
 }
 """Description of the jobs of each kind for progress."""
 

@@ -41,6 +41,7 @@ _LOADING: dict[Kind, str] = {
     "text": "loading the text encoders",
     "pictures": "loading the base model",
     "features": "loading the scorers",
+    "diagnoses": "loading the base model",
 }
 
 

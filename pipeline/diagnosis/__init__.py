@@ -1,0 +1,1 @@
+"""Diagnosis of a dataset with the base model, before training: captions that do not fit their images."""

@@ -1,0 +1,1 @@
+"""Process that measures the base model's loss under several captions; imports torch."""

@@ -1,0 +1,170 @@
+"""The base model's loss on images under several captions, with the same noise.
+
+D is the number of draws, each a noise level with its noise, and C the number of captions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import torch
+
+from pipeline.cache.entry_format import LOSSES
+from pipeline.diagnosis.caption_swap import measure, positions
+from pipeline.diagnosis.entries import EMPTY_TEXT, RECIPE, WORK_COLUMNS
+from pipeline.encoding.jobs import Encoded, Encoding, Job, Outcome
+from pipeline.encoding.progress import Progress
+from pipeline.errors import TrainingError
+from pipeline.models.worker.family import load_family
+from pipeline.processes.worker.devices import out_of_memory_as
+from pipeline.recipe import LossSettings, Recipe, TimestepSettings
+from pipeline.trained_lora.inputs import TrainingInputs
+from pipeline.trained_lora.job import TrainingJob, recipe_from_json
+from pipeline.trained_lora.plan.steps import Slot
+from pipeline.trained_lora.prompts import entry_from_json
+from pipeline.trained_lora.worker.base_model import load_base
+from pipeline.trained_lora.worker.distributed import make_accelerator
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.loss import sample_losses
+from pipeline.trained_lora.worker.memory.resident_blocks import least_free_bytes, resident_blocks
+from pipeline.trained_lora.worker.micro_input import MicroInput
+from pipeline.trained_lora.worker.noise import noise_levels
+
+if TYPE_CHECKING:
+    from pipeline.cache.store import Store
+
+_LEVEL_DIGITS = 4
+"""Digits of a noise level, which names its noise: rounding on different machines must not change it."""
+
+
+class BaseLosses:
+    """The base model of a recipe, without any adapter."""
+
+    def __init__(self, recipe: Recipe, base: Path, component_folders: Mapping[str, Path]) -> None:
+        """Load the base model.
+
+        Raises:
+            ModelError: The base model cannot be loaded.
+            TrainingError: The quantization needs a missing package or GPU.
+        """
+        self._family = load_family(base, component_folders)
+        precision = self._family.mixed_precision(recipe.accelerate.mixed_precision)
+        self._accelerator = make_accelerator(
+            recipe.accelerate, mixed_precision=precision, find_unused_parameters=False
+        )
+        resident = resident_blocks(self._family, recipe, least_free_bytes(self._accelerator.device))
+        denoiser = load_base(self._family, resident.applied(recipe), str(self._accelerator.device))
+        # Mixed precision then returns float32, as in training.
+        self._denoiser = self._accelerator.prepare_model(denoiser, evaluation_mode=True)
+
+        # The base model's own schedule and density: the recipe's changes are for its training.
+        self._scheduler: Any = self._family.noise.load_scheduler()
+        uniform = torch.tensor(positions(), dtype=torch.float64)
+        levels = noise_levels(uniform, TimestepSettings(), self._family.spec.noise.density)
+        self._levels = [round(level, _LEVEL_DIGITS) for level in levels.tolist()]
+        # Training with batches of this size fits into memory, and needs more of it.
+        self._batch_size = recipe.training.batch_size
+
+    def batches(self, job: TrainingJob) -> MicroBatchMaker:
+        """Return what reads the inputs of a job for `losses`."""
+        return MicroBatchMaker(job, self._family, self._scheduler)
+
+    def losses(
+        self, maker: MicroBatchMaker, variant_id: str, draws: Sequence[int], captions: Sequence[int]
+    ) -> npt.NDArray[np.float32]:
+        """Return the mean squared errors (D, C) of an input in some draws under some of its captions.
+
+        In one draw, all captions have the same noise.
+        """
+        # Without other images, so that the result depends on none.
+        cells = [
+            (Slot(variant_id, 0, epoch=0, occurrence=0, drop_caption=False, variant=caption), draw)
+            for draw in draws
+            for caption in captions
+        ]
+        parts = (cells[start : start + self._batch_size] for start in range(0, len(cells), self._batch_size))
+        errors = [
+            self._errors(
+                maker.make_fixed(tuple(slot for slot, _ in part), [self._levels[draw] for _, draw in part])
+            )
+            for part in parts
+        ]
+        return np.concatenate(errors).reshape(len(draws), len(captions))
+
+    def _errors(self, micro: MicroInput) -> npt.NDArray[np.float32]:
+        noise = self._family.noise
+        # One autocast context per batch: autocast caches the cast weights for as long as it is active.
+        with torch.no_grad(), self._accelerator.autocast():
+            micro = micro.to(self._accelerator.device)
+            noisy = noise.add_noise(self._scheduler, micro.latent, micro.input_noise, micro.timesteps)
+            target = noise.target(self._scheduler, micro.latent, micro.noise, micro.timesteps)
+            prediction = self._family.denoiser.predict(
+                self._denoiser, noisy, micro.timesteps, micro.conditions
+            )
+            # A mask applies, because a caption need not describe what is not trained on.
+            return sample_losses(prediction, target, LossSettings(), micro.place_weights).cpu().numpy()
+
+
+class SwapEncoder:
+    """Measures the captions of an encoding."""
+
+    def __init__(self, encoding: Encoding, progress: Progress) -> None:
+        self._progress = progress
+        recipe = recipe_from_json(encoding.settings[RECIPE])
+        # Captions are read from the cache, also where training would encode them with trained encoders.
+        lora = recipe.training.lora.model_copy(update={"text_encoders": None})
+        training = recipe.training.model_copy(update={"lora": lora})
+        self._job = TrainingJob(
+            recipe=recipe.model_copy(update={"training": training}),
+            base=encoding.model_folder,
+            component_folders=encoding.component_folders,
+            run="",
+            inputs=TrainingInputs(pl.DataFrame(schema=WORK_COLUMNS)),
+            empty_text=entry_from_json(encoding.settings[EMPTY_TEXT]),
+            prompts=(),
+        )
+        with out_of_memory_as(_memory_error):
+            self._base = BaseLosses(self._job.recipe, self._job.base, self._job.component_folders)
+
+    def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
+        """Yield each job with its losses.
+
+        Raises:
+            StoreError: A latent or a text embedding cannot be read.
+            TrainingError: Memory ran out.
+        """
+        own = list(jobs)
+        if not own:
+            return
+        rows = [dict(job.work) for job in own]
+        inputs = TrainingInputs(pl.DataFrame(rows, schema={name: WORK_COLUMNS[name] for name in rows[0]}))
+        maker = self._base.batches(replace(self._job, inputs=inputs))
+        for job in own:
+            self._progress.working_on(job.name)
+            # Another process may have measured the caption since the stage checked.
+            if store.check(job.spec).valid:
+                yield job, "present"
+                continue
+
+            name = job.work["variant_id"]
+            with out_of_memory_as(_memory_error):
+                losses = measure(
+                    lambda draws, captions, name=name: self._base.losses(maker, name, draws, captions),
+                    len(job.work["captions"]),
+                )
+            yield job, Encoded({LOSSES: losses}, {})
+
+
+def _memory_error(usage: str) -> TrainingError:
+    return TrainingError(
+        "memory ran out while captions were measured" + (f" ({usage})" if usage else ""),
+        where="diagnosis.captions",
+        fix="close other programs that use the device, lower training.batch_size, or set "
+        "training.quantize: int8 or nf4",
+    )

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from itertools import product
+
+from pipeline.diagnosis.other_captions import MAX_POOL, CaptionPool, words_of
+
+COLOURS, SHAPES = ("red", "green", "blue"), ("circle", "square", "star")
+CAPTIONS = [f"a {colour} {shape}" for colour, shape in product(COLOURS, SHAPES)]
+
+
+def test_each_word_is_tried_in_place_of_the_own_one_with_no_other_change() -> None:
+    for own in CAPTIONS:
+        others = CaptionPool(CAPTIONS).others(own, 4)
+        assert {len(words_of(own) & words_of(other)) for other in others} == {2}
+        tried = frozenset[str]().union(*map(words_of, others))
+        assert tried == {"a", *COLOURS, *SHAPES}
+
+
+def test_the_choice_depends_on_neither_order_nor_repetitions_and_never_has_the_own_words() -> None:
+    pool, other = CaptionPool(CAPTIONS), CaptionPool([*reversed(CAPTIONS), *CAPTIONS, "Red circle, a!"])
+    for own in CAPTIONS[1:]:
+        others = pool.others(own, 20)
+        assert len(others) == len({*others}) == 8
+        assert own not in others
+    assert "Red circle, a!" not in other.others("a red circle", 20)
+    assert CaptionPool(reversed(CAPTIONS)).others(CAPTIONS[0], 4) == pool.others(CAPTIONS[0], 4)
+    assert pool.others(CAPTIONS[0], 8)[:4] == pool.others(CAPTIONS[0], 4)
+
+
+def test_captions_with_the_same_words_have_no_others() -> None:
+    assert CaptionPool(["a photo of sks", "A photo of sks."]).others("a photo of sks", 8) == []
+    assert CaptionPool([]).others("a cat", 8) == []
+
+
+def test_a_large_dataset_is_sampled() -> None:
+    captions = [f"number{number}" for number in range(10_000)]
+    chosen = {other for own in captions[:50] for other in CaptionPool(captions[:2_000]).others(own, 4)}
+    assert len(chosen) <= MAX_POOL
+    # An image outside of the sample has others too.
+    assert len(CaptionPool(captions).others("number9999", 4)) == 4
