@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.optional_stage import run_stage
 from pipeline.cli.sample import STOPPED_STATUS
 from pipeline.cli.step_options import step_options
 from pipeline.recipe import Recipe
@@ -61,46 +61,17 @@ def command(recipe: Recipe, run: str | None, steps: Any, file: Path | None) -> N
 
 
 def _evaluate(recipe: Recipe, request: Request) -> Report:
-    """Evaluate as the asset does, and write table, report and checks.
-
-    The results of a prompt set are in a folder of their own; the recipe's evaluation stays as it is.
-    """
-    from functools import partial
-
+    """Evaluate as the asset does; the results of a prompt set are in a folder of their own."""
     from pipeline.evaluation import checks
     from pipeline.evaluation.stage import ASSET, evaluate
-    from pipeline.outputs.folder import outputs_of
-    from pipeline.outputs.stage_files import stage_files, table_file
-    from pipeline.processes.launch import LocalLaunch
-    from pipeline.reporting.findings import CheckContext, write_findings
-    from pipeline.reporting.reports import report_path, write_report
-    from pipeline.reporting.terminal import TERMINAL_VARIABLE
-    from pipeline.storage.atomic import write_atomically
-    from pipeline.storage.tables import Tables, write_rows
 
-    # On a terminal, the launched process draws a bar, and its lines would disturb it.
-    launch = LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
-    outputs, tables = outputs_of(recipe, log_to_stderr), Tables(recipe.output_dir, log=log_to_stderr)
-    with stage_files(outputs, ASSET, checks_only=False, log=log_to_stderr):
-        result = evaluate(recipe, request, tables, launch=launch, log=log_to_stderr)
-        report = {**result.report, "recipe": recipe.name}
-        findings = checks.run(CheckContext(recipe, tables, {ASSET: report}, log=log_to_stderr))
-        if request.prompt_set is None:
-            tables.write(ASSET, result.table)
-            outputs.upload(table_file(ASSET))
-            tables.write_rejected(ASSET, result.rejected)
-            write_report(recipe.output_dir, ASSET, report)
-            write_findings(recipe.output_dir, ASSET, findings)
-        else:
-            name = f"prompt_sets/{request.prompt_set.name}/{ASSET}"
-            table = report_path(recipe.output_dir, name).with_suffix(".parquet")
-            write_atomically(table, partial(write_rows, result.table))
-            write_report(recipe.output_dir, name, report)
-            outputs.replace_folder(f"reports/prompt_sets/{request.prompt_set.name}/")
-    for finding in findings:
-        if not finding.passed:
-            echo(f"warning: {finding.name}: {finding.summary}; {finding.fix}", err=True)
-    return report
+    return run_stage(
+        recipe,
+        ASSET,
+        lambda tables, launch: evaluate(recipe, request, tables, launch=launch, log=log_to_stderr),
+        checks.run,
+        aside=None if request.prompt_set is None else f"prompt_sets/{request.prompt_set.name}",
+    )
 
 
 def _show(report: Report) -> None:
