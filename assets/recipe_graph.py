@@ -18,6 +18,7 @@ from dagster import (
 
 from assets.aspect_buckets import build_aspect_buckets
 from assets.automation import dataset_sensor, recache_schedule, skipping_schedule, skipping_sensor
+from assets.diagnosis import build_diagnosis
 from assets.evaluation import build_evaluation
 from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, asset_key
 from assets.raw_images import build_raw_images
@@ -38,7 +39,10 @@ CPU_ASSETS = (build_raw_images, build_validated_dataset, build_aspect_buckets)
 CACHE_ASSETS = (build_vae_latents, build_text_embeddings)
 """Builders of the assets whose steps may load a model to encode."""
 
-AFTER_CACHE = ("trained_lora", "evaluation")
+OPTIONAL = {"diagnosis": build_diagnosis, "evaluation": build_evaluation}
+"""Builders of the assets that only some recipes have; their steps may load a model."""
+
+AFTER_CACHE = ("diagnosis", "trained_lora", "evaluation")
 """Assets that the cache job leaves out."""
 
 ERROR_ASSET = "recipe_error"
@@ -49,8 +53,8 @@ def recipe_assets(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -
     """Return the assets of `recipe`, from the first to the last; see `recipe_graph`."""
     cpu_assets = [build(recipe) for build in CPU_ASSETS]
     cache_assets = [build(recipe, pool=pool) for build in CACHE_ASSETS]
-    assets = [*cpu_assets, *cache_assets, build_trained_lora(recipe, pool=pool, start=start)]
-    return assets if recipe.evaluation is None else [*assets, build_evaluation(recipe, pool=pool)]
+    optional = [OPTIONAL[name](recipe, pool=pool) for name in recipe.optional_assets]
+    return [*cpu_assets, *cache_assets, build_trained_lora(recipe, pool=pool, start=start), *optional]
 
 
 def recipe_graph(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> Definitions:
@@ -60,12 +64,12 @@ def recipe_graph(recipe: Recipe, *, pool: str, start: AssetKey | None = None) ->
     from, if another recipe trains it.
     """
     # Not by the group, because a recipe may have the name of another group.
-    optional = ("evaluation",) if recipe.evaluation is not None else ()
-    every_asset = AssetSelection.assets(*(asset_key(recipe, asset) for asset in (*STAGE_INPUTS, *optional)))
+    names = (*STAGE_INPUTS, *recipe.optional_assets)
+    every_asset = AssetSelection.assets(*(asset_key(recipe, name) for name in names))
     cache_job = define_asset_job(
         f"{recipe.name}_cache",
         selection=every_asset
-        - AssetSelection.assets(*(asset_key(recipe, name) for name in _after_cache(recipe))),
+        - AssetSelection.assets(*(asset_key(recipe, name) for name in AFTER_CACHE if name in names)),
         description="Brings tables, latents and text embeddings up to date.",
         tags={RECIPE_TAG: recipe.name},
         config=DEFAULT_RUN_CONFIG,
@@ -85,10 +89,6 @@ def recipe_graph(recipe: Recipe, *, pool: str, start: AssetKey | None = None) ->
         schedules=[schedule] if schedule is not None else [],
         sensors=[dataset_sensor(recipe, cache_job.name)],
     )
-
-
-def _after_cache(recipe: Recipe) -> tuple[str, ...]:
-    return AFTER_CACHE if recipe.evaluation is not None else AFTER_CACHE[:1]
 
 
 def broken_recipe_graphs(broken: Sequence[BrokenRecipe], taken: Collection[str]) -> list[Definitions]:

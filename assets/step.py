@@ -13,6 +13,7 @@ from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import needed_columns
 from pipeline.versions import (
     CAPTIONS_VERSION,
+    DIAGNOSIS_VERSION,
     FEATURES_VERSION,
     LOOK_VERSION,
     PICTURES_VERSION,
@@ -43,6 +44,7 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),
         "buckets": {"underfilled"},
     },
+    "diagnosis": {"diagnosis": True, "model": True, "accelerate": {"mixed_precision"}},
     "evaluation": {"evaluation": True},
 }
 """Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
@@ -51,6 +53,7 @@ ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
     "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
     "vae_latents": (PREPROCESSING_VERSION,),
     "trained_lora": (TRAINING_VERSION,),
+    "diagnosis": (DIAGNOSIS_VERSION,),
     "evaluation": (PICTURES_VERSION, FEATURES_VERSION),
 }
 """Versions of the algorithms that decide each asset's content."""

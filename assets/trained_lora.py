@@ -55,7 +55,12 @@ def build_trained_lora(recipe: Recipe, *, pool: str, start: AssetKey | None = No
             "latents": table_in(recipe, "vae_latents", reader="trained_lora"),
             "text": table_in(recipe, "text_embeddings", reader="trained_lora"),
         },
-        deps=[model_key(recipe), *([start] if start is not None else [])],
+        deps=[
+            model_key(recipe),
+            *([start] if start is not None else []),
+            # Training does not read it, but waits for its gate.
+            *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
+        ],
         check_specs=check_specs(recipe, "trained_lora"),
         can_subset=True,
         pool=pool,

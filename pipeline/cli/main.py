@@ -35,6 +35,7 @@ COMMANDS = {
     "gc": "pipeline.cli.gc",
     "sample": "pipeline.cli.sample",
     "compare": "pipeline.cli.compare",
+    "diagnose": "pipeline.cli.diagnose",
     "evaluate": "pipeline.cli.evaluate",
     "export": "pipeline.cli.export",
     "provenance": "pipeline.cli.provenance",

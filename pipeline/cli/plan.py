@@ -10,6 +10,7 @@ import click
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, bytes_text, echo, log_to_stderr, seconds_text
 from pipeline.errors import ModelError, counted
 from pipeline.escaping import json_text
+from pipeline.maintenance.diagnosis_forecast import DiagnosisForecast
 from pipeline.maintenance.expected import Expected
 from pipeline.maintenance.forecast import Forecast, forecast
 from pipeline.maintenance.picture_forecast import PictureForecast
@@ -135,6 +136,8 @@ def _show(recipe: Recipe, result: Forecast) -> None:
     for name, expected in result.side_inputs.items():
         _show_expected(name, expected)
     _show_expected("text_embeddings", result.text)
+    if result.diagnosis is not None:
+        _show_diagnosis(result.diagnosis)
     if result.training is not None:
         _show_training(result.training)
     if result.evaluation is not None:
@@ -232,6 +235,17 @@ def _show_expected(asset: str, expected: Expected) -> None:
     for reason, names in sorted(expected.reasons.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
         echo(f"  {len(names):>9,} {reason}: {shown}")
+
+
+def _show_diagnosis(diagnosis: DiagnosisForecast) -> None:
+    line = f"{'diagnosis':16} {diagnosis.there:>9,} to reuse {diagnosis.to_measure:>9,} to measure"
+    if diagnosis.to_measure:
+        line += f"   {diagnosis.least_passes:,} to {diagnosis.most_passes:,} forward passes, "
+        duration = "time unknown until the first captions are measured on this machine"
+        if diagnosis.seconds is not None:
+            duration = f"about {seconds_text(diagnosis.seconds)} plus the start"
+        line += duration
+    echo(line)
 
 
 def _show_pictures(pictures: PictureForecast) -> None:

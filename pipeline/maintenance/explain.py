@@ -87,7 +87,16 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str, *, log: Log = discar
     explained += [StageFacts("rejected", reason) for reason in reasons]
     entries = RecipeEntries(recipe, log=log)
     explained += _explain_entries(entries, sample_rows)
+    explained += _explain_diagnosis(tables, sample_id)
     return explained + _explain_features(entries, recipe, sample_id)
+
+
+def _explain_diagnosis(tables: Tables, sample_id: str) -> list[StageFacts]:
+    """Return what the last diagnosis measured of each caption of the sample."""
+    table = tables.read_previous("diagnosis")
+    rows = () if table is None else table.filter(sample_id=sample_id).iter_rows(named=True)
+    names = ("caption", "score", "low", "high", "verdict", "better_caption", "passes", "key")
+    return [StageFacts("diagnosis", {name: row[name] for name in names}) for row in rows]
 
 
 def _explain_features(entries: RecipeEntries, recipe: Recipe, sample_id: str) -> list[StageFacts]:

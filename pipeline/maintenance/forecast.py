@@ -20,6 +20,7 @@ from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries, with_reco
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import PathIsolationError
 from pipeline.log import Log, discard
+from pipeline.maintenance.diagnosis_forecast import DiagnosisForecast, forecast_diagnosis
 from pipeline.maintenance.expected import (
     DAMAGED,
     GEOMETRY,
@@ -104,6 +105,7 @@ class Forecast:
         warnings: Warnings that the job would show.
         unknown_lengths: Number of captions with a length in tokens that only the cache job can find out.
         training: None if a gate would close.
+        diagnosis: Captions that the diagnosis would measure; None for a recipe without one.
         evaluation: Pictures of the evaluation after training; None for a recipe without one.
     """
 
@@ -117,6 +119,7 @@ class Forecast:
     warnings: Sequence[FailedCheck] = ()
     unknown_lengths: int = 0
     training: TrainingForecast | None = None
+    diagnosis: DiagnosisForecast | None = None
     evaluation: PictureForecast | None = None
 
 
@@ -183,6 +186,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
         warnings=warnings,
         unknown_lengths=lengths["num_cut"].null_count(),
         training=training,
+        diagnosis=None if closed else forecast_diagnosis(entries, tables, requests, captions),
         evaluation=forecast_pictures(entries, valid.table, training and training.action),
     )
 

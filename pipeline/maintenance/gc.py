@@ -191,6 +191,8 @@ def needed_keys(recipe: Recipe, *, log: Log) -> list[pl.Series]:
     if tables.path("validated_dataset").is_file():
         texts = needed_texts(entries, text_rows(entries, tables.read("validated_dataset", CAPTION_COLUMNS)))
         by_kind["text"] = [entries.text_keys(texts["caption"], texts.get_column(SEEN, default=None))]
+    if (diagnosis := tables.read_previous("diagnosis")) is not None:
+        by_kind["diagnoses"] = [diagnosis["key"].drop_nulls()]
     for (kind,), rows in read_known(recipe.output_dir).group_by("kind"):
         by_kind[str(kind)] = [rows["key"]]
     return [pl.concat(parts) for parts in by_kind.values()]

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.diagnosis.entries import loss_spec, swapped_inputs
+from pipeline.diagnosis.stage import diagnose
 from pipeline.evaluation import stage as evaluation
 from pipeline.evaluation.known_entries import read_known, spec_of
 from pipeline.evaluation.prepare import Request
@@ -45,7 +49,7 @@ class BadEntry:
 def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> list[NeededEntry]:
     """Return the entries of vae_latents and text_embeddings under the current recipe, each key once.
 
-    The entries of the last evaluation follow.
+    The entries of the last diagnosis and of the last evaluation follow.
 
     Raises:
         TableError: One of the two tables is missing.
@@ -75,9 +79,23 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"
         needed.setdefault(spec.key, NeededEntry(first_samples.get(each, name), spec))
+    needed |= _measured(entries, tables, latents, text)
     for row in read_known(recipe.output_dir).iter_rows(named=True):
         needed.setdefault(row["key"], NeededEntry(row["name"], spec_of(row)))
     return list(needed.values())
+
+
+def _measured(
+    entries: RecipeEntries, tables: Tables, latents: pl.DataFrame, text: pl.DataFrame
+) -> dict[str, NeededEntry]:
+    """Return the entries of the last diagnosis that the recipe still needs, by key."""
+    diagnosis = tables.read_previous("diagnosis")
+    if diagnosis is None:
+        return {}
+    inputs = swapped_inputs(entries, latents, text).filter(pl.col("key").is_in(diagnosis["key"].implode()))
+    return {
+        row["key"]: NeededEntry(row["variant_id"], loss_spec(row)) for row in inputs.iter_rows(named=True)
+    }
 
 
 def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[BadEntry]:
@@ -135,6 +153,8 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
         evaluation.evaluate(recipe, request, tables, launch=launch, log=log)
         kinds -= {"pictures", "features"}
 
+    needs_diagnosis = "diagnoses" in kinds
+    kinds -= {"diagnoses"}
     # Latents and entries of side inputs are columns of one table.
     if kinds - {"text"}:
         result = cache_latents(recipe, tables.read("aspect_buckets"), tables, launch=launch, log=log)
@@ -144,3 +164,6 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
         result = cache_text(recipe, tables.read("validated_dataset"), tables, launch=launch, log=log)
         tables.write("text_embeddings", result.table)
         tables.write_rejected("text_embeddings", result.rejected)
+    if needs_diagnosis:
+        latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
+        tables.write("diagnosis", diagnose(recipe, latents, text, tables, launch=launch, log=log).table)

@@ -32,6 +32,7 @@ _BEFORE = {
     "aspect_buckets": ("raw_images", "validated_dataset"),
     "vae_latents": ("raw_images", "validated_dataset", "aspect_buckets"),
     "text_embeddings": ("raw_images", "validated_dataset"),
+    "diagnosis": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
     "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
     "evaluation": ("trained_lora",),
 }

@@ -416,6 +416,14 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
 """Checks of each asset that read its table, in order; see `specs_of` for all checks."""
 
 OPTIONAL_SPECS: dict[str, tuple[CheckSpec, ...]] = {
+    "diagnosis": (
+        _warning(
+            "captions_match_images",
+            "The base model fits a caption of another image better to an image than the image's own caption.",
+            "Compare each listed image with its caption and with the caption that fits better. Correct the "
+            "caption, or remove the image.",
+        ),
+    ),
     "evaluation": (
         _warning(
             "concept_learned",

@@ -17,6 +17,7 @@ from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.check_specs import GATES, WARNINGS
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings
+from pipeline.recipe.diagnosis import DiagnosisSettings
 from pipeline.recipe.evaluation import EvaluationSettings
 from pipeline.recipe.keys import all_keys_of
 from pipeline.recipe.preview_prompts import PreviewPrompt
@@ -295,6 +296,12 @@ class RecipeFile(Settings):
     accelerate: AccelerateSettings = Field(
         default_factory=AccelerateSettings, description="Arguments of `accelerate launch`."
     )
+    diagnosis: DiagnosisSettings | None = Field(
+        default=None,
+        description="What is measured on the dataset with the base model before training. A recipe with this "
+        "section has an asset `diagnosis` between the caches and `trained_lora`. It does not change the "
+        "training.",
+    )
     evaluation: EvaluationSettings | None = Field(
         default=None,
         description="Pictures that are drawn with each step of a run, and how they are scored. A recipe with "
@@ -341,6 +348,15 @@ class RecipeFile(Settings):
         common = self.text.caption_dropout
         own = {each.name: each.caption_dropout for each in self.datasets}
         return {name: common if dropout is None else dropout for name, dropout in own.items()}
+
+    @property
+    def optional_assets(self) -> tuple[str, ...]:
+        """Assets that the recipe has in addition to those of every recipe."""
+        present = {
+            "diagnosis": self.diagnosis is not None and self.diagnosis.captions,
+            "evaluation": self.evaluation is not None,
+        }
+        return tuple(name for name, is_present in present.items() if is_present)
 
     @property
     def trained_triggers(self) -> tuple[CaptionSettings, ...]:

@@ -12,6 +12,7 @@ ASSET_SECTIONS = {
     "vae_latents": "latents",
     "text_embeddings": "text",
     "trained_lora": "training",
+    "diagnosis": "diagnosis",
     "evaluation": "evaluation",
 }
 """Section that decides most of each asset."""

@@ -160,6 +160,10 @@ KEYS = {
             "num_processes shard mixed_precision cpu_threads",
         ),
         *_keys(
+            "diagnosis",
+            "captions",
+        ),
+        *_keys(
             "evaluation",
             "pictures steps strengths publish",
         ),

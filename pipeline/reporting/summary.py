@@ -58,6 +58,7 @@ def run_summary(run: RunResult) -> str:
     lines = [
         *_image_lines(run.reports),
         *_cache_lines(run.reports),
+        *_diagnosis_lines(run.reports),
         *_check_lines(run.checks),
         *_training_lines(run),
         *_evaluation_lines(run.reports),
@@ -167,6 +168,11 @@ def _next_lines(run: RunResult) -> list[tuple[str, str]]:
         ("next", f"latentline sample {run.recipe} --step all   draws pictures at each saved step"),
         ("", f"latentline export {run.recipe} {export}   {effect}"),
     ]
+
+
+def _diagnosis_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
+    report = reports.get("diagnosis")
+    return [] if report is None else [("diagnosis", report["why"])]
 
 
 def _evaluation_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:

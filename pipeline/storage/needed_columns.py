@@ -23,7 +23,11 @@ STAGE_INPUTS: Mapping[str, Sequence[str]] = {
 }
 """Stages of every recipe in the order of the graph, each with its input tables."""
 
-ALL_INPUTS: Mapping[str, Sequence[str]] = {**STAGE_INPUTS, "evaluation": ("trained_lora",)}
+ALL_INPUTS: Mapping[str, Sequence[str]] = {
+    **STAGE_INPUTS,
+    "diagnosis": ("vae_latents", "text_embeddings"),
+    "evaluation": ("trained_lora",),
+}
 """The same with the stages that only some recipes have."""
 
 # Plain names without Polars types, because definitions load without Polars.
@@ -55,6 +59,8 @@ def needed_columns(stage: str, table: str) -> tuple[str, ...] | None:
     """Return the columns of `table` that `stage` needs; None for all."""
     return NEEDED.get(stage, {}).get(table)
 
+
+NEEDED["diagnosis"] = NEEDED["trained_lora"]
 
 _SIZE = ("height", "width")
 _CAPTIONS = ("caption", "more_captions")

@@ -43,6 +43,10 @@ def _boolean(description: str) -> Column:
     return Column("Boolean", description)
 
 
+def _unmeasured(dtype: DtypeName, description: str) -> Column:
+    return Column(dtype, f"{description} Null if too few other captions exist.", nullable=True)
+
+
 def _optional(dtype: DtypeName, description: str) -> Column:
     return Column(dtype, description, nullable=True, required=False)
 
@@ -148,6 +152,26 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
         "split": _text('"train" or "validation".'),
         "times_seen": _int32("Number of times the sample was trained on."),
     },
+    "diagnosis": {
+        **_SAMPLE,
+        "variant": _int32("Index of the caption among the sample's captions."),
+        "caption": _text("Canonical caption."),
+        "score": _unmeasured(
+            "Float64", "How much better the best of the other captions fits, relative to the loss."
+        ),
+        "low": _unmeasured("Float64", "Lower end of the score's interval."),
+        "high": _unmeasured("Float64", "Upper end of the score's interval."),
+        "verdict": _text('"fits", "does not fit" or "cannot tell".'),
+        "better_caption": _unmeasured(
+            "String", "The caption that fits better, of a caption that does not fit."
+        ),
+        "passes": _int32("Number of forward passes of the base model."),
+        "key": _unmeasured("String", "Key of the cache entry."),
+        **{
+            name: _unmeasured("Int64", _ENTRY[name].description)
+            for name in ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode")
+        },
+    },
     "evaluation": {
         "run": _text("Run that was evaluated: a folder in runs/."),
         "step": _int64("Step of the LoRA that the picture was drawn with."),
@@ -164,8 +188,8 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
 }
 """Columns of each asset's table that all recipes with the asset have, in table order."""
 
-OPTIONAL_ASSETS = ("evaluation",)
-"""Assets that only some recipes have; their tables have no row per sample."""
+OPTIONAL_ASSETS = ("diagnosis", "evaluation")
+"""Assets that only some recipes have."""
 
 _MASK: DeclaredColumns = {
     "mask_path": _optional("String", "Path of the mask file, or of the image if its opacity is the mask."),

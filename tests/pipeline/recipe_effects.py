@@ -221,6 +221,7 @@ EFFECTS: dict[str, Effect] = {
     "accelerate.shard": Effect({"accelerate": {"shard": True}}, context={"accelerate": {"num_processes": 2}}),
     "accelerate.mixed_precision": Effect({"accelerate": {"mixed_precision": "bf16"}}, run=True),
     "accelerate.cpu_threads": _nothing({"accelerate": {"cpu_threads": 3}}),
+    "diagnosis.captions": _nothing({"diagnosis": {"captions": True}}),
     **{
         f"evaluation.{key}": _nothing({"evaluation": values})
         for key, values in {

@@ -8,6 +8,7 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | aspect_buckets | sample and bucket (several buckets only with `buckets.per_image: each`) |
 | vae_latents | sample, bucket and mirroring |
 | text_embeddings | sample and caption variant |
+| diagnosis | sample and caption variant |
 | evaluation | drawn picture, scorer and number |
 | rejected | sample and the stage that rejected it |
 
@@ -55,6 +56,7 @@ _POLARS_TYPES: dict[table_columns.DtypeName, type[pl.DataType]] = {
 }
 
 _ROW_NAMES: dict[str, list[str]] = {
+    "diagnosis": ["sample_id", "variant"],
     "evaluation": ["run", "step", "strength", "prompt", "role", "concept", "seed", "scorer", "number"],
     "aspect_buckets": ["sample_id", "bucket"],
     "vae_latents": ["sample_id", "bucket", "flipped"],

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import polars as pl
+import pytest
+
+from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.diagnosis.caption_swap import ROUNDS, Verdict
+from pipeline.diagnosis.entries import swapped_inputs
+from pipeline.diagnosis.stage import cannot_tell, diagnose, diagnosis_table
+from pipeline.maintenance import gc, verify
+from pipeline.maintenance.diagnosis_forecast import forecast_diagnosis
+from pipeline.maintenance.explain import explain
+from pipeline.recipe.diagnosis import DiagnosisSettings
+from pipeline.storage.tables import Tables
+from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.conftest import any_precision, one_thread
+
+if TYPE_CHECKING:
+    from pipeline.reporting.reports import StageResult
+    from tests.pipeline.trained_lora.project import Project
+
+__all__ = ["any_precision", "one_thread"]
+
+SIZES = {"64x64": 3, "32x96": 2}
+
+
+def diagnosed(project: Project, launch: InProcessLaunch) -> StageResult:
+    tables = Tables(project.recipe.output_dir)
+    recipe = project.recipe.model_copy(update={"diagnosis": DiagnosisSettings()})
+    result = diagnose(recipe, project.latents, project.text, tables, launch=launch, log=lambda _: None)
+    tables.write("diagnosis", result.table)
+    return result
+
+
+@pytest.fixture
+def project(make_project: Callable[..., Project]) -> Project:
+    return make_project(sizes=SIZES)
+
+
+def test_an_unchanged_caption_is_measured_once_and_a_changed_one_again(project: Project) -> None:
+    first = diagnosed(project, InProcessLaunch())
+    assert first.report["encoded"] == 5
+    assert first.table["passes"].min() >= ROUNDS[0] * 5
+
+    launch = InProcessLaunch()
+    again = diagnosed(project, launch)
+    assert launch.modules == []
+    assert (again.report["encoded"], again.report["reused"]) == (0, 5)
+    assert again.table.equals(first.table)
+
+
+def test_an_untrained_model_cannot_tell(project: Project) -> None:
+    """Its output does not depend on what the caption says about the image."""
+    result = diagnosed(project, InProcessLaunch())
+    assert not result.report["decided"]
+    assert "cannot tell" in result.report["why"]
+    assert set(result.table["verdict"]) == {"cannot tell"}
+    assert result.table["better_caption"].null_count() == 5
+    assert result.report["worst"] == []
+
+
+def test_equal_captions_leave_nothing_to_exchange(project: Project) -> None:
+    alike = replace(project, text=project.text.with_columns(caption=pl.lit("photograph 0 of 64x64")))
+    launch = InProcessLaunch()
+    result = diagnosed(alike, launch)
+    assert launch.modules == []
+    assert "no image has 3 captions of other images" in result.report["why"]
+    assert result.table["score"].null_count() == 5
+
+
+def test_a_better_caption_is_named_only_for_a_caption_that_does_not_fit(project: Project) -> None:
+    inputs = swapped_inputs(RecipeEntries(project.recipe), project.latents, project.text)
+    keys = inputs["key"].to_list()
+    wrong = Verdict(score=0.2, low=0.1, high=0.3, best=2, passes=10)
+    right = Verdict(score=-0.2, low=-0.3, high=-0.1, best=1, passes=10)
+    verdicts = {key: wrong if number == 1 else right for number, key in enumerate(keys)}
+    table = diagnosis_table(inputs, verdicts)
+    assert table["verdict"].to_list() == ["fits", "does not fit", "fits", "fits", "fits"]
+    assert table["better_caption"].drop_nulls().to_list() == [inputs["captions"][1][2]]
+    assert cannot_tell(RecipeEntries(project.recipe), table) == ""
+
+
+def test_keys_depend_on_content_and_captions_and_on_no_name(project: Project) -> None:
+    entries = RecipeEntries(project.recipe)
+    before = swapped_inputs(entries, project.latents, project.text)
+    renamed = [
+        each.with_columns(sample_id=pl.col("sample_id").str.replace("64x64-1", "renamed"))
+        for each in (project.latents, project.text)
+    ]
+    after = swapped_inputs(entries, *renamed)
+    assert set(after["key"]) == set(before["key"])
+
+    first = project.text["caption"][0]
+    edited = project.text.with_columns(
+        caption=pl.when(caption=first).then(pl.lit("a cat")).otherwise("caption")
+    )
+    changed = swapped_inputs(entries, project.latents, edited)
+    assert not set(changed["key"]) & set(before["key"])
+    other = project.changed("other", quantize="int8").recipe
+    assert not set(swapped_inputs(RecipeEntries(other), project.latents, project.text)["key"]) & set(
+        before["key"]
+    )
+
+
+def test_maintenance_knows_the_entries(project: Project) -> None:
+    recipe = project.recipe.model_copy(update={"diagnosis": DiagnosisSettings()})
+    entries, tables = RecipeEntries(recipe), Tables(recipe.output_dir)
+    forecast = forecast_diagnosis(entries, tables, project.latents, project.text)
+    assert forecast is not None
+    assert (forecast.there, forecast.to_measure, forecast.seconds) == (0, 5, None)
+    assert forecast.least_passes == 5 * ROUNDS[0] * 5
+
+    result = diagnosed(project, InProcessLaunch())
+    keys = set(result.table["key"])
+    assert forecast.least_passes <= result.report["passes"] <= forecast.most_passes
+    after = forecast_diagnosis(entries, tables, project.latents, project.text)
+    assert after is not None
+    assert (after.there, after.to_measure, after.most_passes) == (5, 0, 0)
+
+    assert keys <= {key for group in gc.needed_keys(recipe, log=lambda _: None) for key in group}
+    needed = [each for each in verify.needed_entries(recipe, tables) if each.spec.kind == "diagnoses"]
+    assert {each.spec.key for each in needed} == keys
+    assert verify.verify(recipe, needed, log=lambda _: None) == []
+    facts = [
+        each.facts for each in explain(recipe, tables, "photos/64x64-0.jpg") if each.stage == "diagnosis"
+    ]
+    assert [each["caption"] for each in facts] == ["photograph 0 of 64x64"]
