@@ -31,9 +31,12 @@ COLUMNS: dict[str, Any] = {
 }
 """Columns of the table of sample losses, one row per training input.
 
-`times` counts the draws. `relative_loss` is the mean loss relative to the expected loss at the same
-timesteps, so 1 is an average image. `deviation` is its distance from 1 in standard errors: samples far above
-0 are hard, or have a wrong caption.
+`times` counts the draws. `relative_loss` is the mean loss relative to the expected loss at the same noise
+levels, so 1 is an average image. `deviation` is its distance from the mean of all images, in standard
+deviations of what images of this dataset with as many draws usually have: by definition, its spread is 1.
+
+A high value means that the image differs from what the model expects, as detailed and rare images do too. A
+wrong caption is one reason of several: `latentline diagnose` tests captions.
 """
 
 
@@ -43,20 +46,36 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
     if draws.is_empty():
         return pl.DataFrame(schema=COLUMNS)
 
-    # Equal losses have no spread, and their deviation is 0 at any divisor.
-    spread = float(np.std(draws["relative"].to_numpy())) or 1.0
     table = draws.group_by("number").agg(
         times=pl.len().cast(pl.Int32),
         mean_loss=pl.col("loss").mean(),
         relative_loss=pl.col("relative").mean(),
+        squares=((pl.col("relative") - pl.col("relative").mean()) ** 2).sum(),
     )
     trained = inputs.trained.table
     table = table.with_columns(
         sample_id=trained["variant_id"].gather(table["number"]),
         caption=trained["captions"].gather(table["number"]).list.first(),
-        deviation=(pl.col("relative_loss") - 1) / spread * pl.col("times").sqrt(),
+        deviation=_deviations(table),
     )
     return table.select(*COLUMNS).sort(["deviation", "sample_id"], descending=[True, False])
+
+
+def _deviations(table: pl.DataFrame) -> pl.Series:
+    """Return the distance of each `relative_loss` from their mean, in standard deviations.
+
+    A mean of n draws varies by sigma^2 / n around its image's own value, and these values vary by tau^2 from
+    image to image. tau^2 is what the variance of the means exceeds the mean of sigma^2 / n by (method of
+    moments; DerSimonian and Laird, Meta-analysis in clinical trials, 1986, without weights).
+    """
+    means, times = table["relative_loss"].to_numpy(), table["times"].to_numpy()
+    degrees = max(1, int(times.sum()) - len(times))
+    of_draws = float(table["squares"].sum()) / degrees / times
+    of_images = max(0.0, float(np.var(means, ddof=1)) - float(of_draws.mean())) if len(means) > 1 else 0.0
+
+    # Equal losses have no spread, and their deviation is 0 at any divisor.
+    spread = np.sqrt(of_images + of_draws)
+    return pl.Series((means - means.mean()) / np.where(spread > 0, spread, 1.0))
 
 
 def loss_trend(layout: RunLayout, num_steps: int) -> dict[str, float] | None:
