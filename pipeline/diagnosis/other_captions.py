@@ -49,7 +49,7 @@ class CaptionPool:
                 key=lambda caption, new=new: (
                     not new[caption],
                     distances[caption],
-                    -sum(map(self._weight, new[caption])),
+                    -self._sum(new[caption]),
                     _hash(own, caption),
                 ),
             )
@@ -60,12 +60,13 @@ class CaptionPool:
 
     def _distance(self, left: frozenset[str], right: frozenset[str]) -> float:
         """Return one minus the weighted Jaccard index of two sets of words."""
-        union = sum(map(self._weight, left | right))
-        return 1.0 - sum(map(self._weight, left & right)) / union if union else 0.0
+        union = self._sum(left | right)
+        return 1.0 - self._sum(left & right) / union if union else 0.0
 
-    def _weight(self, word: str) -> float:
+    def _sum(self, words: Iterable[str]) -> float:
         # A caption of an image may be outside of the pool, and so may its words.
-        return self._weights.get(word, 0.0)
+        # Exact, because the order of a set, and so the rounding of a sum, differs between processes.
+        return math.fsum(self._weights.get(word, 0.0) for word in words)
 
 
 def words_of(caption: str) -> frozenset[str]:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 from pipeline.diagnosis.other_captions import MAX_POOL, CaptionPool, words_of
 
 COLOURS, SHAPES = ("red", "green", "blue"), ("circle", "square", "star")
 CAPTIONS = [f"a {colour} {shape}" for colour, shape in product(COLOURS, SHAPES)]
+LONG = [f"{each} on a {ground} background" for each, ground in product(CAPTIONS, ("white", "gray", "pink"))]
 
 
 def test_each_word_is_tried_in_place_of_the_own_one_with_no_other_change() -> None:
@@ -38,3 +42,23 @@ def test_a_large_dataset_is_sampled() -> None:
     assert len(chosen) <= MAX_POOL
     # An image outside of the sample has others too.
     assert len(CaptionPool(captions).others("number9999", 4)) == 4
+
+
+def test_processes_choose_the_same_captions() -> None:
+    """The order of a set of texts differs between processes."""
+    code = (
+        "from pipeline.diagnosis.other_captions import CaptionPool\n"
+        "from tests.pipeline.diagnosis.test_other_captions import LONG\n"
+        "print([CaptionPool(LONG).others(own, 8) for own in LONG])"
+    )
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(3)
+    }
+    assert len(results) == 1
