@@ -34,9 +34,9 @@ def known_scenes() -> list[Scene]:
     ]
 
 
-def write_pictures(folder: Path) -> int:
+def write_pictures(folder: Path, seed: int = SEED) -> int:
     """Write both datasets and return the number of new files; existing files keep their edits."""
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(seed)
     return sum(
         _write_dataset(folder / name, dataset, random)
         for name, dataset in (("concept", concept_scenes()), ("known", known_scenes()))
