@@ -12,17 +12,17 @@ from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 SAMPLED_EDGE_PX = 512
 """Shorter edge above which only every n-th pixel is sampled for the perceptual hash."""
 
-GREY_EDGE_PX = 256
+SMALL_EDGE_PX = 128
 """Shorter edge above which only every n-th pixel is sampled for brightness, bars and corners."""
 
-NUM_LINES, LINES_PER_BLOCK = 16, 4
+NUM_LINES, LINES_PER_BLOCK = 12, 4
 """Number of lines in each direction, and of neighbouring lines whose spectra are averaged."""
 
 SEGMENT_PX = 128
@@ -46,8 +46,8 @@ _MIN_STRUCTURE = 0.1
 _ROUNDING_VARIANCE = 4 / 12
 """Four times the variance of rounding to 8 bits, in levels."""
 
-DARK_FRACTION, BRIGHT_FRACTION = 0.01, 0.99
-"""Fractions of the pixels below the darkest and the brightest level, as in scikit-image's is_low_contrast."""
+FRACTIONS = (0.01, 0.99)
+"""Fractions of the pixels below the lowest and the highest level, as in scikit-image's is_low_contrast."""
 
 BLOWN_LEVEL = 250
 """Level from which a pixel counts as white."""
@@ -58,7 +58,7 @@ _BAR_TOLERANCE = 8
 _BAR_EDGE_CONTRAST = 16
 """Minimum difference from the bar's level behind its edge."""
 
-_BAR_EDGE_FRACTION = 0.6
+_BAR_EDGE_FRACTION = 0.75
 """Minimum fraction of the pixels behind the edge with this difference: the edge is straight."""
 
 CORNER_HW = (16, 24)
@@ -66,7 +66,10 @@ CORNER_HW = (16, 24)
 
 _CORNERS_EDGE = 64
 
-_PRINT_TOLERANCE = 1.5
+_NEIGHBOURHOOD_CELLS = 3
+"""Number of cells to each side that are a cell's neighbourhood."""
+
+_PRINT_TOLERANCE = 1
 """Difference from the neighbourhood, in levels, up to which a cell counts as flat."""
 
 
@@ -91,15 +94,34 @@ class Views:
         return sampled(self.image)
 
     @cached_property
-    def grey(self) -> Image.Image:
-        """Brightness of every n-th pixel, 8 bits (ITU-R BT.601)."""
-        return sampled(self.sampled, GREY_EDGE_PX).convert("L")
+    def small(self) -> Image.Image:
+        """Every n-th pixel; the shorter edge has fewer than twice `SMALL_EDGE_PX` pixels."""
+        return sampled(self.sampled, SMALL_EDGE_PX)
 
     @cached_property
-    def cumulated(self) -> Array:
-        """Fraction of pixels up to each of the 256 levels."""
-        counts = np.cumsum(self.grey.histogram())
-        return counts / counts[-1]
+    def grey(self) -> Image.Image:
+        """Brightness of every n-th pixel, 8 bits (ITU-R BT.601)."""
+        return self.small.convert("L")
+
+    @cached_property
+    def percentiles(self) -> Array:
+        """1st and 99th percentile (2, 3) of the levels of red, green and blue, 0 to 1."""
+        counts = np.array(self.small.histogram()).reshape(3, 256)
+        cumulated = counts.cumsum(axis=1) / counts[0].sum()
+        ends = [[np.searchsorted(each, fraction) for each in cumulated] for fraction in FRACTIONS]
+        return np.array(ends) / 255
+
+    @cached_property
+    def contrasts(self) -> Array:
+        """Contrast of red, green and blue after Michelson, 0 to 1."""
+        low, high = self.percentiles
+        return (high - low) / np.maximum(high + low, 1 / 255)
+
+    @cached_property
+    def band(self) -> int:
+        """Channel that shows the image's structure: green, unless another one has twice its contrast."""
+        best = int(self.contrasts.argmax())
+        return 1 if 2 * self.contrasts[1] >= self.contrasts[best] else best
 
 
 def detail_px(views: Views) -> float | None:
@@ -119,8 +141,8 @@ def detail_px(views: Views) -> float | None:
     shrink = max(1, min(image.size) // MEASURED_EDGE_PX)
     if min(image.size) < MIN_SEGMENT_PX:
         return None
-    rows = image.resize((image.width, NUM_LINES), Image.Resampling.NEAREST).convert("L")
-    columns = image.resize((NUM_LINES, image.height), Image.Resampling.NEAREST).convert("L")
+    rows = image.resize((image.width, NUM_LINES), Image.Resampling.NEAREST).getchannel(views.band)
+    columns = image.resize((NUM_LINES, image.height), Image.Resampling.NEAREST).getchannel(views.band)
     if shrink > 1:
         rows, columns = rows.reduce((shrink, 1)), columns.reduce((1, shrink))
     cutoffs = [_cutoff(np.asarray(rows)), _cutoff(np.asarray(columns).T)]
@@ -157,19 +179,24 @@ def _cutoff(lines: Array) -> float | None:
     return (int(is_below.argmax(axis=1).max()) + _LOW_FREQUENCIES.start) / (power.shape[1] - 1)
 
 
-def darkest(views: Views) -> float:
-    """Return the brightness that one pixel in a hundred is darker than, 0 to 1."""
-    return float(np.searchsorted(views.cumulated, DARK_FRACTION)) / 255
-
-
 def brightest(views: Views) -> float:
-    """Return the brightness that one pixel in a hundred is brighter than, 0 to 1."""
-    return float(np.searchsorted(views.cumulated, BRIGHT_FRACTION)) / 255
+    """Return the level that one pixel in a hundred exceeds, of the brightest channel, 0 to 1."""
+    return float(views.percentiles[1].max())
+
+
+def contrast(views: Views) -> float:
+    """Return the contrast of the channel with the most contrast, 0 to 1."""
+    return float(views.contrasts.max())
 
 
 def white(views: Views) -> float:
     """Return the fraction of the pixels that are white or nearly."""
-    return 1.0 - float(views.cumulated[BLOWN_LEVEL - 1])
+    return float((np.asarray(views.grey) >= BLOWN_LEVEL).mean())
+
+
+def colours(views: Views) -> str:
+    """Return the mean colours of 4x4 parts in the order of reading, each as six hexadecimal digits."""
+    return views.small.resize((4, 4), Image.Resampling.BOX, reducing_gap=1.0).tobytes().hex()
 
 
 def bars(views: Views) -> float:
@@ -212,8 +239,9 @@ def corners(views: Views) -> str | None:
     if shrink < 1:
         return None
     size_wh = (round(grey.width / shrink), round(grey.height / shrink))
-    cells = np.asarray(grey.resize(size_wh, Image.Resampling.BOX), dtype=np.float64)
-    difference = cells - _neighbourhood(cells)
+    cells = grey.resize(size_wh, Image.Resampling.BOX)
+    neighbourhood = cells.filter(ImageFilter.BoxBlur(_NEIGHBOURHOOD_CELLS))
+    difference = np.asarray(cells).astype(np.int16) - np.asarray(neighbourhood)
     parts = [difference[rows, columns] for rows, columns in product(_ends(height), _ends(width))]
     bits = np.stack([np.stack(parts) > _PRINT_TOLERANCE, np.stack(parts) < -_PRINT_TOLERANCE])
     return base64.b64encode(np.packbits(bits).tobytes()).decode()
@@ -221,16 +249,6 @@ def corners(views: Views) -> str | None:
 
 def _ends(length: int) -> tuple[slice, slice]:
     return slice(None, length), slice(-length, None)
-
-
-def _neighbourhood(cells: Array) -> Array:
-    """Return the mean of the 7x7 cells around each."""
-    size = 7
-    padded = np.pad(cells, (size // 2 + 1, size // 2), mode="edge")
-    padded[0], padded[:, 0] = 0, 0
-    sums = padded.cumsum(axis=0).cumsum(axis=1)
-    total = sums[size:, size:] - sums[:-size, size:] - sums[size:, :-size] + sums[:-size, :-size]
-    return total / size**2
 
 
 def signs_of_corners(text: str) -> Array:

@@ -81,10 +81,11 @@ class PixelValue(NamedTuple):
 PIXEL_VALUES: dict[str, PixelValue] = {
     "perceptual_hash": PixelValue(pl.UInt64, lambda views: perceptual_hash(views.sampled)),
     "detail_px": PixelValue(pl.Float64, measures.detail_px),
-    "darkest": PixelValue(pl.Float64, measures.darkest),
     "brightest": PixelValue(pl.Float64, measures.brightest),
+    "contrast": PixelValue(pl.Float64, measures.contrast),
     "white": PixelValue(pl.Float64, measures.white),
     "bars": PixelValue(pl.Float64, measures.bars),
+    "colours": PixelValue(pl.String, measures.colours),
     "corners": PixelValue(pl.String, measures.corners),
     "jpeg_quality": PixelValue(pl.Int32, measures.jpeg_quality),
 }

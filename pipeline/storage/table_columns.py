@@ -263,10 +263,14 @@ PICTURE_COLUMNS: DeclaredColumns = {
         "Float64",
         "Edge of the smallest square copy with the same detail; lower for blurred or enlarged images.",
     ),
-    "darkest": _optional("Float64", "Brightness that 1% of the pixels are darker than, 0 to 1."),
-    "brightest": _optional("Float64", "Brightness that 1% of the pixels are brighter than, 0 to 1."),
+    "brightest": _optional("Float64", "Level that 1% of the pixels exceed in the brightest channel, 0 to 1."),
+    "contrast": _optional(
+        "Float64",
+        "Contrast of the 1st and the 99th percentile of the channel with the most contrast, 0 to 1.",
+    ),
     "white": _optional("Float64", "Fraction of the pixels that are white or nearly."),
     "bars": _optional("Float64", "Fraction of the area that uniform bars along the edges cover."),
+    "colours": _optional("String", "Mean colours of 4x4 parts, in hexadecimal digits."),
     "jpeg_quality": _optional("Int32", "Quality of libjpeg with the same quantization, 1 to 100."),
     "overlay": _optional(
         "Float64",

@@ -31,10 +31,10 @@ MIN_JPEG_QUALITY = 50
 """Quality of libjpeg with the same quantization; 75 is the default of libjpeg and Pillow."""
 
 MIN_BRIGHTEST = 0.4
-"""Brightness that 1% of the pixels must reach, 0 to 1."""
+"""Level that 1% of the pixels must exceed in a channel, 0 to 1."""
 
 MIN_CONTRAST = 0.3
-"""Difference of the brightest and the darkest level, relative to their sum (Michelson)."""
+"""Difference of the highest and the lowest level, relative to their sum (Michelson)."""
 
 MAX_WHITE = 0.2
 """Fraction of white pixels above the median of the dataset."""
@@ -130,7 +130,7 @@ def kinds(recipe: Recipe) -> tuple[Kind, ...]:
         Kind(
             "pictures_exposed",
             "flat",
-            (pl.col("brightest") - pl.col("darkest")) / (pl.col("brightest") + pl.col("darkest")),
+            pl.col("contrast"),
             MIN_CONTRAST,
             True,
             "contrast {:.0%}",

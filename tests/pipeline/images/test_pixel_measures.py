@@ -15,8 +15,9 @@ from pipeline.images.pixel_measures import (
     Views,
     bars,
     brightest,
+    colours,
+    contrast,
     corners,
-    darkest,
     detail_px,
     jpeg_quality,
     signs_of_corners,
@@ -78,14 +79,29 @@ def test_images_without_structure_or_almost_without_pixels_have_no_detail_to_mea
 
 def test_exposure_equals_percentiles_of_the_brightness() -> None:
     for photo in PHOTOS:
-        views, levels = Views(photo), np.asarray(photo.convert("L"))
-        # The measure samples every n-th pixel.
-        assert darkest(views) * 255 == pytest.approx(np.percentile(levels, 1), abs=2)
-        assert brightest(views) * 255 == pytest.approx(np.percentile(levels, 99), abs=2)
-        assert white(views) == pytest.approx((levels >= 250).mean(), abs=0.005)
+        # The measures sample every n-th pixel.
+        views, grey = Views(photo), np.asarray(photo.convert("L"))
+        low, high = np.percentile(np.asarray(photo), [1, 99], axis=(0, 1))
+        assert brightest(views) * 255 == pytest.approx(high.max(), abs=2)
+        assert contrast(views) == pytest.approx(((high - low) / (high + low)).max(), abs=0.05)
+        assert white(views) == pytest.approx((grey >= 250).mean(), abs=0.005)
 
 
-@pytest.mark.parametrize("level", [0, 128, 255])
+def test_colours_of_the_same_brightness_have_contrast_and_detail() -> None:
+    image = Image.new("RGB", (200, 150), (250, 180, 200))
+    ImageDraw.Draw(image).rectangle((60, 40, 140, 110), fill=(250, 211, 60))
+    assert contrast(Views(image)) > 0.5
+    assert detail_of(image) == edge_px(image)
+
+
+def test_colours_are_means_of_parts_in_the_order_of_reading() -> None:
+    image = Image.new("RGB", (400, 200), "black")
+    image.paste((255, 128, 0), (0, 0, 100, 50))
+    image.paste((0, 0, 255), (300, 150, 400, 200))
+    assert colours(Views(image)) == "ff8000" + "000000" * 14 + "0000ff"
+
+
+@pytest.mark.parametrize("level", [128, 255])
 @pytest.mark.parametrize(
     "box", [(0, 0, 512, 40), (0, 472, 512, 512), (0, 0, 40, 512), (472, 0, 512, 512)], ids=str
 )
@@ -97,7 +113,7 @@ def test_a_bar_at_an_edge_is_measured(level: int, box: tuple[int, int, int, int]
 
 def test_photographs_and_subjects_on_plain_backgrounds_have_no_bars() -> None:
     on_white = Image.new("RGB", (400, 300), "white")
-    ImageDraw.Draw(on_white).ellipse((100, 60, 300, 240), fill=(40, 90, 160))
+    ImageDraw.Draw(on_white).rectangle((60, 40, 340, 260), fill=(40, 90, 160))
     sky = Image.fromarray(np.repeat(np.linspace(60, 200, 300), 400).reshape(300, 400).astype(np.uint8))
     for image in (*PHOTOS, on_white, sky.convert("RGB"), Image.new("RGB", (50, 40))):
         assert bars(Views(image)) == 0

@@ -41,7 +41,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "pixels": {
         **dict.fromkeys(("content_hash", "decoder", "reason", "detail", "fix", "decoding"), pl.String),
         "perceptual_hash": pl.UInt64,
-        **dict.fromkeys(("detail_px", "darkest", "brightest", "white", "bars"), pl.Float64),
+        **dict.fromkeys(("detail_px", "brightest", "contrast", "white", "bars"), pl.Float64),
+        "colours": pl.String,
         "corners": pl.String,
         "jpeg_quality": pl.Int32,
     },
