@@ -41,7 +41,7 @@ def write_sheet(recipe: Recipe, worst: pl.DataFrame, table: pl.DataFrame, *, log
     owners = {row["caption"]: row for row in table.iter_rows(named=True)}
     rows = [
         SheetRow(
-            f"score {row['score']:+.3f}\nleft: own caption\nright: caption that fits better, with its image",
+            f"score {row['score']:+.3f}; left: own caption; right: one that fits better, and its image",
             [_image(row, sources), _image(owners[row["better_caption"]], sources)],
         )
         for row in worst.head(NUM_ROWS).iter_rows(named=True)
