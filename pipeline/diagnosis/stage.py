@@ -13,7 +13,7 @@ from pipeline.diagnosis.caption_swap import MIN_OTHERS, Verdict, verdict_of
 from pipeline.diagnosis.entries import loss_requests, loss_spec, swapped_inputs
 from pipeline.diagnosis.report import write_sheet
 from pipeline.encoding.fill import fill
-from pipeline.errors import counted
+from pipeline.errors import TrainingError, counted
 from pipeline.log import Log
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import SCHEMAS, Tables, empty, row_names, validated
@@ -49,8 +49,15 @@ def diagnose(
     Raises:
         ModelError: The base model cannot be found or loaded.
         StoreError: The cache cannot be read or written.
-        TrainingError: Memory ran out, or a sample has no text embedding.
+        TrainingError: The base model is sharded, memory ran out, or a sample has no text embedding.
     """
+    if recipe.accelerate.shard:
+        # The processes run different numbers of forward passes, and a sharded model needs all at each pass.
+        raise TrainingError(
+            "accelerate.shard divides the base model among processes, but each one measures alone",
+            where=str(recipe.source),
+            fix="copy the recipe with latentline new, and remove accelerate.shard from the copy",
+        )
     watch = Stopwatch()
     entries = RecipeEntries(recipe, log=log)
     # A sample with a rejected caption has a latent all the same.

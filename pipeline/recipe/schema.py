@@ -410,6 +410,10 @@ class RecipeFile(Settings):
         yield from self._slider_violations()
         if self.accelerate.shard:
             yield from shard_violations(self.accelerate.num_processes, self.training)
+            if self.diagnosis is not None and self.diagnosis.captions:
+                what = "shard: true cannot be combined with diagnosis.captions, whose processes measure alone"
+                fix = "remove accelerate.shard, or the section diagnosis"
+                yield Violation("accelerate.shard", what, fix, ("accelerate", "diagnosis"))
 
     def _name_violations(self) -> Iterator[Violation]:
         first_names: dict[str, str] = {}

@@ -11,6 +11,7 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.diagnosis.caption_swap import ROUNDS, Verdict
 from pipeline.diagnosis.entries import swapped_inputs
 from pipeline.diagnosis.stage import cannot_tell, diagnose, diagnosis_table
+from pipeline.errors import TrainingError
 from pipeline.maintenance import gc, verify
 from pipeline.maintenance.diagnosis_forecast import forecast_diagnosis
 from pipeline.maintenance.explain import explain
@@ -51,6 +52,16 @@ def test_an_unchanged_caption_is_measured_once_and_a_changed_one_again(project: 
     assert launch.modules == []
     assert (again.report["encoded"], again.report["reused"]) == (0, 5)
     assert again.table.equals(first.table)
+
+
+def test_a_sharded_base_model_is_refused(project: Project) -> None:
+    """Its processes would wait for each other's forward passes."""
+    accelerate = project.recipe.accelerate.model_copy(update={"shard": True, "num_processes": 2})
+    sharded = project.recipe.model_copy(update={"accelerate": accelerate})
+    with pytest.raises(TrainingError, match="each one measures alone"):
+        diagnosed(replace(project, recipe=sharded), InProcessLaunch())
+    with_section = sharded.model_copy(update={"diagnosis": DiagnosisSettings()})
+    assert any("diagnosis.captions" in each.what for each in with_section.violations())
 
 
 def test_an_untrained_model_cannot_tell(project: Project) -> None:
