@@ -17,6 +17,7 @@ import polars as pl
 from pipeline.errors import counted
 from pipeline.reporting.findings import Outcome
 from pipeline.storage.table_columns import PICTURE_COLUMNS
+from pipeline.validated_dataset.duplicates import MAX_VIEWS
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -251,7 +252,11 @@ def _views_varied(table: pl.DataFrame) -> Outcome:
     numbers = {"views": num_views, "images": len(table)}
     if groups.is_empty():
         summary = f"{counted(len(table), 'image')} with {counted(num_views, 'view')}"
-        return Outcome(True, summary if num_views else _OLD_TABLE, numbers=numbers)
+        if not num_views:
+            summary = _OLD_TABLE
+        elif table["view_group"].null_count() == len(table):
+            summary = f"not measured: more than {MAX_VIEWS:,} images"
+        return Outcome(True, summary, numbers=numbers)
     rows = [{"images": " | ".join(ids), "number": len(ids)} for ids in groups["sample_id"]]
     first = groups["sample_id"][0]
     summary = (

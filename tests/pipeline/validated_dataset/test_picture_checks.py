@@ -128,6 +128,16 @@ def test_a_table_of_an_older_release_is_valid_and_not_judged(photos: Folder) -> 
     assert "older release" not in checked(photos)["pictures_sharp"].summary
 
 
+def test_views_of_a_large_dataset_are_not_called_varied(
+    photos: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.validated_dataset.duplicates.MAX_VIEWS", 3)
+    photos.ingest()
+    finding = checked(photos)["views_varied"]
+    assert finding.passed
+    assert finding.summary.startswith("not measured: more than ")
+
+
 def test_an_overlay_needs_enough_different_images() -> None:
     prints = [corners(Views(stamp(image, 1.0, None))) for image in _crops(MIN_IMAGES + 4)]  # pyright: ignore[reportArgumentType] - unused
     contents = pl.DataFrame(
