@@ -9,7 +9,8 @@ L is the training objective without weights. Its mean over draws is, up to a con
 negative log-likelihood of the image given the caption: the diffusion classifier of Li et al. 2023,
 https://arxiv.org/abs/2303.16203. As there, all captions share the noise of a draw, because the differences
 then vary far less than the losses. A noise level decides how much captions matter, so each draw is divided by
-the spread of its captions. Decided captions get no further draws.
+the spread of its captions. The first draw has all captions; c are the few that fit best in it, and only they
+have further draws. Decided captions get none.
 
 The interval is Student's for the mean of the paired differences of the best caption. Each end is
 exceeded with a probability of 5%, apart from the choice of the best caption and of the number of draws.
@@ -26,8 +27,11 @@ import numpy.typing as npt
 
 Losses: TypeAlias = npt.NDArray[np.float32]
 
-NUM_OTHERS = 8
+NUM_OTHERS = 32
 """Maximum number of other captions of an image."""
+
+NUM_FINALISTS = 3
+"""Number of other captions after the first draw: those that fit best in it."""
 
 MIN_OTHERS = 3
 """Minimum number of other captions; fewer of them have no spread to compare a difference with."""
@@ -83,13 +87,20 @@ def measure(losses: Callable[[Sequence[int], Sequence[int]], Losses], num_captio
     `losses` returns the losses of some draws under some captions, with one row per draw.
     """
     measured = np.full((MAX_DRAWS, num_captions), NOT_MEASURED, dtype=np.float32)
-    start = 0
+    measured[:1] = losses([0], range(num_captions))
+    finalists = [0, *sorted(1 + np.argsort(measured[0, 1:], kind="stable")[:NUM_FINALISTS])]
+    start = 1
     for end in ROUNDS:
-        measured[start:end] = losses(range(start, end), range(num_captions))
+        measured[start:end, finalists] = losses(range(start, end), finalists)
         start = end
         if verdict_of(measured).name != "cannot tell":
             break
     return measured
+
+
+def num_passes(num_captions: int, draws: int) -> int:
+    """Return the number of losses that `measure` needs for a number of draws, at least 1."""
+    return num_captions + (draws - 1) * min(num_captions, 1 + NUM_FINALISTS)
 
 
 def verdict_of(measured: Losses) -> Verdict:
@@ -97,9 +108,11 @@ def verdict_of(measured: Losses) -> Verdict:
     from scipy.special import stdtrit
 
     losses = measured[measured[:, 0] != NOT_MEASURED].astype(np.float64)
-    spread = losses.std(axis=1, keepdims=True)
+    finalists = np.flatnonzero((losses != NOT_MEASURED).all(axis=0))
+    compared = losses[:, finalists]
+    spread = compared.std(axis=1, keepdims=True)
     # Equal losses have no spread, and their gains are 0 at any divisor.
-    gains = (losses[:, :1] - losses[:, 1:]) / np.where(spread > 0, spread, 1.0)
+    gains = (compared[:, :1] - compared[:, 1:]) / np.where(spread > 0, spread, 1.0)
     means = gains.mean(axis=0)
     best = int(np.argmax(means))
     error = gains[:, best].std(ddof=1) / np.sqrt(len(gains))
@@ -108,6 +121,6 @@ def verdict_of(measured: Losses) -> Verdict:
         score=float(means[best]),
         low=float(means[best] - half),
         high=float(means[best] + half),
-        best=best + 1,
-        passes=losses.size,
+        best=int(finalists[1 + best]),
+        passes=int((losses != NOT_MEASURED).sum()),
     )

@@ -9,10 +9,12 @@ from scipy import stats
 from pipeline.diagnosis.caption_swap import (
     MAX_DRAWS,
     NOT_MEASURED,
+    NUM_FINALISTS,
     NUM_OTHERS,
     ROUNDS,
     Losses,
     measure,
+    num_passes,
     positions,
     verdict_of,
 )
@@ -40,17 +42,24 @@ def test_each_beginning_of_the_positions_covers_the_range() -> None:
 
 def test_a_clear_caption_is_decided_in_the_first_round() -> None:
     fits = verdict_of(measured(losses_with([-0.2] * NUM_OTHERS, noise=1e-3)))
-    assert (fits.name, fits.passes) == ("fits", ROUNDS[0] * (1 + NUM_OTHERS))
+    assert (fits.name, fits.passes) == ("fits", num_passes(1 + NUM_OTHERS, ROUNDS[0]))
     wrong = verdict_of(measured(losses_with([-0.2, 0.3] + [-0.2] * (NUM_OTHERS - 2), noise=1e-3)))
-    assert (wrong.name, wrong.passes, wrong.best) == ("does not fit", ROUNDS[0] * (1 + NUM_OTHERS), 2)
+    assert (wrong.name, wrong.passes, wrong.best) == ("does not fit", fits.passes, 2)
     assert wrong.score > 0
 
 
-def test_an_unclear_caption_is_measured_completely() -> None:
-    unclear = measured(losses_with([0.0] * NUM_OTHERS, noise=0.05))
-    assert not (unclear == NOT_MEASURED).any()
+def test_an_unclear_caption_is_measured_with_those_that_fit_best_in_the_first_draw() -> None:
+    losses = losses_with([0.0] * NUM_OTHERS, noise=0.05, seed=1)
+    unclear = measured(losses)
+    best = {0, *(1 + np.argsort(losses[0, 1:])[:NUM_FINALISTS])}
+    assert (unclear[0] == losses[0]).all()
+    for caption in range(1 + NUM_OTHERS):
+        expected = losses[1:, caption] if caption in best else NOT_MEASURED
+        assert (unclear[1:, caption] == expected).all()
     verdict = verdict_of(unclear)
-    assert (verdict.name, verdict.passes) == ("cannot tell", MAX_DRAWS * (1 + NUM_OTHERS))
+    assert (verdict.name, verdict.passes) == ("cannot tell", (unclear != NOT_MEASURED).sum())
+    assert verdict.passes == num_passes(1 + NUM_OTHERS, MAX_DRAWS)
+    assert verdict.best in best
     assert verdict.low < 0 < verdict.high
 
 

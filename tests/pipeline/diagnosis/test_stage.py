@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.diagnosis.caption_swap import ROUNDS, Verdict
+from pipeline.diagnosis.caption_swap import ROUNDS, Verdict, num_passes
 from pipeline.diagnosis.entries import swapped_inputs
 from pipeline.diagnosis.stage import cannot_tell, diagnose, diagnosis_table
 from pipeline.errors import TrainingError
@@ -45,7 +45,7 @@ def project(make_project: Callable[..., Project]) -> Project:
 def test_an_unchanged_caption_is_measured_once_and_a_changed_one_again(project: Project) -> None:
     first = diagnosed(project, InProcessLaunch())
     assert first.report["encoded"] == 5
-    assert min(first.table["passes"].to_list()) >= ROUNDS[0] * 5
+    assert min(first.table["passes"].to_list()) >= num_passes(5, ROUNDS[0])
 
     launch = InProcessLaunch()
     again = diagnosed(project, launch)
@@ -123,7 +123,7 @@ def test_maintenance_knows_the_entries(project: Project) -> None:
     forecast = forecast_diagnosis(entries, tables, project.latents, project.text)
     assert forecast is not None
     assert (forecast.there, forecast.to_measure, forecast.seconds) == (0, 5, None)
-    assert forecast.least_passes == 5 * ROUNDS[0] * 5
+    assert forecast.least_passes == 5 * num_passes(5, ROUNDS[0])
 
     result = diagnosed(project, InProcessLaunch())
     keys = set(result.table["key"])
