@@ -114,8 +114,12 @@ def test_a_pair_measures_a_trained_image_with_the_noise_of_a_held_out_one(
             row.append(float(engine.objective.errors(both[1], engine.noise_scheduler)[0]))
         losses.append((measured.by_variant[a.variant_id], sum(row) / len(row)))
 
+    before, random_state = adapter_state(engine.denoiser), torch.get_rng_state()
     loss = paired.loss(engine, measured)
     assert loss is not None
+    assert differing_tensors(adapter_state(engine.denoiser), before) == []
+    assert torch.equal(torch.get_rng_state(), random_state), "training draws the same random numbers"
+    assert engine.denoiser.training
     expected = torch.tensor(losses, dtype=torch.float64).mean(dim=0)
     assert loss.trained == pytest.approx(float(expected[1]), rel=1e-4)
     assert loss.gap == pytest.approx(float(expected[0] - expected[1]), abs=1e-5)
