@@ -46,7 +46,8 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
     if draws.is_empty():
         return pl.DataFrame(schema=COLUMNS)
 
-    table = draws.group_by("number").agg(
+    # In the order of the samples: sums of floats depend on it, and equal runs have equal files.
+    table = draws.group_by("number", maintain_order=True).agg(
         times=pl.len().cast(pl.Int32),
         mean_loss=pl.col("loss").mean(),
         relative_loss=pl.col("relative").mean(),
