@@ -24,6 +24,7 @@ DEPLOYMENT_VARIABLE = "LATENTLINE_DEPLOYMENT"
 """See pipeline/recipe/deployment.py, which is imported only if the variable is set."""
 
 COMMANDS = {
+    "init": "pipeline.cli.init",
     "new": "pipeline.cli.new",
     "validate": "pipeline.cli.validate",
     "fit-buckets": "pipeline.cli.fit_buckets",
@@ -75,7 +76,7 @@ def latentline() -> None:
     takes a RECIPE, pass its name, such as flowers for configs/flowers.yaml, or the path of the file.
     LATENTLINE_CONFIGS names a folder to use instead of configs/.
 
-    To start, use new, validate, plan and run, in this order.
+    To start, use new, validate, plan and run, in this order. Without a checkout, use init before them.
     """
     # Every command reports a broken deployment file, even a command that does not need it.
     if os.environ.get(DEPLOYMENT_VARIABLE):

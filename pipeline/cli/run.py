@@ -208,6 +208,7 @@ def dagster_home() -> Path:
             where=f"environment variable {HOME_VARIABLE}" if chosen else str(project_root()),
             fix=f"create the folder, or unset {HOME_VARIABLE} to use {project_root() / '.dagster'}"
             if chosen
-            else "restore the folder .dagster of the checkout: git checkout -- .dagster",
+            else "restore the folder .dagster: git checkout -- .dagster in a checkout, or copy it from a new "
+            "folder that latentline init writes",
         )
     return folder

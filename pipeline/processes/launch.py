@@ -19,6 +19,7 @@ import pipeline.errors
 from pipeline.errors import LatentlineError, LaunchError
 from pipeline.processes.cluster_variables import without_cluster_variables
 from pipeline.processes.machines import ONE_MACHINE, Machines
+from pipeline.recipe.project import project_variables
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -164,6 +165,7 @@ def worker_variables(settings: AccelerateSettings) -> dict[str, str]:
         "OMP_NUM_THREADS": str(settings.cpu_threads),  # accelerate's launcher sets the same
         THREADS_VARIABLE: str(settings.cpu_threads),
         "TOKENIZERS_PARALLELISM": "false",  # prevents a warning about forks
+        **project_variables(),
         **_wait_policy(),
         **_allocator_settings(),
     }

@@ -6,14 +6,58 @@ import os
 from functools import cache
 from pathlib import Path, PurePath
 
+from pipeline.errors import FileAccessError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import expanded
+
+PROJECT_VARIABLE = "LATENTLINE_PROJECT"
+"""Environment variable with the project root, for processes that start in another folder."""
+
+MARKER = ".latentline-project"
+"""File in each project folder that `latentline init` has written."""
+
+_CODE_ROOT = Path(__file__).resolve().parents[2]
+"""A checkout, or the folder of installed packages."""
 
 
 @cache
 def project_root() -> Path:
-    """Return the folder that contains pipeline/; relative paths in a recipe start there."""
-    return Path(__file__).resolve().parents[2]
+    """Return the folder where relative paths in a recipe start.
+
+    It is the folder in `LATENTLINE_PROJECT`, or else the nearest of the working directory and its parents
+    that `latentline init` has written, or else the checkout that contains this file.
+
+    Raises:
+        FileAccessError: There is no such folder.
+    """
+    if chosen := os.environ.get(PROJECT_VARIABLE, ""):
+        folder = expanded(chosen).absolute()
+        if not folder.is_dir():
+            raise FileAccessError(
+                f"the project folder does not exist: {folder}",
+                where=f"environment variable {PROJECT_VARIABLE}",
+                fix="correct the path, or unset the variable and work in the project folder",
+            )
+        return folder
+    is_checkout = (_CODE_ROOT / "pyproject.toml").is_file()
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        # A checkout inside of a project folder remains a project of its own.
+        if (folder / MARKER).is_file() or (is_checkout and folder == _CODE_ROOT):
+            return folder
+    if is_checkout:
+        return _CODE_ROOT
+    raise FileAccessError(
+        "the working directory is not in a project folder",
+        where=str(here),
+        fix=f"latentline init FOLDER creates one; work in it, or set {PROJECT_VARIABLE} to an existing one",
+    )
+
+
+def project_variables() -> dict[str, str]:
+    """Return the variable that a process in another folder needs to find the project; none for a checkout."""
+    # A checkout may have another path on another machine, where the process finds it by its own code.
+    return {} if project_root() == _CODE_ROOT else {PROJECT_VARIABLE: str(project_root())}
 
 
 def in_project(text: str) -> Path:
