@@ -16,10 +16,11 @@ INSTANCE := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster)
 export PYTHONUTF8 := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo test test-full mutants check bench bench-compare ui format clean install lock
+.PHONY: help demo test test-full mutants check bench bench-compare ui format clean install install-dev lock
 
 help:
 	@echo "make demo    install, teach a tiny model a new shape on the CPU, and show the pictures before and after"
+	@echo "make install install what a user needs; make install-dev adds the tools for tests and checks"
 	@echo "make test    run the test suite without slow tests and clusters; make test-full runs all tests"
 	@echo "make mutants change the code in SAMPLE places at random, and list changes that no test notices; SINCE=main limits it to changed files"
 	@echo "make check   check format, lint, types and import layers"
@@ -30,20 +31,41 @@ help:
 	@echo "make lock    write the hashes of the versions in constraints.txt to requirements.lock"
 	@echo "make clean   remove the cache, the files of the demo, and temporary instances of killed commands"
 
-install: $(VENV)/installed
+# What developers have includes what users need.
+install: $(if $(wildcard $(VENV)/installed-dev),install-dev,$(VENV)/installed)
+
+install-dev: $(VENV)/installed-dev
+
+# The extras of pyproject.toml that are no tools of developers.
+USER_EXTRAS := demo,dg,gpu,heif,k8s,postgres,ray,s3
 
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Install torch first with its exact pin; otherwise a dependency could select another build. Its builds differ by
 # machine, so it has no hash. The locked packages include all that torch and the project need, also to build, except
 # for the libraries of torch's CUDA builds, which the last line of pip adds.
-# Create Dagster's database last: if two commands created it at the same time, it would become unreadable.
-$(VENV)/installed: pyproject.toml constraints.txt requirements.lock
+define INSTALL_LOCKED
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --no-deps --only-binary :all: --require-hashes -r requirements.lock
+endef
+
+# Create Dagster's database last: if two commands created it at the same time, it would become unreadable.
+CREATE_INSTANCE = DAGSTER_HOME="$(INSTANCE)" $(BIN)/dagster instance info > /dev/null
+
+# requirements.lock includes the tools of developers, which are removed again, as in deploy/Dockerfile.
+$(VENV)/installed: pyproject.toml constraints.txt requirements.lock
+	$(INSTALL_LOCKED)
+	$(PIP) --no-build-isolation -c constraints.txt -e '.[$(USER_EXTRAS)]'
+	$(BIN)/python tools/unneeded_packages.py $(USER_EXTRAS) > $(VENV)/unneeded.txt
+	test ! -s $(VENV)/unneeded.txt || $(BIN)/python -m pip uninstall --quiet --yes -r $(VENV)/unneeded.txt
+	$(CREATE_INSTANCE)
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt requirements.lock
+	$(INSTALL_LOCKED)
 	$(PIP) --no-build-isolation -c constraints.txt -e '.[demo,dev]'
-	DAGSTER_HOME="$(INSTANCE)" $(BIN)/dagster instance info > /dev/null
+	$(CREATE_INSTANCE)
 	touch $@
 
 demo: install
@@ -51,26 +73,26 @@ demo: install
 	$(BIN)/latentline run demo
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m demo.checks
 
-test: install
+test: install-dev
 	$(PYTEST) -m 'not slow and not clusters'
 
-test-full: install
+test-full: install-dev
 	$(PYTEST)
 
 SAMPLE ?= 50
 SEED   ?= 0
 
-mutants: install
+mutants: install-dev
 	$(PIP) --no-build-isolation -c constraints.txt -c tools/mutants/constraints.txt -e '.[mutants]'
 	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --workers $(PYTEST_WORKERS) $(if $(SINCE),--since $(SINCE))
 
-check: install
+check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
-format: install
+format: install-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -82,13 +104,13 @@ lock:
 	build/lock/bin/uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header --no-config \
 		--python-version 3.11 --upgrade --output-file requirements.lock build/lock/constraints.txt
 
-bench: install
+bench: install-dev
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full)
 
 # JSON of the run to compare with: the newest local run, or the published one if there is none.
 BENCH_BEFORE ?= $(firstword $(shell ls -t bench/results/2*.json 2>/dev/null) bench/results/cpu.json)
 
-bench-compare: install
+bench-compare: install-dev
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full) --compare $(BENCH_BEFORE)
 
 ui: install

@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from tools.unneeded_packages import find_unneeded
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -37,3 +39,13 @@ def test_each_locked_package_has_hashes_and_the_lock_names_no_address() -> None:
     assert len(entries) == len(pinned("requirements.lock"))
     for entry in entries:
         assert re.fullmatch(r"[\w.-]+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+", entry), entry[:100]
+
+
+def test_users_get_all_extras_but_the_tools_of_developers() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"^USER_EXTRAS := (\S+)$", makefile, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras.split(",")) == project["optional-dependencies"].keys() - {"dev", "mutants"}
+    unneeded = find_unneeded(ROOT / "pyproject.toml", extras.split(","))
+    assert {"pytest", "ruff", "basedpyright", "hypothesis"} <= set(unneeded)
+    assert not {"torch", "dagster", "ray", "s3fs", "packaging"} & set(unneeded)
