@@ -150,7 +150,7 @@ def test_wrong_usage_suggests_a_command_or_a_recipe(tmp_path: Path) -> None:
     write(tmp_path)
     for arguments, hint in {
         ("validat",): "No such command 'validat'. Did you mean validate?",
-        ("frobnicate",): "Use one of new, validate, ",
+        ("frobnicate",): "Use one of init, new, validate, ",
         ("validate",): "Missing argument 'RECIPE'. Use one of flowers.",
     }.items():
         completed = latentline(*arguments, configs=tmp_path)
