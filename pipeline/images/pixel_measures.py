@@ -61,6 +61,9 @@ _BAR_EDGE_CONTRAST = 16
 _BAR_EDGE_FRACTION = 0.75
 """Minimum fraction of the pixels behind the edge with this difference: the edge is straight."""
 
+_BAR_END_FRACTION = 0.5
+"""The same for the outer tenth of these pixels on each side."""
+
 CORNER_HW = (16, 24)
 """Height and width of a corner's print, in cells of 1/64 of the picture's shorter edge."""
 
@@ -225,7 +228,10 @@ def _bar(lines: Array) -> int:
         return 0
     # The line at the edge is a mixture of both sides where the image was scaled.
     behind = np.abs(lines[number + 1] - level) > _BAR_EDGE_CONTRAST
-    return number if behind.mean() >= _BAR_EDGE_FRACTION else 0
+    # The flat side of a subject, such as a house, does not reach both sides of the image.
+    end = -(-len(behind) // 10)
+    reaches_sides = behind[:end].mean() >= _BAR_END_FRACTION and behind[-end:].mean() >= _BAR_END_FRACTION
+    return number if reaches_sides and behind.mean() >= _BAR_EDGE_FRACTION else 0
 
 
 def corners(views: Views) -> str | None:

@@ -113,7 +113,7 @@ def test_a_bar_at_an_edge_is_measured(level: int, box: tuple[int, int, int, int]
 
 def test_photographs_and_subjects_on_plain_backgrounds_have_no_bars() -> None:
     on_white = Image.new("RGB", (400, 300), "white")
-    ImageDraw.Draw(on_white).rectangle((60, 40, 340, 260), fill=(40, 90, 160))
+    ImageDraw.Draw(on_white).rectangle((42, 40, 358, 260), fill=(40, 90, 160))
     sky = Image.fromarray(np.repeat(np.linspace(60, 200, 300), 400).reshape(300, 400).astype(np.uint8))
     for image in (*PHOTOS, on_white, sky.convert("RGB"), Image.new("RGB", (50, 40))):
         assert bars(Views(image)) == 0
