@@ -61,7 +61,7 @@ _BAR_EDGE_CONTRAST = 16
 _BAR_EDGE_FRACTION = 0.75
 """Minimum fraction of the pixels behind the edge with this difference: the edge is straight."""
 
-_BAR_END_FRACTION = 0.5
+_BAR_END_FRACTION = 0.3
 """The same for the outer tenth of these pixels on each side."""
 
 CORNER_HW = (16, 24)
