@@ -39,6 +39,7 @@ def make_project(folder: Path) -> Path:
     root, project, outside = project_root(), folder / "project", folder / "outside"
     shutil.copytree(root / "pipeline", project / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "tests/fuzz/untrusted.py", project / "sitecustomize.py")
+    write(project / "pyproject.toml", b"")  # as in a checkout, which is a project
     write(project / "configs/recipe.schema.json", (root / "configs/recipe.schema.json").read_bytes())
     write(project / "configs/base.json", json.dumps(RECIPE))
 
