@@ -2,8 +2,10 @@
 
     python -m demo.choosing outputs/choosing            # stop it at any time; finished runs stay
     python -m demo.choosing outputs/choosing --runs 0   # the report only
+    python -m demo.choosing outputs/choosing --part 1/2 # half of the missing runs; 2/2 in a second process
 
-The results are in demo/results/choosing.jsonl, one line per run and step.
+The results are in demo/results/choosing.jsonl, one line per run and step. `concept` and `known` have a digit
+per picture, 1 if it is right, in the order of `concept_scenes()` and `known_prompts()`.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="folder of the cache and of the run that is being trained")
     parser.add_argument("--runs", type=int, help="maximum number of runs to add; all by default")
+    parser.add_argument("--part", default="1/1", help="part of the missing runs, such as 1/2")
     arguments = parser.parse_args()
 
     finished = {run.name for run in read_runs(RESULTS)}
-    missing = [run for run in study_runs() if run.name not in finished][: arguments.runs]
+    part, num_parts = map(int, arguments.part.split("/"))
+    missing = [run for run in study_runs() if run.name not in finished]
+    missing = missing[part - 1 :: num_parts][: arguments.runs]
     if missing:
         _add_runs(missing, arguments.folder.absolute())
     print(report(read_runs(RESULTS)))
@@ -51,16 +56,16 @@ def _add_runs(missing: Sequence[StudyRun], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     artist = Artist(load_pipeline(project_root() / "demo" / "base"))
     for run in missing:
-        dataset, commit, start_s = study_datasets()[run.dataset], _commit(), _cpu_s()
+        dataset, code, start_s = study_datasets()[run.dataset], _code(), _cpu_s()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             recipe = train(run, dataset, Path(scratch), folder / "cache")
             trained_s = _cpu_s()
             lines = results(run, dataset, recipe, artist)
-        seconds = {"training": round(trained_s - start_s), "measuring": round(_cpu_s() - trained_s)}
-        print(f"{run.name}: CPU seconds {seconds}", flush=True)
+        lines[0]["code"] = code
+        lines[0]["cpu_seconds"]["training"] = round(trained_s - start_s, 1)
+        print(f"{run.name}: CPU seconds {lines[0]['cpu_seconds']}", flush=True)
 
         # One write at the end, so that an interrupted run leaves no lines.
-        lines[0] |= {"commit": commit, "cpu_seconds": seconds}
         RESULTS.parent.mkdir(exist_ok=True)
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
@@ -71,16 +76,21 @@ def _cpu_s() -> float:
     return sum(os.times()[:4])
 
 
-def _commit() -> str:
-    """Return the commit of the code, with a plus if it has changed since; the results do not count."""
+def _code() -> dict[str, str]:
+    """Return git's id of the folder and files that decide the results, with a plus if they changed since.
+
+    Unlike the id of a commit, it stays the same when a branch is rebased.
+    """
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["git", *arguments]
         return subprocess.run(command, cwd=project_root(), capture_output=True, text=True, check=False)
 
-    commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-    is_changed = git("diff", "--quiet", "HEAD", "--", ".", ":!demo/results").returncode != 0
-    return commit + "+" * is_changed
+    ids: dict[str, str] = {}
+    for path in ("pipeline", "demo/choosing/datasets.py", "demo/choosing/runs.py"):
+        is_changed = git("diff", "--quiet", "HEAD", "--", path).returncode != 0
+        ids[path] = git("rev-parse", "--short=12", f"HEAD:{path}").stdout.strip() + "+" * is_changed
+    return ids
 
 
 if __name__ == "__main__":

@@ -2,19 +2,27 @@
 
 A step's truth is the fraction of pictures of the concept with the right shape, colour and background. The
 best step has the highest truth among the steps that lost at most `MAX_LOST` on known shapes.
+
+The highest of several measured values is too high by luck. So the best step is found with one half of the
+pictures of each prompt, all methods are compared with it on the other half, and the ratio is the mean of both
+ways. All steps have the same prompts and seeds, and the standard error is that of paired pictures.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from demo.learned import MAX_LOST
+from demo.world import Array
 from pipeline.evaluation.choice import Choice, choose
 from pipeline.evaluation.numbers import SCORES, measured
 from pipeline.recipe.evaluation import LimitSettings
@@ -22,27 +30,39 @@ from pipeline.recipe.evaluation import LimitSettings
 MIN_RATIO = 0.97
 """Minimum truth of a chosen step, relative to the best step."""
 
+MIN_LEARNED = 0.1
+"""Minimum truth of the best step. Below it, the run has learned nothing and has no ratios."""
+
 LIMITS: Mapping[str, float] = LimitSettings().model_dump()
 """Limits of a recipe that sets none."""
 
+_HALVES = (slice(0, None, 2), slice(1, None, 2))
+
 
 @dataclass(frozen=True)
-class Step:
-    """Step that a method published.
+class Published:
+    """Worth of a step that a method published.
 
     Attributes:
-        ratio: Truth relative to the best step.
+        ratio: Truth relative to the best step; NaN if the run learned nothing.
+        error: Standard error of `ratio`.
         lost: Loss on known shapes.
     """
 
     step: int
     ratio: float
+    error: float
     lost: float
 
     @property
     def is_good(self) -> bool:
         """Whether the step reaches both targets."""
         return self.ratio >= MIN_RATIO and self.lost <= MAX_LOST
+
+    @property
+    def may_be_good(self) -> bool:
+        """Whether the step reaches both targets, or misses the ratio by at most two standard errors."""
+        return self.ratio + 2 * self.error >= MIN_RATIO and self.lost <= MAX_LOST
 
 
 @dataclass(frozen=True)
@@ -52,15 +72,41 @@ class FinishedRun:
     name: str
     lines: Sequence[Mapping[str, Any]]
 
-    def best(self) -> int:
-        """Return the step with the highest truth among those that lost little; the first of equals."""
-        allowed = [line for line in self.lines[1:] if self._lost(line) <= MAX_LOST]
-        candidates = allowed or sorted(self.lines[1:], key=self._lost)[:1]
-        return max(candidates, key=lambda line: line["concept"])["step"]
+    @cached_property
+    def concept(self) -> dict[int, Array]:
+        """Pictures of the concept by step: array (prompts, pictures) with 1 for a right one."""
+        return {line["step"]: _digits(line["concept"]) for line in self.lines}
+
+    @cached_property
+    def known(self) -> dict[int, Array]:
+        """The same for pictures of known shapes."""
+        return {line["step"]: _digits(line["known"]) for line in self.lines}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the run, without the base model."""
+        return [line["step"] for line in self.lines[1:]]
+
+    def best(self, half: slice = slice(None)) -> int:
+        """Return the step with the highest truth in some of the pictures; the first of equals.
+
+        Steps that lost much do not count, unless all have.
+        """
+        lost = {step: self.lost(step, half) for step in self.steps}
+        allowed = [step for step in self.steps if lost[step] <= MAX_LOST]
+        candidates = allowed or [min(self.steps, key=lost.__getitem__)]
+        return max(candidates, key=lambda step: self.concept[step][:, half].mean())
+
+    @cached_property
+    def best_truth(self) -> float:
+        """Truth of the best step, found and measured on different pictures."""
+        return sum(
+            float(self.concept[self.best(found)][:, other].mean()) for found, other in _both_ways()
+        ) / len(_HALVES)
 
     def last(self) -> int:
         """Return the last step."""
-        return self.lines[-1]["step"]
+        return self.steps[-1]
 
     def lowest_loss(self) -> int:
         """Return the step with the lowest validation loss."""
@@ -70,15 +116,32 @@ class FinishedRun:
         """Return the evaluation's choice with one scorer."""
         return choose(measured(_scores(self.lines[1:], scorer)), LIMITS)
 
-    def published(self, step: int) -> Step:
-        """Return what a step is worth."""
-        by_step = {line["step"]: line for line in self.lines}
-        best = by_step[self.best()]["concept"]
-        ratio = by_step[step]["concept"] / best if best else 1.0
-        return Step(step, ratio, self._lost(by_step[step]))
+    def published(self, step: int) -> Published:
+        """Return the worth of a step."""
+        if self.best_truth < MIN_LEARNED:
+            return Published(step, math.nan, math.nan, self.lost(step))
+        ratios: list[float] = []
+        variance = 0.0
+        for found, other in _both_ways():
+            own, best = (self.concept[each][:, other].ravel() for each in (step, self.best(found)))
+            ratio = own.mean() / best.mean()
+            ratios.append(float(ratio))
 
-    def _lost(self, line: Mapping[str, Any]) -> float:
-        return round(self.lines[0]["known"] - line["known"], 2)
+            # Delta method for a ratio of two means over the same pictures.
+            variance += float(np.var(own - ratio * best, ddof=1)) / len(own) / float(best.mean()) ** 2
+        return Published(step, sum(ratios) / 2, math.sqrt(variance) / 2, self.lost(step))
+
+    def lost(self, step: int, half: slice = slice(None)) -> float:
+        """Return how much the step has lost on known shapes."""
+        return round(float((self.known[0] - self.known[step])[:, half].mean()), 4)
+
+
+def _both_ways() -> Iterable[tuple[slice, slice]]:
+    return zip(_HALVES, reversed(_HALVES), strict=True)
+
+
+def _digits(prompts: Sequence[str]) -> Array:
+    return np.array([[int(digit) for digit in each] for each in prompts], dtype=np.float64)
 
 
 def read_runs(file: Path) -> list[FinishedRun]:
@@ -122,37 +185,89 @@ METHODS: Mapping[str, Callable[[FinishedRun], int | None]] = {
 
 
 def report(runs: Sequence[FinishedRun]) -> str:
-    """Return a table of the runs and a table of the methods, as Markdown."""
-    lines = ["| run | best | " + " | ".join(METHODS) + " |", "|---" * (len(METHODS) + 2) + "|"]
-    totals: dict[str, list[Step | None]] = {name: [] for name in METHODS}
-    for run in runs:
-        truths = {line["step"]: line["concept"] for line in run.lines}
-        cells = [f"{run.best()}: {truths[run.best()]:.2f}"]
-        for name, method in METHODS.items():
-            step = method(run)
-            published = None if step is None else run.published(step)
-            totals[name].append(published)
-            cells.append("not decided" if published is None else _cell(published))
-        lines.append(f"| {run.name} | " + " | ".join(cells) + " |")
+    """Return a table of the runs, of the methods and of the cost, as Markdown."""
+    runs = sorted(runs, key=lambda run: run.name)
+    published: dict[str, list[Published | None]] = {
+        name: [None if (step := method(run)) is None else run.published(step) for run in runs]
+        for name, method in METHODS.items()
+    }
+    return "\n".join(
+        [*_runs_table(runs, published), "", *_methods_table(runs, published), "", *_cost_table(runs), ""]
+    )
 
-    lines += [
+
+def _runs_table(
+    runs: Sequence[FinishedRun], published: Mapping[str, Sequence[Published | None]]
+) -> list[str]:
+    lines = ["| run | best step | " + " | ".join(published) + " |", "|---" * (len(published) + 2) + "|"]
+    for row, run in enumerate(runs):
+        cells = [run.name, f"{run.best()}: {run.best_truth:.2f}"]
+        cells += [_cell(steps[row]) for steps in published.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(published: Published | None) -> str:
+    if published is None:
+        return "not decided"
+    ratio = "" if math.isnan(published.ratio) else f": {published.ratio:.2f} ± {published.error:.2f}"
+    lost = f", lost {published.lost:.2f}" if published.lost > MAX_LOST else ""
+    return f"{published.step}{ratio}{lost}"
+
+
+def _methods_table(
+    runs: Sequence[FinishedRun], published: Mapping[str, Sequence[Published | None]]
+) -> list[str]:
+    learned = [row for row, run in enumerate(runs) if run.best_truth >= MIN_LEARNED]
+    lines = [
+        f"{len(runs)} runs; {len(runs) - len(learned)} of them learned nothing and have no ratio.",
         "",
-        "| method | good | ratio >= 0.97 | known lost > 0.1 | not decided | mean ratio |",
-        "|---" * 6 + "|",
+        "| method | decided | good | misses within two errors | known lost > 0.1 | mean ratio "
+        "| the last step's | mean ratio with the last step where not decided |",
+        "|---" * 8 + "|",
     ]
-    for name, steps in totals.items():
-        decided = [step for step in steps if step is not None]
-        counts = (
-            sum(step.is_good for step in decided),
-            sum(step.ratio >= MIN_RATIO for step in decided),
-            sum(step.lost > MAX_LOST for step in decided),
-            len(steps) - len(decided),
-        )
-        mean = sum(step.ratio for step in decided) / max(1, len(decided))
-        lines.append(f"| {name} | " + " | ".join(map(str, counts)) + f" | {mean:.3f} |")
-    return "\n".join(lines) + "\n"
+    last = published["last step"]
+    for name, steps in published.items():
+        decided = [(row, steps[row]) for row in learned]
+        decided = [(row, step) for row, step in decided if step is not None]
+        misses = [step for _, step in decided if not step.is_good]
+        cells = [
+            name,
+            f"{len(decided)} of {len(learned)}",
+            str(len(decided) - len(misses)),
+            f"{sum(step.may_be_good for step in misses)} of {len(misses)}",
+            str(sum(step is not None and step.lost > MAX_LOST for step in steps)),
+            _mean_ratio([step for _, step in decided]),
+            _mean_ratio([last[row] for row, _ in decided]),
+            _mean_ratio([steps[row] or last[row] for row in learned]),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
-def _cell(step: Step) -> str:
-    lost = f", lost {step.lost:.2f}" if step.lost > MAX_LOST else ""
-    return f"{step.step}: {step.ratio:.2f}{lost}"
+def _mean_ratio(steps: Sequence[Published | None]) -> str:
+    present = [step for step in steps if step is not None]
+    if not present:
+        return ""
+    mean = sum(step.ratio for step in present) / len(present)
+    error = math.sqrt(sum(step.error**2 for step in present)) / len(present)
+    return f"{mean:.3f} ± {error:.3f}"
+
+
+def _cost_table(runs: Sequence[FinishedRun]) -> list[str]:
+    seconds = [run.lines[0]["cpu_seconds"] for run in runs]
+    if not seconds:
+        return []
+    means = {part: sum(each[part] for each in seconds) / len(seconds) for part in seconds[0]}
+    labels = {
+        "training": "training",
+        "pictures": "pictures of the evaluation",
+        "features": "features of two scorers",
+        "truth": "pictures of the truth, only for this study",
+    }
+    lines = ["| part | CPU seconds per run | relative to training |", "|---|---|---|"]
+    lines += [
+        f"| {label} | {means[part]:.1f} | {means[part] / means['training']:.2f} |"
+        for part, label in labels.items()
+    ]
+    return lines

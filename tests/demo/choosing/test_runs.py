@@ -8,7 +8,7 @@ import pytest
 
 from demo.choosing.datasets import study_datasets
 from demo.choosing.report import FinishedRun
-from demo.choosing.runs import Artist, StudyRun, results, train, with_lora
+from demo.choosing.runs import TRUE_CONCEPT, TRUE_KNOWN, Artist, StudyRun, results, train, with_lora
 from demo.drawing import draw_prompts
 from demo.learned import load_pipeline
 from pipeline.recipe.project import project_root
@@ -19,18 +19,22 @@ from pipeline.recipe.project import project_root
 def test_a_short_run_has_truth_loss_and_scores_of_every_step(tmp_path: Path) -> None:
     run, dataset = StudyRun("six pictures", 1e-5, 1), study_datasets()["six pictures"]
     (tmp_path / "run").mkdir()
-    recipe = train(run, dataset, tmp_path / "run", tmp_path / "cache", steps=20, save_every=10)
+    recipe = train(run, dataset, tmp_path / "run", tmp_path / "cache", steps=30, save_every=10)
     lines = results(run, dataset, recipe, Artist(load_pipeline(project_root() / "demo" / "base")))
 
-    assert [line["step"] for line in lines] == [0, 10, 20]
-    assert lines[0]["concept"] <= 0.05
-    assert lines[0]["known"] >= 0.5
+    assert [line["step"] for line in lines] == [0, 20, 30]
+    finished = FinishedRun(run.name, lines)
+    assert finished.concept[0].shape == (24, TRUE_CONCEPT)
+    assert finished.known[0].shape == (40, TRUE_KNOWN)
+    assert finished.concept[0].mean() <= 0.05
+    assert finished.known[0].mean() >= 0.5
     assert all(line["validation_loss"] > 0 for line in lines)
+    assert all(lines[0]["cpu_seconds"][part] > 0 for part in ("pictures", "features", "truth"))
     world, pixels = lines[1]["world"], lines[1]["pixels"]
     assert set(world) == {"learned", "obeys", "drift", "copies"}
     assert set(pixels) == set(world) - {"obeys"}
     assert (len(world["learned"]), len(world["learned"][0])) == (4, 4)
-    assert not FinishedRun(run.name, lines).choice("world").decided
+    assert not finished.choice("world").decided
 
 
 @pytest.mark.slow
