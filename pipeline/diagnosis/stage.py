@@ -17,6 +17,7 @@ from pipeline.errors import TrainingError, counted
 from pipeline.log import Log
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import SCHEMAS, Tables, empty, row_names, validated
+from pipeline.trained_lora.stage import require_open_gates
 
 if TYPE_CHECKING:
     from pipeline.processes.launch import Launch
@@ -47,6 +48,7 @@ def diagnose(
         log: Log of the step.
 
     Raises:
+        GateClosedError: An upstream gate is closed; nothing was launched.
         ModelError: The base model cannot be found or loaded.
         StoreError: The cache cannot be read or written.
         TrainingError: The base model is sharded, memory ran out, or a sample has no text embedding.
@@ -59,6 +61,8 @@ def diagnose(
             fix="copy the recipe with latentline new, and remove accelerate.shard from the copy",
         )
     watch = Stopwatch()
+    # The command, and a selection of this asset alone, run no check of the assets before it.
+    require_open_gates(recipe, log=log)
     entries = RecipeEntries(recipe, log=log)
     # A sample with a rejected caption has a latent all the same.
     latents = latents.join(tables.read_rejected("text_embeddings"), on="sample_id", how="anti")

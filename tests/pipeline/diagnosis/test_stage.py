@@ -11,7 +11,7 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.diagnosis.caption_swap import ROUNDS, Verdict, num_passes
 from pipeline.diagnosis.entries import swapped_inputs
 from pipeline.diagnosis.stage import cannot_tell, diagnose, diagnosis_table
-from pipeline.errors import TrainingError
+from pipeline.errors import GateClosedError, TrainingError
 from pipeline.maintenance import gc, verify
 from pipeline.maintenance.diagnosis_forecast import forecast_diagnosis
 from pipeline.maintenance.explain import explain
@@ -62,6 +62,16 @@ def test_a_sharded_base_model_is_refused(project: Project) -> None:
         diagnosed(replace(project, recipe=sharded), InProcessLaunch())
     with_section = sharded.model_copy(update={"diagnosis": DiagnosisSettings()})
     assert any("diagnosis.captions" in each.what for each in with_section.violations())
+
+
+def test_O10_diagnosis_alone_does_not_start_if_the_cache_fails_a_gate(project: Project) -> None:
+    entries = RecipeEntries(project.recipe)
+    entry = entries.store.path(entries.latent_spec(project.latents.row(0, named=True)))
+    entry.write_bytes(entry.read_bytes()[:-8])
+    launch = InProcessLaunch()
+    with pytest.raises(GateClosedError, match="demo/vae_latents"):
+        diagnosed(project, launch)
+    assert launch.modules == []
 
 
 def test_an_untrained_model_cannot_tell(project: Project) -> None:
