@@ -14,6 +14,7 @@ from dagster import (
 )
 
 from assets.names import GPU_POOL
+from pipeline.errors import install_extra
 from pipeline.recipe.deployment import Deployment, deployment_error
 
 # Texts, because packages of schedulers are imported only if the deployment names them.
@@ -91,7 +92,7 @@ def _imported(path: str, deployment: Deployment, key: str) -> Any:
         extra = EXTRAS.get(missing.partition(".")[0])
         fix = f"use one of the other values of {key}, or install the package that contains {missing}"
         if extra is not None:
-            fix = f"pip install -e '.[{extra}]'"
+            fix = install_extra(extra)
         raise deployment_error(deployment, key, what, fix) from err
     except AttributeError as err:
         what = f"{key} needs {path}, but {module} contains no {name}"

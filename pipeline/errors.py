@@ -8,6 +8,13 @@ RUN_RECIPE = "latentline run"
 """Shell command, without the recipe's name, that executes a recipe's job."""
 
 
+def install_extra(extra: str) -> str:
+    """Return the shell command that adds an extra of pyproject.toml to an environment with Latentline."""
+    # pip reads the extras of the installed distribution. That is right for a wheel and for a checkout, in any
+    # folder; `pip install -e '.[extra]'` works in a checkout only.
+    return f"pip install 'latentline[{extra}]'"
+
+
 class LatentlineError(Exception):
     """Base class of every error that Latentline raises on purpose.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from dagster import (
 
 import assets.deployment
 from assets.definitions import build_definitions
-from assets.deployment import LAUNCHERS, build_executor, build_launcher, gpu_pool
+from assets.deployment import EXTRAS, LAUNCHERS, build_executor, build_launcher, gpu_pool
 from pipeline.errors import DeploymentError
 from pipeline.recipe import project_root
 from pipeline.recipe.deployment import Deployment, LauncherSettings, read_deployment
@@ -59,7 +60,11 @@ def test_a_missing_package_is_an_error_with_the_extra_to_install(
         build_executor(deployment(tmp_path, "pools: instance\nexecutor: k8s\n"))
     assert "Python finds no module dagster_k8s" in excinfo.value.what
     assert excinfo.value.where == f"{tmp_path / 'site.yaml'}:2, executor"
-    assert excinfo.value.fix == "pip install -e '.[k8s]'"
+    assert excinfo.value.fix == "pip install 'latentline[k8s]'"
+
+
+def test_the_extras_that_messages_name_are_in_the_installed_distribution() -> None:
+    assert set(EXTRAS.values()) <= set(metadata("latentline").get_all("Provides-Extra", []))
 
 
 def test_a_launcher_without_its_package_is_an_error_with_the_extra_to_install(
@@ -70,7 +75,7 @@ def test_a_launcher_without_its_package_is_an_error_with_the_extra_to_install(
     with pytest.raises(DeploymentError) as excinfo:
         build_launcher(deployment(tmp_path, "launcher: {kind: ray}"))
     assert "launcher needs launchers.ray.RayLauncher" in excinfo.value.what
-    assert excinfo.value.fix == "pip install -e '.[ray]'"
+    assert excinfo.value.fix == "pip install 'latentline[ray]'"
 
 
 def test_an_executor_of_another_package_has_an_import_path_and_config(tmp_path: Path) -> None:

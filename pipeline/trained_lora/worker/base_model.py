@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from pipeline.errors import TrainingError
+from pipeline.errors import TrainingError, install_extra
 from pipeline.models.worker.offload.host_memory import training_memory
 from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stream_blocks, streamed_blocks
 from pipeline.trained_lora.worker.compiled import allow_recompilation
@@ -148,7 +148,7 @@ def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] 
         raise TrainingError(
             f"{kind} needs {package}: {err}",
             where=_QUANTIZE_KEY,
-            fix="install it with `pip install -e '.[gpu]'`, or set training.quantize: none",
+            fix=f"install it with `{install_extra('gpu')}`, or set training.quantize: none",
         ) from err
 
     return diffusers.BitsAndBytesConfig(
@@ -182,7 +182,7 @@ def eight_bit_products(compute: str, device: str, *, unpacked: Sequence[str]) ->
         raise TrainingError(
             f"compute: {compute} needs torchao: {err}",
             where="training.compute",
-            fix="install it with `pip install -e '.[gpu]'`, or set training.compute: none",
+            fix=f"install it with `{install_extra('gpu')}`, or set training.compute: none",
         ) from err
 
 

@@ -134,7 +134,7 @@ def test_bitsandbytes_without_a_gpu_is_an_error_with_an_alternative() -> None:
 def test_a_missing_quantisation_package_is_named(make_project: Callable[..., Project]) -> None:
     with pytest.raises(TrainingError, match="int8 needs torchao") as excinfo:
         engine_and_input(make_project(), quantize="int8")
-    assert "pip install -e '.[gpu]'" in excinfo.value.fix
+    assert "pip install 'latentline[gpu]'" in excinfo.value.fix
 
 
 @needs_torchao
