@@ -83,7 +83,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parents[1] / "results" / "peers.json", help="JSON file"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps > options.photographs:
+        # OneTrainer counts its steps from 1 in each epoch.
+        parser.error(f"--steps must be at most --photographs ({options.photographs}), got {options.steps}")
+    return options
 
 
 if __name__ == "__main__":

@@ -44,6 +44,16 @@ def make_base(folder: Path) -> None:
             "safety_checker": [None, None],
         },
     )
+    _name_as_published(folder / "text_encoder" / "model.safetensors")
+
+
+def _name_as_published(text_encoder: Path) -> None:
+    """Add the prefix that the tensors of published CLIP text encoders have, and older transformers need."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(text_encoder)
+    named = {f"text_model.{name.removeprefix('text_model.')}": each for name, each in tensors.items()}
+    save_file(named, text_encoder, metadata={"format": "pt"})
 
 
 def _unet() -> Any:

@@ -26,7 +26,7 @@ def _config(task: Task, place: Place, seed: int) -> dict[str, object]:
         "text": {"prompt_source": "sample"},
     }
     return {
-        "__version": 0,
+        "__version": 11,
         "training_method": "LORA",
         "model_type": "STABLE_DIFFUSION_15",
         "base_model_name": str(task.base),
