@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 
@@ -19,7 +20,7 @@ from pipeline.trained_lora.job import INPUTS_FILE
 from pipeline.trained_lora.pictures.choice import Steps, choose_loras
 from pipeline.trained_lora.pictures.job import DrawingJob
 from pipeline.trained_lora.pictures.prepare import fetch_loras, trained_recipe
-from pipeline.trained_lora.run_folder import run_folder
+from pipeline.trained_lora.run_folder import RunLayout, lora_steps, read_record, run_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,11 +106,9 @@ def prepare_evaluation(recipe: Recipe, request: Request, *, log: Log = discard) 
         source, prompts = request.prompt_set.file, request.prompt_set.prompts
         settings = settings.model_copy(update={"prompts": prompts})
         folder = prompt_set_folder(recipe.output_dir, request.prompt_set)
-    wanted = settings.steps if request.steps is None else request.steps
-    steps: Steps = () if wanted == "last" else wanted
-
     # With a name, `choose_loras` does not take the file in lora/, which may be an earlier step.
     run = request.run or exportable_run(recipe.output_dir)
+    steps = _steps(recipe, run, settings.steps) if request.steps is None else request.steps
     fetch_loras(recipe, run, steps)
     chosen = choose_loras(recipe.output_dir, run, steps)
 
@@ -141,6 +140,18 @@ def prepare_evaluation(recipe: Recipe, request: Request, *, log: Log = discard) 
         run=run,
     )
     return Evaluation(recipe, entries, settings, run, inputs, prompts, job, folder)
+
+
+def _steps(recipe: Recipe, run: str, wanted: tuple[int, ...] | Literal["all", "last"]) -> Steps:
+    """Return the steps of a run that the recipe's setting means."""
+    if wanted not in ("all", "last"):
+        return wanted
+    layout = RunLayout(run_folder(recipe.output_dir, run))
+
+    # A run that was trained further before its recipe asked for fewer steps still has the later ones.
+    last = read_record(layout.finished).get("steps", math.inf)
+    steps = tuple(step for step in lora_steps(layout) if step <= last)
+    return steps if wanted == "all" else steps[-1:]
 
 
 def prompt_set_folder(output_dir: Path, prompt_set: PromptSet) -> Path:

@@ -20,10 +20,11 @@ from pipeline.reporting.reports import StageResult, write_report
 from pipeline.storage.tables import SCHEMAS, Tables
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.evaluation.evaluated import SCORER, evaluated_recipe, pixels_of, prepared
+from tests.pipeline.trained_lora.project import Project
+from tests.pipeline.trained_lora.runs import run
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
-    from tests.pipeline.trained_lora.project import Project
 
 
 def evaluated(
@@ -98,6 +99,18 @@ def test_one_more_scorer_draws_nothing_and_one_more_step_scores_only_that_step(t
     assert launch.modules == [EVALUATION_MODULE]
     assert (result.report["pictures_encoded"], result.report["features_reused"]) == (0, 18)
     assert set(result.report["by_scorer"]) == {SCORER, "tests.pipeline.evaluation.colour_scorer:GreyScorer"}
+
+
+def test_steps_after_the_end_of_a_run_that_was_shortened_are_left_out(trained: Project) -> None:
+    training = trained.recipe.training.model_copy(update={"steps": 2})
+    shorter = Project(trained.recipe.model_copy(update={"training": training}), trained.latents, trained.text)
+    assert prepared(evaluated_recipe(shorter)).steps == [2, 4]
+    run(shorter, InProcessLaunch())
+    assert [prepared(evaluated_recipe(shorter, steps=each)).steps for each in ("all", "last", [4])] == [
+        [2],
+        [2],
+        [4],
+    ]
 
 
 def test_an_image_that_is_gone_is_left_out_with_a_warning(trained: Project) -> None:
