@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import polars as pl
 import pytest
+import torch
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from PIL import Image
+from safetensors.torch import load_file
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.errors import RecipeError
@@ -24,6 +30,7 @@ from pipeline.trained_lora.inputs import training_inputs
 from pipeline.trained_lora.job import plan_inputs, plan_settings
 from pipeline.trained_lora.plan.steps import TrainingPlan
 from pipeline.trained_lora.provenance import shareable
+from pipeline.trained_lora.stage import train_lora
 from tests.pipeline.cached_job import Job, recipe_of
 from tests.pipeline.trained_lora.fingerprint_case import Samples, samples
 
@@ -107,10 +114,7 @@ def test_keys_and_plan_of_two_datasets_equal_an_independent_computation(samples:
         is_small = row["dataset"] == "small"
         placed = place(row["height"], row["width"], 512 if is_small else 1024)
         for flip in (False,) if is_small else (False, True):
-            values = {**vars(common), "content_hash": row["content_hash"], "flip": flip}
-            values |= {"resized_size": placed.resized, "crop": placed.crop}
-            text_of_key = json.dumps({"latents": values}, sort_keys=True, separators=(",", ":"))
-            key = hashlib.sha256(text_of_key.encode()).hexdigest()
+            key = latent_key(common, row["content_hash"], placed, flip=flip)
             expected[row["sample_id"], flip] = (placed.bucket, key)
     actual = latents.select("sample_id", "flipped", "bucket", "key").rows()
     assert {(name, flipped): (bucket, key) for name, flipped, bucket, key in actual} == expected
@@ -232,6 +236,88 @@ def test_gates_and_plan_know_the_settings_of_each_dataset(
     smaller = recipe_of(tmp_path, tiny_sd, datasets=[small, {**large, "resolution": None}])
     wrong = job.failing("vae_latents", smaller)["shape_uniformity"].rows
     assert {row["sample_id"].partition("/")[0] for row in wrong} == {"large"}
+
+
+def test_a_training_shows_each_dataset_with_its_own_settings(
+    tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: Any
+) -> None:
+    """The losses of a first step, before any weight has changed, equal diffusers' own for these inputs."""
+    for file in sorted(photos.glob("*.png")):
+        with Image.open(file) as image:
+            rotated = image.transpose(Image.Transpose.ROTATE_180)
+        (tmp_path / "large").mkdir(exist_ok=True)
+        rotated.save(tmp_path / "large" / file.name)
+        shutil.copy(file.with_suffix(".txt"), tmp_path / "large")
+    recipe = recipe_of(
+        tmp_path,
+        tiny_sd,
+        datasets=[
+            {"name": "small", "path": str(photos), "caption_dropout": 1.0},
+            {"name": "large", "path": str(tmp_path / "large"), "resolution": 128, "flip": True},
+        ],
+        latents={"posterior": "mean"},
+        text={"caption_dropout": 0.0},
+        training={
+            "steps": 1,
+            "batch_size": 2,
+            "gradient_accumulation": 20,
+            "sample_every": 0,
+            "lora": {"rank": 2, "modules": ["mid_block.*.to_q"]},
+        },
+        accelerate={"mixed_precision": "no"},
+    )
+    job = Job(recipe, in_process_launch)
+    job.run()
+    latents, text = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
+    train_lora(recipe, latents, text, launch=in_process_launch, log=lambda _: None)
+
+    # The step trained each image once, at the size of its dataset.
+    (folder,) = (recipe.output_dir / "runs").iterdir()
+    (line,) = map(json.loads, (folder / "logs" / "sample_losses.jsonl").read_text("utf-8").splitlines())
+    names = pl.read_parquet(folder / "inputs.parquet")["sample_id"].gather(line["samples"])
+    images = {row["sample_id"]: row for row in job.tables.read("validated_dataset").iter_rows(named=True)}
+    assert sorted(names) == sorted(images)
+    assert len(images) == 10
+
+    common = RecipeEntries(recipe).latent_inputs(latents.row(0, named=True))
+    keys = dict(text.select("sample_id", "key").iter_rows())
+    (empty,) = {*(path.stem for path in (recipe.cache_dir / "text").glob("*/*.safetensors"))} - {
+        *keys.values()
+    }
+    unet = UNet2DConditionModel.from_pretrained(tiny_sd, subfolder="unet")
+    schedule = DDPMScheduler.from_pretrained(tiny_sd, subfolder="scheduler")
+    losses: list[float] = []
+    for index, (name, timestep) in enumerate(zip(names, line["timesteps"], strict=True)):
+        image, is_small = images[name], name.startswith("small/")
+        placed = place(image["height"], image["width"], 64 if is_small else 128, step=16)
+        flip = not is_small and bool(bits(42, "view", image["content_hash"][:32], 0, 0) % 2)
+        key = latent_key(common, image["content_hash"], placed, flip=flip)
+        latent = cached(recipe.cache_dir / "latents", key)
+        caption = cached(recipe.cache_dir / "text", empty if is_small else keys[name])
+        seed = hashlib.blake2b(f"42\0noise\0{0}\0{index}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "big")))
+        noise = torch.from_numpy(generator.standard_normal(latent.shape, dtype=np.float32))
+        at = torch.tensor([int(timestep)])
+        with torch.no_grad():
+            noisy = schedule.add_noise(latent[None], noise[None], at)
+            predicted = unet(noisy, at, caption[None]).sample[0]
+        losses.append(float(((predicted - noise) ** 2).mean()))
+    assert line["losses"] == pytest.approx(losses, rel=1e-4)
+
+
+def latent_key(common: Any, content_hash: str, placed: Placed, *, flip: bool) -> str:
+    """Return the key of a latent with the fields of `common` that do not depend on the image."""
+    values = {**vars(common), "content_hash": content_hash, "flip": flip}
+    values |= {"resized_size": placed.resized, "crop": placed.crop}
+    text = json.dumps({"latents": values}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cached(folder: Path, key: str) -> torch.Tensor:
+    """Return the only tensor of the entry `key`."""
+    (path,) = folder.glob(f"*/{key}.safetensors")
+    (tensor,) = load_file(path).values()
+    return tensor.float()
 
 
 def test_plan_counts_each_text_with_dropped_tags_and_an_epoch_trains_on_one(
