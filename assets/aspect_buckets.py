@@ -6,6 +6,7 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
+    AssetIn,
     AssetsDefinition,
     MaterializeResult,
     MetadataValue,
@@ -14,10 +15,12 @@ from dagster import (
 
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key, step_name
-from assets.step import TABLE, run_step, table_in, table_out
+from assets.names import asset_key
+from assets.step import run_step, table_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
+from resources.step_names import step_name
+from resources.tables import ASSET
 
 DESCRIPTION = (
     "The bucket of each image: how it is scaled and cropped, as a pure function of its size and the settings."
@@ -28,9 +31,10 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
     """Build the asset `<recipe>/aspect_buckets` with its checks."""
 
     @multi_asset(
-        name=step_name(recipe, "aspect_buckets"),
-        outs={TABLE: table_out(recipe, "aspect_buckets", description=DESCRIPTION, kinds={"polars"})},
-        ins={"validated": table_in(recipe, "validated_dataset", reader="aspect_buckets")},
+        name=step_name(recipe.name, "aspect_buckets"),
+        op_tags={ASSET: "aspect_buckets"},
+        specs=[table_spec(recipe, "aspect_buckets", description=DESCRIPTION, kinds={"polars"})],
+        ins={"validated": AssetIn(asset_key(recipe, "validated_dataset"))},
         check_specs=check_specs(recipe, "aspect_buckets"),
         can_subset=True,
     )
@@ -53,7 +57,7 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
             earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
             rejected = pl.concat(earlier)
             page = write_dataset_page(recipe, validated, rejected, placed=result, log=run_log(context))
-            pictures = pictures_once(context, asset_key(recipe, "aspect_buckets"), picture_metadata(folder))
+            pictures = pictures_once(context, picture_metadata(folder))
             files = {"dataset_page": MetadataValue.path(str(page))}
             return publish(
                 recipe, "aspect_buckets", result, log=run_log(context), pictures=pictures, files=files

@@ -9,7 +9,6 @@ from dagster import (
     AssetCheckSeverity,
     AssetCheckSpec,
     AssetExecutionContext,
-    AssetKey,
     MetadataValue,
 )
 
@@ -85,18 +84,18 @@ def check_results(
         return
 
     # All checks run, so that the report lists all of them, but only the selected ones have a result.
-    key = asset_key(recipe, asset)
     inputs = CheckContext(recipe, Tables(recipe.output_dir), log=run_log(context))
     findings = run(inputs)
     write_findings(recipe.output_dir, asset, findings)
     selected_findings = [finding for finding in findings if finding.name in selected]
     for finding in selected_findings:
-        yield _check_result(key, finding)
+        yield _check_result(finding)
 
     # Dagster would fail the step as well, but its message gives only the number of failed checks.
     closed = [finding for finding in selected_findings if finding.closes]
     if closed:
         page = recipe.output_dir / REJECTED_PAGE if asset == "validated_dataset" else None
+        key = next(iter(context.selected_asset_check_keys)).asset_key
         raise closed_gates_error({key.to_user_string(): closed}, page=page)
 
 
@@ -131,7 +130,7 @@ def _path_isolation_result(error: PathIsolationError | None) -> AssetCheckResult
     )
 
 
-def _check_result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
+def _check_result(finding: "Finding") -> AssetCheckResult:
     rows = {"rows": table_metadata(finding.rows)} if finding.rows else {}
     texts = {"summary": finding.summary, "fix": finding.fix}
     shown = {name: MetadataValue.text(printable_lines(text)) for name, text in texts.items() if text}
@@ -139,7 +138,6 @@ def _check_result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
 
     # The UI shows descriptions as Markdown. The texts are for people who copy names, and for the run summary.
     return AssetCheckResult(
-        asset_key=key,
         check_name=finding.name,
         passed=finding.passed,
         severity=AssetCheckSeverity.ERROR if finding.severity == "error" else AssetCheckSeverity.WARN,

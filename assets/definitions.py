@@ -23,7 +23,7 @@ from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_fold
 from pipeline.recipe.deployment import Deployment, load_deployment
 from pipeline.reporting.terminal import find_terminal
 from resources.summarized_executor import summarized
-from resources.tables import table_io_manager
+from resources.tables import TableIOManager
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 STRICT_VARIABLE = "LATENTLINE_STRICT"
@@ -44,7 +44,7 @@ def build_definitions(
     deployment = load_deployment() if deployment is None else deployment
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: table_io_manager(recipes),
+            TABLES_RESOURCE: TableIOManager(recipes=recipes),
             LAUNCHER_RESOURCE: build_launcher(deployment),
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},

@@ -3,16 +3,25 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
+from dagster import (
+    AssetCheckResult,
+    AssetExecutionContext,
+    AssetIn,
+    AssetsDefinition,
+    MaterializeResult,
+    multi_asset,
+)
 
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key, step_name
-from assets.step import TABLE, run_step, table_in, table_out
+from assets.names import asset_key
+from assets.step import run_step, table_spec
 from pipeline.recipe import Recipe
 from resources.gpu_pool import in_pool
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
+from resources.step_names import step_name
+from resources.tables import ASSET
 
 DESCRIPTION = (
     "Scores of pictures that are drawn with each step of the run and with the base model, and the step that "
@@ -24,9 +33,10 @@ def build_evaluation(recipe: Recipe, *, pool: str) -> AssetsDefinition:
     """Build the asset `<recipe>/evaluation` with its checks; child processes need a place in `pool`."""
 
     @multi_asset(
-        name=step_name(recipe, "evaluation"),
-        outs={TABLE: table_out(recipe, "evaluation", description=DESCRIPTION, kinds={"pytorch"})},
-        ins={"trained": table_in(recipe, "trained_lora", reader="evaluation")},
+        name=step_name(recipe.name, "evaluation"),
+        op_tags={ASSET: "evaluation"},
+        specs=[table_spec(recipe, "evaluation", description=DESCRIPTION, kinds={"pytorch"})],
+        ins={"trained": AssetIn(asset_key(recipe, "trained_lora"))},
         check_specs=check_specs(recipe, "evaluation"),
         can_subset=True,
     )
@@ -46,7 +56,7 @@ def build_evaluation(recipe: Recipe, *, pool: str) -> AssetsDefinition:
             tables = Tables(recipe.output_dir, log=run_log(context))
             result = evaluate(recipe, Request(), tables, launch=launch, log=run_log(context))
             shown = picture_metadata(recipe.output_dir / "reports" / "evaluation")
-            pictures = pictures_once(context, asset_key(recipe, "evaluation"), shown)
+            pictures = pictures_once(context, shown)
             return publish(recipe, "evaluation", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "evaluation", materialize, checks.run)

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from dagster import (
     AssetExecutionContext,
-    AssetKey,
     DataVersion,
     JsonMetadataValue,
     MaterializeResult,
@@ -136,7 +135,7 @@ def content_version(table: Any, *, run: str = "") -> str:
 
 
 def pictures_once(
-    context: AssetExecutionContext, key: AssetKey, pictures: Mapping[str, MetadataValue[Any]]
+    context: AssetExecutionContext, pictures: Mapping[str, MetadataValue[Any]]
 ) -> dict[str, MetadataValue[Any]]:
     """Return pictures with their version, or the run that has them if they are the ones of the last run."""
     if not pictures:
@@ -144,7 +143,7 @@ def pictures_once(
     text = repr([(name, value.value) for name, value in pictures.items()])
     version = MetadataValue.text(hashlib.sha256(text.encode("utf-8")).hexdigest()[:12])
 
-    event = context.instance.get_latest_materialization_event(key)
+    event = context.instance.get_latest_materialization_event(context.asset_key)
     materialization = None if event is None else event.asset_materialization
     if event is None or materialization is None or materialization.metadata.get(PICTURES_VERSION) != version:
         return {**pictures, PICTURES_VERSION: version}

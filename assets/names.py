@@ -24,8 +24,3 @@ DEFAULT_RUN_CONFIG = {"loggers": {TERMINAL_LOGGER: {}}}
 def asset_key(recipe: Recipe, asset: str) -> AssetKey:
     """Return `<recipe>/<asset>`."""
     return AssetKey([recipe.name, asset])
-
-
-def step_name(recipe: Recipe, asset: str) -> str:
-    """Return `<recipe>__<asset>`, the step's name in logs and in run configuration."""
-    return f"{recipe.name}__{asset}"

@@ -7,11 +7,12 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 
 from assets.checks import check_specs
 from assets.metadata import publish
-from assets.names import step_name
 from assets.sources import dataset_keys
-from assets.step import TABLE, run_step, table_out
+from assets.step import run_step, table_spec
 from pipeline.recipe import Recipe, with_overrides
 from resources.step_log import run_log
+from resources.step_names import step_name
+from resources.tables import ASSET
 
 DESCRIPTION = "Every image file of the datasets: its path, its size after orientation and its content hash."
 
@@ -20,9 +21,13 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
     """Build the asset `<recipe>/raw_images` with its checks."""
 
     @multi_asset(
-        name=step_name(recipe, "raw_images"),
-        outs={TABLE: table_out(recipe, "raw_images", description=DESCRIPTION, kinds={"polars"})},
-        deps=dataset_keys(recipe),
+        name=step_name(recipe.name, "raw_images"),
+        op_tags={ASSET: "raw_images"},
+        specs=[
+            table_spec(
+                recipe, "raw_images", description=DESCRIPTION, kinds={"polars"}, deps=dataset_keys(recipe)
+            )
+        ],
         check_specs=check_specs(recipe, "raw_images"),
         can_subset=True,
     )
@@ -65,4 +70,4 @@ def _training_overrides(context: AssetExecutionContext, recipe: Recipe) -> dict[
     """Return the configuration of trained_lora in this run, which may change the rank; see `OVERRIDABLE`."""
     config: Mapping[str, Any] = context.run.run_config
     steps = config.get("ops", {})
-    return steps.get(step_name(recipe, "trained_lora"), {}).get("config", {})
+    return steps.get(step_name(recipe.name, "trained_lora"), {}).get("config", {})

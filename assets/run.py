@@ -116,13 +116,13 @@ def _execute(
 
 
 def _run_config(recipe: "Recipe", continue_run: str | None) -> dict[str, Any]:
-    from assets.names import step_name
     from pipeline.recipe.overrides import CONTINUE
+    from resources.step_names import step_name
     from resources.terminal_log import TERMINAL_LOGGER
 
     config: dict[str, Any] = {"loggers": {TERMINAL_LOGGER: {}}}
     if continue_run is not None:
-        config["ops"] = {step_name(recipe, "trained_lora"): {"config": {CONTINUE: continue_run}}}
+        config["ops"] = {step_name(recipe.name, "trained_lora"): {"config": {CONTINUE: continue_run}}}
     return config
 
 

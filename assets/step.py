@@ -4,13 +4,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dagster import AssetCheckResult, AssetExecutionContext, AssetIn, AssetOut, MaterializeResult
+from dagster import AssetCheckResult, AssetExecutionContext, AssetKey, AssetSpec, MaterializeResult
 
 from assets.checks import check_results, path_isolation_results
 from assets.definition_metadata import TABLE_FORMAT, asset_tags, definition_metadata
 from assets.names import TABLES_RESOURCE, asset_key
 from pipeline.recipe import Recipe
-from pipeline.storage.needed_columns import needed_columns
+from pipeline.storage.needed_columns import ALL_INPUTS
 from pipeline.versions import (
     CAPTIONS_VERSION,
     DIAGNOSIS_VERSION,
@@ -22,13 +22,10 @@ from pipeline.versions import (
 )
 from resources.failures import errors_as_failures
 from resources.step_log import run_log
-from resources.tables import COLUMNS
+from resources.tables import ASSET, RECIPE
 
 if TYPE_CHECKING:
     from pipeline.reporting.findings import CheckContext, Finding
-
-TABLE = "result"
-"""Name of the output that holds an asset's table."""
 
 _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     "raw_images": {"datasets": True, "checks": {"max_image_pixels", "max_file_bytes"}},
@@ -72,28 +69,25 @@ _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
 """Further recipe fields and versions that decide text_embeddings if a text encoder may see references."""
 
 
-def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) -> AssetOut:
-    """Declare the table that `asset` writes."""
-    return AssetOut(
-        key=asset_key(recipe, asset),
+def table_spec(
+    recipe: Recipe, asset: str, *, description: str, kinds: set[str], deps: Sequence[AssetKey] = ()
+) -> AssetSpec:
+    """Describe `asset` and its table; `deps` are the assets before it that it does not read as tables."""
+    inputs = [asset_key(recipe, each) for each in ALL_INPUTS[asset]]
+    spec = AssetSpec(
+        asset_key(recipe, asset),
+        deps=[*inputs, *deps],
         description=description,
-        io_manager_key=TABLES_RESOURCE,
         # A run may select the asset's checks without the asset.
-        is_required=False,
+        skippable=True,
         group_name=recipe.name,
         code_version=code_version(recipe, asset),
         kinds={*kinds, TABLE_FORMAT},
-        metadata=definition_metadata(recipe, asset),
+        metadata={RECIPE: recipe.name, ASSET: asset, **definition_metadata(recipe, asset)},
         tags=asset_tags(recipe),  # pyright: ignore[reportArgumentType] - a frozen model is hashable
         owners=recipe.owners,
     )
-
-
-def table_in(recipe: Recipe, asset: str, *, reader: str) -> AssetIn:
-    """Declare that the asset `reader` reads the table of `asset`, limited to the columns that it needs."""
-    columns = needed_columns(reader, asset)
-    metadata = None if columns is None else {COLUMNS: list(columns)}
-    return AssetIn(key=asset_key(recipe, asset), metadata=metadata)
+    return spec.with_io_manager_key(TABLES_RESOURCE)
 
 
 def code_version(recipe: Recipe, asset: str) -> str:

@@ -3,17 +3,26 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
+from dagster import (
+    AssetCheckResult,
+    AssetExecutionContext,
+    AssetIn,
+    AssetsDefinition,
+    MaterializeResult,
+    multi_asset,
+)
 
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key, step_name
+from assets.names import asset_key
 from assets.sources import model_key
-from assets.step import TABLE, run_step, table_in, table_out
+from assets.step import run_step, table_spec
 from pipeline.recipe import Recipe
 from resources.gpu_pool import in_pool
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
+from resources.step_names import step_name
+from resources.tables import ASSET
 
 DESCRIPTION = (
     "The cache entry of each caption's embedding: one for each distinct caption, and one for the empty "
@@ -25,10 +34,18 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
     """Build the asset `<recipe>/text_embeddings` with its checks; child processes need a place in `pool`."""
 
     @multi_asset(
-        name=step_name(recipe, "text_embeddings"),
-        outs={TABLE: table_out(recipe, "text_embeddings", description=DESCRIPTION, kinds={"pytorch"})},
-        ins={"validated": table_in(recipe, "validated_dataset", reader="text_embeddings")},
-        deps=[model_key(recipe)],
+        name=step_name(recipe.name, "text_embeddings"),
+        op_tags={ASSET: "text_embeddings"},
+        specs=[
+            table_spec(
+                recipe,
+                "text_embeddings",
+                description=DESCRIPTION,
+                kinds={"pytorch"},
+                deps=[model_key(recipe)],
+            )
+        ],
+        ins={"validated": AssetIn(asset_key(recipe, "validated_dataset"))},
         check_specs=check_specs(recipe, "text_embeddings"),
         can_subset=True,
     )
@@ -52,7 +69,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 seal_packs=launcher.seal_packs,
             )
             shown = picture_metadata(write_caption_report(recipe, result.table))
-            pictures = pictures_once(context, asset_key(recipe, "text_embeddings"), shown)
+            pictures = pictures_once(context, shown)
             return publish(recipe, "text_embeddings", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "text_embeddings", materialize, checks.run)

@@ -8,29 +8,28 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
+    AssetIn,
     AssetKey,
     AssetObservation,
     AssetsDefinition,
-    Field,
-    Float,
-    Int,
+    Config,
     MaterializeResult,
     MetadataValue,
-    Noneable,
-    String,
     multi_asset,
 )
+from pydantic import Field, create_model
 
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, pictures_once, publish, report_metadata, table_metadata
-from assets.names import asset_key, step_name
+from assets.names import asset_key
 from assets.sources import model_key
-from assets.step import TABLE, run_step, table_in, table_out
+from assets.step import run_step, table_spec
 from pipeline.recipe import Recipe, recipe_values
-from pipeline.recipe.overrides import CONTINUE
 from pipeline.reporting import tensorboard
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import StepLog, run_log
+from resources.step_names import step_name
+from resources.tables import ASSET
 
 DESCRIPTION = (
     "The LoRA in three layouts, trained from the cache with accelerate. A finished run with the same inputs "
@@ -38,48 +37,73 @@ DESCRIPTION = (
 )
 
 
+class TrainingConfig(Config):
+    """Settings of a run in the launchpad or a `-c` file; null is the value of the recipe."""
+
+    steps: int | None = Field(
+        description="Number of optimizer steps. null uses the recipe's steps or epochs."
+    )
+    rank: int | None = Field(description="Inner dimension of each adapter matrix.")
+    learning_rate: float | None = Field(description="Learning rate after warm-up.")
+    seed: int | None = Field(description="Seed of noise, sample order and initial weights.")
+    continue_run: str | None = Field(
+        default=None,
+        description="Run that a new run takes weights, optimizer and steps from, or latest. null begins at "
+        "step 0.",
+    )
+
+
 def build_trained_lora(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> AssetsDefinition:
     """Build the asset `<recipe>/trained_lora` with its checks.
 
     `start` is the asset with the LoRA that the training starts from, if another recipe trains it.
     """
+    config_type = _config_type(recipe)
 
     @multi_asset(
-        name=step_name(recipe, "trained_lora"),
-        outs={
-            TABLE: table_out(
-                recipe, "trained_lora", description=DESCRIPTION, kinds={"pytorch", "huggingface"}
+        name=step_name(recipe.name, "trained_lora"),
+        op_tags={ASSET: "trained_lora"},
+        specs=[
+            table_spec(
+                recipe,
+                "trained_lora",
+                description=DESCRIPTION,
+                kinds={"pytorch", "huggingface"},
+                deps=[
+                    model_key(recipe),
+                    *([start] if start is not None else []),
+                    # Training does not read it, but waits for its gate.
+                    *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
+                ],
             )
-        },
-        ins={
-            "latents": table_in(recipe, "vae_latents", reader="trained_lora"),
-            "text": table_in(recipe, "text_embeddings", reader="trained_lora"),
-        },
-        deps=[
-            model_key(recipe),
-            *([start] if start is not None else []),
-            # Training does not read it, but waits for its gate.
-            *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
         ],
+        ins={
+            "latents": AssetIn(asset_key(recipe, "vae_latents")),
+            "text": AssetIn(asset_key(recipe, "text_embeddings")),
+        },
         check_specs=check_specs(recipe, "trained_lora"),
         can_subset=True,
         pool=pool,
-        config_schema=_run_config(recipe),
     )
     def trained_lora(
-        context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
+        context: AssetExecutionContext,
+        # The class has the recipe's values as defaults, so it exists for this function only.
+        config: config_type,  # pyright: ignore[reportInvalidTypeForm, reportUnknownParameterType]
+        launcher: AccelerateLauncher,
+        latents: Any,
+        text: Any,
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.trained_lora import checks
         from pipeline.trained_lora.stage import train_lora
 
         def materialize() -> MaterializeResult[Any]:
             launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
-            overrides = context.op_execution_context.op_config
+            overrides = config.model_dump()
             result = train_lora(
                 recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
             )
             shown = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
-            pictures = pictures_once(context, asset_key(recipe, "trained_lora"), shown)
+            pictures = pictures_once(context, shown)
             files = _file_metadata(recipe, result.report["run"])
             return publish(
                 recipe, "trained_lora", result, log=run_log(context), pictures=pictures, files=files
@@ -116,7 +140,7 @@ def observe_training(
                     metadata = _live_metadata(context, numbers, state.picture())
                     # Dagster holds back the events of `context.log_event` until the step yields its next
                     # output, which is after the training. This call writes at once.
-                    observation = AssetObservation(asset_key(recipe, "trained_lora"), metadata=metadata)
+                    observation = AssetObservation(context.asset_key, metadata=metadata)
                     context.instance.report_runless_asset_event(observation)
             # A picture or the event log must not stop a training. With a database that is away, each further
             # attempt would make the training wait.
@@ -141,33 +165,14 @@ def _live_metadata(
     return {**metadata, "dagster_run": MetadataValue.dagster_run(context.run.run_id)}
 
 
-def _run_config(recipe: Recipe) -> dict[str, Field]:
-    """Declare the settings that a run may override in the launchpad or a `-c` file."""
-    values = recipe_values(recipe)
-    return {
-        "steps": Field(
-            Noneable(Int),
-            default_value=values["steps"],
-            description="Number of optimizer steps. null uses the recipe's steps or epochs.",
-        ),
-        "rank": Field(
-            Int, default_value=values["rank"], description="Inner dimension of each adapter matrix."
-        ),
-        "learning_rate": Field(
-            Float, default_value=values["learning_rate"], description="Learning rate after warm-up."
-        ),
-        "seed": Field(
-            Int,
-            default_value=values["seed"],
-            description="Seed of noise, sample order and initial weights.",
-        ),
-        CONTINUE: Field(
-            Noneable(String),
-            default_value=None,
-            description="Run that a new run takes weights, optimizer and steps from, or latest. null begins "
-            "at step 0.",
-        ),
+def _config_type(recipe: Recipe) -> type[TrainingConfig]:
+    """Return `TrainingConfig` with the recipe's values as defaults, which the launchpad shows."""
+    fields = TrainingConfig.model_fields
+    defaults: dict[str, Any] = {
+        name: (fields[name].annotation, Field(default=value, description=fields[name].description))
+        for name, value in recipe_values(recipe).items()
     }
+    return create_model("TrainingConfig", __base__=TrainingConfig, **defaults)
 
 
 def _file_metadata(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
+    AssetIn,
     AssetsDefinition,
     MaterializeResult,
     MetadataValue,
@@ -14,15 +15,17 @@ from dagster import (
 
 from assets.checks import check_specs
 from assets.metadata import captioned_pictures, pictures_once, publish
-from assets.names import asset_key, step_name
+from assets.names import asset_key
 from assets.sources import model_key
-from assets.step import TABLE, run_step, table_in, table_out
+from assets.step import run_step, table_spec
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
 from resources.gpu_pool import in_pool
 from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
+from resources.step_names import step_name
+from resources.tables import ASSET
 
 DESCRIPTION = (
     "The cache entry of each image's latent. Its key covers everything that decides the bytes; "
@@ -34,10 +37,14 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
     """Build the asset `<recipe>/vae_latents` with its checks; child processes need a place in `pool`."""
 
     @multi_asset(
-        name=step_name(recipe, "vae_latents"),
-        outs={TABLE: table_out(recipe, "vae_latents", description=DESCRIPTION, kinds={"pytorch"})},
-        ins={"buckets": table_in(recipe, "aspect_buckets", reader="vae_latents")},
-        deps=[model_key(recipe)],
+        name=step_name(recipe.name, "vae_latents"),
+        op_tags={ASSET: "vae_latents"},
+        specs=[
+            table_spec(
+                recipe, "vae_latents", description=DESCRIPTION, kinds={"pytorch"}, deps=[model_key(recipe)]
+            )
+        ],
+        ins={"buckets": AssetIn(asset_key(recipe, "aspect_buckets"))},
         check_specs=check_specs(recipe, "vae_latents"),
         can_subset=True,
     )
@@ -60,7 +67,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 seal_packs=launcher.seal_packs,
             )
             shown = _decoded_latents(recipe, result.report)
-            pictures = pictures_once(context, asset_key(recipe, "vae_latents"), shown)
+            pictures = pictures_once(context, shown)
             return publish(recipe, "vae_latents", result, log=run_log(context), pictures=pictures)
 
         yield from run_step(context, recipe, "vae_latents", materialize, checks.run)

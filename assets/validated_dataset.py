@@ -6,6 +6,7 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
+    AssetIn,
     AssetsDefinition,
     MaterializeResult,
     MetadataValue,
@@ -14,10 +15,12 @@ from dagster import (
 
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key, step_name
-from assets.step import TABLE, run_step, table_in, table_out
+from assets.names import asset_key
+from assets.step import run_step, table_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
+from resources.step_names import step_name
+from resources.tables import ASSET
 
 DESCRIPTION = "Images that decode, with their captions; unusable ones are rejected with a reason."
 
@@ -26,9 +29,10 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
     """Build the asset `<recipe>/validated_dataset` with its checks."""
 
     @multi_asset(
-        name=step_name(recipe, "validated_dataset"),
-        outs={TABLE: table_out(recipe, "validated_dataset", description=DESCRIPTION, kinds={"polars"})},
-        ins={"raw": table_in(recipe, "raw_images", reader="validated_dataset")},
+        name=step_name(recipe.name, "validated_dataset"),
+        op_tags={ASSET: "validated_dataset"},
+        specs=[table_spec(recipe, "validated_dataset", description=DESCRIPTION, kinds={"polars"})],
+        ins={"raw": AssetIn(asset_key(recipe, "raw_images"))},
         check_specs=check_specs(recipe, "validated_dataset"),
         can_subset=True,
     )
@@ -49,9 +53,7 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
             rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
             folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
             page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
-            pictures = pictures_once(
-                context, asset_key(recipe, "validated_dataset"), picture_metadata(folder)
-            )
+            pictures = pictures_once(context, picture_metadata(folder))
             files = {"dataset_page": MetadataValue.path(str(page))}
             return publish(
                 recipe, "validated_dataset", result, log=run_log(context), pictures=pictures, files=files

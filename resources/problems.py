@@ -15,6 +15,7 @@ from dagster import DagsterEvent, DagsterExecutionInterruptedError
 from pipeline.recipe.check_specs import ALL_SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.failures import failure_text
+from resources.step_names import step_asset
 
 REPORT = "report it with the traceback above"
 """Part of a fix that needs the traceback."""
@@ -154,7 +155,7 @@ def _indented(message: str) -> str:
 def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     """Return what, where and fix of a failed step; `output_dirs` has each recipe's folder by name."""
     failure = event.step_failure_data
-    recipe, _ = _step_asset(event)
+    recipe, _ = step_asset(event.step_key)
 
     # An error of ours is a Dagster Failure with the three parts (resources/failures.py).
     user_failure = failure.user_failure_data
@@ -184,7 +185,7 @@ def stopped_step_problem(
 
     `started_s` is the start of the run as a Unix time; None if it never started. `restart` is an imperative.
     """
-    recipe, asset = _step_asset(event)
+    recipe, asset = step_asset(event.step_key)
     trains = recipe in output_dirs and asset == "trained_lora"
     checkpoint = _newest_checkpoint(output_dirs[recipe], started_s or 0.0) if trains else None
     return stopped_problem(_step_location(event, output_dirs), restart, checkpoint)
@@ -201,14 +202,8 @@ def stopped_problem(where: str, restart: str, checkpoint: Path | None = None) ->
     return f"Stopped: {what}\n  where: {where}\n  fix:   {fix}"
 
 
-def _step_asset(event: DagsterEvent) -> tuple[str, str]:
-    # assets/names.py joins them.
-    recipe, _, asset = str(event.step_key).rpartition("__")
-    return recipe, asset
-
-
 def _step_location(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
-    recipe, asset = _step_asset(event)
+    recipe, asset = step_asset(event.step_key)
     is_asset = recipe in output_dirs and asset in ALL_SPECS
     return f"asset {recipe}/{asset}" if is_asset else f"step {event.step_key}"
 

@@ -34,6 +34,7 @@ from resources.problems import (
     stopped_problem,
     stopped_step_problem,
 )
+from resources.step_names import step_asset
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -203,9 +204,9 @@ def summarize_run(
 
 def _recipe_line(event: DagsterEvent, recipes: Sequence[Recipe]) -> tuple[str, int] | None:
     """Return file and line of the section that decides the asset of a step."""
+    name, asset = step_asset(event.step_key)
     for recipe in recipes:
-        asset = str(event.step_key).removeprefix(f"{recipe.name}__")
-        if asset in ASSET_SECTIONS and asset != event.step_key:
+        if recipe.name == name and asset in ASSET_SECTIONS:
             return path_in_recipe(recipe.source), section_line(recipe.source, ASSET_SECTIONS[asset])
     return None
 
@@ -244,11 +245,13 @@ def _run_results(events: Sequence[DagsterEvent], recipes: Sequence[Recipe]) -> I
         checks: list[CheckResult] = []
         materialized: list[str] = []
         for event in events:
+            name, asset = step_asset(event.step_key)
+            if name != recipe.name:
+                continue
             if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
-                if event.asset_check_evaluation_data.asset_key.path[0] == recipe.name:
-                    checks.append(_check_result(event))
-            elif (key := event.asset_key) is not None and key.path[0] == recipe.name:
-                materialized.append(key.path[-1])
+                checks.append(_check_result(event, asset))
+            elif event.event_type == DagsterEventType.ASSET_MATERIALIZATION:
+                materialized.append(asset)
 
         _fetch_reports(recipe, materialized)
         reports = {asset: read_report(recipe.output_dir, asset) for asset in materialized}
@@ -268,14 +271,14 @@ def _fetch_reports(recipe: Recipe, assets: Sequence[str]) -> None:
             outputs_of(recipe).fetch(*(report_file(asset) for asset in assets))
 
 
-def _check_result(event: DagsterEvent) -> CheckResult:
+def _check_result(event: DagsterEvent, asset: str) -> CheckResult:
     from pipeline.reporting.summary import CheckResult
 
     evaluation = event.asset_check_evaluation_data
     error = evaluation.severity == AssetCheckSeverity.ERROR
     summary = evaluation.metadata.get("summary")
     return CheckResult(
-        asset=evaluation.asset_key.path[-1],
+        asset=asset,
         name=evaluation.check_name,
         passed=evaluation.passed,
         gate=bool(evaluation.blocking),

@@ -1,22 +1,22 @@
 """The table IO manager: it writes an asset's output as a Parquet file and reads inputs from such files."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from dagster import (
-    AssetKey,
+    ConfigurableIOManager,
+    DagsterInvariantViolationError,
     InitResourceContext,
     InputContext,
-    IOManager,
-    IOManagerDefinition,
     MetadataValue,
     OutputContext,
-    io_manager,
+    ResourceDependency,
 )
+from pydantic import PrivateAttr
 
 from pipeline.outputs.stage_files import table_file
+from pipeline.recipe import Recipe
+from pipeline.storage.needed_columns import needed_columns
 from resources.failures import errors_as_failures
 from resources.run_worker import end_with_code_server
 
@@ -24,59 +24,64 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipeline.outputs.folder import OutputFolder
-    from pipeline.recipe import Recipe
     from pipeline.storage.tables import Tables
 
+RECIPE, ASSET = "latentline/recipe", "latentline/asset"
+"""Keys of an asset's definition metadata: the names by which its table is found, whatever the asset's key is.
 
-COLUMNS = "columns"
-"""Key of an input's metadata: the names of the columns to read."""
+`ASSET` is also a tag of the asset's op, from which an input knows the columns that its reader needs.
+"""
 
 
-class TableIOManager(IOManager):
+class TableIOManager(ConfigurableIOManager):
     """Tables below each recipe's `output_dir/tables`, replaced atomically and checked against their schemas.
 
-    The first part of an asset key `<recipe>/<asset>` selects the output folder. If it is at an address, a
-    table is uploaded when it has been written, and fetched before it is read.
+    If the folder is at an address, a table is uploaded when it has been written, and fetched before it is
+    read.
     """
 
-    def __init__(self, outputs: Mapping[str, OutputFolder]) -> None:
-        self._outputs = outputs
+    # Not configuration: the recipes decide where their tables are.
+    recipes: ResourceDependency[Sequence[Recipe]]
+    _outputs: dict[str, Any] = PrivateAttr(default_factory=dict)
 
-    def handle_output(self, context: OutputContext, obj: pl.DataFrame) -> None:
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Open the output folders, and let this process end with the process of the run."""
+        from pipeline.outputs.folder import outputs_of
+
+        # Every step uses this resource, also one in a process of its own.
+        end_with_code_server()
+        self._outputs = {recipe.name: outputs_of(recipe) for recipe in self.recipes}
+
+    def handle_output(self, context: OutputContext, obj: "pl.DataFrame") -> None:
         """Replace the asset's table."""
         with errors_as_failures():
-            tables, outputs, asset = self._locate(context.asset_key)
+            tables, outputs, asset = self._locate(context)
             path = tables.write(asset, obj)
             outputs.upload(table_file(asset))
             context.add_output_metadata(
                 {"table": MetadataValue.path(path), "dagster/row_count": MetadataValue.int(obj.height)}
             )
 
-    def load_input(self, context: InputContext) -> pl.DataFrame:
-        """Return the upstream asset's table, or only the columns that the input's metadata lists."""
+    def load_input(self, context: InputContext) -> "pl.DataFrame":
+        """Return the upstream asset's table; one of our assets gets only the columns that it needs."""
         with errors_as_failures():
-            tables, outputs, asset = self._locate(context.asset_key)
+            assert context.upstream_output is not None  # inputs of assets have one
+            tables, outputs, asset = self._locate(context.upstream_output)
             outputs.fetch(table_file(asset))
-            return tables.read(asset, context.definition_metadata.get(COLUMNS))
+            reader = _reader(context)
+            return tables.read(asset, None if reader is None else needed_columns(reader, asset))
 
-    def _locate(self, key: AssetKey) -> tuple[Tables, OutputFolder, str]:
+    def _locate(self, output: OutputContext) -> tuple["Tables", "OutputFolder", str]:
         from pipeline.storage.tables import Tables
 
-        recipe, asset = key.path
-        outputs = self._outputs[recipe]
+        recipe, asset = (str(output.definition_metadata[key]) for key in (RECIPE, ASSET))
+        outputs: OutputFolder = self._outputs[recipe]
         return Tables(outputs.folder), outputs, asset
 
 
-def table_io_manager(recipes: Sequence[Recipe]) -> IOManagerDefinition:
-    """Return the table IO manager of the recipes."""
-
-    # Without configuration, because the recipe decides where its tables are.
-    @io_manager(config_schema={}, description="Parquet tables below each recipe's output_dir.")
-    def tables(_: InitResourceContext) -> TableIOManager:
-        from pipeline.outputs.folder import outputs_of
-
-        # Every step uses this resource. A step in a process of its own must end with the process of the run.
-        end_with_code_server()
-        return TableIOManager({recipe.name: outputs_of(recipe) for recipe in recipes})
-
-    return tables
+def _reader(context: InputContext) -> str | None:
+    """Return which of our assets reads the input; None for others."""
+    try:
+        return context.op_def.tags.get(ASSET)
+    except DagsterInvariantViolationError:
+        return None  # `Definitions.load_asset_value` loads a table without an op

@@ -20,6 +20,7 @@ from pipeline.log import NOTE, WARNING
 from pipeline.reporting.colours import coloured
 from pipeline.reporting.progress import duration_text
 from resources.gpu_pool import WAITING
+from resources.step_names import step_asset
 
 if TYPE_CHECKING:
     from dagster import DagsterInstance, EventLogEntry, InitLoggerContext
@@ -182,7 +183,7 @@ class TerminalHandler(logging.Handler):
     def _show(
         self, event: DagsterEvent | None, step_key: str | None, *, message: str, level: int, time_s: float
     ) -> None:
-        name, message = _asset_name(step_key), printable_lines(message)
+        name, message = step_asset(step_key)[1], printable_lines(message)
         try:
             if event is not None:
                 self._show_event(event, name, time_s)
@@ -258,7 +259,3 @@ def is_bug(event: DagsterEvent) -> bool:
     """Return whether a failed step has neither an error of Latentline's as its cause nor an interruption."""
     failure = event.step_failure_data
     return failure.user_failure_data is None and failure.error_source.value != "INTERRUPT"
-
-
-def _asset_name(step_key: str | None) -> str:
-    return (step_key or "").rpartition("__")[2]

@@ -8,17 +8,27 @@ from pathlib import Path
 import pytest
 from dagster import (
     AssetKey,
+    AssetSelection,
     DagsterInstance,
     DefaultScheduleStatus,
     DefaultSensorStatus,
+    Definitions,
+    ExecuteInProcessResult,
     RepositoryDefinition,
     build_schedule_context,
     build_sensor_context,
+    define_asset_job,
 )
+from PIL import Image
 
 from assets.definitions import build_definitions, load_project_recipes
+from assets.recipe_graph import recipe_assets
 from assets.sources import SOURCES_GROUP
 from pipeline.recipe.check_specs import SPECS
+from resources.run_summary import summarize_run
+from tests.small_recipe import small_recipe
+
+FIRST = ("raw_images", "validated_dataset", "aspect_buckets")
 
 GOOD = """\
 datasets: [{{name: photos, path: {folder}/data}}]
@@ -179,3 +189,40 @@ def test_definitions_load_if_every_recipe_is_broken(configs: Path) -> None:
     for name in ("flowers", "faces"):
         (configs / f"{name}.yaml").write_text(BROKEN, encoding="utf-8")
     assert job_names(load()) == jobs_of("flowers", "faces")
+
+
+def test_the_assets_work_under_other_keys(tmp_path: Path, tiny_sd: Path) -> None:
+    """Tables, reports and summaries find recipe and asset if a project adds a prefix to the keys."""
+    (tmp_path / "data").mkdir()
+    for name, width in (("rose", 64), ("lily", 60)):
+        Image.radial_gradient("L").resize((width, 48)).save(tmp_path / "data" / f"{name}.png")
+        (tmp_path / "data" / f"{name}.txt").write_text(f"a {name}", encoding="utf-8")
+    recipe = small_recipe(tmp_path, model={"base": tiny_sd}, buckets={"resolution": 64})
+    graph = recipe_assets(recipe, pool="gpu")
+    keys = {key: key.with_prefix("team") for assets in graph for key in assets.keys}
+    prefixed = [assets.with_attributes(asset_key_replacements=keys) for assets in graph]
+    definitions = Definitions(prefixed, resources=build_definitions([recipe]).resources)
+    first = AssetSelection.assets(*(keys[AssetKey(["flowers", name])] for name in FIRST))
+    buckets = AssetSelection.assets(keys[AssetKey(["flowers", "aspect_buckets"])])
+
+    def run(selection: AssetSelection) -> ExecuteInProcessResult:
+        job = define_asset_job("prefixed", selection)
+        resolved = Definitions.merge(definitions, Definitions(jobs=[job])).resolve_job_def("prefixed")
+        return resolved.execute_in_process(instance=instance, raise_on_error=False)
+
+    with DagsterInstance.ephemeral() as instance:
+        result = run(first)
+        [numbers] = summarize_run(instance, result.run_id, [recipe]).numbers
+        assert run(buckets).success, "the table before it is read from its file"
+        checks = run(buckets - buckets.without_checks())
+        (tmp_path / "data" / "rose.txt").unlink()
+        closed = summarize_run(instance, run(first).run_id, [recipe]).problems
+
+    materialized = [event.asset_key.path for event in result.get_asset_materialization_events()]
+    assert materialized == [["team", "flowers", name] for name in FIRST]
+    assert "2 found, 0 rejected, 2 kept" in numbers
+    assert not checks.get_asset_materialization_events()
+    assert {each.asset_key.path[0] for each in checks.get_asset_check_evaluations()} == {"team"}
+    assert "asset team/flowers/validated_dataset" in closed[0], closed
+    table = definitions.load_asset_value(keys[AssetKey(["flowers", "aspect_buckets"])])
+    assert table.height == 2

@@ -12,11 +12,13 @@ from dagster import (
     AssetExecutionContext,
     AssetKey,
     DagsterInstance,
+    DagsterInvalidConfigError,
     DagsterRunStatus,
     Output,
     asset,
     build_sensor_context,
     materialize,
+    validate_run_config,
 )
 from PIL import Image
 
@@ -195,3 +197,21 @@ def test_a_training_ends_well_although_the_event_log_refuses_its_observations(
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: ")]
     assert warning.startswith("WARNING: no more live observations: ")
     assert MESSAGE in warning
+
+
+def test_the_settings_of_a_run_have_the_values_of_the_recipe_as_defaults(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, training={"epochs": 3, "lora": {"rank": 4}})
+    train_job = build_definitions([recipe]).resolve_job_def("flowers_train")
+
+    def settings(**config: object) -> dict[str, object]:
+        run_config = {"ops": {"flowers__trained_lora": {"config": config}}}
+        return validate_run_config(train_job, run_config)["ops"]["flowers__trained_lora"]["config"]
+
+    defaults = {"steps": None, "rank": 4, "learning_rate": 1e-4, "seed": 42, "continue_run": None}
+    assert settings() == defaults
+    given = {"steps": 5, "rank": 8, "learning_rate": 0.5, "seed": 0, "continue_run": "latest"}
+    assert settings(**given) == given
+    assert settings(rank=None)["rank"] is None
+    for wrong in ({"step": 5}, {"rank": "eight"}, {"steps": 0.5}):
+        with pytest.raises(DagsterInvalidConfigError):
+            settings(**wrong)

@@ -24,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 from pipeline.recipe import recipe_from_mapping
 from pipeline.reporting.reports import write_report
 from resources.summarized_executor import summarized
-from resources.tables import table_io_manager
+from resources.tables import TableIOManager
 
 FOLDER = Path(__file__).parent
 VALUES = {"datasets": [{"name": "photos", "path": FOLDER / "data"}], "cache_dir": FOLDER / "cache",
@@ -52,7 +52,7 @@ def failing(context: InitLoggerContext) -> logging.Logger:
 defs = Definitions(
     [scan, validate],
     jobs=[define_asset_job("small_cache", executor_def=summarized(EXECUTOR, RECIPES))],
-    resources={"tables": table_io_manager(RECIPES)},
+    resources={"tables": TableIOManager(recipes=RECIPES)},
     loggers={"failing": failing},
 )
 """

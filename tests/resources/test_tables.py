@@ -7,35 +7,56 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from dagster import AssetKey, Failure, build_input_context, build_output_context
+from dagster import (
+    Failure,
+    OutputContext,
+    build_init_resource_context,
+    build_input_context,
+    build_output_context,
+    op,
+)
 
-from pipeline.outputs.folder import OutputFolder
-from pipeline.storage.addresses import Url
+from pipeline.storage.addresses import Address, Url
 from pipeline.storage.needed_columns import NEEDED, needed_columns
 from pipeline.storage.tables import SCHEMAS, SIDE_INPUT_COLUMNS, Tables, empty, frame, pandera_schema
-from resources.tables import COLUMNS, TableIOManager
+from resources.tables import ASSET, RECIPE, TableIOManager
+from tests.small_recipe import small_recipe
+
+
+def manager_of(folder: Path, address: Address | None = None) -> TableIOManager:
+    """Return the IO manager of one recipe, whose output is in `folder` or at an address."""
+    values = {"output_dir": folder, "output_address": folder if address is None else address}
+    recipe = small_recipe(folder.parent, "demo").model_copy(update=values)
+    manager = TableIOManager(recipes=[recipe])
+    manager.setup_for_execution(build_init_resource_context())
+    return manager
+
+
+def output(asset: str) -> OutputContext:
+    return build_output_context(definition_metadata={RECIPE: "demo", ASSET: asset})
 
 
 def test_an_input_has_the_columns_in_its_metadata_or_else_all(tmp_path: Path) -> None:
     values = {name: ["a"] if kind == pl.String else [1] for name, kind in SCHEMAS["text_embeddings"].items()}
     table = pl.DataFrame(values, schema=SCHEMAS["text_embeddings"])
     Tables(tmp_path).write("text_embeddings", table)
-    manager, key = (
-        TableIOManager({"demo": OutputFolder(tmp_path, tmp_path)}),
-        AssetKey(["demo", "text_embeddings"]),
-    )
+    manager = manager_of(tmp_path)
     columns = needed_columns("trained_lora", "text_embeddings")
     assert columns is not None
-    limited = build_input_context(asset_key=key, definition_metadata={COLUMNS: columns})
+
+    @op(tags={ASSET: "trained_lora"})
+    def train() -> None: ...
+
+    limited = build_input_context(upstream_output=output("text_embeddings"), op_def=train)
     optional = SIDE_INPUT_COLUMNS["references"]["text_embeddings"]
     assert manager.load_input(limited).equals(table.select(name for name in columns if name not in optional))
-    assert manager.load_input(build_input_context(asset_key=key)).equals(table)
+    assert manager.load_input(build_input_context(upstream_output=output("text_embeddings"))).equals(table)
 
 
 def test_a_missing_table_is_a_failure_with_a_fix(tmp_path: Path) -> None:
-    context = build_input_context(asset_key=AssetKey(["demo", "raw_images"]))
+    context = build_input_context(upstream_output=output("raw_images"))
     with pytest.raises(Failure) as failure:
-        TableIOManager({"demo": OutputFolder(tmp_path, tmp_path)}).load_input(context)
+        manager_of(tmp_path).load_input(context)
     assert "raw_images" in str(failure.value.metadata["fix"].value)
 
 
@@ -52,17 +73,19 @@ def rejected_rows() -> pl.DataFrame:
 
 
 def test_an_output_is_written_and_its_file_and_number_of_rows_are_recorded(tmp_path: Path) -> None:
-    context = build_output_context(asset_key=AssetKey(["demo", "rejected"]))
-    TableIOManager({"demo": OutputFolder(tmp_path, tmp_path)}).handle_output(context, rejected_rows())
+    context = output("rejected")
+    manager_of(tmp_path).handle_output(context, rejected_rows())
     assert Tables(tmp_path).read("rejected").equals(rejected_rows())
     metadata = {name: value.value for name, value in context.get_logged_metadata().items()}
     assert metadata == {"table": str(tmp_path / "tables" / "rejected.parquet"), "dagster/row_count": 2}
 
 
 def test_a_table_at_an_address_is_uploaded_when_written_and_fetched_when_read(tmp_path: Path) -> None:
-    address, key = Url(f"memory://{uuid.uuid4().hex}/out"), AssetKey(["demo", "rejected"])
-    one, two = (TableIOManager({"demo": OutputFolder(address, tmp_path / name)}) for name in ("one", "two"))
-    one.handle_output(build_output_context(asset_key=key), rejected_rows())
-    assert two.load_input(build_input_context(asset_key=key)).equals(rejected_rows())
-    one.handle_output(build_output_context(asset_key=key), rejected_rows().head(1))
-    assert two.load_input(build_input_context(asset_key=key)).equals(rejected_rows().head(1))
+    address = Url(f"memory://{uuid.uuid4().hex}/out")
+    one, two = (manager_of(tmp_path / name, address) for name in ("one", "two"))
+    one.handle_output(output("rejected"), rejected_rows())
+    assert two.load_input(build_input_context(upstream_output=output("rejected"))).equals(rejected_rows())
+    one.handle_output(output("rejected"), rejected_rows().head(1))
+    assert two.load_input(build_input_context(upstream_output=output("rejected"))).equals(
+        rejected_rows().head(1)
+    )
