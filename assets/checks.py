@@ -9,6 +9,7 @@ from dagster import (
     AssetCheckSeverity,
     AssetCheckSpec,
     AssetExecutionContext,
+    AssetKey,
     MetadataValue,
 )
 
@@ -17,11 +18,14 @@ from assets.names import asset_key
 from pipeline.errors import PathIsolationError
 from pipeline.escaping import markdown_lines, printable_lines
 from pipeline.recipe import Recipe
-from pipeline.recipe.check_specs import ONLY_WITH, PATH_ISOLATION, specs_of
+from pipeline.recipe.check_specs import ONLY_WITH, PATH_ISOLATION, CheckSpec, specs_of
 from resources.step_log import run_log
 
 if TYPE_CHECKING:
     from pipeline.reporting.findings import CheckContext, Finding
+
+GATE = "gate"
+"""Key of a check's definition metadata: whether its failure stops all later assets."""
 
 
 def check_specs(recipe: Recipe, asset: str) -> list[AssetCheckSpec]:
@@ -30,17 +34,26 @@ def check_specs(recipe: Recipe, asset: str) -> list[AssetCheckSpec]:
     Others would always show "Succeeded", and each adds about 14 kB to the event log in every run.
     """
     key, present = asset_key(recipe, asset), features(recipe)
-    gates = recipe.checks.gates
     return [
-        AssetCheckSpec(
-            spec.name,
-            asset=key,
-            description=spec.explained,
-            blocking=spec.gate or spec.name in gates,
-        )
+        _declaration(recipe, key, spec)
         for spec in specs_of(asset)
         if ONLY_WITH.get(spec.name) in (None, *present)
     ]
+
+
+def _declaration(recipe: Recipe, key: AssetKey, spec: CheckSpec) -> AssetCheckSpec:
+    is_gate = spec.gate or spec.name in recipe.checks.gates
+    # The UI sorts checks by their names, and shows no other difference between gates and warnings.
+    kind = "Gate" if is_gate else "Warning"
+    if spec.name in recipe.checks.allow:
+        kind = "Gate that checks.allow opens"
+    return AssetCheckSpec(
+        spec.name,
+        asset=key,
+        description=f"{kind}: {spec.explained}",
+        blocking=is_gate,
+        metadata={GATE: is_gate},
+    )
 
 
 def features(recipe: Recipe) -> set[str]:

@@ -154,11 +154,18 @@ def test_L1_only_checks_that_can_fail_in_the_recipe_are_declared(tmp_path: Path)
     assert everything - names(small_recipe(tmp_path, datasets=mask)) == missing
 
 
-def test_each_check_is_declared_with_its_explanation(tmp_path: Path) -> None:
-    flowers = small_recipe(tmp_path, datasets=DATASETS_WITH_ALL)
+def test_each_check_is_declared_with_its_explanation_and_says_whether_it_is_a_gate(tmp_path: Path) -> None:
+    flowers = small_recipe(
+        tmp_path,
+        datasets=DATASETS_WITH_ALL,
+        checks={"gates": ["pictures_sharp"], "allow": ["captions_present"]},
+    )
+    other_kinds = {"pictures_sharp": "Gate", "captions_present": "Gate that checks.allow opens"}
     for asset in SPECS:
         declared = {spec.name: spec for spec in check_specs(flowers, asset)}
-        assert {name: spec.description for name, spec in declared.items()} == {
-            spec.name: spec.explained for spec in specs_of(asset)
-        }
+        for spec in specs_of(asset):
+            kind = other_kinds.get(spec.name, "Gate" if spec.gate else "Warning")
+            assert declared[spec.name].description == f"{kind}: {spec.explained}"
+            assert declared[spec.name].metadata == {"gate": kind != "Warning"}
+            assert declared[spec.name].blocking == (kind != "Warning")
         assert {spec.asset_key for spec in declared.values()} == {AssetKey(["flowers", asset])}
