@@ -15,6 +15,7 @@ from dagster import (
     DagsterRunStatus,
     DefaultScheduleStatus,
     DefaultSensorStatus,
+    RepositoryDefinition,
     RunRequest,
     RunsFilter,
     ScheduleDefinition,
@@ -27,14 +28,16 @@ from dagster import (
     sensor,
 )
 
-from assets.names import RECIPE_TAG
+from assets.names import HIDDEN_JOB, RECIPE_TAG
 from assets.sources import dataset_key, model_key, model_version, new_observations, watched_addresses
 from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError, counted
 from pipeline.recipe import RecacheSettings, Recipe, load_recipe
+from pipeline.recipe.cron import spread_cron
 from pipeline.storage.addresses import Address
 from resources.dead_runs import end_dead_runs
 from resources.failures import has_closed_gate
+from resources.tables import RECIPE
 
 _ENDED = {
     DagsterRunStatus.SUCCESS,
@@ -143,20 +146,21 @@ class SensorState:
 
 
 def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None:
-    """Return the schedule `<recipe>_recache` of a job, or None without a cron expression."""
-    if recipe.recache.cron is None:
+    """Return the schedule `<recipe>_recache` of a job, or None if the recipe does not enable one."""
+    cron = _enabled_cron(recipe.name, recipe.recache)
+    if cron is None:
         return None
 
     @schedule(
-        cron_schedule=recipe.recache.cron,
+        cron_schedule=cron,
         execution_timezone=recipe.recache.timezone,
         job_name=job_name,
         name=f"{recipe.name}_recache",
-        default_status=_schedule_status(recipe.recache),
+        default_status=DefaultScheduleStatus.RUNNING,
         description=f"Brings the cache of {recipe.name} up to date, unless one of its runs is in progress.",
     )
     def recache(context: ScheduleEvaluationContext) -> RunRequest | SkipReason:
-        active_run = find_active_run(context.instance, recipe)
+        active_run = find_active_run(context.instance, recipe, context.repository_def)
         if active_run is not None:
             return SkipReason(f"run {active_run} of this recipe is in progress")
         return RunRequest(tags={RECIPE_TAG: recipe.name})
@@ -164,14 +168,16 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
     return recache
 
 
-def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
-    """Return the sensor `<recipe>_dataset_changed` of a job."""
+def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
+    """Return the sensor `<recipe>_dataset_changed` of a job, or None if the recipe does not enable one."""
+    if not _watches(recipe.recache):
+        return None
 
     @sensor(
         job_name=job_name,
         name=f"{recipe.name}_dataset_changed",
         minimum_interval_seconds=recipe.recache.settle_s,
-        default_status=_sensor_status(recipe.recache),
+        default_status=DefaultSensorStatus.RUNNING,
         description=f"Starts {recipe.name}_cache when images, captions or recipe have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
@@ -193,7 +199,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         now = time.time()
         state, skip_reason = state.settle(_state(current, state.listed), now=now)
         if skip_reason is None:
-            active_run = find_active_run(context.instance, recipe)
+            active_run = find_active_run(context.instance, recipe, context.repository_def)
             if active_run is not None:
                 skip_reason = f"run {active_run} of this recipe is in progress: waiting for its end"
             else:
@@ -285,16 +291,17 @@ def _ended_runs(
 def skipping_schedule(
     recipe: str, recache: RecacheSettings, job_name: str, reason: str
 ) -> ScheduleDefinition | None:
-    """Return the schedule of a broken recipe, which starts nothing, or None without a cron expression."""
-    if recache.cron is None:
+    """Return the schedule of a broken recipe, which starts nothing, or None as `recache_schedule` does."""
+    cron = _enabled_cron(recipe, recache)
+    if cron is None:
         return None
 
     @schedule(
-        cron_schedule=recache.cron,
+        cron_schedule=cron,
         execution_timezone=recache.timezone,
         job_name=job_name,
         name=f"{recipe}_recache",
-        default_status=_schedule_status(recache),
+        default_status=DefaultScheduleStatus.RUNNING,
         description="Starts nothing until the recipe is repaired.",
     )
     def skip(context: ScheduleEvaluationContext) -> SkipReason:
@@ -304,14 +311,18 @@ def skipping_schedule(
     return skip
 
 
-def skipping_sensor(recipe: str, recache: RecacheSettings, job_name: str, reason: str) -> SensorDefinition:
-    """Return the sensor of a broken recipe, which starts nothing and leaves its cursor unchanged."""
+def skipping_sensor(
+    recipe: str, recache: RecacheSettings, job_name: str, reason: str
+) -> SensorDefinition | None:
+    """Return the sensor of a broken recipe, which starts nothing and leaves its cursor unchanged, or None."""
+    if not _watches(recache):
+        return None
 
     @sensor(
         job_name=job_name,
         name=f"{recipe}_dataset_changed",
         minimum_interval_seconds=recache.settle_s,
-        default_status=_sensor_status(recache),
+        default_status=DefaultSensorStatus.RUNNING,
         description="Starts nothing until the recipe is repaired.",
     )
     def skip(context: SensorEvaluationContext) -> SensorResult:
@@ -320,13 +331,13 @@ def skipping_sensor(recipe: str, recache: RecacheSettings, job_name: str, reason
     return skip
 
 
-def _schedule_status(recache: RecacheSettings) -> DefaultScheduleStatus:
-    return DefaultScheduleStatus.RUNNING if recache.enabled else DefaultScheduleStatus.STOPPED
+# A recipe that is not enabled has neither, because 20 recipes would fill the page with 40 idle switches.
+def _enabled_cron(recipe: str, recache: RecacheSettings) -> str | None:
+    return spread_cron(recache.cron, recipe) if recache.enabled and recache.cron is not None else None
 
 
-def _sensor_status(recache: RecacheSettings) -> DefaultSensorStatus:
-    running = recache.enabled and recache.on_change
-    return DefaultSensorStatus.RUNNING if running else DefaultSensorStatus.STOPPED
+def _watches(recache: RecacheSettings) -> bool:
+    return recache.enabled and recache.on_change
 
 
 @sensor(
@@ -341,13 +352,21 @@ def dead_runs_sensor(context: SensorEvaluationContext) -> SkipReason:
     return SkipReason(f"ended {', '.join(ended)}" if ended else "no dead runs")
 
 
-def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:
-    """Return the id of a run of `recipe` that is queued or in progress, or None."""
-    for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS)):
-        run = record.dagster_run
+def find_active_run(
+    instance: DagsterInstance, recipe: Recipe, repository: RepositoryDefinition | None
+) -> str | None:
+    """Return the id of a run of `recipe` that is queued or in progress, or None.
 
-        # Runs of assets that were selected by hand in the UI lack the tag of the recipe's jobs.
-        selected = run.asset_selection or ()
-        if run.tags.get(RECIPE_TAG) == recipe.name or any(key.path[0] == recipe.name for key in selected):
-            return run.run_id
+    `repository` has the assets of the recipe.
+    """
+    tagged = RunsFilter(statuses=IN_PROGRESS, tags={RECIPE_TAG: recipe.name})
+    for record in instance.get_run_records(tagged, limit=1):
+        return record.dagster_run.run_id
+
+    # Runs of assets that were selected by hand lack the tag of the recipe's jobs.
+    assets = {} if repository is None else repository.assets_defs_by_key
+    for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS, job_name=HIDDEN_JOB)):
+        for key in record.dagster_run.asset_selection or ():
+            if key in assets and assets[key].metadata_by_key[key].get(RECIPE) == recipe.name:
+                return record.dagster_run.run_id
     return None

@@ -11,6 +11,9 @@ LAUNCHER_RESOURCE = "launcher"
 RECIPE_TAG = "latentline/recipe"
 """Tag on each run of a recipe's jobs, by which the schedule and the sensor find runs in progress."""
 
+HIDDEN_JOB = "__ASSET_JOB"
+"""Dagster's job of assets that somebody selected, in the UI or with `dg launch --assets`."""
+
 GPU_POOL = "gpu"
 """Pool of the steps that may load a model; `.dagster/dagster.yaml` runs one of them at a time. With a pool
 per machine, the machine's name is appended (assets/deployment.py)."""

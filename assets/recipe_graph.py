@@ -82,12 +82,12 @@ def recipe_graph(recipe: Recipe, *, pool: str, start: AssetKey | None = None) ->
         config=DEFAULT_RUN_CONFIG,
     )
 
-    schedule = recache_schedule(recipe, cache_job.name)
+    schedule, sensor = recache_schedule(recipe, cache_job.name), dataset_sensor(recipe, cache_job.name)
     return Definitions(
         assets=recipe_assets(recipe, pool=pool, start=start),
         jobs=[cache_job, train_job],
         schedules=[schedule] if schedule is not None else [],
-        sensors=[dataset_sensor(recipe, cache_job.name)],
+        sensors=[sensor] if sensor is not None else [],
     )
 
 
@@ -143,11 +143,12 @@ def _broken_graph(name: str, broken: BrokenRecipe) -> Definitions:
     ]
     reason = f"recipe {name} is excluded: {error.what.splitlines()[0]}"
     schedule = skipping_schedule(name, broken.recache, jobs[0].name, reason)
+    sensor = skipping_sensor(name, broken.recache, jobs[0].name, reason)
     return Definitions(
         assets=[shown, *assets],
         jobs=jobs,
         schedules=[schedule] if schedule is not None else [],
-        sensors=[skipping_sensor(name, broken.recache, jobs[0].name, reason)],
+        sensors=[sensor] if sensor is not None else [],
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from pipeline.errors import counted
 from pipeline.recipe.settings import reject
 
@@ -20,6 +22,9 @@ _NAMES = {
     "day of week": ("sun", "mon", "tue", "wed", "thu", "fri", "sat"),
 }
 _DAYS_OF_SHORT_MONTHS = {2: 29, 4: 30, 6: 30, 9: 30, 11: 30}
+SPREAD = "H"
+"""Minute that the name of the recipe decides, as in Jenkins."""
+
 _FIX = 'use five fields "minute hour day month weekday", such as "0 3 * * *" for 03:00 every day'
 
 
@@ -29,6 +34,8 @@ def check_cron(value: str) -> str:
     if value in WORDS:
         return value
     fields = value.split()
+    if fields[:1] == [SPREAD]:
+        fields[0] = "0"
     if len(fields) != len(FIELDS):
         reject(f"recache.cron must have 5 fields, got {counted(len(fields), 'field')} in {value!r}", _FIX)
 
@@ -39,6 +46,15 @@ def check_cron(value: str) -> str:
     if fields[4] == "*" and all(min(days) > _DAYS_OF_SHORT_MONTHS.get(month, 31) for month in months):
         reject(f"recache.cron must name a day that its months have, got {value!r}", "use a day from 1 to 28")
     return value
+
+
+def spread_cron(value: str, name: str) -> str:
+    """Return a schedule with a minute that `name` decides in place of H, so that recipes start in turn."""
+    first, _, rest = value.partition(" ")
+    if first != SPREAD:
+        return value
+    minute = int(hashlib.sha256(name.encode("utf-8")).hexdigest()[:8], 16) % 60
+    return f"{minute} {rest}"
 
 
 def _numbers(text: str, name: str, low: int, high: int) -> set[int]:

@@ -242,7 +242,9 @@ class RecacheSettings(Settings):
     """When the cache job starts automatically."""
 
     cron: Annotated[str, AfterValidator(check_cron)] | None = Field(
-        default="0 3 * * *", description="Cron schedule of five fields, or null for no schedule."
+        default="H 3 * * *",
+        description="Cron schedule of five fields, or null for no schedule. The minute H is a number that "
+        "depends on the name of the recipe, so that not all recipes start at once.",
     )
     timezone: Annotated[str, AfterValidator(check_timezone)] = Field(
         default="UTC",
@@ -259,7 +261,10 @@ class RecacheSettings(Settings):
         "and starts the job, when two scans in a row find the same files. Increase it for slow copies and "
         "for large datasets.",
     )
-    enabled: bool = Field(default=False, description="Switch for both the schedule and the sensor.")
+    enabled: bool = Field(
+        default=False,
+        description="Switch for both the schedule and the sensor. Without it, Dagster's UI shows neither.",
+    )
 
 
 class RecipeFile(Settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from dagster import (
 )
 
 from assets import automation
-from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run
+from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run, recache_schedule
 from assets.definitions import build_definitions
 from assets.names import RECIPE_TAG
 from assets.sources import watched_addresses
@@ -32,10 +33,12 @@ from tests.small_recipe import small_recipe
 NOT_ACTIVE = {"SUCCESS", "FAILURE", "CANCELED", "MANAGED"}
 """Statuses of runs that Dagster will not change any more."""
 
+ENABLED = {"enabled": True}
+
 
 def recipe(folder: Path, **recache: object) -> Recipe:
     (folder / "data").mkdir(exist_ok=True)
-    return small_recipe(folder, recache=recache)
+    return small_recipe(folder, recache={"enabled": True, **recache})
 
 
 def repository_of(recipe: Recipe) -> RepositoryDefinition:
@@ -129,7 +132,7 @@ def test_a_listing_in_slices_keeps_the_folders_that_it_has_completed(
         (folder / "a.jpg").write_bytes(b"1")
     datasets = [{"name": folder.name, "path": folder} for folder in folders]
     ticks = Ticks(tmp_path, instance)
-    ticks.repository = repository_of(small_recipe(tmp_path, datasets=datasets))
+    ticks.repository = repository_of(small_recipe(tmp_path, datasets=datasets, recache=ENABLED))
     ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
     reasons = [ticks.evaluate() for _ in range(3)]
     assert ["listed 1 files" in reason for reason in reasons] == [True, True, False]
@@ -215,6 +218,7 @@ def test_O14_after_a_closed_gate_only_a_change_of_dataset_or_recipe_starts_a_run
     values: dict[str, object] = {
         "datasets": [{"name": "photos", "path": str(tmp_path / "data")}],
         "model": {"base": str(tiny_sd)},
+        "recache": ENABLED,
         **folders,
     }
     file = tmp_path / "flowers.yaml"
@@ -284,12 +288,12 @@ def test_O07_a_run_in_every_status_that_can_still_change_is_active(
         return  # Dagster records such a run only together with a loaded code location
     run = instance.create_run_for_job(empty_job, status=status, tags={RECIPE_TAG: "flowers"})
     expected = run.run_id if is_active else None
-    assert find_active_run(instance, recipe(tmp_path)) == expected, f"a run in status {status.name}"
+    assert find_active_run(instance, recipe(tmp_path), None) == expected, f"a run in status {status.name}"
 
 
 def test_O07_a_run_of_another_recipe_is_not_active(tmp_path: Path, instance: DagsterInstance) -> None:
     instance.create_run_for_job(empty_job, status=DagsterRunStatus.STARTED, tags={RECIPE_TAG: "flowers2"})
-    assert find_active_run(instance, recipe(tmp_path)) is None
+    assert find_active_run(instance, recipe(tmp_path), None) is None
 
 
 @pytest.mark.parametrize(
@@ -367,29 +371,58 @@ def test_a_remote_dataset_that_cannot_be_listed_skips_the_tick(
 ) -> None:
     ticks = Ticks(tmp_path, instance)
     gone = [{"name": "photos", "path": f"zip://photos::{tmp_path}/gone.zip"}]
-    ticks.repository = repository_of(small_recipe(tmp_path, datasets=gone))
+    ticks.repository = repository_of(small_recipe(tmp_path, datasets=gone, recache=ENABLED))
     ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
     assert "cannot be listed" in ticks.evaluate()
 
 
 @pytest.mark.parametrize(
-    ("recache", "schedule", "sensor"),
+    ("recache", "schedules", "sensors"),
     [
-        ({}, DefaultScheduleStatus.STOPPED, DefaultSensorStatus.STOPPED),
-        ({"enabled": True}, DefaultScheduleStatus.RUNNING, DefaultSensorStatus.RUNNING),
-        ({"enabled": True, "on_change": False}, DefaultScheduleStatus.RUNNING, DefaultSensorStatus.STOPPED),
+        ({"enabled": False}, [], []),
+        ({}, ["flowers_recache"], ["flowers_dataset_changed"]),
+        ({"on_change": False}, ["flowers_recache"], []),
+        ({"cron": None}, [], ["flowers_dataset_changed"]),
     ],
-    ids=["by default", "enabled", "enabled without the sensor"],
+    ids=["by default", "enabled", "enabled without the sensor", "enabled without the schedule"],
 )
-def test_one_switch_enables_both_and_both_are_off_by_default(
-    tmp_path: Path,
-    recache: dict[str, bool],
-    schedule: DefaultScheduleStatus,
-    sensor: DefaultSensorStatus,
+def test_L3_only_an_enabled_recipe_has_a_schedule_and_a_sensor_and_they_are_running(
+    tmp_path: Path, recache: dict[str, Any], schedules: list[str], sensors: list[str]
 ) -> None:
     repository = repository_of(recipe(tmp_path, **recache))
-    assert repository.get_schedule_def("flowers_recache").default_status == schedule
-    assert repository.get_sensor_def("flowers_dataset_changed").default_status == sensor
+    running = {each.name: each.default_status for each in repository.schedule_defs}
+    assert running == dict.fromkeys(schedules, DefaultScheduleStatus.RUNNING)
+    watching = {each.name: each.default_status for each in repository.sensor_defs if each.name != "dead_runs"}
+    assert watching == dict.fromkeys(sensors, DefaultSensorStatus.RUNNING)
+
+
+def test_L3_the_schedule_and_the_sensor_are_off_by_default(tmp_path: Path) -> None:
+    repository = repository_of(small_recipe(tmp_path))
+    assert [each.name for each in (*repository.schedule_defs, *repository.sensor_defs)] == ["dead_runs"]
+
+
+def test_L4_the_names_of_recipes_spread_the_minutes_of_their_schedules(tmp_path: Path) -> None:
+    recipes = [small_recipe(tmp_path, f"r{number}", recache=ENABLED) for number in range(20)]
+    schedules = [recache_schedule(each, "job") for each in recipes]
+    assert len({each.cron_schedule for each in schedules if each is not None}) > 10
+
+
+def test_L5_a_tick_does_not_load_the_runs_of_other_recipes(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(5):
+        instance.create_run_for_job(empty_job, status=DagsterRunStatus.STARTED, tags={RECIPE_TAG: "other"})
+    loaded: list[str] = []
+    original = type(instance).get_run_records
+
+    def counting(self: DagsterInstance, *args: Any, **kwargs: Any) -> Any:
+        records = original(self, *args, **kwargs)
+        loaded.extend(record.dagster_run.run_id for record in records)
+        return records
+
+    monkeypatch.setattr(type(instance), "get_run_records", counting)
+    assert find_active_run(instance, recipe(tmp_path), None) is None
+    assert loaded == []
 
 
 def test_without_a_cron_expression_no_schedule_exists(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_recipe_has_six_assets_in_its_group_two_jobs_a_schedule_and_a_sensor(tmp_path: Path) -> None:
-    repository = build_definitions([small_recipe(tmp_path)]).get_repository_def()
+    recipe = small_recipe(tmp_path, recache={"enabled": True})
+    repository = build_definitions([recipe]).get_repository_def()
     graph = repository.asset_graph
     assert graph.materializable_asset_keys == {AssetKey(["flowers", name]) for name in SPECS}
     assert {graph.get(key).group_name for key in graph.materializable_asset_keys} == {"flowers"}

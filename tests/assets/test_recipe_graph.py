@@ -35,6 +35,7 @@ datasets: [{{name: photos, path: {folder}/data}}]
 cache_dir: {folder}/cache
 output_dir: {folder}/{name}
 model: {{base: owner/name}}
+recache: {{enabled: true}}
 """
 
 BROKEN = "datasets: [\n"
@@ -74,9 +75,9 @@ def test_O12_one_broken_recipe_of_three_leaves_the_definitions_of_the_others_unc
     (configs / "bad.yaml").write_text(BROKEN, encoding="utf-8")
     repository = load()
     assert job_names(repository) == {*job_names(before), *jobs_of("bad")}
-    for definitions, own in (("schedule_defs", "bad_recache"), ("sensor_defs", "bad_dataset_changed")):
+    for definitions in ("schedule_defs", "sensor_defs"):
         names = {each.name for each in getattr(repository, definitions)}
-        assert names == {own, *(each.name for each in getattr(before, definitions))}
+        assert names == {each.name for each in getattr(before, definitions)}
     assets = {AssetKey([recipe, name]) for recipe in ("flowers", "faces", "bad") for name in SPECS}
     assert recipe_keys(repository) == {*assets, AssetKey(["bad", "recipe_error"])}
 
@@ -85,7 +86,7 @@ def test_O15_a_recipe_that_breaks_keeps_its_assets_schedule_and_sensor_without_e
     configs: Path,
 ) -> None:
     file = configs / "faces.yaml"
-    text = file.read_text("utf-8") + "recache: {cron: 30 2 * * *, enabled: true, settle_s: 7}\n"
+    text = file.read_text("utf-8").replace("enabled: true", "cron: 30 2 * * *, enabled: true, settle_s: 7")
     file.write_text(text, encoding="utf-8")
     before = load()
     file.write_text(f"{text}cachedir: y\n", encoding="utf-8")

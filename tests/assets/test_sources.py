@@ -41,7 +41,8 @@ def recipes(tmp_path: Path, tiny_sd: Path) -> list[Recipe]:
     (tmp_path / "data" / "rose.txt").write_text("a rose", encoding="utf-8")
     model = {"base": tiny_sd}
     return [
-        small_recipe(tmp_path, name, output_dir=tmp_path / name, model=model) for name in ("flowers", "faces")
+        small_recipe(tmp_path, name, output_dir=tmp_path / name, model=model, recache={"enabled": True})
+        for name in ("flowers", "faces")
     ]
 
 
@@ -122,7 +123,7 @@ def test_the_files_of_a_local_base_model_are_observed(tmp_path: Path, instance: 
     (tmp_path / "data").mkdir()
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}", encoding="utf-8")
-    recipe = small_recipe(tmp_path, model={"base": tmp_path / "base"})
+    recipe = small_recipe(tmp_path, model={"base": tmp_path / "base"}, recache={"enabled": True})
     repository = build_definitions([recipe]).get_repository_def()
     for asset in ("vae_latents", "text_embeddings", "trained_lora"):
         assert model_key(recipe) in repository.asset_graph.get(AssetKey(["flowers", asset])).parent_keys
@@ -138,7 +139,7 @@ def test_a_base_model_that_is_not_on_this_machine_is_a_source_without_observatio
     tmp_path: Path, instance: DagsterInstance
 ) -> None:
     (tmp_path / "data").mkdir()
-    recipe = small_recipe(tmp_path)
+    recipe = small_recipe(tmp_path, recache={"enabled": True})
     key = model_key(recipe)
     assert key == AssetKey(["source_models", "models", "none"])
     tick(build_definitions([recipe]).get_repository_def(), instance, "flowers", None)

@@ -56,7 +56,7 @@ pipes.close()
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     (tmp_path / "data").mkdir()
-    return small_recipe(tmp_path)
+    return small_recipe(tmp_path, recache={"enabled": True})
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import PydanticCustomError
 
-from pipeline.recipe.cron import WORDS, check_cron
+from pipeline.recipe.cron import WORDS, check_cron, spread_cron
 
 
 def accepted(text: str) -> bool:
@@ -42,6 +42,27 @@ def test_every_accepted_schedule_is_valid_for_dagster(text: str):
 def test_common_schedules_are_accepted(text: str):
     assert accepted(text)
     assert is_valid_cron_schedule(text)
+
+
+@pytest.mark.parametrize("text", ["H 3 * * *", "H */4 * * mon-fri"])
+def test_the_minute_H_is_a_number_of_the_recipe(text: str):
+    assert accepted(text)
+    minutes = {spread_cron(text, f"flowers{number}").split()[0] for number in range(40)}
+    assert len(minutes) > 20
+    assert {int(minute) for minute in minutes} <= set(range(60))
+    assert spread_cron(text, "flowers") == spread_cron(text, "flowers")
+    assert is_valid_cron_schedule(spread_cron(text, "flowers"))
+    assert spread_cron(text, "flowers").split()[1:] == text.split()[1:]
+
+
+@pytest.mark.parametrize("text", ["3 H * * *", "H/5 3 * * *", "h 3 * * *"])
+def test_only_the_minute_may_be_H(text: str):
+    assert not accepted(text)
+
+
+@pytest.mark.parametrize("text", ["@daily", "0 3 * * *"])
+def test_other_schedules_are_the_same_for_all_recipes(text: str):
+    assert spread_cron(text, "flowers") == text
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_defaults_are_those_of_the_design():
     assert recipe.text.caption_dropout == 0.1
     assert recipe.checks.max_rejected_fraction == 0.05
     assert (recipe.recache.cron, recipe.recache.on_change, recipe.recache.enabled) == (
-        "0 3 * * *",
+        "H 3 * * *",
         True,
         False,
     )
