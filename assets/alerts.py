@@ -1,5 +1,6 @@
-"""Alerts: two sensors that send failed runs and new warnings to the address in `LATENTLINE_WEBHOOK`."""
+"""Alerts: sensors that send failed runs, new warnings and broken recipes to `LATENTLINE_WEBHOOK`."""
 
+import json
 from collections.abc import Sequence
 
 from dagster import (
@@ -13,24 +14,29 @@ from dagster import (
     RunsFilter,
     RunStatusSensorContext,
     SensorDefinition,
+    SensorEvaluationContext,
+    SensorResult,
     SkipReason,
     run_failure_sensor,
     run_status_sensor,
+    sensor,
 )
 
-from assets.names import RECIPE_TAG
-from pipeline.recipe import Recipe
+from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
+from pipeline.errors import counted
+from pipeline.recipe import BrokenRecipe, Recipe
+from resources.failures import has_closed_gate
 from resources.run_summary import summarize_run
 from resources.webhook import Alert, Problem, send, webhook
 
 WILL_RETRY_TAG = "dagster/will_retry"
 """Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
 
-_HIDDEN_JOB = "__"
-"""Start of the name of Dagster's job for assets that somebody selected in the UI."""
+RECIPES_S = 60
+"""Seconds between two searches for recipes that were excluded."""
 
 
-def alert_sensors(recipes: Sequence[Recipe]) -> list[SensorDefinition]:
+def alert_sensors(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> list[SensorDefinition]:
     """Return the sensors that send alerts; none without an address, so that the UI shows no idle ones."""
     address = webhook()
     if address is None:
@@ -61,14 +67,40 @@ def alert_sensors(recipes: Sequence[Recipe]) -> list[SensorDefinition]:
         send(alert, address)
         return None
 
-    return [failure_alerts, warning_alerts]
+    @sensor(
+        name="recipe_alerts",
+        minimum_interval_seconds=RECIPES_S,
+        default_status=DefaultSensorStatus.RUNNING,
+        description="Sends the mistake of each recipe that was excluded since the last tick.",
+    )
+    def recipe_alerts(context: SensorEvaluationContext) -> SensorResult:
+        known: list[str] = json.loads(context.cursor) if context.cursor else []
+        new = [each for each in broken if each.summary() not in known]
+        if new:
+            send(recipe_alert(new), address)
+        reason = f"sent {counted(len(new), 'recipe')}" if new else "no recipe was excluded"
+        return SensorResult(skip_reason=reason, cursor=json.dumps([each.summary() for each in broken]))
+
+    return [failure_alerts, warning_alerts, recipe_alerts]
 
 
 def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:
     """Return what, where and fix of each failed step, or of what ended the run between two steps."""
     texts = summarize_run(instance, run.run_id, recipes).problems
     title = f"{_title(run)} failed"
+    attempt = run.tags.get(ATTEMPT_TAG)
+    # After a closed gate, only a change starts the next run.
+    if attempt is not None and not has_closed_gate(instance, run.run_id):
+        number, _, last = attempt.partition(" of ")
+        title += f", attempt {attempt}" + (": no further one follows" if number == last else "")
     return Alert(title, "error", run.run_id, run.job_name, [_problem(text) for text in texts])
+
+
+def recipe_alert(broken: Sequence[BrokenRecipe]) -> Alert:
+    """Return the mistakes of recipes."""
+    problems = [Problem(each.error.what, each.error.where, each.error.fix) for each in broken]
+    title = f"excluded until repaired: {', '.join(each.name for each in broken)}"
+    return Alert(title, "error", problems=problems)
 
 
 def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
@@ -109,7 +141,7 @@ def _warnings(instance: DagsterInstance, run_id: str) -> dict[tuple[str, str], P
 
 
 def _title(run: DagsterRun) -> str:
-    if not run.job_name.startswith(_HIDDEN_JOB):
+    if run.job_name != HIDDEN_JOB:
         return run.job_name
     keys = sorted(key.to_user_string() for key in run.asset_selection or ())
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "") or run.job_name

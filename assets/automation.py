@@ -28,7 +28,7 @@ from dagster import (
     sensor,
 )
 
-from assets.names import HIDDEN_JOB, RECIPE_TAG
+from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
 from assets.sources import dataset_key, model_key, model_version, new_observations, watched_addresses
 from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError, counted
@@ -198,6 +198,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
         observations = new_observations(context.instance, _source_versions(recipe, state.listed))
         now = time.time()
         state, skip_reason = state.settle(_state(current, state.listed), now=now)
+        failed: list[EndedRun] = []
         if skip_reason is None:
             active_run = find_active_run(context.instance, recipe, context.repository_def)
             if active_run is not None:
@@ -209,7 +210,8 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
         if skip_reason is not None:
             return SensorResult(skip_reason=skip_reason, cursor=cursor, asset_events=observations)
         # No run_key: Dagster would never run the same key twice, and files may return to an older state.
-        request = RunRequest(tags={RECIPE_TAG: recipe.name})
+        attempt = f"{len(failed) + 1} of {len(RETRY_DELAYS_S) + 1}"
+        request = RunRequest(tags={RECIPE_TAG: recipe.name, ATTEMPT_TAG: attempt})
         return SensorResult(run_requests=[request], cursor=cursor, asset_events=observations)
 
     return dataset_changed

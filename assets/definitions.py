@@ -49,7 +49,7 @@ def build_definitions(
         },
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
         executor=summarized(build_executor(deployment), recipes),
-        sensors=[dead_runs_sensor, *alert_sensors(recipes)],
+        sensors=[dead_runs_sensor, *alert_sensors(recipes, broken)],
         assets=source_assets(recipes),
     )
     pool = gpu_pool(deployment)

@@ -11,6 +11,9 @@ LAUNCHER_RESOURCE = "launcher"
 RECIPE_TAG = "latentline/recipe"
 """Tag on each run of a recipe's jobs, by which the schedule and the sensor find runs in progress."""
 
+ATTEMPT_TAG = "latentline/attempt"
+"""Tag on each run that the sensor starts, such as "2 of 4"."""
+
 HIDDEN_JOB = "__ASSET_JOB"
 """Dagster's job of assets that somebody selected, in the UI or with `dg launch --assets`."""
 

@@ -48,20 +48,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Alert:
-    """What a person is told about one run.
+    """The message about one run or recipe.
 
     Attributes:
         title: One line.
         level: "error" or "warning".
-        run_id: The run.
-        job: Name of its job.
+        run_id: The run; empty for a recipe.
+        job: Name of its job; empty for a recipe.
         problems: At least one problem.
     """
 
     title: str
     level: str
-    run_id: str
-    job: str
+    run_id: str = ""
+    job: str = ""
     problems: Sequence[Problem] = field(default_factory=tuple[Problem, ...])
 
 
@@ -91,8 +91,8 @@ def send(alert: Alert, address: str, *, sleep: Callable[[float], object] = time.
             raise WebhookError(
                 f"the alert {alert.title!r} was not sent: {reason}",
                 where=f"{WEBHOOK_VARIABLE}, host {urlsplit(url).hostname}",
-                fix=f"correct the address in {WEBHOOK_VARIABLE}, then restart the code server; run "
-                f"{alert.run_id} has the details",
+                fix=f"correct the address in {WEBHOOK_VARIABLE}, then restart the code server"
+                + (f"; run {alert.run_id} has the details" if alert.run_id else ""),
             )
         sleep(delay_s)
 
@@ -142,7 +142,7 @@ def _safe(alert: Alert) -> Alert:
 
 def _text(alert: Alert) -> str:
     parts = [f"{each.what}\n  where: {each.where}\n  fix:   {each.fix}" for each in alert.problems]
-    text = "\n\n".join([*parts, f"run {alert.run_id}"])
+    text = "\n\n".join([*parts, f"run {alert.run_id}"] if alert.run_id else parts)
     # Backticks would end the block.
     text = text.replace("`", "'")
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"

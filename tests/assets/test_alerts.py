@@ -11,16 +11,20 @@ from dagster import (
     AssetKey,
     AssetSelection,
     DagsterInstance,
+    DagsterRunStatus,
     Definitions,
     SkipReason,
     build_run_status_sensor_context,
+    build_sensor_context,
     define_asset_job,
 )
 from PIL import Image
 
+from assets.alerts import failure_alert
 from assets.definitions import build_definitions
-from assets.names import RECIPE_TAG
-from pipeline.recipe import Recipe
+from assets.names import ATTEMPT_TAG, RECIPE_TAG
+from pipeline.errors import RecipeError
+from pipeline.recipe import BrokenRecipe, Recipe
 from tests.small_recipe import small_recipe
 from tests.webhook_server import Received, webhook_server
 
@@ -82,6 +86,7 @@ def test_M10_a_closed_gate_is_sent_with_what_where_and_fix(
     location = Location(recipe, instance)
     result = location.run()
     assert not result.success
+    instance.add_run_tags(result.run_id, {ATTEMPT_TAG: "1 of 4"})
     location.evaluate("failure_alerts", result)
     (alert,) = server.bodies
     assert (alert["title"], alert["level"], alert["run_id"]) == (f"{JOB} failed", "error", result.run_id)
@@ -90,6 +95,50 @@ def test_M10_a_closed_gate_is_sent_with_what_where_and_fix(
     assert "captions_present" in f"{problem}"
     assert problem["where"] != ""
     assert problem["fix"] != ""
+
+
+@pytest.mark.parametrize(
+    ("attempt", "title"),
+    [
+        ("3 of 4", f"{JOB} failed, attempt 3 of 4"),
+        ("4 of 4", f"{JOB} failed, attempt 4 of 4: no further one follows"),
+    ],
+)
+def test_M10_an_alert_of_a_run_of_the_sensor_says_whether_another_attempt_follows(
+    recipe: Recipe, instance: DagsterInstance, attempt: str, title: str
+) -> None:
+    run = Location(recipe, instance).definitions.resolve_job_def(JOB)
+    run = instance.create_run_for_job(
+        run, status=DagsterRunStatus.FAILURE, tags={RECIPE_TAG: "flowers", ATTEMPT_TAG: attempt}
+    )
+    assert failure_alert(instance, run, [recipe]).title == title
+
+
+def test_M10_a_recipe_that_became_broken_is_sent_once_until_it_changes(
+    recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
+) -> None:
+    cursor: str | None = None
+
+    def tick(*mistakes: str) -> list[str]:
+        """Reload the location with these mistakes, and return the titles of the alerts that follow."""
+        nonlocal cursor
+        sent = len(server.bodies)
+        broken = [
+            BrokenRecipe(what, tmp_path / f"{what}.yaml", RecipeError(what, where=f"{what}.yaml:1", fix="f"))
+            for what in mistakes
+        ]
+        repository = build_definitions([recipe], broken).get_repository_def()
+        context = build_sensor_context(instance, cursor=cursor, repository_def=repository)
+        cursor = repository.get_sensor_def("recipe_alerts").evaluate_tick(context).cursor
+        return [body["title"] for body in server.bodies[sent:]]
+
+    assert tick() == []
+    assert tick("one", "two") == ["excluded until repaired: one, two"]
+    assert [problem["where"] for problem in server.bodies[-1]["problems"]] == ["one.yaml:1", "two.yaml:1"]
+    assert tick("one", "two") == []
+    assert tick("two", "three") == ["excluded until repaired: three"]
+    assert tick() == []
+    assert tick("one") == ["excluded until repaired: one"]
 
 
 def test_a_run_that_dagster_starts_again_is_not_sent(
@@ -129,4 +178,4 @@ def test_without_an_address_there_are_no_sensors_for_alerts(
 ) -> None:
     monkeypatch.delenv("LATENTLINE_WEBHOOK", raising=False)
     names = {sensor.name for sensor in build_definitions([recipe]).get_repository_def().sensor_defs}
-    assert not {"failure_alerts", "warning_alerts"} & names
+    assert not {"failure_alerts", "warning_alerts", "recipe_alerts"} & names

@@ -24,7 +24,7 @@ from dagster import (
 from assets import automation
 from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run, recache_schedule
 from assets.definitions import build_definitions
-from assets.names import RECIPE_TAG
+from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from assets.sources import watched_addresses
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.recipe import Recipe, load_recipe
@@ -66,6 +66,7 @@ class Ticks:
         self.sensor = self.repository.get_sensor_def("flowers_dataset_changed")
         self.instance = instance
         self.cursor: str | None = None
+        self.attempts: list[str] = []
 
     def evaluate(self, status: DagsterRunStatus = DagsterRunStatus.SUCCESS) -> str:
         """Return "run" for a requested run, which then ends in `status`, and the skip reason otherwise."""
@@ -75,6 +76,7 @@ class Ticks:
         result = self.sensor.evaluate_tick(context)
         self.cursor = result.cursor
         for request in result.run_requests or []:
+            self.attempts.append(request.tags[ATTEMPT_TAG])
             assert request.run_key is None, "with a run key, an earlier state would never run again"
             assert request.tags[RECIPE_TAG] == "flowers"
             self.record("flowers_cache", status)
@@ -189,6 +191,7 @@ def test_O14_a_run_that_did_not_succeed_is_tried_again_three_times_with_growing_
             patch.setattr(automation, "RETRY_DELAYS_S", (0.0, 0.0, 0.0))
             assert ticks.evaluate(ended) == "run"
     assert "the last of 4 runs with this state" in ticks.evaluate()
+    assert ticks.attempts == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
 
     # A run that somebody starts after repairing the cause counts.
     ticks.record("flowers_train", DagsterRunStatus.SUCCESS)
