@@ -47,6 +47,9 @@ def main(port: int, tensorboard_port: int | None) -> None:
     board = start_tensorboard(links, home / "tensorboard.log")
     command = [sys.executable, "-m", "dagster", "dev", "-w", "workspace.yaml"]
     command += ["--host", tensorboard.HOST, "--port", str(port)]
+
+    # A script that starts this in its background makes it ignore SIGINT, and Dagster would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dagster = subprocess.Popen(command, cwd=project_root())
     click.echo(f"TensorBoard: {tensorboard.url()}")
 

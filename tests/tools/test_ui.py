@@ -24,7 +24,7 @@ from pipeline.reporting import tensorboard
 from tests.e2e.daemon import make_home
 from tests.free_ports import free_port
 from tests.waiting import until
-from tools.ui import end, link_runs, start_tensorboard, tensorboard_problem
+from tools.ui import END_WAIT_S, end, link_runs, start_tensorboard, tensorboard_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,14 +120,17 @@ def test_the_link_of_a_run_filters_tensorboard_by_its_name(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("stop", ["Ctrl-C", "SIGTERM", "L9 SIGTERM in the background of a script"])
 def test_both_interfaces_answer_and_end_together(flowers: Path, stop: str) -> None:
     home = flowers / "home"
     home.mkdir()
     (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n", encoding="utf-8")
     ports = free_port(), free_port()
+    options = ["--port", str(ports[0]), "--tensorboard-port", str(ports[1])]
+    # `&` in a script makes the command ignore SIGINT.
+    ignore = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"] if "background" in stop else []
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.ui", "--port", str(ports[0]), "--tensorboard-port", str(ports[1])],
+        [*ignore, sys.executable, "-m", "tools.ui", *options],
         env={**os.environ, "DAGSTER_HOME": str(home)},
         cwd=ROOT,
         start_new_session=True,
@@ -141,7 +144,10 @@ def test_both_interfaces_answer_and_end_together(flowers: Path, stop: str) -> No
             os.killpg(process.pid, signal.SIGINT)
         else:
             process.terminate()
+        start_s = time.monotonic()
         process.wait(120)
+        if "background" in stop:
+            assert time.monotonic() - start_s < END_WAIT_S, "Dagster received the signal"
         until(lambda: not any(member.is_running() for member in members), seconds=60)
     finally:
         tree.stop(grace_s=0)
