@@ -25,9 +25,10 @@ UNCHANGED = re.compile("nothing has changed since (the last run|run [0-9a-f-]{36
 
 def ticks_of(instance: DagsterInstance) -> list[InstigatorTick]:
     """Return the finished ticks of the recipe's sensor, the oldest first."""
-    state = next(iter(instance.all_instigator_state()), None)
-    if state is None:
+    states = [each for each in instance.all_instigator_state() if each.instigator_name != "dead_runs"]
+    if not states:
         return []
+    (state,) = states
     ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id)
     return [tick for tick in reversed(ticks) if tick.status != TickStatus.STARTED]
 
