@@ -148,6 +148,13 @@ class BucketSettings(Settings):
         limit = Fraction(self.upscale[len("limit(") : -1]).limit_denominator(10**6)
         return min(limit, Fraction(MAX_EDGE_PX))
 
+    def with_resolutions(self, resolution: int | None, resolutions: tuple[int, ...]) -> BucketSettings:
+        """Return these settings with a dataset's own resolutions, if it has any, in place of all sizes."""
+        if resolution is None and not resolutions:
+            return self
+        own = {"resolution": resolution or self.resolution, "resolutions": resolutions, "sizes": ()}
+        return self.model_copy(update=own)
+
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         yield from self._step_violations()

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from pipeline.recipe.buckets import BucketSettings, step_violation
+from pipeline.recipe import dataset_rules
+from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.captions import CaptionSettings
 from pipeline.recipe.check_specs import GATES, WARNINGS
 from pipeline.recipe.cron import check_cron
@@ -328,13 +329,7 @@ class RecipeFile(Settings):
 
     def buckets_of(self, dataset: DatasetSettings) -> BucketSettings:
         """Return the section `buckets`, with the dataset's own resolutions in place of its sizes."""
-        if dataset.resolution is None and not dataset.resolutions:
-            return self.buckets
-        own = {
-            "resolution": dataset.resolution or self.buckets.resolution,
-            "resolutions": dataset.resolutions,
-        }
-        return self.buckets.model_copy(update={**own, "sizes": ()})
+        return self.buckets.with_resolutions(dataset.resolution, dataset.resolutions)
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -407,117 +402,30 @@ class RecipeFile(Settings):
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
-        yield from self._name_violations()
-        yield from self._weight_violations()
-        yield from self._resolution_violations()
-        yield from self._focus_violations()
-        yield from self._prior_violations()
-        yield from self._slider_violations()
+        datasets = self.datasets
+        yield from dataset_rules.name_violations(datasets)
+        yield from dataset_rules.weight_violations(datasets, self.training)
+        yield from dataset_rules.resolution_violations(datasets, self.buckets)
+        yield from dataset_rules.focus_violations(datasets, self.buckets)
+        yield from dataset_rules.prior_violations(datasets, self.training)
+        yield from dataset_rules.slider_violations(datasets, self.training)
+        yield from dataset_rules.slider_differences(
+            datasets,
+            [
+                {
+                    "resolution": self.buckets_of(each).budgets,
+                    "flip": each.name in self.mirrored_datasets,
+                    "caption_dropout": self.caption_dropouts[each.name],
+                }
+                for each in datasets
+            ],
+        )
         if self.accelerate.shard:
             yield from shard_violations(self.accelerate.num_processes, self.training)
             if self.diagnosis is not None and self.diagnosis.captions:
                 what = "shard: true cannot be combined with diagnosis.captions, whose processes measure alone"
                 fix = "remove accelerate.shard, or the section diagnosis"
                 yield Violation("accelerate.shard", what, fix, ("accelerate", "diagnosis"))
-
-    def _name_violations(self) -> Iterator[Violation]:
-        first_names: dict[str, str] = {}
-        for index, dataset in enumerate(self.datasets):
-            folded = dataset.name.casefold()
-            if folded not in first_names:
-                first_names[folded] = dataset.name
-                continue
-            what = f"dataset names must be unique, got {dataset.name} twice"
-            if first_names[folded] != dataset.name:
-                first = first_names[folded]
-                what = f"dataset names must differ in more than case, got {first} and {dataset.name}"
-            yield Violation(f"datasets[{index}].name", what, "rename one of the datasets")
-
-    def _weight_violations(self) -> Iterator[Violation]:
-        weights = [dataset.weight for dataset in self.datasets]
-        num_weights = sum(weight is not None for weight in weights)
-        exhausted, involves = self.training.exhausted, ("datasets", "training")
-        if not num_weights and exhausted not in (None, "leave"):
-            what = f"training.exhausted: {exhausted} requires datasets with weights"
-            fix = "give each dataset a weight, or remove exhausted"
-            yield Violation("training.exhausted", what, fix, involves)
-        elif num_weights and num_weights < len(weights):
-            what = f"either all datasets or none must have a weight, got {num_weights} of {len(weights)}"
-            fix = "give each dataset a weight, or none"
-            yield Violation(f"datasets[{weights.index(None)}]", what, fix, involves)
-
-    def _resolution_violations(self) -> Iterator[Violation]:
-        for index, dataset in enumerate(self.datasets):
-            keys = {f"resolutions[{number}]": each for number, each in enumerate(dataset.resolutions)}
-            if dataset.resolution is not None:
-                keys["resolution"] = dataset.resolution
-            for key, resolution in keys.items():
-                name = f"datasets[{index}].{key}"
-                if violation := step_violation(name, resolution, self.buckets.step):
-                    yield violation
-
-        most = max(len(self.buckets_of(dataset).resolutions) for dataset in self.datasets)
-        if self.buckets.per_image == "each" and most < 2:
-            what, fix = "per_image: each requires several resolutions", "set resolutions, or remove per_image"
-            yield Violation("buckets.per_image", what, fix, involves=("datasets", "buckets"))
-
-    def _prior_violations(self) -> Iterator[Violation]:
-        roles, involves = [each.role for each in self.datasets], ("datasets", "training")
-        if "train" not in roles:
-            what = "at least one dataset must have role: train, got role: prior for all"
-            yield Violation("datasets[0].role", what, "remove role: prior from a dataset", involves)
-        if "prior" in roles:
-            return
-        loss = self.training.loss
-        for key in ("prior", "prior_weight"):
-            if getattr(loss, key) != type(loss).model_fields[key].default:
-                what = f"training.loss.{key} requires a dataset with role: prior"
-                fix = "set role: prior for the dataset of the class, or remove this key"
-                yield Violation(f"training.loss.{key}", what, fix, involves)
-
-    def _slider_violations(self) -> Iterator[Violation]:
-        scales, involves = [each.slider for each in self.datasets], ("datasets", "training")
-        for scale in (1, -1):
-            if scale in scales and -scale not in scales:
-                what = f"slider: {scale} requires a dataset with slider: {-scale}, got none"
-                fix = f"set slider: {-scale} for the dataset of the opposite, or remove slider"
-                yield Violation(f"datasets[{scales.index(scale)}].slider", what, fix, involves)
-        yield from self._slider_differences()
-        if self.training.lora.dora and any(scales):
-            what = "training.lora.dora must be false with datasets[].slider: a DoRA cannot be reversed"
-            yield Violation("training.lora.dora", what, "remove dora, or slider from the datasets", involves)
-
-    def _slider_differences(self) -> Iterator[Violation]:
-        # Two images of a pair must be in one bucket, mirrored together, and lose their captions together.
-        sliders = [(index, each) for index, each in enumerate(self.datasets) if each.slider is not None]
-        mirrored, dropouts = self.mirrored_datasets, self.caption_dropouts
-        values = [
-            {
-                "resolution": self.buckets_of(each).budgets,
-                "flip": each.name in mirrored,
-                "caption_dropout": dropouts[each.name],
-            }
-            for _, each in sliders
-        ]
-        for (index, _), own in zip(sliders, values, strict=True):
-            for key in (key for key in own if own[key] != values[0][key]):
-                what = f"{key} must be the same for all datasets with slider, "
-                what += f"got {own[key]} and {values[0][key]}"
-                fix = f"give the datasets with slider the same {key}, or none of their own"
-                involves = ("datasets", "buckets", "latents", "text")
-                yield Violation(f"datasets[{index}].{key}", what, fix, involves)
-
-    def _focus_violations(self) -> Iterator[Violation]:
-        crop, involves = self.buckets.crop, ("datasets", "buckets")
-        with_focus = [index for index, each in enumerate(self.datasets) if each.focus_columns is not None]
-        if crop == "focus" and not with_focus:
-            what = "buckets.crop: focus requires a dataset with focus_columns"
-            fix = "set datasets[].focus_columns, or use crop: centre"
-            yield Violation("buckets.crop", what, fix, involves)
-        elif crop != "focus" and with_focus:
-            what = f"focus_columns require buckets.crop: focus, got buckets.crop: {crop}"
-            fix = "set buckets.crop: focus, or remove focus_columns"
-            yield Violation(f"datasets[{with_focus[0]}].focus_columns", what, fix, involves)
 
 
 class Recipe(RecipeFile):
