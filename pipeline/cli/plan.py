@@ -234,7 +234,7 @@ def _show_expected(asset: str, expected: Expected) -> None:
 
     for reason, names in sorted(expected.reasons.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
-        echo(f"  {len(names):>9,} {reason}: {shown}")
+        echo(f"    {reason}: {len(names):,} ({shown})")
 
 
 def _show_diagnosis(diagnosis: DiagnosisForecast) -> None:

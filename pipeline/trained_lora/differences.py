@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import polars as pl
 
 from pipeline.storage.tables import read_rows
-from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
+from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE, SAMPLES_FILE
 from pipeline.trained_lora.fingerprint import Facts, with_dataset_names
 from pipeline.trained_lora.run_folder import RunLayout
 
@@ -41,7 +42,7 @@ _ORDER = "samples.ordered_by"
 
 
 def difference_from_latest(layout: RunLayout, facts: Facts, samples: pl.DataFrame) -> str | None:
-    """Return how a new run differs from the most recent other run of the recipe (FAILURES R11), or None.
+    """Return how a new run differs from the run that the recipe had before (FAILURES R11), or None.
 
     `samples` is the table of the run's samples. An earlier run has such a table next to its facts.
     """
@@ -69,11 +70,20 @@ def samples_of(run: RunLayout) -> pl.DataFrame | None:
 
 
 def latest_other_run(layout: RunLayout) -> RunLayout | None:
-    """Return the run next to this one whose facts are the newest, or None."""
+    """Return the run next to this one that was begun or published last, or None."""
     others = [path for path in layout.folder.parent.glob("*/run.json") if path.parent != layout.folder]
     # By time, because run ids have no order.
-    newest = max(others, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if newest is None else RunLayout(newest.parent)
+    times_ns = {path.parent: path.stat().st_mtime_ns for path in others}
+
+    # With a setting changed back, an older run is found again and only published. What a user changes next is
+    # a change of that run.
+    lora = layout.folder.parents[1] / LORA_FOLDER / PROVENANCE_FILE
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        published = layout.folder.with_name(json.loads(lora.read_text(encoding="utf-8"))["run"])
+        if published in times_ns:
+            times_ns[published] = max(times_ns[published], lora.stat().st_mtime_ns)
+    newest = max(times_ns, key=times_ns.__getitem__, default=None)
+    return None if newest is None else RunLayout(newest)
 
 
 def describe_difference(
@@ -171,10 +181,11 @@ def _changed_samples(before: pl.DataFrame, after: pl.DataFrame, *, with_names: b
         _Change("new image", "new images", added["sample_id"].to_list(), _EVERYTHING),
         _Change("removed image", "removed images", removed["sample_id"].to_list(), _EVERYTHING),
         _Change("renamed image", "renamed images", new_names if with_names else [], _EVERYTHING),
-        _Change("file", "files", _changed(both, "content_hash"), (*entries, *text)),
+        # The hash of its bytes names an image in every fact.
+        _Change("file", "files", _changed(both, "content_hash"), _EVERYTHING),
         _Change("caption of", "captions", _changed(both, "caption_hashes"), text),
         _Change("text embedding of", "text embeddings", _changed(both, "text_keys", "caption_hashes"), text),
-        _Change("bucket of", "buckets", _changed(both, "bucket", "content_hash"), entries),
+        _Change("bucket of", "images in other buckets", _changed(both, "bucket", "content_hash"), entries),
         _Change("latent of", "latents", _changed(both, "latent_keys", "content_hash", "bucket"), entries),
         _Change("holdout membership of", "holdout memberships", _changed(both, "split"), _EVERYTHING),
         _Change("references of", "references", _changed(both, "reference_hashes"), references),

@@ -169,7 +169,8 @@ def validate(
     # Each content without a known result is decoded once, from any of its files.
     index = ScanIndex(tables)
     known = current_results(index.decoded)
-    log(f"{counted(len(chosen), 'image')} to check; earlier runs decoded {counted(len(known), 'content')}")
+    num_reused = chosen["content_hash"].is_in(known["content_hash"].implode()).sum()
+    log(f"{counted(len(chosen), 'image')} to check, {num_reused:,} of them decoded by earlier runs")
     decoded = decode_contents(recipe, sources, chosen, known, log=log)
 
     captions = _CaptionReader.create(recipe, sources, manifests)

@@ -58,7 +58,7 @@ def test_plan_shows_counts_names_bytes_and_seconds(cli: Any, job: Job) -> None:
     completed = cli("plan", "sample")
     assert completed.exit_code == 0
     assert "4 to reuse         1 to encode   2.56 kB, about" in completed.stdout
-    assert "1 entry missing: photos/cat.png" in completed.stdout
+    assert "entry missing: 1 (photos/cat.png)" in completed.stdout
     as_json = json.loads(cli("plan", "sample", "--json").stdout)
     assert as_json["latents_to_make"] == 1
     assert as_json["latents"]["reasons"] == {"entry missing": ["photos/cat.png"]}

@@ -38,6 +38,20 @@ def test_a_new_run_is_compared_with_the_most_recent_other_one(tmp_path: Path) ->
     )
 
 
+def test_a_new_run_is_compared_with_an_older_one_that_was_published_again(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    for number, run in enumerate(("aa", "bb"), start=1):
+        run_at(runs / run, {"lora": {"rank": 16 * number}}, time_s=number)
+    published = tmp_path / "lora" / "provenance.json"
+    published.parent.mkdir()
+    new, facts = RunLayout(runs / "new"), {"lora": {"rank": 8}}
+    for text in ('{"run": "aa"}', "{", "[]", '{"run": "gone"}', '{"run": 3}'):
+        published.write_text(text)
+        before = "aa in lora.rank 16" if "aa" in text else "bb in lora.rank 32"
+        assert difference_from_latest(new, facts, NO_SAMPLES) == f"it differs from {before} -> 8"
+
+
 def test_a_first_run_has_no_difference(tmp_path: Path) -> None:
     assert difference_from_latest(RunLayout(tmp_path / "run"), {}, NO_SAMPLES) is None
 
@@ -92,7 +106,10 @@ CHANGES: dict[str, tuple[pl.DataFrame, str]] = {
         "5 text embeddings: holiday/a.jpg, holiday/b.jpg, holiday/c.jpg and 2 more",
     ),
     "image": (changed("c", content_hash="x", latent_keys="y", bucket="z"), "file holiday/c.jpg"),
-    "bucket": (changed("a", "b", bucket="64x64", latent_keys="y"), "2 buckets: holiday/a.jpg, holiday/b.jpg"),
+    "bucket": (
+        changed("a", "b", bucket="64x64", latent_keys="y"),
+        "2 images in other buckets: holiday/a.jpg, holiday/b.jpg",
+    ),
     "latents": (changed("e", latent_keys="y"), "latent of holiday/e.jpg"),
     "holdout": (changed("e", split="validation"), "holdout membership of holiday/e.jpg"),
     "new image": (
@@ -118,19 +135,21 @@ CHANGES: dict[str, tuple[pl.DataFrame, str]] = {
 def test_R11_a_difference_names_the_samples_that_changed(tmp_path: Path, name: str) -> None:
     after, expected = CHANGES[name]
     run_at(
-        tmp_path / "earlier", {"samples": {"latents": "1", "text": "1", "references": "1"}}, samples=BEFORE
+        tmp_path / "earlier",
+        {"samples": dict.fromkeys(("latents", "text", "references", "repeats"), "1")},
+        samples=BEFORE,
     )
 
     # An image has another latent, a caption another embedding; a changed set of images changes all hashes.
-    facts: dict[str, str] = {"latents": "1", "text": "1", "references": "1"}
-    if name in {"references", "new image", "removed image", "renamed image", "renamed dataset", "holdout"}:
-        facts |= {"latents": "2", "text": "2", "references": "2"}
+    facts: dict[str, str] = dict.fromkeys(("latents", "text", "references", "repeats"), "1")
+    if name == "references":
+        facts |= {"text": "2", "references": "2"}
+    elif name in {"image", "new image", "removed image", "renamed image", "renamed dataset", "holdout"}:
+        facts = dict.fromkeys(facts, "2")
     elif name in {"caption", "captions", "text encoder"}:
         facts["text"] = "2"
     else:
         facts["latents"] = "2"
-    if name == "references":
-        facts["latents"] = "1"
     difference = difference_from_latest(RunLayout(tmp_path / "new"), {"samples": facts}, after)
     assert difference == f"it differs from earlier in {expected}"
 
