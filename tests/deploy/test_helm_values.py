@@ -83,6 +83,11 @@ def test_the_limits_of_runs_are_those_of_the_other_deployments() -> None:
         expected["max_retries"],
         expected["retry_on_asset_or_op_failure"],
     ]
+    retention, expected = VALUES["retention"], settings["retention"]
+    assert retention["enabled"]
+    assert retention["schedule"]["purgeAfterDays"] == expected["schedule"]["purge_after_days"]
+    days = retention["sensor"]["purgeAfterDays"]
+    assert days == {**expected["sensor"]["purge_after_days"], "started": 30}
     assert VALUES["telemetry"]["enabled"] is False
 
 
