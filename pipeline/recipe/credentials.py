@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from pipeline.escaping import has_credentials
-from pipeline.recipe.errors import Mistake
-from pipeline.recipe.yaml_document import KeyPath, dotted
+from pipeline.recipe.yaml_document import KeyPath
 
 _SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:password|passwd|passphrase|secret|token|credentials?|(?:api|access|private|secret)[_-]?key)$",
@@ -24,18 +23,9 @@ _TOKEN = re.compile(
 )
 """Tokens of Hugging Face, AWS and GitHub, and private keys."""
 
-_FIX = "remove it; set an environment variable, or use a secret of the scheduler (docs/deployment.md)"
 
-
-def credential_mistakes(data: Any) -> list[Mistake]:
-    """Return a mistake for each value that appears to be a password, token or key; none shows the value."""
-    return [
-        Mistake(path, f"{dotted(path) or 'the file'} must not contain credentials, but has {what}", _FIX)
-        for path, what in _found(data, ())
-    ]
-
-
-def _found(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def credentials_in(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path of each value that appears to be a password, token or key, and what it is."""
     if isinstance(value, dict):
         mapping = cast("dict[str, Any]", value)
         # Kubernetes writes an environment variable as {name: NAME, value: text}.
@@ -46,10 +36,10 @@ def _found(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
             if _is_secret(key, each):
                 yield (*path, key), "a value"
             else:
-                yield from _found(each, (*path, key))
+                yield from credentials_in(each, (*path, key))
     elif isinstance(value, list):
         for index, each in enumerate(cast("list[Any]", value)):
-            yield from _found(each, (*path, index))
+            yield from credentials_in(each, (*path, index))
     elif isinstance(value, str) and (what := _in_text(value)) is not None:
         yield path, what
 

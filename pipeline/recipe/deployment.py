@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Field, JsonValue
 
 from pipeline.errors import DeploymentError
-from pipeline.recipe.credentials import credential_mistakes
+from pipeline.recipe.credentials import credentials_in
 from pipeline.recipe.error_descriptions import FileKind
 from pipeline.recipe.errors import Mistake, PlacedMistake, file_error
 from pipeline.recipe.keys import keys_of
@@ -23,7 +23,7 @@ from pipeline.recipe.project import in_project, path_in_recipe
 from pipeline.recipe.schema import RecipeFile
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, one_of, reject
 from pipeline.recipe.validators import FolderPath
-from pipeline.recipe.yaml_document import KeyPath
+from pipeline.recipe.yaml_document import KeyPath, dotted
 from pipeline.recipe.yaml_file import read_yaml_file
 from pipeline.storage.addresses import expanded
 
@@ -327,6 +327,12 @@ def load_deployment() -> Deployment:
     return read_deployment(Path(chosen)) if chosen else _loaded({}, None)
 
 
+def _credential_mistake(path: KeyPath, what: str) -> Mistake:
+    fix = "remove it; set an environment variable, or use a secret of the scheduler (docs/deployment.md)"
+    where = dotted(path) or "the file"
+    return Mistake(path, f"{where} must not contain credentials, but has {what}", fix)
+
+
 def read_deployment(file: Path) -> Deployment:
     """Return the deployment in `file`; see `load_deployment`."""
     file = expanded(str(file)).absolute()
@@ -336,8 +342,8 @@ def read_deployment(file: Path) -> Deployment:
 
     document, mistakes = read_yaml_file(file, DEPLOYMENT)
     credentials = [
-        PlacedMistake(path_in_recipe(file), each, document.line(each.path))
-        for each in credential_mistakes(document.data)
+        PlacedMistake(path_in_recipe(file), _credential_mistake(path, what), document.line(path))
+        for path, what in credentials_in(document.data)
     ]
     # Other messages about these values could show them.
     secret_paths = [each.mistake.path for each in credentials]

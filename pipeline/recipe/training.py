@@ -13,6 +13,7 @@ from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSetti
 from pipeline.recipe.optimizer_classes import OPTIMIZERS, argument_violations, check_argument, check_optimizer
 from pipeline.recipe.preview_prompts import PreviewPrompts
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
+from pipeline.recipe.trackers import ArgumentsByTracker, TrackerArguments, TrackerName, tracker_violations
 from pipeline.recipe.validators import check_num_resident_blocks
 
 OptimizerArgument = Annotated[
@@ -214,10 +215,22 @@ class TrainingSettings(Settings):
         description="Number of steps between measurements of the validation loss, which uses the holdout of "
         "`datasets[].validation_fraction`; the first is before the first step. 0 disables it.",
     )
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+    trackers: tuple[TrackerName, ...] = Field(
         default=("tensorboard",),
-        description="Experiment trackers that receive metrics and previews, in addition to the run's own "
-        "logs. tensorboard writes to runs/<run>/logs; wandb needs its package and an account.",
+        description="Experiment trackers that receive metrics, settings and previews, in addition to the "
+        "run's own logs. tensorboard writes to runs/<run>/logs; all others need their packages, see "
+        "[outputs.md](outputs.md#experiment-trackers).",
+    )
+    tracker_project: str = Field(
+        default="latentline",
+        min_length=1,
+        description="Project, or experiment, of the runs in trackers other than tensorboard.",
+    )
+    tracker_arguments: TrackerArguments = Field(
+        default_factory=ArgumentsByTracker,
+        examples=[{"mlflow": {"tracking_uri": "http://localhost:5000"}}],
+        description="Arguments of each tracker's own start function. Credentials are refused; trackers read "
+        "them from environment variables.",
     )
     lora: LoraSettings = Field(default_factory=LoraSettings, description="The adapter that is trained.")
 
@@ -254,6 +267,7 @@ class TrainingSettings(Settings):
         yield from self._compute_violations()
         yield from self._offload_violations()
         yield from self._schedule_violations()
+        yield from tracker_violations(self.trackers, self.tracker_arguments)
 
     def _adapter_violations(self) -> Iterator[Violation]:
         text = self.lora.text_encoders

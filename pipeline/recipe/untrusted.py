@@ -52,7 +52,11 @@ KEYS = {
         "evaluation.scorers.weights",
     ],
     "reads and writes a path": ["cache_dir", "output_dir"],
-    "leaves the project": ["datasets.follow_links", "training.trackers"],
+    "leaves the project": [
+        "datasets.follow_links",
+        "training.trackers",
+        "training.tracker_arguments",
+    ],
     "evaluates an expression": [
         "datasets.exclude",
         "datasets.filters.where",
@@ -120,7 +124,7 @@ KEYS = {
             "steps epochs exhausted batch_size gradient_accumulation learning_rate "
             "optimizer_arguments lr_scheduler lr_cycles lr_power decay_steps ema_decay "
             "warmup_steps guidance max_grad_norm seed quantize compute gradient_checkpointing "
-            "offload compile checkpoint_every keep_checkpoints sample_every validate_every",
+            "offload compile checkpoint_every keep_checkpoints sample_every validate_every tracker_project",
         ),
         *_keys(
             "training.loss",
@@ -259,6 +263,10 @@ def _code_mistakes(data: Mapping[str, Any]) -> Iterator[Mistake]:
         if tracker != "tensorboard":
             what = f"{dotted(path)} must be tensorboard, got {tracker}, which sends data to a server"
             yield _refused(path, what, f"remove {tracker}")
+
+    # A part of a file name or an address could lead out of the run's folder.
+    for path, _ in _values(data, "training.tracker_arguments"):
+        yield _refused(path, f"{dotted(path)} must not be set", "remove training.tracker_arguments")
 
 
 def _values(data: Any, key: str) -> Iterator[tuple[KeyPath, Any]]:

@@ -127,6 +127,8 @@ IRRELEVANT_KEYS = {
     "training.sample_prompts": "previews do not change the weights",
     "training.validate_every": "validation does not change the weights",
     "training.trackers": "they receive numbers and pictures only",
+    "training.tracker_project": "trackers receive numbers and pictures only",
+    "training.tracker_arguments": "trackers receive numbers and pictures only",
 }
 """Keys of `training` that do not decide the weights, each with the reason."""
 

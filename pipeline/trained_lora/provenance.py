@@ -68,7 +68,9 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
 
 def shareable(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as JSON, without absolute paths, passwords and query strings of addresses."""
-    values = recipe.model_dump(mode="json", exclude={"output_address", "owners"})
+    # Arguments of trackers change no weight and may name servers of a private network.
+    hidden = {"output_address": True, "owners": True, "training": {"tracker_arguments", "tracker_project"}}
+    values = recipe.model_dump(mode="json", exclude=hidden)
     values["output_dir"] = str(recipe.registered_output)
     # Every text, because a list of the keys that hold paths misses the next key (FAILURES H05).
     return _with_shareable_paths(values)

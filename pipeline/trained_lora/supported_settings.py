@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pipeline.errors import TrainingError
+from pipeline.errors import TrainingError, counted
 from pipeline.models.families import FAMILIES, Family
 from pipeline.models.resolve import missing_files
 from pipeline.models.size_multiple import local_family
@@ -25,11 +25,15 @@ HIGH_LEARNING_RATE = 0.1
 
 def require_trackers(settings: TrainingSettings) -> None:
     """Raise TrainingError if the package of a tracker is not installed."""
-    if "wandb" in settings.trackers and find_spec("wandb") is None:
+    # Each tracker has the name of the package that its users import and install.
+    missing = [name for name in settings.trackers if find_spec(name) is None]
+    if missing:
+        packages = " ".join(missing)
         raise TrainingError(
-            "the package wandb is not installed",
+            f"{counted(len(missing), 'package')} of trackers not installed: {', '.join(missing)}",
             where="training.trackers",
-            fix="run pip install wandb and wandb login, or remove wandb from trackers",
+            fix=f"run .venv/bin/pip install {packages} (docs/outputs.md, Experiment trackers), or remove "
+            f"{', '.join(missing)} from training.trackers",
         )
 
 

@@ -170,6 +170,10 @@ EFFECTS: dict[str, Effect] = {
     },
     "training.validate_every": _nothing({"training": {"validate_every": 9}}),
     "training.trackers": _nothing({"training": {"trackers": []}}),
+    "training.tracker_project": _nothing({"training": {"tracker_project": "flowers"}}),
+    "training.tracker_arguments": _nothing(
+        {"training": {"tracker_arguments": {"tensorboard": {"max_queue": 5}}}}
+    ),
     "training.lora.rank": _run({"lora": {"rank": 8}}),
     "training.lora.alpha": _run({"lora": {"alpha": 8.0}}),
     "training.lora.kind": _run({"lora": {"kind": "loha"}}),

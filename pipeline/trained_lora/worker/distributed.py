@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import ProjectConfiguration
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,8 +13,6 @@ from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.worker.adapter.lora import FROZEN_ADAPTER
 
 if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
-
     from pipeline.recipe import AccelerateSettings
 
 COLLECTIVE_TIMEOUT = timedelta(hours=12)
@@ -29,20 +24,15 @@ def make_accelerator(
     *,
     mixed_precision: str,
     find_unused_parameters: bool,
-    trackers: Sequence[str | GeneralTracker] = (),
-    logging_dir: Path | None = None,
 ) -> Accelerator:
-    """Return the `Accelerator` of this process; its trackers write below `logging_dir`.
+    """Return the `Accelerator` of this process.
 
     `mixed_precision` is the result of `Family.mixed_precision`. With `find_unused_parameters`, DDP searches
     in every step for trained weights without a gradient, instead of waiting for their gradients.
     """
-    project_config = None if logging_dir is None else ProjectConfiguration(logging_dir=str(logging_dir))
     try:
         accelerator = Accelerator(
             mixed_precision=mixed_precision,
-            log_with=list(trackers) or None,
-            project_config=project_config,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
                 DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters),

@@ -50,7 +50,6 @@ from pipeline.trained_lora.worker.optimizers import (
 )
 from pipeline.trained_lora.worker.sharding import is_sharded, may_need_base_prediction
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
-from pipeline.trained_lora.worker.trackers import requested_trackers
 from pipeline.trained_lora.worker.training_adapter import load_training_adapter
 
 if TYPE_CHECKING:
@@ -192,8 +191,6 @@ class Engine:
             job.recipe.accelerate,
             mixed_precision=family.mixed_precision(job.recipe.accelerate.mixed_precision),
             find_unused_parameters=not all_weights_used,
-            trackers=requested_trackers(job),
-            logging_dir=job.folder,
         )
         self._family = family
         self.noise_scheduler = make_noise_scheduler(family, self._settings)

@@ -56,7 +56,7 @@ from pipeline.trained_lora.worker.sent_checkpoint import shared_checkpoint
 from pipeline.trained_lora.worker.sharding import share_bytes
 from pipeline.trained_lora.worker.startup import Startup
 from pipeline.trained_lora.worker.stop_request import StopRequest
-from pipeline.trained_lora.worker.trackers import start_trackers
+from pipeline.trained_lora.worker.trackers import Trackers
 from pipeline.trained_lora.worker.validation import (
     ALL_MISSING,
     MissingResults,
@@ -104,13 +104,7 @@ def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
     # Held before the model is loaded, which may take minutes, because `latentline gc` deletes idle runs.
     with hold_training(RunLayout(job.folder)) if rank() == 0 else nullcontext():
         run = _TrainingRun(job, report)
-        try:
-            finished = run.train(stop)
-        except BaseException:
-            # `end_training` would also close the process group, which slower ranks may still use.
-            for tracker in run.engine.accelerator.trackers:
-                tracker.finish()
-            raise
+        finished = run.train(stop)
 
     # Ranks that have nothing to export arrive first, and must not close the process group of rank 0.
     run.engine.accelerator.wait_for_everyone()
@@ -169,11 +163,11 @@ class _TrainingRun:
             # Closed after an error too, which ends the threads of the loader.
             inputs = stack.enter_context(closing(self._inputs(start)))
             if self.main:
-                accelerator = self.engine.accelerator
-                start_trackers(accelerator, self.job, start=start)
+                # Finished after an error too, so that no tracker shows the run as running.
+                trackers = stack.enter_context(closing(Trackers(self.job, start=start, warn=self._warn)))
 
                 # One writer of the files; all other ranks compute the same numbers and drop them.
-                metrics = MetricsLog(self.paths, self.job.inputs, accelerator)
+                metrics = MetricsLog(self.paths, self.job.inputs, trackers)
                 self.metrics = stack.enter_context(closing(metrics))
 
             # Results before the first step, or results that a killed process left missing.

@@ -1,4 +1,4 @@
-"""Metrics of a training run, per step and per sample, as JSON lines and through accelerate's trackers.
+"""Metrics of a training run, per step and per sample, as JSON lines and in experiment trackers.
 
 `pipeline.trained_lora.run_folder` describes the files and reads them.
 """
@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.trained_lora.run_folder import Metrics, RunLayout
-from pipeline.trained_lora.worker.trackers import log_previews
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from pipeline.trained_lora.inputs import TrainingInputs
     from pipeline.trained_lora.plan.steps import StepPlan
     from pipeline.trained_lora.worker.engine import StepOutcome
     from pipeline.trained_lora.worker.paired_validation import PairedLoss
+    from pipeline.trained_lora.worker.trackers import Trackers
     from pipeline.trained_lora.worker.validation import ValidationLoss
 
 
@@ -60,9 +58,9 @@ class JsonLines:
 class MetricsLog:
     """All metrics of one run, written by its main process; close it after use."""
 
-    def __init__(self, layout: RunLayout, inputs: TrainingInputs, accelerator: Accelerator) -> None:
-        """Open the run's files for appending; the trackers of `accelerator` are started."""
-        self._accelerator = accelerator
+    def __init__(self, layout: RunLayout, inputs: TrainingInputs, trackers: Trackers) -> None:
+        """Open the run's files for appending."""
+        self._trackers = trackers
         self._trained = inputs.trained
         self._metrics = JsonLines(layout.metrics)
         self._samples = JsonLines(layout.sample_losses)
@@ -88,18 +86,18 @@ class MetricsLog:
 
         # A clock of low resolution may measure 0 seconds.
         samples_per_second = batch.num_samples / max(seconds, 1e-9)
-        self._accelerator.log({**numbers, "samples_per_second": samples_per_second}, step=batch.step + 1)
+        self._trackers.log({**numbers, "samples_per_second": samples_per_second}, step=batch.step + 1)
 
     def validation(self, steps_done: int, loss: ValidationLoss, paired: PairedLoss | None) -> None:
         """Log a validation loss measured after `steps_done` steps, and that of the pairs if there are any."""
         pairs = {} if paired is None else {"trained_loss": paired.trained, "gap": paired.gap}
         self._validation.append({"step": steps_done, "loss": loss.mean, "by_level": loss.by_level, **pairs})
         gap = {} if paired is None else {"validation_gap": paired.gap}
-        self._accelerator.log({"validation_loss": loss.mean, **gap}, step=steps_done)
+        self._trackers.log({"validation_loss": loss.mean, **gap}, step=steps_done)
 
     def previews(self, steps_done: int, files: Sequence[Path]) -> None:
         """Log previews drawn after `steps_done` steps."""
-        log_previews(self._accelerator, files, step=steps_done)
+        self._trackers.log_previews(files, step=steps_done)
 
     def sync(self) -> None:
         """Flush all files to disk."""

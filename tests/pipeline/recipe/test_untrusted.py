@@ -70,6 +70,11 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("owner/name", ".cache/models", "model.base"),
         ("data/photos}", "data/photos, follow_links: true}", "datasets[0].follow_links"),
         ("adamw}", "adamw, trackers: [tensorboard, wandb]}", "training.trackers[1]"),
+        (
+            "adamw}",
+            "adamw, tracker_arguments: {tensorboard: {filename_suffix: /../../../a}}}",
+            "training.tracker_arguments.tensorboard.filename_suffix",
+        ),
         ("outputs/small", ".git/hooks", "output_dir"),
         ("outputs/small", ".github/workflows", "output_dir"),
         ("outputs/small", "outputs/../pipeline/recipe", "output_dir"),

@@ -102,21 +102,13 @@ def test_a_precision_that_the_machine_does_not_support_is_an_error_with_a_fix(an
 
 
 @pytest.mark.parametrize("finds", [True, False])
-def test_trackers_their_folder_and_the_search_for_unused_weights_are_passed_on(
-    tmp_path: Path, finds: bool
-) -> None:
+def test_the_search_for_unused_weights_is_passed_on(finds: bool) -> None:
     passed = make_accelerator(
         AccelerateSettings(),
         mixed_precision="no",
         find_unused_parameters=finds,
-        trackers=["tensorboard"],
-        logging_dir=tmp_path / "logs",
     )
-    assert [str(tracker) for tracker in passed.log_with] == ["tensorboard"]
-    assert passed.logging_dir == str(tmp_path / "logs")
     assert cast("Any", passed).ddp_handler.find_unused_parameters == finds
-    assert accelerator().log_with == []
-    assert accelerator().logging_dir is None
 
 
 @pytest.mark.usefixtures("alone")

@@ -62,11 +62,10 @@ def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
 
 
 class Tracker:
-    """An accelerator that keeps what it would give to its trackers."""
+    """Trackers that keep what they would send."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, Any]]] = []
-        self.trackers: list[Any] = []
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self.logged.append((step, values))
