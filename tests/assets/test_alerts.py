@@ -79,7 +79,7 @@ class Location:
         return self.definitions.get_repository_def().get_sensor_def(sensor)(context)
 
 
-def test_M10_a_closed_gate_is_sent_with_what_where_and_fix(
+def test_O17_M10_a_closed_gate_is_sent_with_what_where_and_fix(
     recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
 ) -> None:
     (tmp_path / "data" / "rose.txt").unlink()

@@ -34,7 +34,7 @@ def outage() -> StoreError:
     return error
 
 
-def test_M5_only_an_outage_is_tried_again_and_only_twice() -> None:
+def test_O16_M5_only_an_outage_is_tried_again_and_only_twice() -> None:
     delays: list[int | float | None] = []
     lines: list[str] = []
     for number in (0, 1):
