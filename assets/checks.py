@@ -145,7 +145,11 @@ def _path_isolation_result(error: PathIsolationError | None) -> AssetCheckResult
 
 def _check_result(finding: "Finding") -> AssetCheckResult:
     rows = {"rows": table_metadata(finding.rows)} if finding.rows else {}
-    texts = {"summary": finding.summary, "fix": finding.fix}
+    numbers, texts = finding.numbers, {"summary": finding.summary, "fix": finding.fix}
+    if finding.passed:
+        # The event log stores each entry three times, and the description has the summary.
+        numbers = {name: value for name, value in numbers.items() if (name, value) != ("num_rows", 0)}
+        texts = {}
     shown = {name: MetadataValue.text(printable_lines(text)) for name, text in texts.items() if text}
     description = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
 
@@ -155,5 +159,5 @@ def _check_result(finding: "Finding") -> AssetCheckResult:
         passed=finding.passed,
         severity=AssetCheckSeverity.ERROR if finding.severity == "error" else AssetCheckSeverity.WARN,
         description=markdown_lines(description),
-        metadata={**report_metadata(finding.numbers), **rows, **shown},
+        metadata={**report_metadata(numbers), **rows, **shown},
     )
