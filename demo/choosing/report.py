@@ -1,7 +1,8 @@
 """Report of the study: the chosen, the last and the step with the lowest validation loss against the best.
 
 A step's truth is the fraction of pictures of the concept with the right shape, colour and background. The
-best step has the highest truth among the steps that lost at most `MAX_LOST` on known shapes.
+best step has the highest truth among the steps that lost at most `MAX_LOST` on known shapes. A run without
+such a step has no best step, and the right answer is to choose none.
 
 The highest of several measured values is too high by luck. So the best step is found with one half of the
 pictures of each prompt, all methods are compared with it on the other half, and the ratio is the mean of both
@@ -31,7 +32,7 @@ MIN_RATIO = 0.97
 """Minimum truth of a chosen step, relative to the best step."""
 
 MIN_LEARNED = 0.1
-"""Minimum truth of the best step. Below it, the run has learned nothing and has no ratios."""
+"""Minimum truth of a best step; a step below it has learned nothing."""
 
 LIMITS: Mapping[str, float] = LimitSettings().model_dump()
 """Limits of a recipe that sets none."""
@@ -44,7 +45,7 @@ class Published:
     """Worth of a step that a method published.
 
     Attributes:
-        ratio: Truth relative to the best step; NaN if the run learned nothing.
+        ratio: Truth relative to the best step; NaN if the run has none.
         error: Standard error of `ratio`.
         lost: Loss on known shapes.
     """
@@ -87,15 +88,19 @@ class FinishedRun:
         """Steps of the run, without the base model."""
         return [line["step"] for line in self.lines[1:]]
 
-    def best(self, half: slice = slice(None)) -> int:
-        """Return the step with the highest truth in some of the pictures; the first of equals.
+    @cached_property
+    def keeping(self) -> list[int]:
+        """Steps that lost at most `MAX_LOST` on known shapes."""
+        return [step for step in self.steps if self.lost(step) <= MAX_LOST]
 
-        Steps that lost much do not count, unless all have.
-        """
-        lost = {step: self.lost(step, half) for step in self.steps}
-        allowed = [step for step in self.steps if lost[step] <= MAX_LOST]
-        candidates = allowed or [min(self.steps, key=lost.__getitem__)]
-        return max(candidates, key=lambda step: self.concept[step][:, half].mean())
+    @cached_property
+    def has_best(self) -> bool:
+        """Whether a step has learned the concept and kept known shapes."""
+        return bool(self.keeping) and self.best_truth >= MIN_LEARNED
+
+    def best(self, half: slice = slice(None)) -> int:
+        """Return the step of `keeping` with the highest truth in some pictures; the first of equals."""
+        return max(self.keeping, key=lambda step: self.concept[step][:, half].mean())
 
     @cached_property
     def best_truth(self) -> float:
@@ -118,7 +123,7 @@ class FinishedRun:
 
     def published(self, step: int) -> Published:
         """Return the worth of a step."""
-        if self.best_truth < MIN_LEARNED:
+        if not self.has_best:
             return Published(step, math.nan, math.nan, self.lost(step))
         ratios: list[float] = []
         variance = 0.0
@@ -131,9 +136,9 @@ class FinishedRun:
             variance += float(np.var(own - ratio * best, ddof=1)) / len(own) / float(best.mean()) ** 2
         return Published(step, sum(ratios) / 2, math.sqrt(variance) / 2, self.lost(step))
 
-    def lost(self, step: int, half: slice = slice(None)) -> float:
+    def lost(self, step: int) -> float:
         """Return how much the step has lost on known shapes."""
-        return round(float((self.known[0] - self.known[step])[:, half].mean()), 4)
+        return round(float((self.known[0] - self.known[step]).mean()), 4)
 
 
 def _both_ways() -> Iterable[tuple[slice, slice]]:
@@ -201,7 +206,8 @@ def _runs_table(
 ) -> list[str]:
     lines = ["| run | best step | " + " | ".join(published) + " |", "|---" * (len(published) + 2) + "|"]
     for row, run in enumerate(runs):
-        cells = [run.name, f"{run.best()}: {run.best_truth:.2f}"]
+        best = f"{run.best()}: {run.best_truth:.2f}" if run.has_best else "none"
+        cells = [run.name, best]
         cells += [_cell(steps[row]) for steps in published.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -218,28 +224,29 @@ def _cell(published: Published | None) -> str:
 def _methods_table(
     runs: Sequence[FinishedRun], published: Mapping[str, Sequence[Published | None]]
 ) -> list[str]:
-    learned = [row for row, run in enumerate(runs) if run.best_truth >= MIN_LEARNED]
+    with_best = [row for row, run in enumerate(runs) if run.has_best]
     lines = [
-        f"{len(runs)} runs; {len(runs) - len(learned)} of them learned nothing and have no ratio.",
+        f"{len(runs)} runs. {len(with_best)} have a best step; in the others, each step that learned the "
+        f"concept lost more than {MAX_LOST} on known shapes.",
         "",
-        "| method | decided | good | misses within two errors | known lost > 0.1 | mean ratio "
-        "| the last step's | mean ratio with the last step where not decided |",
+        "| method | decided | good | misses within two errors | lost > 0.1 | mean ratio | the last step's "
+        "| none chosen where none is good |",
         "|---" * 8 + "|",
     ]
     last = published["last step"]
     for name, steps in published.items():
-        decided = [(row, steps[row]) for row in learned]
-        decided = [(row, step) for row, step in decided if step is not None]
+        decided = [(row, step) for row in with_best if (step := steps[row]) is not None]
         misses = [step for _, step in decided if not step.is_good]
+        num_declined = sum(step is None for row, step in enumerate(steps) if row not in with_best)
         cells = [
             name,
-            f"{len(decided)} of {len(learned)}",
+            f"{len(decided)} of {len(with_best)}",
             str(len(decided) - len(misses)),
             f"{sum(step.may_be_good for step in misses)} of {len(misses)}",
-            str(sum(step is not None and step.lost > MAX_LOST for step in steps)),
+            str(sum(step.lost > MAX_LOST for _, step in decided)),
             _mean_ratio([step for _, step in decided]),
             _mean_ratio([last[row] for row, _ in decided]),
-            _mean_ratio([steps[row] or last[row] for row in learned]),
+            f"{num_declined} of {len(runs) - len(with_best)}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -90,10 +90,17 @@ def test_a_miss_within_two_standard_errors_is_no_certain_miss() -> None:
     assert not far.may_be_good
 
 
-def test_a_run_that_learned_nothing_has_no_ratio() -> None:
-    run = _run(levels={30: 0.0, 60: 0.05})
+@pytest.mark.parametrize(
+    "run",
+    [_run(levels={30: 0.0, 60: 0.05}), _run(known=dict.fromkeys(LEVELS, 0.5))],
+    ids=["nothing learned", "all steps lost known shapes"],
+)
+def test_a_run_without_a_good_step_has_no_ratio(run: FinishedRun) -> None:
+    assert not run.has_best
     assert math.isnan(run.published(60).ratio)
-    assert "1 of them learned nothing" in report([run])
+    text = report([run])
+    assert "1 runs. 0 have a best step" in text
+    assert "| last step | 0 of 0 | 0 | 0 of 0 | 0 |  |  | 0 of 1 |" in text
 
 
 def test_results_are_read_by_run_and_step(tmp_path: Path) -> None:
