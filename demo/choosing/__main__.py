@@ -3,9 +3,10 @@
     python -m demo.choosing outputs/choosing            # stop it at any time; finished runs stay
     python -m demo.choosing outputs/choosing --runs 0   # the report only
     python -m demo.choosing outputs/choosing --part 1/2 # half of the missing runs; 2/2 in a second process
+    python -m demo.choosing outputs/choosing --overtrained # six pictures, trained ten times too long
 
-The results are in demo/results/choosing.jsonl, one line per run and step. `concept` and `known` have a digit
-per picture, 1 if it is right, in the order of `concept_scenes()` and `known_prompts()`.
+The results are in choosing.jsonl and overtrained.jsonl in demo/results, one line per run and step. `concept`
+and `known` have a digit per picture, 1 if it is right, ordered like `concept_scenes()` and `known_prompts()`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from demo.choosing.datasets import study_datasets
-from demo.choosing.report import read_runs, report
-from demo.choosing.runs import Artist, StudyRun, results, study_runs, train
+from demo.choosing.report import copies_report, read_runs, report
+from demo.choosing.runs import Artist, StudyRun, overtrained_runs, results, study_runs, train
 from pipeline.recipe.project import project_root
 
-RESULTS = project_root() / "demo" / "results" / "choosing.jsonl"
+RESULTS = project_root() / "demo" / "results"
 
 
 def main() -> None:
@@ -33,19 +34,22 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="folder of the cache and of the run that is being trained")
     parser.add_argument("--runs", type=int, help="maximum number of runs to add; all by default")
+    parser.add_argument("--overtrained", action="store_true", help="add overtrained runs instead")
     parser.add_argument("--part", default="1/1", help="part of the missing runs, such as 1/2")
     arguments = parser.parse_args()
 
-    finished = {run.name for run in read_runs(RESULTS)}
+    file = RESULTS / ("overtrained.jsonl" if arguments.overtrained else "choosing.jsonl")
+    runs = overtrained_runs() if arguments.overtrained else study_runs()
+    finished = {run.name for run in read_runs(file)}
     part, num_parts = map(int, arguments.part.split("/"))
-    missing = [run for run in study_runs() if run.name not in finished]
+    missing = [run for run in runs if run.name not in finished]
     missing = missing[part - 1 :: num_parts][: arguments.runs]
     if missing:
-        _add_runs(missing, arguments.folder.absolute())
-    print(report(read_runs(RESULTS)))
+        _add_runs(missing, arguments.folder.absolute(), file)
+    print(copies_report(read_runs(file)) if arguments.overtrained else report(read_runs(file)))
 
 
-def _add_runs(missing: Sequence[StudyRun], folder: Path) -> None:
+def _add_runs(missing: Sequence[StudyRun], folder: Path, results_file: Path) -> None:
     import torch
 
     from demo.learned import load_pipeline
@@ -66,8 +70,8 @@ def _add_runs(missing: Sequence[StudyRun], folder: Path) -> None:
         print(f"{run.name}: CPU seconds {lines[0]['cpu_seconds']}", flush=True)
 
         # One write at the end, so that an interrupted run leaves no lines.
-        RESULTS.parent.mkdir(exist_ok=True)
-        with RESULTS.open("a", encoding="utf-8") as file:
+        results_file.parent.mkdir(exist_ok=True)
+        with results_file.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 

@@ -25,7 +25,7 @@ import polars as pl
 from demo.learned import MAX_LOST
 from demo.world import Array
 from pipeline.evaluation.choice import Choice, choose
-from pipeline.evaluation.numbers import SCORES, measured
+from pipeline.evaluation.numbers import SCORES, StepNumbers, measured
 from pipeline.recipe.evaluation import LimitSettings
 
 MIN_RATIO = 0.97
@@ -120,6 +120,10 @@ class FinishedRun:
     def choice(self, scorer: str) -> Choice:
         """Return the evaluation's choice with one scorer."""
         return choose(measured(_scores(self.lines[1:], scorer)), LIMITS)
+
+    def numbers(self, scorer: str) -> StepNumbers:
+        """Return the numbers of the last step with one scorer."""
+        return measured(_scores(self.lines[-1:], scorer)).steps[0]
 
     def published(self, step: int) -> Published:
         """Return the worth of a step."""
@@ -259,6 +263,16 @@ def _mean_ratio(steps: Sequence[Published | None]) -> str:
     mean = sum(step.ratio for step in present) / len(present)
     error = math.sqrt(sum(step.error**2 for step in present)) / len(present)
     return f"{mean:.3f} ± {error:.3f}"
+
+
+def copies_report(runs: Sequence[FinishedRun]) -> str:
+    """Return a table of the numbers that show what the last steps have memorised, as Markdown."""
+    lines = ["| run | truth | copies, world | copies, pixels | drift, pixels |", "|---|---|---|---|---|"]
+    for run in sorted(runs, key=lambda run: run.name):
+        world, pixels = run.numbers("world"), run.numbers("pixels")
+        truth = run.concept[run.last()].mean()
+        lines.append(f"| {run.name} | {truth:.2f} | {world.copies} | {pixels.copies} | {pixels.drift} |")
+    return "\n".join(lines) + "\n"
 
 
 def _cost_table(runs: Sequence[FinishedRun]) -> list[str]:

@@ -36,12 +36,18 @@ if TYPE_CHECKING:
 STEPS, SAVE_EVERY = 280, 40
 """The first step that is saved is not measured, because it has learned nothing."""
 
+OVERTRAINED_STEPS = 800
+"""Ten times the step at which six pictures are learned."""
+
 # Six steps in float32 take twice as long; the fractions of right pictures differed by at most 0.1.
 _DENOISING_STEPS = 4
 _DTYPE = torch.bfloat16
 
 LEARNING_RATES = (5e-3, 1.2e-2, 2e-3)
 """A rate that suits the demo, one that is too high, and one that is too low."""
+
+# A rate of 0.005 destroys the LoRA in so many steps.
+OVERTRAINED_RATE = 2e-3
 
 SEEDS = (1, 2)
 
@@ -72,11 +78,14 @@ class StudyRun:
     dataset: str
     learning_rate: float
     seed: int
+    steps: int = STEPS
+    save_every: int = SAVE_EVERY
 
     @property
     def name(self) -> str:
         """Name of the run in the results."""
-        return f"{self.dataset}, {self.learning_rate:g}, seed {self.seed}"
+        steps = "" if self.steps == STEPS else f", {self.steps} steps"
+        return f"{self.dataset}, {self.learning_rate:g}, seed {self.seed}{steps}"
 
 
 def study_runs() -> list[StudyRun]:
@@ -87,15 +96,15 @@ def study_runs() -> list[StudyRun]:
     ]
 
 
-def train(
-    run: StudyRun,
-    dataset: StudyDataset,
-    folder: Path,
-    cache: Path,
-    *,
-    steps: int = STEPS,
-    save_every: int = SAVE_EVERY,
-) -> Recipe:
+def overtrained_runs() -> list[StudyRun]:
+    """Return ten runs that train six pictures much too long; only their last step is measured."""
+    half = OVERTRAINED_STEPS // 2
+    return [
+        StudyRun("six pictures", OVERTRAINED_RATE, seed, OVERTRAINED_STEPS, half) for seed in range(1, 11)
+    ]
+
+
+def train(run: StudyRun, dataset: StudyDataset, folder: Path, cache: Path) -> Recipe:
     """Train the run in an empty folder by the recipe's job, and return its recipe."""
     from assets.definitions import build_definitions
 
@@ -117,12 +126,12 @@ def train(
         checks={"near_duplicate_bits": 0},
         accelerate={"cpu_threads": 1},
         training={
-            "steps": steps,
+            "steps": run.steps,
             "learning_rate": run.learning_rate,
             "lr_scheduler": "constant",
             "seed": run.seed,
-            "checkpoint_every": save_every,
-            "validate_every": save_every,
+            "checkpoint_every": run.save_every,
+            "validate_every": run.save_every,
             "sample_every": 0,
             "trackers": [],
         },

@@ -17,9 +17,9 @@ from pipeline.recipe.project import project_root
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_short_run_has_truth_loss_and_scores_of_every_step(tmp_path: Path) -> None:
-    run, dataset = StudyRun("six pictures", 1e-5, 1), study_datasets()["six pictures"]
+    run, dataset = StudyRun("six pictures", 1e-5, 1, 30, 10), study_datasets()["six pictures"]
     (tmp_path / "run").mkdir()
-    recipe = train(run, dataset, tmp_path / "run", tmp_path / "cache", steps=30, save_every=10)
+    recipe = train(run, dataset, tmp_path / "run", tmp_path / "cache")
     lines = results(run, dataset, recipe, Artist(load_pipeline(project_root() / "demo" / "base")))
 
     assert [line["step"] for line in lines] == [0, 20, 30]
@@ -40,9 +40,9 @@ def test_a_short_run_has_truth_loss_and_scores_of_every_step(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_lora_that_is_merged_draws_what_it_draws_beside_the_weights(tmp_path: Path) -> None:
-    run, dataset = StudyRun("six pictures", 1e-2, 1), study_datasets()["six pictures"]
+    run, dataset = StudyRun("six pictures", 1e-2, 1, 20), study_datasets()["six pictures"]
     (tmp_path / "run").mkdir()
-    lora = train(run, dataset, tmp_path / "run", tmp_path / "cache", steps=20).output_dir / "lora"
+    lora = train(run, dataset, tmp_path / "run", tmp_path / "cache").output_dir / "lora"
     pipeline, prompts = load_pipeline(project_root() / "demo" / "base"), ["a red zorp on a white background"]
     before = draw_prompts(pipeline, prompts, seed=0)[0].astype(int)
     merged = draw_prompts(with_lora(pipeline, lora), prompts, seed=0)[0].astype(int)
