@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +185,7 @@ def results(run: StudyRun, dataset: StudyDataset, recipe: Recipe, artist: Artist
     cells = evaluation_cells(dataset)
     drawn: list[tuple[int, str, str, int, Array]] = []
     lines: list[Result] = []
-    seconds = dict.fromkeys(("pictures", "features", "truth"), 0.0)
+    seconds = {"pictures": 0.0, "features": 0.0, "truth": 0.0}
     for step, file in {0: None, **files}.items():
         with _timed(seconds, "pictures"):
             loaded = file and artist.load(file)
@@ -209,7 +209,7 @@ def results(run: StudyRun, dataset: StudyDataset, recipe: Recipe, artist: Artist
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+def _timed(seconds: dict[str, float], part: str) -> Generator[None]:
     start = time.process_time()
     yield
     seconds[part] += time.process_time() - start
