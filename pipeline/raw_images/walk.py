@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,11 @@ def _remove_excluded(walk: WalkResult, is_excluded: Callable[[str], bool]) -> No
 
 def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame, list[Problem]]:
     """Return the files with their sample ids, and a problem for each file that cannot have one."""
-    undecodable = [file for file in files if printable(file.path) != file.path]
+    # One text of all names, because a call for each takes a tenth of an unchanged scan.
+    names = "\n".join(file.path for file in files)
+    undecodable = (
+        [file for file in files if printable(file.path) != file.path] if printable(names) != names else []
+    )
     valid = [file for file in files if printable(file.path) == file.path] if undecodable else files
     problems = [
         Problem(
@@ -138,8 +143,9 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
     ]
 
     schema = {"path": pl.String, **dict.fromkeys(STAT, pl.Int64), "composed": pl.String}
-    composed = [unicodedata.normalize("NFC", file.path) for file in valid]
-    columns = [[file[index] for file in valid] for index in range(1 + len(STAT))]
+    columns = [list(map(itemgetter(index), valid)) for index in range(1 + len(STAT))]
+    paths = columns[0]
+    composed = paths if names.isascii() else [unicodedata.normalize("NFC", path) for path in paths]
     table = pl.DataFrame([*columns, composed], schema=schema, orient="col").with_columns(
         dataset=pl.lit(dataset), sample_id=pl.lit(f"{dataset}/") + pl.col("composed")
     )
