@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from textwrap import fill
 from typing import Any, cast
 
 from bench import results
@@ -148,6 +149,8 @@ def _run(name: str, run: dict[str, Any]) -> str:
     if "peers" in run:
         peers = run["peers"]
         lines += [_PEERS.format(**peers), "", *peers_table(peers), ""]
+        if "conditions" in peers:
+            lines += [fill(peers["conditions"], 110), ""]
     if "export_check" in run:
         lines += [_EXPORT_CHECK, "", *_export_check_table(run["export_check"]), ""]
     if "growth" in run:
