@@ -84,6 +84,7 @@ def command(
     elif images is not None:
         _write_new(name, file, images, base or DEFAULT_BASE, options)
     echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
+    echo(f"then: {RUN_RECIPE} {name} --cache-only, and latentline diagnose {name}: captions that do not fit")
     echo(f"then: {RUN_RECIPE} {name}")
 
 

@@ -150,6 +150,7 @@ def test_C13_without_any_captions_the_last_lines_say_so(configs: Path, tmp_path:
     )
     assert warning in output
     assert output.index("wrote ") < output.index("WARNING") < output.index("next: ")
+    assert output.index("next: ") < output.index("latentline diagnose roses") < output.rindex("then: ")
 
 
 def test_C13_images_without_a_text_file_are_reported(configs: Path, tmp_path: Path) -> None:
