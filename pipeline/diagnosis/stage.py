@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 ASSET = "diagnosis"
 
-MIN_DECIDED = 0.5
-"""Minimum fraction of captions with a verdict. With fewer, the base model cannot tell the captions apart."""
+MIN_FITTING = 0.5
+"""Minimum fraction of captions that fit. A base model that does not know the words prefers one of many other
+captions for nearly every image, and often with certainty.
+"""
 
 NUM_WORST = 20
 """Number of captions in the report, the worst first."""
@@ -140,12 +142,13 @@ def cannot_tell(entries: RecipeEntries, table: pl.DataFrame) -> str:
         )
     if table["key"].null_count() == len(table):
         return f"cannot tell: no image has {MIN_OTHERS} captions of other images with other words"
-    decided = table.filter(pl.col("verdict") != "cannot tell").height
-    if decided < MIN_DECIDED * len(table):
+    fitting = table.filter(verdict="fits").height
+    if fitting < MIN_FITTING * len(table):
         captions = counted(len(table), "caption")
         return (
-            f"cannot tell: the base model distinguishes the caption from others for only {decided:,} of "
-            f"{captions}, so it does not know what the captions describe, or they are too much alike"
+            f"cannot tell: for the base model, only {fitting:,} of {captions} fit their images better than "
+            "other captions, so it does not know what the captions describe, they are too much alike, or "
+            "most of them are wrong"
         )
     return ""
 

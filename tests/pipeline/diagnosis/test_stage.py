@@ -105,6 +105,16 @@ def test_a_better_caption_is_named_only_for_a_caption_that_does_not_fit(project:
     assert cannot_tell(RecipeEntries(project.recipe), table) == ""
 
 
+def test_a_base_model_that_prefers_other_captions_for_most_images_cannot_tell(project: Project) -> None:
+    """As one does that knows none of the words; tests/demo/test_defects.py measures it."""
+    inputs = swapped_inputs(RecipeEntries(project.recipe), project.latents, project.text)
+    wrong = Verdict(score=0.2, low=0.1, high=0.3, best=2, passes=10)
+    right = Verdict(score=-0.2, low=-0.3, high=-0.1, best=1, passes=10)
+    verdicts = {key: wrong if number < 3 else right for number, key in enumerate(inputs["key"])}
+    table = diagnosis_table(inputs, verdicts)
+    assert "only 2 of 5 captions fit" in cannot_tell(RecipeEntries(project.recipe), table)
+
+
 def test_keys_depend_on_content_and_captions_and_on_no_name(project: Project) -> None:
     entries = RecipeEntries(project.recipe)
     before = swapped_inputs(entries, project.latents, project.text)
