@@ -125,7 +125,7 @@ def test_every_message_on_the_troubleshooting_page_is_in_the_source() -> None:
     assert len(quoted) >= 15
     files = [
         path
-        for layer in ("pipeline", "resources", "launchers", "assets")
+        for layer in ("latentline", "pipeline", "resources", "launchers", "assets")
         for path in (ROOT / layer).rglob("*.py")
     ]
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text("utf-8") for path in files))

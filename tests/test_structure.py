@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("pipeline", "assets", "resources", "launchers")
+LAYERS = ("latentline", "pipeline", "assets", "resources", "launchers")
 TORCH_LIBRARIES = {"torch", "diffusers", "transformers", "accelerate", "peft"}
 LIBRARIES_WITH_PRIVATE_MODULES = (
     "dagster",

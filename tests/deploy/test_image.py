@@ -36,7 +36,7 @@ def test_the_build_context_has_only_what_the_image_needs() -> None:
     assert patterns[0] == "*", "everything that is not named stays out"
     included = {line[1:].rstrip("/") for line in patterns if line.startswith("!")}
     assert {name for name in included if not (ROOT / name).exists()} == set()
-    assert {"assets", "configs", "demo", "pipeline", "resources"} <= included
+    assert {"assets", "configs", "demo", "latentline", "pipeline", "resources"} <= included
     copied = re.findall(r"^COPY (?!--from|\. )(.*) \S+$", DOCKERFILE, re.MULTILINE)
     assert {name for line in copied for name in line.split()} <= included
 

@@ -24,7 +24,7 @@ import importlib.util, sys
 from pathlib import Path
 repository = Path(sys.argv[1])
 print([path for path in sys.path if Path(path) == repository])
-for name in ("pipeline", "assets", "resources", "launchers"):
+for name in ("latentline", "pipeline", "assets", "resources", "launchers"):
     print(importlib.util.find_spec(name).origin)
 """
 """Prints where the project's packages come from."""
@@ -94,7 +94,7 @@ def test_an_installed_wheel_trains_in_a_folder_that_init_wrote(tmp_path: Path, p
     programs = install(build_wheel(tmp_path), tmp_path / "environment")
     repository, *origins = run(programs / "python", "-c", FOREIGN, ROOT, cwd=tmp_path).splitlines()
     assert repository == "[]"
-    assert len(origins) == 4
+    assert len(origins) == 5
     assert all(Path(each).is_relative_to(tmp_path / "environment") for each in origins)
 
     # Messages name extras, whose packages pip finds through the installed wheel.
