@@ -6,6 +6,7 @@ Nothing imported from here may import torch, diffusers, transformers or accelera
 import os
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import click
 from dagster import Definitions, colored_console_logger, definitions
@@ -19,7 +20,14 @@ from assets.sources import source_assets, start_dependency
 from pipeline.errors import RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
-from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder, recipes_dir
+from pipeline.recipe import (
+    BrokenRecipe,
+    Recipe,
+    RecipeFolder,
+    load_recipe_files,
+    load_recipe_folder,
+    recipes_dir,
+)
 from pipeline.recipe.deployment import Deployment, load_deployment
 from pipeline.reporting.terminal import find_terminal
 from resources.summarized_executor import summarized
@@ -28,6 +36,22 @@ from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 STRICT_VARIABLE = "LATENTLINE_STRICT"
 """Environment variable; with 1, a broken recipe fails the definitions, for checks of them in CI."""
+
+
+def shared_definitions(
+    recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe], deployment: Deployment
+) -> Definitions:
+    """Return what the recipes of a code location share: resources, executor, sensors and source assets."""
+    return Definitions(
+        resources={
+            TABLES_RESOURCE: TableIOManager(recipes=recipes),
+            LAUNCHER_RESOURCE: build_launcher(deployment),
+        },
+        loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
+        executor=summarized(build_executor(deployment), recipes),
+        sensors=[dead_runs_sensor, *alert_sensors(recipes, broken)],
+        assets=source_assets(recipes),
+    )
 
 
 def build_definitions(
@@ -42,27 +66,21 @@ def build_definitions(
         DeploymentError: The deployment is invalid, or names something that is not installed.
     """
     deployment = load_deployment() if deployment is None else deployment
-    shared = Definitions(
-        resources={
-            TABLES_RESOURCE: TableIOManager(recipes=recipes),
-            LAUNCHER_RESOURCE: build_launcher(deployment),
-        },
-        loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
-        executor=summarized(build_executor(deployment), recipes),
-        sensors=[dead_runs_sensor, *alert_sensors(recipes, broken)],
-        assets=source_assets(recipes),
-    )
     pool = gpu_pool(deployment)
     usable_graphs = [
         recipe_graph(recipe, pool=pool, start=start_dependency(recipe, recipes)) for recipe in recipes
     ]
     names = [recipe.name for recipe in recipes]
+    shared = shared_definitions(recipes, broken, deployment)
     return Definitions.merge(shared, *usable_graphs, *broken_recipe_graphs(broken, names))
 
 
-def load_project_recipes() -> RecipeFolder:
-    """Return the project's recipes; a recipe with bucket edges that its model rejects is broken."""
-    recipes, broken = load_recipe_folder()
+def load_project_recipes(files: Sequence[Path] | None = None) -> RecipeFolder:
+    """Return the recipes in `files`, by default the project's folder of recipes.
+
+    A recipe with bucket edges that its model rejects is broken.
+    """
+    recipes, broken = load_recipe_folder() if files is None else load_recipe_files(files)
     usable: list[Recipe] = []
     for recipe in recipes:
         try:
@@ -72,6 +90,11 @@ def load_project_recipes() -> RecipeFolder:
         else:
             usable.append(recipe)
     return RecipeFolder(usable, broken)
+
+
+def is_strict() -> bool:
+    """Return True if broken recipes fail the definitions."""
+    return os.environ.get(STRICT_VARIABLE, "").strip() not in ("", "0")
 
 
 @definitions
@@ -85,7 +108,7 @@ def defs() -> Definitions:
 def _project_definitions() -> Definitions:
     find_terminal()
     recipes, broken = load_project_recipes()
-    if broken and os.environ.get(STRICT_VARIABLE, "").strip() not in ("", "0"):
+    if broken and is_strict():
         raise RecipeError(
             "\n".join(each.summary() for each in broken),
             where=f"{recipes_dir()}, with {STRICT_VARIABLE}",

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -88,7 +88,15 @@ def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
         fix = f"create it, or set {CONFIGS_VARIABLE} to the folder of your recipes"
         raise RecipeError("the folder of recipes does not exist", where=str(folder), fix=fix)
 
-    files = _read_folder(folder)
+    return _usable(_read_folder(folder))
+
+
+def load_recipe_files(files: Iterable[Path]) -> RecipeFolder:
+    """Return the recipes of `files` as `load_recipe_folder` does; they may be in several folders."""
+    return _usable([_read(expanded(str(file)).absolute()) for file in files])
+
+
+def _usable(files: Sequence[_RecipeText]) -> RecipeFolder:
     shared = _shared_outputs(files)
     usable = [each.recipe for each in files if each.recipe is not None and each.file not in shared]
     broken = [
