@@ -22,6 +22,7 @@ from pipeline.maintenance.gc_packs import Pack, Packs
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
 from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.outputs.folder import outputs_of
+from pipeline.processes.launch import python_path
 from pipeline.recipe import Recipe, RecipeFolder
 from pipeline.storage.addresses import Address, Url, absolute
 
@@ -128,8 +129,9 @@ def command(
     if num_dagster_runs is not None:
         if recipes or cache_dirs or keep_s is not None or num_kept_runs is not None:
             raise click.UsageError("--dagster-runs excludes recipes, --keep, --keep-runs and --cache-dir.")
-        arguments = ["-m", HISTORY_MODULE, str(num_dagster_runs), *(["--delete"] if do_delete else [])]
-        environment = {**os.environ, HOME_VARIABLE: str(dagster_home())}
+        # A folder resources/ in the working directory must not hide the module.
+        arguments = ["-P", "-m", HISTORY_MODULE, str(num_dagster_runs), *(["--delete"] if do_delete else [])]
+        environment = {**os.environ, HOME_VARIABLE: str(dagster_home()), "PYTHONPATH": python_path()}
         os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606 - no shell is wanted
     if num_kept_runs is not None:
         if cache_dirs or keep_s is not None:

@@ -16,6 +16,7 @@ import click
 
 from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import RUN_RECIPE, FileAccessError, counted
+from pipeline.processes.launch import python_path
 from pipeline.recipe import Recipe, project_root
 from pipeline.recipe.load import CONFIGS_VARIABLE
 from pipeline.reporting.progress import duration_text
@@ -155,9 +156,11 @@ def _job_command(recipe: Recipe, home: Path, *, cache_only: bool) -> tuple[list[
         **os.environ,
         HOME_VARIABLE: str(home),
         CONFIGS_VARIABLE: str(recipe.source.parent),
+        "PYTHONPATH": python_path(),
     }
     job = f"{recipe.name}_{'cache' if cache_only else 'train'}"
-    return [sys.executable, "-m", RUN_MODULE, str(recipe.source), job], environment
+    # A folder assets/ in the working directory, as Dagster projects have it, must not hide the module.
+    return [sys.executable, "-P", "-m", RUN_MODULE, str(recipe.source), job], environment
 
 
 def results_text(

@@ -48,3 +48,29 @@ def test_a_checkout_in_front_of_the_installed_packages_is_used_as_a_whole(tmp_pa
     completed = run(link, cwd=tmp_path)
     assert (completed.returncode, completed.stderr) == (0, "")
     assert completed.stdout.split()[-1] == latentline.__version__
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("resources/old_dagster_runs.py", ["gc", "--dagster-runs", "1"]),
+        pytest.param("assets/run.py", ["run", "flowers.yaml"], marks=pytest.mark.slow),
+    ],
+)
+def test_O19_modules_in_the_working_directory_are_not_executed(
+    tmp_path: Path, module: str, arguments: list[str]
+) -> None:
+    example = ROOT / "configs" / "examples" / "flowers_sd15.yaml"
+    (tmp_path / "flowers.yaml").write_text(example.read_text("utf-8"), "utf-8")
+    (tmp_path / "home").mkdir()
+    foreign = tmp_path / module
+    foreign.parent.mkdir()
+    (foreign.parent / "__init__.py").touch()
+    foreign.write_text("raise SystemExit('imported')\n", "utf-8")
+    program = str(Path(sys.executable).parent / "latentline")
+    variables = os.environ | {"DAGSTER_HOME": str(tmp_path / "home")}
+    variables.pop("PYTHONPATH", None)
+    completed = subprocess.run(
+        [program, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert "imported" not in completed.stderr
