@@ -146,17 +146,16 @@ class SensorState:
 
 
 def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None:
-    """Return the schedule `<recipe>_recache` of a job, or None if the recipe does not enable one."""
-    cron = _enabled_cron(recipe.name, recipe.recache)
-    if cron is None:
+    """Return the schedule `<recipe>_recache` of a job, or None without a cron expression."""
+    if recipe.recache.cron is None:
         return None
 
     @schedule(
-        cron_schedule=cron,
+        cron_schedule=spread_cron(recipe.recache.cron, recipe.name),
         execution_timezone=recipe.recache.timezone,
         job_name=job_name,
         name=f"{recipe.name}_recache",
-        default_status=DefaultScheduleStatus.RUNNING,
+        default_status=_schedule_status(recipe.recache),
         description=f"Brings the cache of {recipe.name} up to date, unless one of its runs is in progress.",
     )
     def recache(context: ScheduleEvaluationContext) -> RunRequest | SkipReason:
@@ -169,15 +168,15 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
 
 
 def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
-    """Return the sensor `<recipe>_dataset_changed` of a job, or None if the recipe does not enable one."""
-    if not _watches(recipe.recache):
+    """Return the sensor `<recipe>_dataset_changed` of a job, or None without `recache.on_change`."""
+    if not recipe.recache.on_change:
         return None
 
     @sensor(
         job_name=job_name,
         name=f"{recipe.name}_dataset_changed",
         minimum_interval_seconds=recipe.recache.settle_s,
-        default_status=DefaultSensorStatus.RUNNING,
+        default_status=_sensor_status(recipe.recache),
         description=f"Starts {recipe.name}_cache when images, captions or recipe have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
@@ -294,16 +293,15 @@ def skipping_schedule(
     recipe: str, recache: RecacheSettings, job_name: str, reason: str
 ) -> ScheduleDefinition | None:
     """Return the schedule of a broken recipe, which starts nothing, or None as `recache_schedule` does."""
-    cron = _enabled_cron(recipe, recache)
-    if cron is None:
+    if recache.cron is None:
         return None
 
     @schedule(
-        cron_schedule=cron,
+        cron_schedule=spread_cron(recache.cron, recipe),
         execution_timezone=recache.timezone,
         job_name=job_name,
         name=f"{recipe}_recache",
-        default_status=DefaultScheduleStatus.RUNNING,
+        default_status=_schedule_status(recache),
         description="Starts nothing until the recipe is repaired.",
     )
     def skip(context: ScheduleEvaluationContext) -> SkipReason:
@@ -317,14 +315,14 @@ def skipping_sensor(
     recipe: str, recache: RecacheSettings, job_name: str, reason: str
 ) -> SensorDefinition | None:
     """Return the sensor of a broken recipe, which starts nothing and leaves its cursor unchanged, or None."""
-    if not _watches(recache):
+    if not recache.on_change:
         return None
 
     @sensor(
         job_name=job_name,
         name=f"{recipe}_dataset_changed",
         minimum_interval_seconds=recache.settle_s,
-        default_status=DefaultSensorStatus.RUNNING,
+        default_status=_sensor_status(recache),
         description="Starts nothing until the recipe is repaired.",
     )
     def skip(context: SensorEvaluationContext) -> SensorResult:
@@ -333,13 +331,12 @@ def skipping_sensor(
     return skip
 
 
-# A recipe that is not enabled has neither, because 20 recipes would fill the page with 40 idle switches.
-def _enabled_cron(recipe: str, recache: RecacheSettings) -> str | None:
-    return spread_cron(recache.cron, recipe) if recache.enabled and recache.cron is not None else None
+def _schedule_status(recache: RecacheSettings) -> DefaultScheduleStatus:
+    return DefaultScheduleStatus.RUNNING if recache.enabled else DefaultScheduleStatus.STOPPED
 
 
-def _watches(recache: RecacheSettings) -> bool:
-    return recache.enabled and recache.on_change
+def _sensor_status(recache: RecacheSettings) -> DefaultSensorStatus:
+    return DefaultSensorStatus.RUNNING if recache.enabled else DefaultSensorStatus.STOPPED
 
 
 @sensor(

@@ -262,10 +262,7 @@ class RecacheSettings(Settings):
         "and starts the job, when two scans in a row find the same files. Increase it for slow copies and "
         "for large datasets.",
     )
-    enabled: bool = Field(
-        default=False,
-        description="Switch for both the schedule and the sensor. Without it, Dagster's UI shows neither.",
-    )
+    enabled: bool = Field(default=False, description="Switch for both the schedule and the sensor.")
 
 
 class RecipeFile(Settings):

@@ -379,29 +379,28 @@ def test_a_remote_dataset_that_cannot_be_listed_skips_the_tick(
     assert "cannot be listed" in ticks.evaluate()
 
 
+@pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize(
     ("recache", "schedules", "sensors"),
     [
-        ({"enabled": False}, [], []),
         ({}, ["flowers_recache"], ["flowers_dataset_changed"]),
         ({"on_change": False}, ["flowers_recache"], []),
         ({"cron": None}, [], ["flowers_dataset_changed"]),
+        ({"cron": None, "on_change": False}, [], []),
     ],
-    ids=["by default", "enabled", "enabled without the sensor", "enabled without the schedule"],
+    ids=["both", "without the sensor", "without the schedule", "neither"],
 )
-def test_L3_only_an_enabled_recipe_has_a_schedule_and_a_sensor_and_they_are_running(
-    tmp_path: Path, recache: dict[str, Any], schedules: list[str], sensors: list[str]
+def test_L3_a_recipe_has_the_schedule_and_the_sensor_that_it_asks_for_and_enabled_starts_them(
+    tmp_path: Path, recache: dict[str, Any], schedules: list[str], sensors: list[str], enabled: bool
 ) -> None:
-    repository = repository_of(recipe(tmp_path, **recache))
+    repository = repository_of(small_recipe(tmp_path, recache={"enabled": enabled, **recache}))
     running = {each.name: each.default_status for each in repository.schedule_defs}
-    assert running == dict.fromkeys(schedules, DefaultScheduleStatus.RUNNING)
+    status = DefaultScheduleStatus.RUNNING if enabled else DefaultScheduleStatus.STOPPED
+    assert running == dict.fromkeys(schedules, status)
     watching = {each.name: each.default_status for each in repository.sensor_defs if each.name != "dead_runs"}
-    assert watching == dict.fromkeys(sensors, DefaultSensorStatus.RUNNING)
-
-
-def test_L3_the_schedule_and_the_sensor_are_off_by_default(tmp_path: Path) -> None:
-    repository = repository_of(small_recipe(tmp_path))
-    assert [each.name for each in (*repository.schedule_defs, *repository.sensor_defs)] == ["dead_runs"]
+    assert watching == dict.fromkeys(
+        sensors, DefaultSensorStatus.RUNNING if enabled else DefaultSensorStatus.STOPPED
+    )
 
 
 def test_L4_the_names_of_recipes_spread_the_minutes_of_their_schedules(tmp_path: Path) -> None:
