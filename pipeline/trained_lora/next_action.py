@@ -133,15 +133,17 @@ def _reason(job: TrainingJob, layout: RunLayout, first_step: int) -> str:
     """Return why a run with facts is not finished."""
     steps = job.recipe.training.num_steps
     saved, trained = lora_steps(layout), read_record(layout.finished).get("steps")
+    no_state = f"no checkpoint up to step {steps:,} has its optimizer state, see training.keep_checkpoints"
     if first_step == steps:
         return "its LoRA files are missing or have changed, and are exported again"
     if trained == steps:
         return "its LoRA files are missing or have changed"
     if trained is not None:
-        return f"it has finished with {trained:,} steps"
+        finished = f"it has finished with {trained:,} steps"
+        return finished if first_step else f"{finished}, and {no_state}"
     if steps in saved:
         command = f"latentline export {job.recipe.name} --step {steps}"
         return f"step {steps} is trained again; {command} publishes the LoRA that was saved then"
     if first_step or not saved:
         return "it was stopped" if first_step else "it was stopped before its first checkpoint"
-    return f"no checkpoint up to step {steps:,} has its optimizer state, see training.keep_checkpoints"
+    return no_state

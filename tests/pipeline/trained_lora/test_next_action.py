@@ -44,6 +44,15 @@ def trained_steps(project: Project, log: list[str] | None = None) -> tuple[int, 
         pytest.param({}, {}, "finished", 6, "", id="unchanged"),
         pytest.param({}, {"steps": 8}, "resume", 6, "it has finished with 6 steps", id="longer"),
         pytest.param({}, {"steps": 4}, "publish", 4, "", id="shorter"),
+        pytest.param(
+            {},
+            {"steps": 3},
+            "restart",
+            0,
+            "it has finished with 6 steps, and no checkpoint up to step 3 has its optimizer state, "
+            "see training.keep_checkpoints",
+            id="between",
+        ),
         pytest.param({}, {"seed": 8}, "new", 0, "it differs from {run} in plan.seed 7 -> 8", id="seed"),
     ],
 )
