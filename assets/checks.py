@@ -145,11 +145,8 @@ def _path_isolation_result(error: PathIsolationError | None) -> AssetCheckResult
 
 def _check_result(finding: "Finding") -> AssetCheckResult:
     rows = {"rows": table_metadata(finding.rows)} if finding.rows else {}
-    numbers, texts = finding.numbers, {"summary": finding.summary, "fix": finding.fix}
-    if finding.passed:
-        # The event log stores each entry three times, and the description has the summary.
-        numbers = {name: value for name, value in numbers.items() if (name, value) != ("num_rows", 0)}
-        texts = {}
+    # The description has the text too, and the event log stores each entry three times.
+    texts = {} if finding.passed else {"summary": finding.summary, "fix": finding.fix}
     shown = {name: MetadataValue.text(printable_lines(text)) for name, text in texts.items() if text}
     description = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
 
@@ -159,5 +156,5 @@ def _check_result(finding: "Finding") -> AssetCheckResult:
         passed=finding.passed,
         severity=AssetCheckSeverity.ERROR if finding.severity == "error" else AssetCheckSeverity.WARN,
         description=markdown_lines(description),
-        metadata={**report_metadata(numbers), **rows, **shown},
+        metadata={**report_metadata(finding.numbers), **rows, **shown},
     )
