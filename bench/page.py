@@ -43,7 +43,7 @@ weights that are created from their published configurations, so nothing is down
 - To run only some experiments, pass the beginning of their names, such as
   `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`.
 - `--folder` keeps models and caches, so that the next call does not create them again.
-- `bitsandbytes` and `torchao` (`pip install 'latentline[gpu]'`) add quantized weights and the 8-bit optimizer.
+- `pip install 'latentline[gpu]'` (`bitsandbytes`, `torchao`) adds quantized weights and the 8-bit optimizer.
 - `--tiny` runs the same code with tiny models, also on a CPU.
 
 Results of one commit and GPU are collected in `bench/results/gpu.json`, and appear on this page when it is

@@ -468,6 +468,10 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Re
         "gpu": finished.get("gpu"),
         "node": finished.get("node"),
         "scheduler_job": finished.get("scheduler_job"),
+        # Of optimizer steps, also of processes that were interrupted; not of start-up, previews and validation.
+        "node_hours": round(
+            sum(line.get("seconds", 0.0) for line in metrics) * finished.get("num_nodes", 1) / 3600, 4
+        ),
         "offload": finished.get("offload", "none"),
         "peak_memory_bytes": finished["peak_memory_bytes"],
         "warnings": finished["warnings"],

@@ -20,6 +20,7 @@ import torch
 from pipeline.errors import LatentlineError, TrainingError, counted
 from pipeline.models.worker.family import load_family
 from pipeline.processes.cluster_variables import scheduler_job
+from pipeline.processes.machines import machines_of_this_process
 from pipeline.processes.pipes import rank
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
@@ -412,6 +413,7 @@ class _TrainingRun:
             "device": str(device),
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "node": platform.node(),
+            "num_nodes": machines_of_this_process().number,
             "scheduler_job": scheduler_job(os.environ),
             "offload": engine.resident.offload,
             "num_weights": self._num_weights(),

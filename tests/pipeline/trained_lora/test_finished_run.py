@@ -26,6 +26,7 @@ from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.earlier_step import publish_last_step
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from tests.damage import DAMAGES
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.packs_case import pack_everything
@@ -59,6 +60,17 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(tra
     assert len(launch.job_files) == 1
     assert third.report["resumed_from"] == 4
     assert differing_tensors(load_file(lora / FILES[-1]), original) == []
+
+
+def test_node_hours_are_those_of_all_steps_on_all_machines(trained: Project) -> None:
+    layout = RunLayout(run_folders(trained)[0])
+    steps = read_metrics(layout.metrics, 99)
+    lines = [json.dumps({**line, "seconds": 1800.0}) + "\n" for line in steps]
+    layout.metrics.write_text("".join(lines), encoding="utf-8")
+    finished = json.loads(layout.finished.read_text(encoding="utf-8"))
+    assert finished["num_nodes"] == 1
+    layout.finished.write_text(json.dumps({**finished, "num_nodes": 2}), encoding="utf-8")
+    assert run(trained, InProcessLaunch()).report["node_hours"] == len(steps)
 
 
 COMPANIONS = ("samples.parquet", "samples.jpg", "README.md", "provenance.json")
