@@ -468,7 +468,7 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Re
         "gpu": finished.get("gpu"),
         "node": finished.get("node"),
         "scheduler_job": finished.get("scheduler_job"),
-        # Of optimizer steps, also of processes that were interrupted; not of start-up, previews and validation.
+        # Of optimizer steps, also of interrupted processes; not of start-up, previews and validation.
         "node_hours": round(
             sum(line.get("seconds", 0.0) for line in metrics) * finished.get("num_nodes", 1) / 3600, 4
         ),

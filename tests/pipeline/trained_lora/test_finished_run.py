@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from pipeline.cache.pack_copies import CopySettings, PackCopies
 from pipeline.reporting.findings import CheckContext
 from pipeline.storage.addresses import Url
+from pipeline.storage.checked_json import write_checked
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
@@ -69,7 +70,7 @@ def test_node_hours_are_those_of_all_steps_on_all_machines(trained: Project) -> 
     layout.metrics.write_text("".join(lines), encoding="utf-8")
     finished = json.loads(layout.finished.read_text(encoding="utf-8"))
     assert finished["num_nodes"] == 1
-    layout.finished.write_text(json.dumps({**finished, "num_nodes": 2}), encoding="utf-8")
+    write_checked(layout.finished, {**finished, "num_nodes": 2})
     assert run(trained, InProcessLaunch()).report["node_hours"] == len(steps)
 
 
@@ -273,6 +274,7 @@ import sys
 from pathlib import Path
 from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Url
+from pipeline.storage.checked_json import write_checked
 from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora.stage import train_lora
