@@ -75,9 +75,9 @@ def test_O12_one_broken_recipe_of_three_leaves_the_definitions_of_the_others_unc
     (configs / "bad.yaml").write_text(BROKEN, encoding="utf-8")
     repository = load()
     assert job_names(repository) == {*job_names(before), *jobs_of("bad")}
-    for definitions in ("schedule_defs", "sensor_defs"):
+    for definitions, own in (("schedule_defs", "bad_recache"), ("sensor_defs", "bad_dataset_changed")):
         names = {each.name for each in getattr(repository, definitions)}
-        assert names == {each.name for each in getattr(before, definitions)}
+        assert names == {own, *(each.name for each in getattr(before, definitions))}
     assets = {AssetKey([recipe, name]) for recipe in ("flowers", "faces", "bad") for name in SPECS}
     assert recipe_keys(repository) == {*assets, AssetKey(["bad", "recipe_error"])}
 

@@ -143,4 +143,4 @@ def test_the_code_version_of_text_embeddings_without_references_changes_with_the
         "output_dir": "/data/out",
         "model": {"base": "stabilityai/stable-diffusion-xl-base-1.0"},
     }
-    assert code_version(recipe_from_mapping("flowers", values), TEXT) == "6cc664a13dda"
+    assert code_version(recipe_from_mapping("flowers", values), TEXT) == "6a2d2db73cb2"

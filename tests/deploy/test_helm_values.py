@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+
+import latentline
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy" / "helm-values.yaml"
@@ -64,8 +65,7 @@ def test_each_volume_is_mounted_and_each_mount_is_a_volume() -> None:
 
 
 def test_versions_are_those_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert deployment()["image"]["tag"] == project["version"]
+    assert deployment()["image"]["tag"] == latentline.__version__
     (dagster,) = re.findall(r"^dagster==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
     assert f"--version {dagster} " in TEXT
 

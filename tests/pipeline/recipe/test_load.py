@@ -301,7 +301,7 @@ def test_a_broken_recipe_has_its_recache_section_if_that_is_valid(tmp_path: Path
     write(tmp_path, "b", GOOD + "recache: {enabled: 7}\n")
     write(tmp_path, "c", "datasets: [\n")
     crons = [each.recache.cron for each in load_recipe_folder(tmp_path).broken]
-    assert crons == ["5 4 * * *", "0 3 * * *", "0 3 * * *"]
+    assert crons == ["5 4 * * *", "H 3 * * *", "H 3 * * *"]
 
 
 def test_recipes_with_the_same_output_folder_of_unknown_owner_are_all_broken(tmp_path: Path):
