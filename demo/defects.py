@@ -1,6 +1,6 @@
 """The study of all that a user can find before training: defects that are planted in the demo's dataset.
 
-    python -m demo.defects outputs/defects            # ten seeds; stop it at any time
+    python -m demo.defects outputs/defects            # ten seeds, half a minute each; stop it at any time
     python -m demo.defects outputs/defects --seeds 0  # the table of the stored results
 
 The results are in demo/results/defects.jsonl, one line per seed.
