@@ -22,6 +22,7 @@ from dagster import (
     sensor,
 )
 
+from assets.automation import is_recipe_run
 from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
 from pipeline.errors import counted
 from pipeline.recipe import BrokenRecipe, Recipe
@@ -31,6 +32,9 @@ from resources.webhook import Alert, Problem, send, webhook
 
 WILL_RETRY_TAG = "dagster/will_retry"
 """Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
+
+_MAX_COMPARED = 100
+"""Maximum number of earlier runs in which the previous one with the same assets is searched."""
 
 RECIPES_S = 60
 """Seconds between two searches for recipes that were excluded."""
@@ -49,6 +53,8 @@ def alert_sensors(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> 
     )
     def failure_alerts(context: RunFailureSensorContext) -> SkipReason | None:
         run = context.dagster_run
+        if not is_recipe_run(run, context.repository_def):
+            return SkipReason(f"run {run.run_id} is of no recipe")
         if run.tags.get(WILL_RETRY_TAG) == "true":
             return SkipReason(f"Dagster starts run {run.run_id} again")
         send(failure_alert(context.instance, run, recipes), address)
@@ -61,9 +67,10 @@ def alert_sensors(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> 
         description="Sends warnings that the previous run of the job did not have to LATENTLINE_WEBHOOK.",
     )
     def warning_alerts(context: RunStatusSensorContext) -> SkipReason | None:
-        alert = warning_alert(context.instance, context.dagster_run)
+        run = context.dagster_run
+        alert = warning_alert(context.instance, run) if is_recipe_run(run, context.repository_def) else None
         if alert is None:
-            return SkipReason(f"run {context.dagster_run.run_id} has no new warnings")
+            return SkipReason(f"run {run.run_id} has no new warnings")
         send(alert, address)
         return None
 
@@ -108,8 +115,22 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
     warnings = _warnings(instance, run.run_id)
     if not warnings:
         return None
-    filters = RunsFilter(job_name=run.job_name, statuses=[DagsterRunStatus.SUCCESS], tags=_recipe_tags(run))
-    earlier = [each.run_id for each in instance.get_runs(filters, limit=2) if each.run_id != run.run_id]
+    record = instance.get_run_record_by_id(run.run_id)
+    assert record is not None  # the sensor has its event
+
+    # Only earlier runs: a later one may have ended before the sensor reads this one.
+    filters = RunsFilter(
+        job_name=run.job_name,
+        statuses=[DagsterRunStatus.SUCCESS],
+        tags=_recipe_tags(run),
+        created_before=record.create_timestamp,
+    )
+    # Runs that were selected by hand have one job, whatever their assets are.
+    earlier = [
+        each.run_id
+        for each in instance.get_runs(filters, limit=_MAX_COMPARED)
+        if each.asset_selection == run.asset_selection
+    ]
     known = _warnings(instance, earlier[0]).keys() if earlier else set[tuple[str, str]]()
     new = [problem for check, problem in warnings.items() if check not in known]
     if not new:

@@ -12,6 +12,7 @@ from typing import Any
 from dagster import (
     AssetKey,
     DagsterInstance,
+    DagsterRun,
     DagsterRunStatus,
     DefaultScheduleStatus,
     DefaultSensorStatus,
@@ -363,9 +364,19 @@ def find_active_run(
         return record.dagster_run.run_id
 
     # Runs of assets that were selected by hand lack the tag of the recipe's jobs.
-    assets = {} if repository is None else repository.assets_defs_by_key
     for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS, job_name=HIDDEN_JOB)):
-        for key in record.dagster_run.asset_selection or ():
-            if key in assets and assets[key].metadata_by_key[key].get(RECIPE) == recipe.name:
-                return record.dagster_run.run_id
+        if recipe.name in _selected_recipes(record.dagster_run, repository):
+            return record.dagster_run.run_id
     return None
+
+
+def is_recipe_run(run: DagsterRun, repository: RepositoryDefinition | None) -> bool:
+    """Return whether a run is of a recipe, and not of another job in the same project."""
+    return RECIPE_TAG in run.tags or bool(_selected_recipes(run, repository))
+
+
+def _selected_recipes(run: DagsterRun, repository: RepositoryDefinition | None) -> set[str]:
+    """Return the recipes whose assets the run selects."""
+    assets = {} if repository is None else repository.assets_defs_by_key
+    metadata = [assets[key].metadata_by_key[key] for key in run.asset_selection or () if key in assets]
+    return {str(each[RECIPE]) for each in metadata if RECIPE in each}

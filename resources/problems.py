@@ -21,6 +21,7 @@ REPORT = "report it with the traceback above"
 """Part of a fix that needs the traceback."""
 
 BUG = f"this is a bug in Latentline or in a package it uses: {REPORT}"
+OTHER_STEP = "read the traceback above; report it if the step is one of Latentline's"
 INTERRUPTIONS = (DagsterExecutionInterruptedError, KeyboardInterrupt)
 
 _OUR_ERRORS = "pipeline.errors."
@@ -167,15 +168,16 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     if (problem := _storage_problem(list(_messages(failure.error)))) is not None:
         return problem
 
-    # Anything else is a bug: the innermost error and its line help most.
-    where = _step_location(event, output_dirs)
+    # Anything else is a bug, in a project with other assets perhaps theirs: the innermost error and its line
+    # help most.
+    where, bug = _step_location(event, output_dirs), BUG if recipe in output_dirs else OTHER_STEP
     error = failure.error
     while error is not None and error.cause is not None:
         error = error.cause
     if error is None:
-        return f"{where} failed\n  where: {where}\n  fix:   {BUG}"
+        return f"{where} failed\n  where: {where}\n  fix:   {bug}"
     line = "".join(error.stack[-1:]).strip().split("\n")[0]
-    return f"{_indented(error.message.strip())}\n  where: {where}\n         {line}\n  fix:   {BUG}"
+    return f"{_indented(error.message.strip())}\n  where: {where}\n         {line}\n  fix:   {bug}"
 
 
 def stopped_step_problem(

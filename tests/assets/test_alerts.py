@@ -17,6 +17,8 @@ from dagster import (
     build_run_status_sensor_context,
     build_sensor_context,
     define_asset_job,
+    job,
+    op,
 )
 from PIL import Image
 
@@ -25,6 +27,7 @@ from assets.definitions import build_definitions
 from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from pipeline.errors import RecipeError
 from pipeline.recipe import BrokenRecipe, Recipe
+from resources.run_summary import summarize_run
 from tests.small_recipe import small_recipe
 from tests.webhook_server import Received, webhook_server
 
@@ -58,13 +61,13 @@ class Location:
 
     def __init__(self, recipe: Recipe, instance: DagsterInstance) -> None:
         keys = [AssetKey(["flowers", name]) for name in ("raw_images", "validated_dataset")]
-        job = define_asset_job(JOB, AssetSelection.assets(*keys), tags={RECIPE_TAG: "flowers"})
-        self.definitions = Definitions.merge(build_definitions([recipe]), Definitions(jobs=[job]))
+        nightly = define_asset_job(JOB, AssetSelection.assets(*keys), tags={RECIPE_TAG: "flowers"})
+        self.definitions = Definitions.merge(build_definitions([recipe]), Definitions(jobs=[nightly]))
         self.instance = instance
 
     def run(self) -> Any:
-        job = self.definitions.resolve_job_def(JOB)
-        return job.execute_in_process(instance=self.instance, raise_on_error=False)
+        nightly = self.definitions.resolve_job_def(JOB)
+        return nightly.execute_in_process(instance=self.instance, raise_on_error=False)
 
     def evaluate(self, sensor: str, result: Any) -> Any:
         """Evaluate an alert's sensor for a run, as the daemon does after its end."""
@@ -171,6 +174,37 @@ def test_a_warning_is_sent_once_until_it_returns(
     (problem,) = alert["problems"]
     assert problem["where"] == "flowers/raw_images, check oddities"
     assert "orphan.txt" in problem["what"] or "caption" in problem["what"]
+
+
+def test_a_warning_is_sent_if_a_later_run_ended_before_the_sensor_read_it(
+    recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
+) -> None:
+    location = Location(recipe, instance)
+    location.run()
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    new, later = location.run(), location.run()
+    location.evaluate("warning_alerts", new)
+    location.evaluate("warning_alerts", later)
+    assert [alert["run_id"] for alert in server.bodies] == [new.run_id]
+
+
+def test_a_failed_job_of_the_project_that_is_of_no_recipe_is_not_sent(
+    recipe: Recipe, instance: DagsterInstance, server: Received
+) -> None:
+    @op
+    def fail() -> None:
+        raise ValueError("not a recipe")
+
+    @job
+    def other() -> None:
+        fail()
+
+    result = other.execute_in_process(instance=instance, raise_on_error=False)
+    assert "of no recipe" in str(Location(recipe, instance).evaluate("failure_alerts", result))
+    assert server.bodies == []
+    (problem,) = summarize_run(instance, result.run_id, [recipe]).problems
+    assert "not a recipe" in problem
+    assert "a bug in Latentline" not in problem
 
 
 def test_without_an_address_there_are_no_sensors_for_alerts(
