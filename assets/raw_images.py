@@ -53,7 +53,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
             require_preview_prompts(recipe)
             require_references(recipe)
             require_training_settings(recipe)
-            trained = with_overrides(recipe, _training_overrides(context, recipe))
+            trained = with_overrides(recipe, training_overrides(context.run.run_config, recipe))
             require_supported_settings(trained)
             require_start_file(trained)
             for dataset in recipe.datasets:
@@ -66,8 +66,10 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
     return raw_images
 
 
-def _training_overrides(context: AssetExecutionContext, recipe: Recipe) -> dict[str, Any]:
-    """Return the configuration of trained_lora in this run, which may change the rank; see `OVERRIDABLE`."""
-    config: Mapping[str, Any] = context.run.run_config
-    steps = config.get("ops", {})
-    return steps.get(step_name(recipe.name, "trained_lora"), {}).get("config", {})
+def training_overrides(run_config: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the configuration of trained_lora in a run, which may change the rank; see `OVERRIDABLE`."""
+    steps = run_config.get("ops", {})
+    overrides = steps.get(step_name(recipe.name, "trained_lora"), {}).get("config", {})
+
+    # Dagster resolves {env: NAME} for trained_lora, which validates all of them again.
+    return {name: value for name, value in overrides.items() if not isinstance(value, Mapping)}

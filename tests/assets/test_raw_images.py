@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dagster import AssetSelection, materialize
+from dagster import AssetSelection, materialize, validate_run_config
 from PIL import Image
 
 from assets.definitions import build_definitions
 from assets.names import GPU_POOL
+from assets.raw_images import training_overrides
 from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe
 from tests.small_recipe import small_recipe
@@ -78,6 +79,18 @@ def test_settings_that_suit_the_base_model_are_scanned(tmp_path: Path, tiny_sd: 
     recipe = recipe_of(tmp_path, tiny_sd)
     assert failure_of(recipe) == ""
     assert (tmp_path / "out" / "tables" / "raw_images.parquet").is_file()
+
+
+def test_overrides_from_environment_variables_are_left_to_trained_lora(tmp_path: Path) -> None:
+    """Dagster accepts them in a run's configuration, and has not resolved them for this step."""
+    recipe = small_recipe(tmp_path)
+    config = {"rank": {"env": "RANK"}, "steps": 4}
+    run_config = {"ops": {"flowers__trained_lora": {"config": config}}}
+    job = build_definitions([recipe]).resolve_job_def("flowers_train")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RANK", "4")
+        validate_run_config(job, run_config)
+    assert training_overrides(run_config, recipe) == {"steps": 4}
 
 
 def test_the_asset_is_described(tmp_path: Path) -> None:
