@@ -32,9 +32,11 @@ def old_runs(instance: DagsterInstance, num_kept: int) -> list[DagsterRun]:
 
 
 def _needed_runs(instance: DagsterInstance) -> set[str]:
-    # Without its latest materialization, an asset would count as never materialized.
+    # Without its latest materialization, an asset would count as never materialized, and without its latest
+    # observation, a dataset or base model as never observed.
     needed = set[str]()
     for key in instance.all_asset_keys():
+        needed.update(record.run_id for record in instance.fetch_observations(key, limit=1).records)
         event = instance.get_latest_materialization_event(key)
         if event is None or event.asset_materialization is None:
             continue

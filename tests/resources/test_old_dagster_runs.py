@@ -9,14 +9,17 @@ import pytest
 from click.testing import CliRunner
 from dagster import (
     AssetKey,
+    AssetObservation,
     AssetsDefinition,
     DagsterInstance,
     DagsterRunStatus,
     MaterializeResult,
     MetadataValue,
+    Output,
     asset,
     job,
     materialize,
+    op,
 )
 
 from resources.old_dagster_runs import delete_run, main, old_runs
@@ -54,6 +57,25 @@ def test_the_newest_runs_and_those_of_the_current_state_stay(instance: DagsterIn
     assert {run.run_id for run in old_runs(instance, 0)} == {second, *failed}
     assert old_runs(instance, 3) == []
     assert {first, third, active}.isdisjoint(run.run_id for run in old_runs(instance, 0))
+
+
+def test_the_latest_observation_of_a_source_stays(instance: DagsterInstance) -> None:
+    folder = AssetKey("folder")
+
+    @op
+    def look() -> Iterator[AssetObservation | Output[None]]:
+        yield AssetObservation(folder)
+        yield Output(None)
+
+    @job
+    def observing() -> None:
+        look()
+
+    first, second = (observing.execute_in_process(instance=instance).run_id for _ in range(2))
+    assert [run.run_id for run in old_runs(instance, 0)] == [first]
+    delete_run(instance, first)
+    (observation,) = instance.fetch_observations(folder, limit=2).records
+    assert observation.run_id == second
 
 
 def test_the_command_lists_runs_and_deletes_them_only_with_the_option(instance: DagsterInstance) -> None:
