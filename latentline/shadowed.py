@@ -4,7 +4,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("pipeline", "assets", "resources")
+PACKAGES = ("pipeline", "assets", "resources", "launchers")
 """Packages that are installed next to `latentline`. Other projects have packages of these names too."""
 
 _FOLDER = Path(__file__).resolve().parents[1]
@@ -14,7 +14,7 @@ def shadowed_packages() -> str | None:
     """Return an error that names packages of other projects and their folders, or None without any."""
     # It imports no top-level package. Unlike `PathFinder`, it calls the finders of editable installs too.
     found = {name: _place(find_spec(name)) for name in PACKAGES}
-    foreign = [name for name in PACKAGES if found[name] != _FOLDER / name]
+    foreign = [name for name, place in found.items() if place not in (None, _FOLDER / name)]
     if not foreign:
         return None
     places = "\n         ".join(
@@ -27,10 +27,10 @@ def shadowed_packages() -> str | None:
     )
 
 
-def _place(spec: ModuleSpec | None) -> Path | str:
-    """Return the folder of a package, or the file of a module."""
+def _place(spec: ModuleSpec | None) -> Path | None:
+    """Return the folder of a package, the file of a module, or None without either."""
     if spec is None:
-        return "no place"
+        return None
     # A folder without __init__.py has no origin.
     folders = list(spec.submodule_search_locations or ())
     return Path(folders[0] if folders else str(spec.origin)).resolve()
