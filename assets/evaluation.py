@@ -6,7 +6,6 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
-    AssetIn,
     AssetsDefinition,
     MaterializeResult,
     multi_asset,
@@ -14,7 +13,6 @@ from dagster import (
 
 from assets.checks import check_specs
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key
 from assets.step import run_step, table_spec
 from pipeline.recipe import Recipe
 from resources.gpu_pool import in_pool
@@ -36,20 +34,16 @@ def build_evaluation(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         name=step_name(recipe.name, "evaluation"),
         op_tags={ASSET: "evaluation"},
         specs=[table_spec(recipe, "evaluation", description=DESCRIPTION, kinds={"pytorch"})],
-        ins={"trained": AssetIn(asset_key(recipe, "trained_lora"))},
         check_specs=check_specs(recipe, "evaluation"),
         can_subset=True,
     )
     def evaluation(
-        context: AssetExecutionContext, launcher: AccelerateLauncher, trained: Any
+        context: AssetExecutionContext, launcher: AccelerateLauncher
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.evaluation import checks
         from pipeline.evaluation.prepare import Request
         from pipeline.evaluation.stage import evaluate
         from pipeline.storage.tables import Tables
-
-        # The table makes Dagster train first; the run's folder has what the evaluation reads.
-        del trained
 
         def materialize() -> MaterializeResult[Any]:
             launch = in_pool(context, pool, launcher.bind(context, recipe.accelerate))

@@ -54,7 +54,7 @@ def _failure(err: LatentlineError) -> Failure:
     parts = {"fix": err.fix, "what": err.what, "where": err.where}
     description = f"{type(err).__name__}: {err.text_with_fix_first()}"
 
-    # Outages are repeated above. Any other retry with the same input would fail again.
+    # Outages in a step's own work are repeated above. Another retry with the same input would fail again.
     return Failure(description, metadata=parts, allow_retries=False)
 
 
