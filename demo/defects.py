@@ -56,7 +56,7 @@ Change = Callable[[Path], dict[str, str]]
 
 
 def plant(pictures: Path, seed: int) -> dict[str, str]:
-    """Plant four defects, and return what is wrong by the name of the image."""
+    """Plant four defects, and return the kind of each defect by the name of its image."""
     wrong = sorted(Path(each).stem for each in exchange_captions(pictures, 2, seed))
     others = [file for file in sorted(pictures.rglob("*.png")) if file.stem not in wrong]
     choice = random.Random(seed)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 
 from latentline.shadowed import shadowed_packages
 
-# The next imports would fail inside of the other project's packages.
+# Otherwise the next imports would fail inside the other project's packages.
 if (problem := shadowed_packages()) is not None:
     raise ImportError(problem)
 

@@ -1,6 +1,6 @@
 """The experiment trackers a recipe can name; imports none of them.
 
-They are those of accelerate 1.15. `pipeline/trained_lora/worker/trackers.py` starts them.
+The names are accelerate 1.15's. `pipeline/trained_lora/worker/trackers.py` starts them.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _started(name: TrackerName, job: TrainingJob, *, start: int) -> Tracker:
 
     settings = shareable(job.recipe)
     if name == "tensorboard":
-        # Its tracker writes settings to a second run with a folder of its own, for every start.
+        # accelerate's tracker writes the settings to a second run in another folder, for every start.
         tracker.log({"settings": _as_code(settings)}, step=start)
     elif name == "mlflow":
         # MLflow refuses another value of a parameter, such as `checkpoint_every` of a resumed run.
