@@ -276,13 +276,15 @@ class _Fill:
 
         # Launching overlaps with the search for missing entries, which is not start-up. Several processes
         # measured these times, so the difference may be negative.
-        self._watch.startup_s += max(0.0, launched_s - find_s - results.work_s - results.aside_s)
+        startup_s = max(0.0, launched_s - find_s - results.work_s - results.aside_s)
+        self._watch.startup_s += startup_s
         self._watch.aside_s += results.aside_s
 
-        # The measured speed is the base of the time in `latentline plan`.
+        # Both are the base of the time in `latentline plan`.
         cost = int(missing.filter(pl.col("key").is_in(results.made))["cost"].sum())
         if cost:
             record_speed(self._entries.machine_state_dir, kind, results.work_s / cost)
+            record_speed(self._entries.machine_state_dir, f"start of {kind}", startup_s)
         return missing, results
 
     def _collect(self, states: list[tuple[Row, EntryState]], results: Results) -> None:

@@ -103,12 +103,13 @@ def changed_inputs(
 
 
 def estimate_seconds(entries: RecipeEntries, expected: Expected, *, cost: int) -> None:
-    """Set `seconds` from the speed measured on this machine, in seconds per unit of cost."""
+    """Set `seconds` from the start of the encoders and the time per cost that this machine measured."""
     if cost == 0:
         expected.seconds = 0.0
         return
     speed = recorded_speed(entries.machine_state_dir, expected.kind)
-    expected.seconds = None if speed is None else speed * cost
+    startup_s = recorded_speed(entries.machine_state_dir, f"start of {expected.kind}") or 0.0
+    expected.seconds = None if speed is None else startup_s + speed * cost
 
 
 def expect_side_input(

@@ -13,6 +13,7 @@ from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.encoding.speed import record_speed, recorded_speed
 from pipeline.maintenance.forecast import Forecast, forecast
 from pipeline.raw_images.stage import scan
 from pipeline.text_embeddings.stage import cache_text
@@ -166,7 +167,11 @@ def test_bytes_and_seconds_cover_the_missing_entries(job: Job) -> None:
     planned = plan(job).latents
     assert planned.seconds is not None
     assert planned.seconds > 0
+    record_speed(job.recipe.cache_dir, "start of latents", 60.0)
+    assert plan(job).latents.seconds == pytest.approx(60 + planned.seconds, abs=30)
     run(job)
+    startup_s = recorded_speed(job.recipe.cache_dir, "start of latents")
+    assert startup_s is None or startup_s < 60, "measured again, or too short for a record"
     assert planned.num_bytes == sum(
         path.stat().st_size for path in (job.recipe.cache_dir / "latents").rglob("*.safetensors")
     )
