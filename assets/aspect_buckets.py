@@ -6,37 +6,32 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
-    AssetIn,
     AssetsDefinition,
     MaterializeResult,
     MetadataValue,
-    multi_asset,
 )
 
-from assets.checks import check_specs
+from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key
-from assets.step import run_step, table_spec
+from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
-from resources.step_names import step_name
-from resources.tables import ASSET
 
 DESCRIPTION = (
     "The bucket of each image: how it is scaled and cropped, as a pure function of its size and the settings."
 )
 
 
-def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
+def build_aspect_buckets(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/aspect_buckets` with its checks."""
 
-    @multi_asset(
-        name=step_name(recipe.name, "aspect_buckets"),
-        op_tags={ASSET: "aspect_buckets"},
-        specs=[table_spec(recipe, "aspect_buckets", description=DESCRIPTION, kinds={"polars"})],
-        ins={"validated": AssetIn(asset_key(recipe, "validated_dataset"))},
-        check_specs=check_specs(recipe, "aspect_buckets"),
-        can_subset=True,
+    @stage_asset(
+        recipe,
+        "aspect_buckets",
+        location,
+        description=DESCRIPTION,
+        kinds={"polars"},
+        inputs={"validated": "validated_dataset"},
     )
     def aspect_buckets(
         context: AssetExecutionContext, validated: Any

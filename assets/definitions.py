@@ -14,6 +14,7 @@ from dagster import Definitions, colored_console_logger, definitions
 from assets.alerts import alert_sensors
 from assets.automation import dead_runs_sensor
 from assets.deployment import build_executor, build_launcher, gpu_pool
+from assets.location import Location
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import broken_recipe_graphs, recipe_graph
 from assets.sources import source_assets, start_dependency
@@ -66,9 +67,9 @@ def build_definitions(
         DeploymentError: The deployment is invalid, or names something that is not installed.
     """
     deployment = load_deployment() if deployment is None else deployment
-    pool = gpu_pool(deployment)
+    location = Location(gpu_pool(deployment))
     usable_graphs = [
-        recipe_graph(recipe, pool=pool, start=start_dependency(recipe, recipes)) for recipe in recipes
+        recipe_graph(recipe, location, start=start_dependency(recipe, recipes)) for recipe in recipes
     ]
     names = [recipe.name for recipe in recipes]
     shared = shared_definitions(recipes, broken, deployment)

@@ -3,33 +3,24 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
+from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult
 
-from assets.checks import check_specs
+from assets.location import Location
 from assets.metadata import publish
 from assets.sources import dataset_keys
-from assets.step import run_step, table_spec
+from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe, with_overrides
 from resources.step_log import run_log
 from resources.step_names import step_name
-from resources.tables import ASSET
 
 DESCRIPTION = "Every image file of the datasets: its path, its size after orientation and its content hash."
 
 
-def build_raw_images(recipe: Recipe) -> AssetsDefinition:
+def build_raw_images(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/raw_images` with its checks."""
 
-    @multi_asset(
-        name=step_name(recipe.name, "raw_images"),
-        op_tags={ASSET: "raw_images"},
-        specs=[
-            table_spec(
-                recipe, "raw_images", description=DESCRIPTION, kinds={"polars"}, deps=dataset_keys(recipe)
-            )
-        ],
-        check_specs=check_specs(recipe, "raw_images"),
-        can_subset=True,
+    @stage_asset(
+        recipe, "raw_images", location, description=DESCRIPTION, kinds={"polars"}, deps=dataset_keys(recipe)
     )
     def raw_images(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.models.recipe_support import (

@@ -20,6 +20,7 @@ from assets.aspect_buckets import build_aspect_buckets
 from assets.automation import dataset_sensor, recache_schedule, skipping_schedule, skipping_sensor
 from assets.diagnosis import build_diagnosis
 from assets.evaluation import build_evaluation
+from assets.location import Location
 from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, asset_key
 from assets.raw_images import build_raw_images
 from assets.text_embeddings import build_text_embeddings
@@ -33,14 +34,17 @@ from pipeline.storage.needed_columns import STAGE_INPUTS
 from resources.failures import errors_as_failures
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
-CPU_ASSETS = (build_raw_images, build_validated_dataset, build_aspect_buckets)
-"""Builders of the assets before the cache."""
-
-CACHE_ASSETS = (build_vae_latents, build_text_embeddings)
-"""Builders of the assets whose steps may load a model to encode."""
+CACHE_ASSETS = (
+    build_raw_images,
+    build_validated_dataset,
+    build_aspect_buckets,
+    build_vae_latents,
+    build_text_embeddings,
+)
+"""Builders of the assets up to the cache."""
 
 OPTIONAL = {"diagnosis": build_diagnosis, "evaluation": build_evaluation}
-"""Builders of the assets that only some recipes have; their steps may load a model."""
+"""Builders of the assets that only some recipes have."""
 
 AFTER_CACHE = ("diagnosis", "trained_lora", "evaluation")
 """Assets that the cache job leaves out."""
@@ -49,19 +53,19 @@ ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""
 
 
-def recipe_assets(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> list[AssetsDefinition]:
+def recipe_assets(
+    recipe: Recipe, location: Location, *, start: AssetKey | None = None
+) -> list[AssetsDefinition]:
     """Return the assets of `recipe`, from the first to the last; see `recipe_graph`."""
-    cpu_assets = [build(recipe) for build in CPU_ASSETS]
-    cache_assets = [build(recipe, pool=pool) for build in CACHE_ASSETS]
-    optional = [OPTIONAL[name](recipe, pool=pool) for name in recipe.optional_assets]
-    return [*cpu_assets, *cache_assets, build_trained_lora(recipe, pool=pool, start=start), *optional]
+    cached = [build(recipe, location) for build in CACHE_ASSETS]
+    optional = [OPTIONAL[name](recipe, location) for name in recipe.optional_assets]
+    return [*cached, build_trained_lora(recipe, location, start=start), *optional]
 
 
-def recipe_graph(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> Definitions:
+def recipe_graph(recipe: Recipe, location: Location, *, start: AssetKey | None = None) -> Definitions:
     """Return every definition that follows from `recipe`.
 
-    `pool` is for steps that may load a model. `start` is the asset with the LoRA that the training starts
-    from, if another recipe trains it.
+    `start` is the asset with the LoRA that the training starts from, if another recipe trains it.
     """
     # Not by the group, because a recipe may have the name of another group.
     names = (*STAGE_INPUTS, *recipe.optional_assets)
@@ -84,7 +88,7 @@ def recipe_graph(recipe: Recipe, *, pool: str, start: AssetKey | None = None) ->
 
     schedule, sensor = recache_schedule(recipe, cache_job.name), dataset_sensor(recipe, cache_job.name)
     return Definitions(
-        assets=recipe_assets(recipe, pool=pool, start=start),
+        assets=recipe_assets(recipe, location, start=start),
         jobs=[cache_job, train_job],
         schedules=[schedule] if schedule is not None else [],
         sensors=[sensor] if sensor is not None else [],

@@ -1,14 +1,25 @@
 """The step of a stage: what it reads and writes, its code version, and the order of its work."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dagster import AssetCheckResult, AssetExecutionContext, AssetKey, AssetSpec, MaterializeResult
+from dagster import (
+    AssetCheckResult,
+    AssetExecutionContext,
+    AssetIn,
+    AssetKey,
+    AssetsDefinition,
+    AssetSpec,
+    MaterializeResult,
+    multi_asset,
+)
 
-from assets.checks import check_results, path_isolation_results
+from assets.checks import check_results, check_specs, path_isolation_results
 from assets.definition_metadata import TABLE_FORMAT, asset_tags, definition_metadata
-from assets.names import TABLES_RESOURCE, asset_key
+from assets.location import Location
+from assets.names import asset_key
 from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import ALL_INPUTS
 from pipeline.versions import (
@@ -22,6 +33,7 @@ from pipeline.versions import (
 )
 from resources.failures import errors_as_failures
 from resources.step_log import run_log
+from resources.step_names import step_name
 from resources.tables import ASSET, RECIPE
 
 if TYPE_CHECKING:
@@ -69,16 +81,36 @@ _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
 """Further recipe fields and versions that decide text_embeddings if a text encoder may see references."""
 
 
-def table_spec(
-    recipe: Recipe, asset: str, *, description: str, kinds: set[str], deps: Sequence[AssetKey] = ()
-) -> AssetSpec:
-    """Describe `asset` and its table; `deps` are the assets before it that it does not read as tables."""
-    inputs = [asset_key(recipe, each) for each in ALL_INPUTS[asset]]
+def stage_asset(  # noqa: PLR0913 - arguments of Dagster's decorator
+    recipe: Recipe,
+    asset: str,
+    location: Location,
+    *,
+    description: str,
+    kinds: set[str],
+    inputs: Mapping[str, str] = MappingProxyType({}),
+    deps: Sequence[AssetKey] = (),
+    launches: bool = False,
+    pool: str | None = None,
+) -> Callable[[Callable[..., Any]], AssetsDefinition]:
+    """Return the `multi_asset` decorator for a stage: the asset `<recipe>/<asset>` and all of its checks.
+
+    Args:
+        recipe: The recipe.
+        asset: Name of the stage.
+        location: The code location.
+        description: Text in the UI.
+        kinds: Kinds in the UI; all assets are tables too.
+        inputs: Tables that the function reads, by the names of its parameters.
+        deps: Assets before this one that it does not read as tables.
+        launches: Whether the function uses the launcher.
+        pool: Pool in which the step needs a place before it starts.
+    """
     spec = AssetSpec(
         asset_key(recipe, asset),
-        deps=[*inputs, *deps],
+        deps=[*(asset_key(recipe, each) for each in ALL_INPUTS[asset]), *deps],
         description=description,
-        # A run may select the asset's checks without the asset.
+        # A run may select the asset's checks without the asset, which `@asset` does not support.
         skippable=True,
         group_name=recipe.name,
         code_version=code_version(recipe, asset),
@@ -87,7 +119,18 @@ def table_spec(
         tags=asset_tags(recipe),  # pyright: ignore[reportArgumentType] - a frozen model is hashable
         owners=recipe.owners,
     )
-    return spec.with_io_manager_key(TABLES_RESOURCE)
+    return multi_asset(
+        name=step_name(recipe.name, asset),
+        # For the IO manager, which reads only the columns that this step needs. Dagster refuses metadata of
+        # an `AssetIn` that is also a dependency of an `AssetSpec`, and `specs` require the dependency.
+        op_tags={ASSET: asset},
+        specs=[spec.with_io_manager_key(location.tables)],
+        ins={name: AssetIn(asset_key(recipe, table)) for name, table in inputs.items()},
+        check_specs=check_specs(recipe, asset),
+        can_subset=True,
+        required_resource_keys={location.launcher} if launches else set(),
+        pool=pool,
+    )
 
 
 def code_version(recipe: Recipe, asset: str) -> str:

@@ -6,23 +6,16 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
-    AssetIn,
     AssetsDefinition,
     MaterializeResult,
-    multi_asset,
 )
 
-from assets.checks import check_specs
+from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key
 from assets.sources import model_key
-from assets.step import run_step, table_spec
+from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
-from resources.gpu_pool import in_pool
-from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
-from resources.step_names import step_name
-from resources.tables import ASSET
 
 DESCRIPTION = (
     "The cache entry of each caption's embedding: one for each distinct caption, and one for the empty "
@@ -30,27 +23,21 @@ DESCRIPTION = (
 )
 
 
-def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
-    """Build the asset `<recipe>/text_embeddings` with its checks; child processes need a place in `pool`."""
+def build_text_embeddings(recipe: Recipe, location: Location) -> AssetsDefinition:
+    """Build the asset `<recipe>/text_embeddings` with its checks."""
 
-    @multi_asset(
-        name=step_name(recipe.name, "text_embeddings"),
-        op_tags={ASSET: "text_embeddings"},
-        specs=[
-            table_spec(
-                recipe,
-                "text_embeddings",
-                description=DESCRIPTION,
-                kinds={"pytorch"},
-                deps=[model_key(recipe)],
-            )
-        ],
-        ins={"validated": AssetIn(asset_key(recipe, "validated_dataset"))},
-        check_specs=check_specs(recipe, "text_embeddings"),
-        can_subset=True,
+    @stage_asset(
+        recipe,
+        "text_embeddings",
+        location,
+        description=DESCRIPTION,
+        kinds={"pytorch"},
+        inputs={"validated": "validated_dataset"},
+        deps=[model_key(recipe)],
+        launches=True,
     )
     def text_embeddings(
-        context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any
+        context: AssetExecutionContext, validated: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.storage.tables import Tables
         from pipeline.text_embeddings import checks
@@ -58,7 +45,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
         from pipeline.text_embeddings.stage import cache_text
 
         def materialize() -> MaterializeResult[Any]:
-            launch = in_pool(context, pool, launcher.bind(context, recipe.accelerate))
+            launch = location.launch(context, recipe)
             tables = Tables(recipe.output_dir, log=run_log(context))
             result = cache_text(
                 recipe,
@@ -66,7 +53,7 @@ def build_text_embeddings(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 tables,
                 launch=launch,
                 log=run_log(context),
-                seal_packs=launcher.seal_packs,
+                seal_packs=location.launcher_of(context).seal_packs,
             )
             shown = picture_metadata(write_caption_report(recipe, result.table))
             pictures = pictures_once(context, shown)

@@ -8,28 +8,23 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
-    AssetIn,
     AssetKey,
     AssetObservation,
     AssetsDefinition,
     Config,
     MaterializeResult,
     MetadataValue,
-    multi_asset,
 )
 from pydantic import Field, create_model
 
-from assets.checks import check_specs
+from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish, report_metadata, table_metadata
 from assets.names import asset_key
 from assets.sources import model_key
-from assets.step import run_step, table_spec
+from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
-from resources.local_launcher import AccelerateLauncher
 from resources.step_log import StepLog, run_log
-from resources.step_names import step_name
-from resources.tables import ASSET
 
 DESCRIPTION = (
     "The LoRA in three layouts, trained from the cache with accelerate. A finished run with the same inputs "
@@ -53,43 +48,35 @@ class TrainingConfig(Config):
     )
 
 
-def build_trained_lora(recipe: Recipe, *, pool: str, start: AssetKey | None = None) -> AssetsDefinition:
+def build_trained_lora(
+    recipe: Recipe, location: Location, *, start: AssetKey | None = None
+) -> AssetsDefinition:
     """Build the asset `<recipe>/trained_lora` with its checks.
 
     `start` is the asset with the LoRA that the training starts from, if another recipe trains it.
     """
     config_type = _config_type(recipe)
 
-    @multi_asset(
-        name=step_name(recipe.name, "trained_lora"),
-        op_tags={ASSET: "trained_lora"},
-        specs=[
-            table_spec(
-                recipe,
-                "trained_lora",
-                description=DESCRIPTION,
-                kinds={"pytorch", "huggingface"},
-                deps=[
-                    model_key(recipe),
-                    *([start] if start is not None else []),
-                    # Training does not read it, but waits for its gate.
-                    *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
-                ],
-            )
+    @stage_asset(
+        recipe,
+        "trained_lora",
+        location,
+        description=DESCRIPTION,
+        kinds={"pytorch", "huggingface"},
+        inputs={"latents": "vae_latents", "text": "text_embeddings"},
+        deps=[
+            model_key(recipe),
+            *([start] if start is not None else []),
+            # Training does not read it, but waits for its gate.
+            *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
         ],
-        ins={
-            "latents": AssetIn(asset_key(recipe, "vae_latents")),
-            "text": AssetIn(asset_key(recipe, "text_embeddings")),
-        },
-        check_specs=check_specs(recipe, "trained_lora"),
-        can_subset=True,
-        pool=pool,
+        launches=True,
+        pool=location.pool,
     )
     def trained_lora(
         context: AssetExecutionContext,
         # The class has the recipe's values as defaults, so it exists for this function only.
         config: config_type,  # pyright: ignore[reportInvalidTypeForm, reportUnknownParameterType]
-        launcher: AccelerateLauncher,
         latents: Any,
         text: Any,
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
@@ -97,6 +84,7 @@ def build_trained_lora(recipe: Recipe, *, pool: str, start: AssetKey | None = No
         from pipeline.trained_lora.stage import train_lora
 
         def materialize() -> MaterializeResult[Any]:
+            launcher = location.launcher_of(context)
             launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
             overrides = config.model_dump()
             result = train_lora(

@@ -6,26 +6,19 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
-    AssetIn,
     AssetsDefinition,
     MaterializeResult,
     MetadataValue,
-    multi_asset,
 )
 
-from assets.checks import check_specs
+from assets.location import Location
 from assets.metadata import captioned_pictures, pictures_once, publish
-from assets.names import asset_key
 from assets.sources import model_key
-from assets.step import run_step, table_spec
+from assets.step import run_step, stage_asset
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
-from resources.gpu_pool import in_pool
-from resources.local_launcher import AccelerateLauncher
 from resources.step_log import run_log
-from resources.step_names import step_name
-from resources.tables import ASSET
 
 DESCRIPTION = (
     "The cache entry of each image's latent. Its key covers everything that decides the bytes; "
@@ -33,30 +26,28 @@ DESCRIPTION = (
 )
 
 
-def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
-    """Build the asset `<recipe>/vae_latents` with its checks; child processes need a place in `pool`."""
+def build_vae_latents(recipe: Recipe, location: Location) -> AssetsDefinition:
+    """Build the asset `<recipe>/vae_latents` with its checks."""
 
-    @multi_asset(
-        name=step_name(recipe.name, "vae_latents"),
-        op_tags={ASSET: "vae_latents"},
-        specs=[
-            table_spec(
-                recipe, "vae_latents", description=DESCRIPTION, kinds={"pytorch"}, deps=[model_key(recipe)]
-            )
-        ],
-        ins={"buckets": AssetIn(asset_key(recipe, "aspect_buckets"))},
-        check_specs=check_specs(recipe, "vae_latents"),
-        can_subset=True,
+    @stage_asset(
+        recipe,
+        "vae_latents",
+        location,
+        description=DESCRIPTION,
+        kinds={"pytorch"},
+        inputs={"buckets": "aspect_buckets"},
+        deps=[model_key(recipe)],
+        launches=True,
     )
     def vae_latents(
-        context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
+        context: AssetExecutionContext, buckets: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.storage.tables import Tables
         from pipeline.vae_latents import checks
         from pipeline.vae_latents.stage import cache_latents
 
         def materialize() -> MaterializeResult[Any]:
-            launch = in_pool(context, pool, launcher.bind(context, recipe.accelerate))
+            launch = location.launch(context, recipe)
             tables = Tables(recipe.output_dir, log=run_log(context))
             result = cache_latents(
                 recipe,
@@ -64,7 +55,7 @@ def build_vae_latents(recipe: Recipe, *, pool: str) -> AssetsDefinition:
                 tables,
                 launch=launch,
                 log=run_log(context),
-                seal_packs=launcher.seal_packs,
+                seal_packs=location.launcher_of(context).seal_packs,
             )
             shown = _decoded_latents(recipe, result.report)
             pictures = pictures_once(context, shown)

@@ -6,35 +6,30 @@ from typing import Any
 from dagster import (
     AssetCheckResult,
     AssetExecutionContext,
-    AssetIn,
     AssetsDefinition,
     MaterializeResult,
     MetadataValue,
-    multi_asset,
 )
 
-from assets.checks import check_specs
+from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.names import asset_key
-from assets.step import run_step, table_spec
+from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
-from resources.step_names import step_name
-from resources.tables import ASSET
 
 DESCRIPTION = "Images that decode, with their captions; unusable ones are rejected with a reason."
 
 
-def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
+def build_validated_dataset(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/validated_dataset` with its checks."""
 
-    @multi_asset(
-        name=step_name(recipe.name, "validated_dataset"),
-        op_tags={ASSET: "validated_dataset"},
-        specs=[table_spec(recipe, "validated_dataset", description=DESCRIPTION, kinds={"polars"})],
-        ins={"raw": AssetIn(asset_key(recipe, "raw_images"))},
-        check_specs=check_specs(recipe, "validated_dataset"),
-        can_subset=True,
+    @stage_asset(
+        recipe,
+        "validated_dataset",
+        location,
+        description=DESCRIPTION,
+        kinds={"polars"},
+        inputs={"raw": "raw_images"},
     )
     def validated_dataset(
         context: AssetExecutionContext, raw: Any

@@ -31,6 +31,7 @@ if (problem := shadowed_packages()) is not None:
 
 from assets.definitions import is_strict, load_project_recipes, shared_definitions
 from assets.deployment import gpu_pool
+from assets.location import Location
 from assets.recipe_graph import broken_recipe_graphs, recipe_graph
 from assets.sources import start_dependency
 from pipeline.errors import LatentlineError, RecipeError
@@ -131,8 +132,8 @@ class LoraRecipe(Component, Model, Resolvable):
     def _graph(self, recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> Definitions:
         for recipe in recipes:
             if recipe.source == self.recipe:
-                pool = gpu_pool(load_deployment())
-                return recipe_graph(recipe, pool=pool, start=start_dependency(recipe, recipes))
+                location = Location(gpu_pool(load_deployment()))
+                return recipe_graph(recipe, location, start=start_dependency(recipe, recipes))
 
         # All of them are built, because each gets a name that no other recipe has.
         graphs = broken_recipe_graphs(broken, [recipe.name for recipe in recipes])

@@ -19,6 +19,7 @@ from PIL import Image
 
 from assets.checks import check_specs
 from assets.definitions import build_definitions
+from assets.location import Location
 from assets.names import GPU_POOL
 from assets.recipe_graph import recipe_assets
 from pipeline.recipe import Recipe
@@ -43,7 +44,7 @@ def run(recipe: Recipe, selection: AssetSelection) -> ExecuteInProcessResult:
     resources = build_definitions([recipe]).resources
     assert resources is not None
     return materialize(
-        recipe_assets(recipe, pool=GPU_POOL),
+        recipe_assets(recipe, Location(GPU_POOL)),
         selection=selection,
         resources=resources,
         raise_on_error=False,

@@ -10,6 +10,7 @@ from dagster import AssetSelection, materialize, validate_run_config
 from PIL import Image
 
 from assets.definitions import build_definitions
+from assets.location import Location
 from assets.names import GPU_POOL
 from assets.raw_images import training_overrides
 from assets.recipe_graph import recipe_assets
@@ -30,7 +31,7 @@ def failure_of(recipe: Recipe) -> str:
     resources = build_definitions([recipe]).resources
     assert resources is not None
     result = materialize(
-        recipe_assets(recipe, pool=GPU_POOL),
+        recipe_assets(recipe, Location(GPU_POOL)),
         selection=AssetSelection.assets(["flowers", "raw_images"]).without_checks(),
         resources=resources,
         raise_on_error=False,

@@ -22,6 +22,7 @@ from dagster import (
 from PIL import Image
 
 from assets.definitions import build_definitions, load_project_recipes
+from assets.location import Location
 from assets.recipe_graph import recipe_assets
 from assets.sources import SOURCES_GROUP
 from pipeline.recipe.check_specs import SPECS
@@ -199,7 +200,7 @@ def test_the_assets_work_under_other_keys(tmp_path: Path, tiny_sd: Path) -> None
         Image.radial_gradient("L").resize((width, 48)).save(tmp_path / "data" / f"{name}.png")
         (tmp_path / "data" / f"{name}.txt").write_text(f"a {name}", encoding="utf-8")
     recipe = small_recipe(tmp_path, model={"base": tiny_sd}, buckets={"resolution": 64})
-    graph = recipe_assets(recipe, pool="gpu")
+    graph = recipe_assets(recipe, Location("gpu"))
     keys = {key: key.with_prefix("team") for assets in graph for key in assets.keys}
     prefixed = [assets.with_attributes(asset_key_replacements=keys) for assets in graph]
     definitions = Definitions(prefixed, resources=build_definitions([recipe]).resources)

@@ -1,0 +1,40 @@
+"""How recipes fit into a code location: pool, keys of resources, and executor of the jobs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dagster import AssetExecutionContext, ExecutorDefinition
+
+from assets.names import DEFAULT_RUN_CONFIG, LAUNCHER_RESOURCE, TABLES_RESOURCE
+from pipeline.processes.launch import Launch
+from pipeline.recipe import Recipe
+from resources.gpu_pool import in_pool
+from resources.local_launcher import AccelerateLauncher
+
+
+@dataclass(frozen=True)
+class Location:
+    """What the graphs of all recipes in a code location have in common.
+
+    Attributes:
+        pool: Pool of the processes that may load a model.
+        tables: Key of the table IO manager.
+        launcher: Key of the launcher. Run configurations name it, see docs/operations.md.
+        executor: Executor of the recipes' jobs; None for the one of the code location.
+        job_config: Run configuration of the recipes' jobs.
+    """
+
+    pool: str
+    tables: str = TABLES_RESOURCE
+    launcher: str = LAUNCHER_RESOURCE
+    executor: ExecutorDefinition | None = None
+    job_config: Mapping[str, Any] | None = field(default_factory=lambda: DEFAULT_RUN_CONFIG)
+
+    def launcher_of(self, context: AssetExecutionContext) -> AccelerateLauncher:
+        """Return the launcher of a step that requires it."""
+        return getattr(context.resources, self.launcher)
+
+    def launch(self, context: AssetExecutionContext, recipe: Recipe) -> Launch:
+        """Return a `Launch` of the step's launcher that waits for a place in the pool."""
+        return in_pool(context, self.pool, self.launcher_of(context).bind(context, recipe.accelerate))
