@@ -23,6 +23,7 @@ from dagster import (
 )
 
 from assets.automation import is_recipe_run
+from assets.location import Location
 from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
 from pipeline.errors import counted
 from pipeline.recipe import BrokenRecipe, Recipe
@@ -40,14 +41,16 @@ RECIPES_S = 60
 """Seconds between two searches for recipes that were excluded."""
 
 
-def alert_sensors(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> list[SensorDefinition]:
+def alert_sensors(
+    recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe], location: Location
+) -> list[SensorDefinition]:
     """Return the sensors that send alerts; none without an address, so that the UI shows no idle ones."""
     address = webhook()
     if address is None:
         return []
 
     @run_failure_sensor(
-        name="failure_alerts",
+        name=f"{location.prefix}failure_alerts",
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends what failed, where and its fix to LATENTLINE_WEBHOOK.",
     )
@@ -61,7 +64,7 @@ def alert_sensors(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> 
         return None
 
     @run_status_sensor(
-        name="warning_alerts",
+        name=f"{location.prefix}warning_alerts",
         run_status=DagsterRunStatus.SUCCESS,
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends warnings that the previous run of the job did not have to LATENTLINE_WEBHOOK.",
@@ -75,7 +78,7 @@ def alert_sensors(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> 
         return None
 
     @sensor(
-        name="recipe_alerts",
+        name=f"{location.prefix}recipe_alerts",
         minimum_interval_seconds=RECIPES_S,
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends the mistake of each recipe that was excluded since the last tick.",

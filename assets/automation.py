@@ -29,6 +29,7 @@ from dagster import (
     sensor,
 )
 
+from assets.location import Location
 from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
 from assets.sources import dataset_key, model_key, model_version, new_observations, watched_addresses
 from assets.step import ALGORITHM_VERSIONS
@@ -340,16 +341,21 @@ def _sensor_status(recache: RecacheSettings) -> DefaultSensorStatus:
     return DefaultSensorStatus.RUNNING if recache.enabled else DefaultSensorStatus.STOPPED
 
 
-@sensor(
-    name="dead_runs",
-    minimum_interval_seconds=DEAD_RUNS_S,
-    default_status=DefaultSensorStatus.RUNNING,
-    description="Marks runs as failed if their process died without reporting it: they would block others.",
-)
-def dead_runs_sensor(context: SensorEvaluationContext) -> SkipReason:
-    """End the dead runs of the code server's machine."""
-    ended = end_dead_runs(context.instance)
-    return SkipReason(f"ended {', '.join(ended)}" if ended else "no dead runs")
+def dead_runs_sensor(location: Location) -> SensorDefinition:
+    """Return the sensor that ends the dead runs of the code server's machine."""
+
+    @sensor(
+        name=f"{location.prefix}dead_runs",
+        minimum_interval_seconds=DEAD_RUNS_S,
+        default_status=DefaultSensorStatus.RUNNING,
+        description="Marks runs as failed if their process died without reporting it: they would block "
+        "others.",
+    )
+    def dead_runs(context: SensorEvaluationContext) -> SkipReason:
+        ended = end_dead_runs(context.instance)
+        return SkipReason(f"ended {', '.join(ended)}" if ended else "no dead runs")
+
+    return dead_runs
 
 
 def find_active_run(

@@ -1,4 +1,4 @@
-"""The composition root: every recipe's graph, the resources they share, and the executor of their jobs.
+"""The composition root: every recipe's graph, the resources they share, and their executor.
 
 Nothing imported from here may import torch, diffusers, transformers or accelerate.
 """
@@ -15,7 +15,6 @@ from assets.alerts import alert_sensors
 from assets.automation import dead_runs_sensor
 from assets.deployment import build_executor, build_launcher, gpu_pool
 from assets.location import Location
-from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import broken_recipe_graphs, recipe_graph
 from assets.sources import source_assets, start_dependency
 from pipeline.errors import RecipeError
@@ -40,17 +39,15 @@ STRICT_VARIABLE = "LATENTLINE_STRICT"
 
 
 def shared_definitions(
-    recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe], deployment: Deployment
+    recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe], deployment: Deployment, location: Location
 ) -> Definitions:
-    """Return what the recipes of a code location share: resources, executor, sensors and source assets."""
+    """Return what the recipes of a code location share: resources, sensors and source assets."""
     return Definitions(
         resources={
-            TABLES_RESOURCE: TableIOManager(recipes=recipes),
-            LAUNCHER_RESOURCE: build_launcher(deployment),
+            location.tables: TableIOManager(recipes=recipes),
+            location.launcher: build_launcher(deployment),
         },
-        loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
-        executor=summarized(build_executor(deployment), recipes),
-        sensors=[dead_runs_sensor, *alert_sensors(recipes, broken)],
+        sensors=[dead_runs_sensor(location), *alert_sensors(recipes, broken, location)],
         assets=source_assets(recipes),
     )
 
@@ -72,8 +69,14 @@ def build_definitions(
         recipe_graph(recipe, location, start=start_dependency(recipe, recipes)) for recipe in recipes
     ]
     names = [recipe.name for recipe in recipes]
-    shared = shared_definitions(recipes, broken, deployment)
-    return Definitions.merge(shared, *usable_graphs, *broken_recipe_graphs(broken, names))
+    # Also for assets that somebody selects by hand, because the location has nothing but recipes.
+    defaults = Definitions(
+        executor=summarized(build_executor(deployment), recipes),
+        loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
+    )
+    shared = shared_definitions(recipes, broken, deployment, location)
+    broken_graphs = broken_recipe_graphs(broken, names, location)
+    return Definitions.merge(defaults, shared, *usable_graphs, *broken_graphs)
 
 
 def load_project_recipes(files: Sequence[Path] | None = None) -> RecipeFolder:

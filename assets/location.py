@@ -19,17 +19,25 @@ class Location:
 
     Attributes:
         pool: Pool of the processes that may load a model.
-        tables: Key of the table IO manager.
-        launcher: Key of the launcher. Run configurations name it, see docs/operations.md.
+        prefix: Start of the names that other definitions of the code location might have too.
         executor: Executor of the recipes' jobs; None for the one of the code location.
         job_config: Run configuration of the recipes' jobs.
     """
 
     pool: str
-    tables: str = TABLES_RESOURCE
-    launcher: str = LAUNCHER_RESOURCE
+    prefix: str = ""
     executor: ExecutorDefinition | None = None
     job_config: Mapping[str, Any] | None = field(default_factory=lambda: DEFAULT_RUN_CONFIG)
+
+    @property
+    def tables(self) -> str:
+        """Return the key of the table IO manager."""
+        return f"{self.prefix}{TABLES_RESOURCE}"
+
+    @property
+    def launcher(self) -> str:
+        """Return the key of the launcher; run configurations name it, see docs/operations.md."""
+        return f"{self.prefix}{LAUNCHER_RESOURCE}"
 
     def launcher_of(self, context: AssetExecutionContext) -> AccelerateLauncher:
         """Return the launcher of a step that requires it."""

@@ -21,7 +21,7 @@ from assets.automation import dataset_sensor, recache_schedule, skipping_schedul
 from assets.diagnosis import build_diagnosis
 from assets.evaluation import build_evaluation
 from assets.location import Location
-from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, asset_key
+from assets.names import RECIPE_TAG, asset_key
 from assets.raw_images import build_raw_images
 from assets.text_embeddings import build_text_embeddings
 from assets.trained_lora import build_trained_lora
@@ -76,14 +76,16 @@ def recipe_graph(recipe: Recipe, location: Location, *, start: AssetKey | None =
         - AssetSelection.assets(*(asset_key(recipe, name) for name in AFTER_CACHE if name in names)),
         description="Brings tables, latents and text embeddings up to date.",
         tags={RECIPE_TAG: recipe.name},
-        config=DEFAULT_RUN_CONFIG,
+        config=location.job_config,
+        executor_def=location.executor,
     )
     train_job = define_asset_job(
         f"{recipe.name}_train",
         selection=every_asset,
         description="Brings the cache up to date, then trains the LoRA.",
         tags={RECIPE_TAG: recipe.name},
-        config=DEFAULT_RUN_CONFIG,
+        config=location.job_config,
+        executor_def=location.executor,
     )
 
     schedule, sensor = recache_schedule(recipe, cache_job.name), dataset_sensor(recipe, cache_job.name)
@@ -95,14 +97,16 @@ def recipe_graph(recipe: Recipe, location: Location, *, start: AssetKey | None =
     )
 
 
-def broken_recipe_graphs(broken: Sequence[BrokenRecipe], taken: Collection[str]) -> list[Definitions]:
+def broken_recipe_graphs(
+    broken: Sequence[BrokenRecipe], taken: Collection[str], location: Location
+) -> list[Definitions]:
     """Return the definitions of each broken recipe; `taken` are the names of usable recipes."""
     names = set(taken)
     graphs: list[Definitions] = []
     for recipe in broken:
         name = _free_name(recipe.name, names)
         names.add(name)
-        graphs.append(_broken_graph(name, recipe))
+        graphs.append(_broken_graph(name, recipe, location))
     return graphs
 
 
@@ -117,7 +121,7 @@ def _free_name(name: str, taken: Collection[str]) -> str:
     return free
 
 
-def _broken_graph(name: str, broken: BrokenRecipe) -> Definitions:
+def _broken_graph(name: str, broken: BrokenRecipe, location: Location) -> Definitions:
     """Return the definitions of a broken recipe, none of which can materialize anything.
 
     An external asset has the error as its description. The recipe's own assets are external too, its jobs
@@ -132,7 +136,7 @@ def _broken_graph(name: str, broken: BrokenRecipe) -> Definitions:
         metadata={"what": error.what, "where": error.where, "fix": error.fix},
     )
     failing_op = _failing_op(name, error)
-    jobs = [_job_of(failing_op, name=f"{name}_{kind}", recipe=name) for kind in ("cache", "train")]
+    jobs = [_job_of(failing_op, location, name=f"{name}_{kind}", recipe=name) for kind in ("cache", "train")]
 
     # Without these names, the history of the assets, and whether schedule and sensor were switched on, would
     # vanish from the UI as long as the mistake exists.
@@ -166,12 +170,13 @@ def _failing_op(name: str, error: RecipeError) -> OpDefinition:
     return recipe_error
 
 
-def _job_of(failing_op: OpDefinition, *, name: str, recipe: str) -> JobDefinition:
+def _job_of(failing_op: OpDefinition, location: Location, *, name: str, recipe: str) -> JobDefinition:
     @job(
         name=name,
         description="Fails with the error of the recipe.",
         tags={RECIPE_TAG: recipe},
-        config=DEFAULT_RUN_CONFIG,
+        config=location.job_config,
+        executor_def=location.executor,
         logger_defs={TERMINAL_LOGGER: terminal_logger},
     )
     def failing_job() -> None:

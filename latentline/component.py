@@ -30,7 +30,7 @@ if (problem := shadowed_packages()) is not None:
     raise ImportError(problem)
 
 from assets.definitions import is_strict, load_project_recipes, shared_definitions
-from assets.deployment import gpu_pool
+from assets.deployment import build_executor, gpu_pool
 from assets.location import Location
 from assets.recipe_graph import broken_recipe_graphs, recipe_graph
 from assets.sources import start_dependency
@@ -40,6 +40,7 @@ from pipeline.recipe import BrokenRecipe, Recipe, recipes_dir
 from pipeline.recipe.deployment import load_deployment
 from pipeline.recipe.project import MARKER, PROJECT_VARIABLE
 from pipeline.reporting.terminal import find_terminal
+from resources.summarized_executor import summarized
 
 
 class NewRecipe(BaseModel):
@@ -93,8 +94,9 @@ def _recipe_file(context: ResolutionContext, value: str) -> Path:
 class LoraRecipe(Component, Model, Resolvable):
     """The assets, checks, jobs, schedule and sensor of one recipe.
 
-    All components of a project share resources and executor. The first one also has the sensors of the code
-    location, and the source assets of datasets and base models.
+    All components of a project share the resources `latentline_tables` and `latentline_launcher`. Their jobs
+    have the executor of the deployment; all other jobs of the code location keep theirs. The first component
+    also has the sensors that all recipes share, and the source assets of datasets and base models.
     """
 
     recipe: Annotated[
@@ -119,24 +121,23 @@ class LoraRecipe(Component, Model, Resolvable):
 
         files = [each.recipe for each in context.component_tree.get_all_components(LoraRecipe)]
         self._require_own_name(files)
-        recipes, broken, shared = _project(tuple(files))
-        own = self._graph(recipes, broken)
+        recipes, broken, location, shared = _project(tuple(files))
+        own = self._graph(recipes, broken, location)
         if self.recipe == files[0]:
             return Definitions.merge(shared, own)
 
         # Dagster merges equal objects. With them, `dg` can also load this component alone.
-        return Definitions.merge(
-            Definitions(resources=shared.resources, loggers=shared.loggers, executor=shared.executor), own
-        )
+        return Definitions.merge(Definitions(resources=shared.resources), own)
 
-    def _graph(self, recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe]) -> Definitions:
+    def _graph(
+        self, recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe], location: Location
+    ) -> Definitions:
         for recipe in recipes:
             if recipe.source == self.recipe:
-                location = Location(gpu_pool(load_deployment()))
                 return recipe_graph(recipe, location, start=start_dependency(recipe, recipes))
 
         # All of them are built, because each gets a name that no other recipe has.
-        graphs = broken_recipe_graphs(broken, [recipe.name for recipe in recipes])
+        graphs = broken_recipe_graphs(broken, [recipe.name for recipe in recipes], location)
         error, graph = next(
             (each, graph) for each, graph in zip(broken, graphs, strict=True) if each.file == self.recipe
         )
@@ -158,7 +159,18 @@ class LoraRecipe(Component, Model, Resolvable):
 
 # Each component of the project needs all recipes, and the very same shared objects.
 @cache
-def _project(files: tuple[Path, ...]) -> tuple[list[Recipe], list[BrokenRecipe], Definitions]:
+def _project(
+    files: tuple[Path, ...],
+) -> tuple[list[Recipe], list[BrokenRecipe], Location, Definitions]:
     find_terminal()
     recipes, broken = load_project_recipes(files)
-    return recipes, broken, shared_definitions(recipes, broken, load_deployment())
+    deployment = load_deployment()
+
+    # The project's own definitions decide executor, loggers and resources of the code location.
+    location = Location(
+        gpu_pool(deployment),
+        prefix="latentline_",
+        executor=summarized(build_executor(deployment), recipes),
+        job_config=None,
+    )
+    return recipes, broken, location, shared_definitions(recipes, broken, deployment, location)

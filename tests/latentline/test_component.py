@@ -13,7 +13,18 @@ from textwrap import dedent
 
 import click
 import pytest
-from dagster import Definitions
+from dagster import (
+    AssetKey,
+    DagsterInstance,
+    Definitions,
+    FilesystemIOManager,
+    ResourceDefinition,
+    asset,
+    define_asset_job,
+    json_console_logger,
+    multiprocess_executor,
+    sensor,
+)
 from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
 
 from assets.definitions import build_definitions, load_project_recipes
@@ -64,8 +75,44 @@ def test_two_scaffolded_recipes_define_what_the_folder_of_recipes_does(
 
     with project.build_all_defs() as defs:
         merged = names(defs)
-    assert merged == names(build_definitions(recipes, broken))
+    expected = names(build_definitions(recipes, broken))
+    # Names that recipes do not need for themselves would collide with those of the project.
+    expected["resources"] = ["latentline_launcher", "latentline_tables"]
+    expected["sensors"] = sorted(expected["sensors"] + ["latentline_dead_runs"])
+    expected["sensors"].remove("dead_runs")
+    assert merged == expected
     assert {"flowers_train", "roses_train"} <= set(merged["jobs"])
+
+
+def test_definitions_of_the_project_keep_their_executor_loggers_resources_and_names(
+    project: DefsFolderSandbox, photos_once: Path
+) -> None:
+    folder = project.scaffold_component(LoraRecipe, "flowers", {"images": str(photos_once)})
+
+    @sensor(name="dead_runs", target="*")
+    def own_sensor() -> None: ...
+
+    @asset(required_resource_keys={"tables", "launcher"})
+    def sales() -> None: ...
+
+    foreign = Definitions(
+        assets=[sales],
+        jobs=[define_asset_job("sales_job", "sales")],
+        sensors=[own_sensor],
+        executor=multiprocess_executor,
+        loggers={"console": json_console_logger},
+        resources={"tables": FilesystemIOManager(), "launcher": ResourceDefinition.none_resource()},
+    )
+    with project.load_component_and_build_defs(folder) as (_, own):
+        defs = Definitions.merge(foreign, own)
+    other, recipes = defs.resolve_job_def("sales_job"), defs.resolve_job_def("flowers_cache")
+    assert (other.executor_def, recipes.executor_def.name) == (multiprocess_executor, "in_process")
+    assert other.loggers == {"console": json_console_logger}
+    assert recipes.run_config is None
+    with DagsterInstance.ephemeral() as instance:
+        key = AssetKey(["flowers", "raw_images"])
+        assert recipes.execute_in_process(instance=instance, asset_selection=[key]).success
+        assert defs.load_asset_value(key, instance=instance).height > 0
 
 
 def test_a_broken_recipe_shows_its_error_and_the_other_one_stays(

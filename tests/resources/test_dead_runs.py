@@ -23,6 +23,7 @@ from dagster import (
 from dagster._core.events import EngineEventData
 
 from assets.automation import dead_runs_sensor
+from assets.location import Location
 from resources.dead_runs import end_dead_runs
 from resources.run_worker import MACHINE_TAG
 from tests.e2e.daemon import make_home
@@ -150,7 +151,8 @@ def test_the_runs_of_another_kind_of_run_launcher_live() -> None:
 
 def test_the_sensor_reports_the_runs_that_it_ended(instance: DagsterInstance) -> None:
     run = started_run(instance, dead_process())
-    reasons = [str(dead_runs_sensor(build_sensor_context(instance)).skip_message) for _ in range(2)]
+    sensor = dead_runs_sensor(Location("gpu"))
+    reasons = [str(sensor(build_sensor_context(instance)).skip_message) for _ in range(2)]
     assert reasons == [f"ended {run.run_id}", "no dead runs"]
 
 
