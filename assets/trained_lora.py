@@ -24,7 +24,7 @@ from assets.sources import model_key
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
-from resources.step_log import StepLog, run_log
+from resources.step_log import run_log, step_log
 
 DESCRIPTION = (
     "The LoRA in three layouts, trained from the cache with accelerate. A finished run with the same inputs "
@@ -135,7 +135,7 @@ def observe_training(
             except Exception as err:
                 is_broken = True
                 reason = f"{type(err).__name__}: {err}".splitlines()[0]
-                StepLog(context).warning(f"no more live observations: {reason}")
+                step_log(context).warning(f"no more live observations: {reason}")
 
         return poll
 

@@ -34,7 +34,7 @@ from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.errors import LaunchError, counted
 from pipeline.processes.launch import OUTPUT_TAIL_LINES
 from resources.process_output import uninterrupted
-from resources.step_log import StepLog
+from resources.step_log import StepLog, step_log
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -86,7 +86,7 @@ class KubernetesLauncher(RemoteLauncher):
     ) -> Sequence[str]:
         """See `RemoteLauncher.encode`."""
         manifest = job_manifest(encoding, num_shards, image=self.image, pod=self.pod)
-        job = _Job(_client(), self.namespace, manifest, StepLog(context))
+        job = _Job(_client(), self.namespace, manifest, step_log(context))
         try:
             job.create()
             job.wait()

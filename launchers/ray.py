@@ -32,7 +32,7 @@ from pipeline.processes.launch import error_from_json, worker_variables
 from pipeline.processes.machines import Machines
 from resources.local_launcher import Observer
 from resources.process_output import uninterrupted, write_output
-from resources.step_log import StepLog
+from resources.step_log import StepLog, step_log
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -144,7 +144,7 @@ class _Job:
         self, context: AssetExecutionContext, *, observe: Callable[[bool], object] | None = None
     ) -> Sequence[str]:
         """Submit the job, wait for its end, and return the last lines of failed commands."""
-        log = StepLog(context)
+        log = step_log(context)
         follower = threading.Thread(target=self._follow_log, name="ray-job-log", daemon=True)
         try:
             self._submit()

@@ -16,7 +16,7 @@ from pipeline.encoding.fill import DIAGNOSIS_MODULE, EVALUATION_MODULE, WORKERS
 from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.processes.launch import TRAINING_MODULE, Launch, Meanwhile
 from resources.local_launcher import AccelerateLauncher, Observer
-from resources.step_log import StepLog
+from resources.step_log import run_log
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -51,7 +51,7 @@ class RemoteLauncher(AccelerateLauncher):
                     partial(self.encode, context, settings),
                     max_workers=self.workers,
                     cpu_threads=settings.cpu_threads,
-                    log=StepLog(context).info,
+                    log=run_log(context),
                 )
             else:
                 self.train(context, settings, job_file, observer)

@@ -35,7 +35,7 @@ from pipeline.processes.launch import (
 from pipeline.processes.machines import Machines
 from resources.local_launcher import Observer
 from resources.process_output import ForwardedOutput, uninterrupted
-from resources.step_log import StepLog
+from resources.step_log import StepLog, step_log
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -184,7 +184,7 @@ class _Job:
         """Submit the job, wait for its end, and return the highest exit status of its tasks."""
         sbatch = ["sbatch", "--wait", *self.options, f"--job-name={self.name}"]
         sbatch += ["--wrap", self.script]
-        log = StepLog(context)
+        log = step_log(context)
         log.info(f"submitting the Slurm job {self.name}")
         process = self._start(sbatch, settings)
         queue = _QueueLog(self, log)

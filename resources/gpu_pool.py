@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from resources.process_output import uninterrupted
-from resources.step_log import StepLog
+from resources.step_log import step_log
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def _place(context: AssetExecutionContext, pool: str) -> Generator[None]:
         pause_s = FIRST_PAUSE_S
         while not _claim(context, pool):
             if pause_s == FIRST_PAUSE_S:
-                StepLog(context).info(WAITING)
+                step_log(context).info(WAITING)
             time.sleep(pause_s)
             pause_s = min(1.1 * pause_s, LONGEST_PAUSE_S)
         yield

@@ -35,7 +35,7 @@ from pipeline.processes.launch import (
 from pipeline.processes.machines import ONE_MACHINE, Machines
 from pipeline.recipe.deployment import WAIT_S
 from resources.process_output import ForwardedOutput, uninterrupted
-from resources.step_log import StepLog
+from resources.step_log import StepLog, step_log
 
 if TYPE_CHECKING:
     from pipeline.processes.tree import ProcessTree
@@ -93,7 +93,7 @@ class AccelerateLauncher(ConfigurableResource):
             used = settings if is_training else all_machines.on_one(settings)
             command = launch_command(used, module, job_file, machines)
             observe = (lambda final: None) if observer is None else observer(job_file)
-            log = StepLog(context)
+            log = step_log(context)
             if machines.number > 1:
                 from pipeline.trained_lora.joining import job_for_others  # imports Polars
 

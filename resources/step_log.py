@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import lru_cache
 
 from dagster import AssetExecutionContext
 
@@ -48,6 +49,13 @@ class StepLog:
         sys.stderr.flush()
 
 
+# A process executes one step at a time.
+@lru_cache(maxsize=1)
+def step_log(context: AssetExecutionContext) -> StepLog:
+    """Return the log of the step: one for all of its parts, so that all of them pause after a failure."""
+    return StepLog(context)
+
+
 def run_log(context: AssetExecutionContext) -> Callable[[str], None]:
     """Return a function that logs a line in the log of the step."""
-    return StepLog(context).info
+    return step_log(context).info

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
 
-from resources import step_log
-from resources.step_log import StepLog
+import resources.step_log
+from resources.step_log import StepLog, run_log, step_log
 from tests.refused_events import MESSAGE, events_refused
 
 
@@ -31,7 +31,7 @@ def logged_in_step(home: Path, *, refused: Callable[[str], bool]) -> list[str]:
 def test_a_line_that_cannot_be_stored_is_printed_and_later_ones_are_stored_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_log, "PAUSE_S", 0.0)
+    monkeypatch.setattr(resources.step_log, "PAUSE_S", 0.0)
     assert logged_in_step(tmp_path, refused=lambda text: text == "two") == ["one", "three"]
     errors = capsys.readouterr().err
     assert "\nWARNING: two\n" in errors
@@ -64,3 +64,22 @@ def test_control_characters_of_names_become_escapes(
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
     assert (shown in messages) != is_refused
     assert shown in capsys.readouterr().err
+
+
+def test_all_parts_of_a_step_pause_after_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With PostgreSQL away, each further attempt would make the step wait."""
+
+    @asset
+    def step(context: AssetExecutionContext) -> None:
+        with events_refused(tmp_path):
+            run_log(context)("one")
+        run_log(context)("two")
+        step_log(context).warning("three")
+
+    with DagsterInstance.local_temp(str(tmp_path)) as instance:
+        result = materialize([step], instance=instance)
+        stored = {entry.user_message for entry in instance.all_logs(result.run_id)}
+    assert stored.isdisjoint({"one", "two", "three"})
+    assert capsys.readouterr().err.count("Dagster's log cannot be written") == 1
