@@ -169,7 +169,7 @@ def run_step(
     from pipeline.outputs.stage_files import stage_files
 
     log, is_selected = run_log(context), bool(context.selected_asset_keys)
-    with errors_as_failures(context.retry_number, log=log):
+    with errors_as_failures(retries=True, log=log):
         # Before anything is written, such as the files that are fetched from an address.
         yield from path_isolation_results(context, recipe)
         with stage_files(outputs_of(recipe, log), asset, checks_only=not is_selected, log=log):

@@ -22,25 +22,27 @@ from pipeline.storage.retry import is_transient
 
 _PARTS = ("what", "where", "fix")
 
+MAX_RETRIES = 2
+
 # The requests themselves are repeated for a minute before they fail (pipeline/storage/retry.py).
-RETRY_DELAYS_S = (30, 120)
-"""Seconds before a step is tried again after an error that passes by itself, for each further attempt."""
+RETRY_DELAY_S = 90
+"""Seconds before a step is tried again after an error that passes by itself."""
 
 
 @contextmanager
-def errors_as_failures(retry_number: int | None = None, *, log: Log = discard) -> Generator[None]:
+def errors_as_failures(*, retries: bool = False, log: Log = discard) -> Generator[None]:
     """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`.
 
-    With the number of earlier attempts of the step, an outage of a service or of a network becomes a
-    `RetryRequested`, unless this was the last attempt. `log` receives a line for it.
+    With `retries`, an outage of a service or of a network becomes a `RetryRequested`. `log` receives a line
+    for it.
     """
     try:
         yield
     except LatentlineError as err:
-        if retry_number is not None and retry_number < len(RETRY_DELAYS_S) and is_transient(err):
-            delay_s = RETRY_DELAYS_S[retry_number]
-            log(f"{WARNING}{err.what}; tried again in {delay_s} s ({err.where})")
-            raise RetryRequested(max_retries=len(RETRY_DELAYS_S), seconds_to_wait=delay_s) from err
+        if retries and is_transient(err):
+            log(f"{WARNING}{err.what}; a step is tried {MAX_RETRIES + 1} times in all ({err.where})")
+            # After the last attempt, Dagster reports the cause.
+            raise RetryRequested(MAX_RETRIES, seconds_to_wait=RETRY_DELAY_S) from _failure(err)
         # The three parts explain the error. Dagster would print a cause as well, with its traceback.
         raise _failure(err) from None
     except Exception as err:
@@ -54,7 +56,7 @@ def _failure(err: LatentlineError) -> Failure:
     parts = {"fix": err.fix, "what": err.what, "where": err.where}
     description = f"{type(err).__name__}: {err.text_with_fix_first()}"
 
-    # Outages in a step's own work are repeated above. Another retry with the same input would fail again.
+    # Outages are repeated above. Another retry with the same input would fail again.
     return Failure(description, metadata=parts, allow_retries=False)
 
 

@@ -54,7 +54,7 @@ class TableIOManager(ConfigurableIOManager):
 
     def handle_output(self, context: OutputContext, obj: "pl.DataFrame") -> None:
         """Replace the asset's table."""
-        with errors_as_failures():
+        with errors_as_failures(retries=True):
             tables, outputs, asset = self._locate(context)
             path = tables.write(asset, obj)
             outputs.upload(table_file(asset))
@@ -64,7 +64,7 @@ class TableIOManager(ConfigurableIOManager):
 
     def load_input(self, context: InputContext) -> "pl.DataFrame":
         """Return the upstream asset's table; one of our assets gets only the columns that it needs."""
-        with errors_as_failures():
+        with errors_as_failures(retries=_is_in_step(context)):
             assert context.upstream_output is not None  # inputs of assets have one
             tables, outputs, asset = self._locate(context.upstream_output)
             outputs.fetch(table_file(asset))
@@ -79,9 +79,14 @@ class TableIOManager(ConfigurableIOManager):
         return Tables(outputs.folder), outputs, asset
 
 
+def _is_in_step(context: InputContext) -> bool:
+    """Return whether a step loads the input; `Definitions.load_asset_value` loads a table without one."""
+    try:
+        return context.op_def is not None
+    except DagsterInvariantViolationError:
+        return False
+
+
 def _reader(context: InputContext) -> str | None:
     """Return which of our assets reads the input; None for others."""
-    try:
-        return context.op_def.tags.get(ASSET)
-    except DagsterInvariantViolationError:
-        return None  # `Definitions.load_asset_value` loads a table without an op
+    return context.op_def.tags.get(ASSET) if _is_in_step(context) else None

@@ -35,17 +35,13 @@ def outage() -> StoreError:
 
 
 def test_O16_M5_only_an_outage_is_tried_again_and_only_twice() -> None:
-    delays: list[int | float | None] = []
     lines: list[str] = []
-    for number in (0, 1):
-        with pytest.raises(RetryRequested) as requested, errors_as_failures(number, log=lines.append):
-            raise outage()
-        assert requested.value.max_retries == 2
-        delays.append(requested.value.seconds_to_wait)
-    assert delays == [30, 120]
-    assert lines[0] == "warning: the service does not answer; tried again in 30 s (s3://bucket)"
-    for error, retry_number in ((outage(), 2), (outage(), None), (StoreError("a", where="b", fix="c"), 0)):
-        with pytest.raises(Failure), errors_as_failures(retry_number):
+    with pytest.raises(RetryRequested) as requested, errors_as_failures(retries=True, log=lines.append):
+        raise outage()
+    assert (requested.value.max_retries, requested.value.seconds_to_wait) == (2, 90)
+    assert lines == ["warning: the service does not answer; a step is tried 3 times in all (s3://bucket)"]
+    for error, retries in ((outage(), False), (StoreError("a", where="b", fix="c"), True)):
+        with pytest.raises(Failure), errors_as_failures(retries=retries):
             raise error
 
 
@@ -53,12 +49,12 @@ def test_O16_M5_only_an_outage_is_tried_again_and_only_twice() -> None:
 def test_M5_a_step_of_a_real_run_is_repeated_after_an_outage(
     monkeypatch: pytest.MonkeyPatch, num_outages: int, attempts: int
 ) -> None:
-    monkeypatch.setattr(failures, "RETRY_DELAYS_S", (0, 0))
+    monkeypatch.setattr(failures, "RETRY_DELAY_S", 0)
     tried: list[int] = []
 
     @asset
     def rose(context: AssetExecutionContext) -> None:
-        with errors_as_failures(context.retry_number):
+        with errors_as_failures(retries=True):
             tried.append(context.retry_number)
             if len(tried) <= num_outages:
                 raise outage()

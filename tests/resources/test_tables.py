@@ -10,15 +10,21 @@ import pytest
 from dagster import (
     Failure,
     OutputContext,
+    asset,
     build_init_resource_context,
     build_input_context,
     build_output_context,
+    materialize,
+    mem_io_manager,
     op,
 )
 
+from pipeline.errors import StoreError
+from pipeline.outputs.folder import OutputFolder
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.needed_columns import NEEDED, needed_columns
 from pipeline.storage.tables import SCHEMAS, SIDE_INPUT_COLUMNS, Tables, empty, frame, pandera_schema
+from resources import failures
 from resources.tables import ASSET, RECIPE, TableIOManager
 from tests.small_recipe import small_recipe
 
@@ -89,3 +95,41 @@ def test_a_table_at_an_address_is_uploaded_when_written_and_fetched_when_read(tm
     assert two.load_input(build_input_context(upstream_output=output("rejected"))).equals(
         rejected_rows().head(1)
     )
+
+
+def test_an_outage_while_a_table_is_written_or_read_repeats_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "RETRY_DELAY_S", 0)
+    outages: list[str] = []
+
+    def away_once(method: str) -> None:
+        transfer = getattr(OutputFolder, method)
+
+        def transfer_later(self: OutputFolder, *files: str) -> None:
+            if method not in outages:
+                outages.append(method)
+                error = StoreError("the service does not answer", where="s3://bucket", fix="try later")
+                raise error from ConnectionError("refused")
+            transfer(self, *files)
+
+        monkeypatch.setattr(OutputFolder, method, transfer_later)
+
+    away_once("upload")
+    away_once("fetch")
+    executed: list[str] = []
+
+    @asset(metadata={RECIPE: "demo", ASSET: "rejected"})
+    def rejected() -> pl.DataFrame:
+        executed.append("rejected")
+        return rejected_rows()
+
+    @asset(io_manager_key="none")
+    def count(rejected: pl.DataFrame) -> None:
+        executed.append(f"{rejected.height} rows")
+
+    manager = manager_of(tmp_path, Url(f"memory://{uuid.uuid4().hex}/out"))
+    resources = {"io_manager": manager, "none": mem_io_manager}
+    assert materialize([rejected, count], resources=resources).success
+    assert executed == ["rejected", "rejected", "2 rows"]
+    assert outages == ["upload", "fetch"]
