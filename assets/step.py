@@ -32,6 +32,7 @@ from pipeline.versions import (
     TRAINING_VERSION,
 )
 from resources.failures import errors_as_failures
+from resources.run_worker import end_with_code_server
 from resources.step_log import run_log
 from resources.step_names import step_name
 from resources.tables import ASSET, RECIPE
@@ -168,6 +169,8 @@ def run_step(
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import stage_files
 
+    # The process of the run watches itself, but a step may have a process of its own.
+    end_with_code_server()
     log, is_selected = run_log(context), bool(context.selected_asset_keys)
     with errors_as_failures(retries=True, log=log):
         # Before anything is written, such as the files that are fetched from an address.

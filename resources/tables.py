@@ -18,7 +18,6 @@ from pipeline.outputs.stage_files import table_file
 from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import needed_columns
 from resources.failures import errors_as_failures
-from resources.run_worker import end_with_code_server
 
 if TYPE_CHECKING:
     import polars as pl
@@ -45,11 +44,9 @@ class TableIOManager(ConfigurableIOManager):
     _outputs: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
-        """Open the output folders, and let this process end with the process of the run."""
+        """Open the output folders."""
         from pipeline.outputs.folder import outputs_of
 
-        # Every step uses this resource, also one in a process of its own.
-        end_with_code_server()
         self._outputs = {recipe.name: outputs_of(recipe) for recipe in self.recipes}
 
     def handle_output(self, context: OutputContext, obj: "pl.DataFrame") -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -25,6 +28,7 @@ from pipeline.storage.addresses import Address, Url
 from pipeline.storage.needed_columns import NEEDED, needed_columns
 from pipeline.storage.tables import SCHEMAS, SIDE_INPUT_COLUMNS, Tables, empty, frame, pandera_schema
 from resources import failures
+from resources.run_worker import end_with_code_server
 from resources.tables import ASSET, RECIPE, TableIOManager
 from tests.small_recipe import small_recipe
 
@@ -133,3 +137,17 @@ def test_an_outage_while_a_table_is_written_or_read_repeats_the_step(
     assert materialize([rejected, count], resources=resources).success
     assert executed == ["rejected", "rejected", "2 rows"]
     assert outages == ["upload", "fetch"]
+
+
+def test_reading_a_table_outside_of_a_run_watches_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a child process of another program, which may outlive its parent."""
+    Tables(tmp_path).write("rejected", rejected_rows())
+    end_with_code_server.cache_clear()
+    reader, _ = multiprocessing.Pipe()
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace(sentinel=reader))
+    before = threading.active_count()
+    table = manager_of(tmp_path).load_input(build_input_context(upstream_output=output("rejected")))
+    assert table.equals(rejected_rows())
+    assert threading.active_count() == before
