@@ -54,14 +54,14 @@ def alert_sensors(
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends what failed, where and its fix to LATENTLINE_WEBHOOK.",
     )
-    def failure_alerts(context: RunFailureSensorContext) -> SkipReason | None:
+    def failure_alerts(context: RunFailureSensorContext) -> SkipReason:
         run = context.dagster_run
         if not is_recipe_run(run, context.repository_def):
             return SkipReason(f"run {run.run_id} is of no recipe")
         if run.tags.get(WILL_RETRY_TAG) == "true":
             return SkipReason(f"Dagster starts run {run.run_id} again")
         send(failure_alert(context.instance, run, recipes), address)
-        return None
+        return _sent(run)
 
     @run_status_sensor(
         name=f"{location.prefix}warning_alerts",
@@ -69,13 +69,13 @@ def alert_sensors(
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends warnings that the previous run of the job did not have to LATENTLINE_WEBHOOK.",
     )
-    def warning_alerts(context: RunStatusSensorContext) -> SkipReason | None:
+    def warning_alerts(context: RunStatusSensorContext) -> SkipReason:
         run = context.dagster_run
         alert = warning_alert(context.instance, run) if is_recipe_run(run, context.repository_def) else None
         if alert is None:
             return SkipReason(f"run {run.run_id} has no new warnings")
         send(alert, address)
-        return None
+        return _sent(run)
 
     @sensor(
         name=f"{location.prefix}recipe_alerts",
@@ -92,6 +92,12 @@ def alert_sensors(
         return SensorResult(skip_reason=reason, cursor=json.dumps([each.summary() for each in broken]))
 
     return [failure_alerts, warning_alerts, recipe_alerts]
+
+
+def _sent(run: DagsterRun) -> SkipReason:
+    # With a result, Dagster stores the cursor and leaves further runs to the next tick. With None, it would
+    # evaluate all of them before it stores anything.
+    return SkipReason(f"sent an alert about run {run.run_id}")
 
 
 def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:

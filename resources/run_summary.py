@@ -185,7 +185,7 @@ def summarize_run(
         if (place := _recipe_line(event, recipes)) is not None:
             recipe_lines[problems[-1]] = place
     stopped = bool(interrupted)
-    if not failures and (ending := _ending(run, events, error)) is not None:
+    if not failures and (ending := _ending(run, events, error, restart)) is not None:
         stopped = isinstance(ending, INTERRUPTIONS)
         problem = stopped_problem(BETWEEN_STEPS, restart) if stopped else _problem_between_steps(ending)
         problems = [problem]
@@ -215,7 +215,9 @@ def _problem_between_steps(error: Any) -> str:
     return error_problem(error, BETWEEN_STEPS)
 
 
-def _ending(run: DagsterRun | None, events: Sequence[DagsterEvent], error: BaseException | None) -> Any:
+def _ending(
+    run: DagsterRun | None, events: Sequence[DagsterEvent], error: BaseException | None, restart: str
+) -> Any:
     """Return the error or interruption that ended a run outside of its steps, or None."""
     if error is not None:
         return error
@@ -225,6 +227,10 @@ def _ending(run: DagsterRun | None, events: Sequence[DagsterEvent], error: BaseE
     # Dagster stores an interruption as a failure for this reason, or as a cancellation.
     for event in events:
         if event.event_type == DagsterEventType.RUN_FAILURE:
+            # A report from outside of the run's process, such as the sensor dead_runs, has a message alone.
+            if event.event_specific_data is None:
+                message = event.message or "the run has failed without a reason"
+                return LatentlineError(message, where=BETWEEN_STEPS, fix=f"{restart}; finished work is kept")
             failure = event.job_failure_data
             reason = failure.failure_reason
             if reason is not None and reason.value != "UNEXPECTED_TERMINATION":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,10 +20,15 @@ if TYPE_CHECKING:
 WEBHOOK_VARIABLE = "LATENTLINE_WEBHOOK"
 """Environment variable with the address. A prefix `slack+`, `discord+` or `json+` chooses the form."""
 
-TIMEOUT_S = 10.0
+# Dagster ends a tick after 60 s without storing its cursor, so that all alerts of the tick would be sent
+# again. If alerts fail, it evaluates up to five runs in one tick.
+BUDGET_S = 10.0
+"""Longest time for all attempts to send an alert."""
 
-RETRY_DELAYS_S = (1.0, 4.0)
-"""Seconds before the second and the third attempt; Dagster ends a sensor's tick after 60 s."""
+TIMEOUT_S = 5.0
+
+RETRY_DELAYS_S = (1.0, 2.0)
+"""Seconds before the second and the third attempt."""
 
 MAX_PROBLEMS = 5
 
@@ -70,11 +76,18 @@ def webhook() -> str | None:
     return os.environ.get(WEBHOOK_VARIABLE, "").strip() or None
 
 
-def send(alert: Alert, address: str, *, sleep: Callable[[float], object] = time.sleep) -> None:
+def send(
+    alert: Alert,
+    address: str,
+    *,
+    sleep: Callable[[float], object] = time.sleep,
+    budget_s: float = BUDGET_S,
+) -> None:
     """Send an alert, and again if the service is busy or away.
 
     Raises:
-        WebhookError: The address is invalid, or no attempt succeeded. The message never has the address.
+        WebhookError: The address is invalid, or no attempt succeeded within `budget_s`. The message never has
+            the address.
     """
     form, url = _form(address)
     from urllib.request import Request  # definitions load this module, and few of them send anything
@@ -83,18 +96,29 @@ def send(alert: Alert, address: str, *, sleep: Callable[[float], object] = time.
     headers = {"Content-Type": "application/json", "User-Agent": "latentline"}
     request = Request(url, data=body, headers=headers, method="POST")  # noqa: S310 - see _form
 
-    for delay_s in (*RETRY_DELAYS_S, None):
+    # A thread, because the timeout of a request limits neither the search for the host's address nor an
+    # answer that arrives byte by byte.
+    reasons: list[str | None] = [f"no answer within {budget_s:g} s"]
+    thread = threading.Thread(target=lambda: reasons.append(_send(request, sleep)), daemon=True)
+    thread.start()
+    thread.join(budget_s)
+    if reasons[-1] is not None:
+        raise WebhookError(
+            f"the alert {alert.title!r} was not sent: {reasons[-1]}",
+            where=f"{WEBHOOK_VARIABLE}, host {urlsplit(url).hostname}",
+            fix=f"correct the address in {WEBHOOK_VARIABLE}, then restart the code server"
+            + (f"; run {alert.run_id} has the details" if alert.run_id else ""),
+        )
+
+
+def _send(request: Request, sleep: Callable[[float], object]) -> str | None:
+    """Return why all attempts failed, or None."""
+    for delay_s in RETRY_DELAYS_S:
         reason, is_final = _attempt(request)
-        if reason is None:
-            return
-        if delay_s is None or is_final:
-            raise WebhookError(
-                f"the alert {alert.title!r} was not sent: {reason}",
-                where=f"{WEBHOOK_VARIABLE}, host {urlsplit(url).hostname}",
-                fix=f"correct the address in {WEBHOOK_VARIABLE}, then restart the code server"
-                + (f"; run {alert.run_id} has the details" if alert.run_id else ""),
-            )
+        if is_final:
+            return reason
         sleep(delay_s)
+    return _attempt(request)[0]
 
 
 def _attempt(request: Request) -> tuple[str | None, bool]:

@@ -19,23 +19,27 @@ class Received:
         url: Address of the server, with a secret in its path.
         bodies: JSON bodies in the order of their arrival.
         statuses: Answers to the next requests; then 200.
+        answers: Whether requests are answered at once; later ones wait until it is set.
     """
 
     url: str = ""
     bodies: list[Any] = field(default_factory=list[Any])
     statuses: list[int] = field(default_factory=list[int])
+    answers: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
 def webhook_server() -> Generator[Received]:
     """Serve on a free port of the loopback interface."""
     received = Received()
+    received.answers.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert self.headers["Content-Type"] == "application/json"
             received.bodies.append(json.loads(body))
+            received.answers.wait(60)
             self.send_response(received.statuses.pop(0) if received.statuses else 200)
             self.end_headers()
 

@@ -90,7 +90,7 @@ def test_O17_M10_a_closed_gate_is_sent_with_what_where_and_fix(
     result = location.run()
     assert not result.success
     instance.add_run_tags(result.run_id, {ATTEMPT_TAG: "1 of 4"})
-    location.evaluate("failure_alerts", result)
+    assert "sent" in str(location.evaluate("failure_alerts", result))
     (alert,) = server.bodies
     assert (alert["title"], alert["level"], alert["run_id"]) == (f"{JOB} failed", "error", result.run_id)
     (problem,) = alert["problems"]
@@ -98,6 +98,35 @@ def test_O17_M10_a_closed_gate_is_sent_with_what_where_and_fix(
     assert "captions_present" in f"{problem}"
     assert problem["where"] != ""
     assert problem["fix"] != ""
+
+
+def test_a_tick_sends_one_alert_and_stores_its_cursor(
+    recipe: Recipe, instance: DagsterInstance, server: Received
+) -> None:
+    """Otherwise a tick of several slow alerts ends without a cursor, and the next one sends them again."""
+    location = Location(recipe, instance)
+    repository = location.definitions.get_repository_def()
+    failing = repository.get_sensor_def("failure_alerts")
+    nightly = repository.get_job(JOB)
+    cursor: str | None = None
+    sent: list[int] = []
+    for number in range(4):
+        context = build_sensor_context(instance, cursor=cursor)
+        cursor = failing.evaluate_tick(context).cursor
+        sent.append(len(server.bodies))
+        if number == 0:
+            for _ in range(2):
+                run = instance.create_run_for_job(nightly, tags={RECIPE_TAG: "flowers"})
+                instance.report_run_failed(run, "its process 7 ended without reporting it")
+    assert sent == [0, 1, 2, 2]
+    # As dead_runs ends a run.
+    assert server.bodies[0]["problems"] == [
+        {
+            "what": "LatentlineError: its process 7 ended without reporting it",
+            "where": "between two steps",
+            "fix": "start the same job again; finished work is kept",
+        }
+    ]
 
 
 @pytest.mark.parametrize(

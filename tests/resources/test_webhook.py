@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from resources.webhook import Alert, Problem, WebhookError, send, webhook
+from resources.webhook import BUDGET_S, Alert, Problem, WebhookError, send, webhook
 from tests.free_ports import free_port
 from tests.webhook_server import Received, webhook_server
 
@@ -75,7 +76,7 @@ def test_a_busy_service_gets_the_alert_again(server: Received) -> None:
     server.statuses += [503, 429]
     waited: list[float] = []
     send(ALERT, server.url, sleep=waited.append)
-    assert (len(server.bodies), waited) == (3, [1.0, 4.0])
+    assert (len(server.bodies), waited) == (3, [1.0, 2.0])
 
 
 def test_a_service_that_refuses_the_alert_is_an_error_without_the_address(server: Received) -> None:
@@ -113,3 +114,14 @@ def test_the_address_is_the_variable(
     if value is not None:
         monkeypatch.setenv("LATENTLINE_WEBHOOK", value)
     assert webhook() == expected
+
+
+def test_a_service_that_does_not_answer_takes_no_longer_than_the_budget(server: Received) -> None:
+    """Dagster ends a tick after 60 s, and sends its alerts again."""
+    server.answers.clear()
+    begin_s = time.monotonic()
+    with pytest.raises(WebhookError, match=r"no answer within 0\.2 s"):
+        send(ALERT, server.url, budget_s=0.2)
+    assert time.monotonic() - begin_s < 4, "one attempt alone may take 5 s"
+    server.answers.set()
+    assert 5 * BUDGET_S < 60
