@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dagster import (
     AssetKey,
@@ -40,6 +40,9 @@ from pipeline.storage.addresses import Address
 from resources.dead_runs import end_dead_runs
 from resources.failures import has_closed_gate
 from resources.tables import RECIPE
+
+if TYPE_CHECKING:
+    from pipeline.raw_images.scan_fingerprint import ScanPosition
 
 _ENDED = {
     DagsterRunStatus.SUCCESS,
@@ -99,6 +102,28 @@ class SensorState:
     position: dict[str, Any] | None = None
     since: float = 0.0
     listed: dict[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def from_cursor(cls, cursor: str | None) -> "SensorState":
+        """Return the state in a cursor; the first state if there is none, or one of another version."""
+        if not cursor:
+            return cls()
+        try:
+            state = cls(**json.loads(cursor))
+            state.scan_position()
+        except (TypeError, ValueError, LookupError):
+            return cls()
+        return state
+
+    def scan_position(self) -> "ScanPosition | None":
+        """Return the position at which the listing stopped."""
+        from pipeline.raw_images.scan_fingerprint import ScanPosition
+
+        if self.position is None:
+            return None
+        # JSON has no tuples.
+        fields: Any = {**self.position, "after": tuple(self.position["after"])}
+        return ScanPosition(**fields)
 
     def settle(self, seen: str, *, now: float) -> tuple["SensorState", str | None]:
         """Return the state after a complete listing, and the reason to skip this tick if there is one."""
@@ -182,7 +207,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
         description=f"Starts {recipe.name}_cache when images, captions or recipe have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
-        state = SensorState(**json.loads(context.cursor)) if context.cursor else SensorState()
+        state = SensorState.from_cursor(context.cursor)
         try:
             current = _as_written(recipe)
             state, num_files = _list_files(state, watched_addresses(current))
@@ -230,11 +255,7 @@ def _list_files(state: SensorState, addresses: Sequence[Address]) -> tuple[Senso
     """
     from pipeline.raw_images.scan_fingerprint import ScanPosition, scan_slice
 
-    position = None
-    if state.position is not None:
-        fields: Any = {**state.position, "after": tuple(state.position["after"])}  # JSON has no tuples
-        position = ScanPosition(**fields)
-
+    position = state.scan_position()
     end_s = time.monotonic() + SLICE_S
     listed = {str(each): state.listed[str(each)] for each in addresses if str(each) in state.listed}
     for address in addresses:

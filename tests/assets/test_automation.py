@@ -156,6 +156,14 @@ def test_the_cursor_of_an_earlier_version_is_read(tmp_path: Path, instance: Dags
     assert ticks.evaluate() == "run"
 
 
+@pytest.mark.parametrize(
+    "cursor",
+    ['{"fingerprint": "0123456789abcdef"}', '{"position": {"folder": 3}}', '{"position": 3}', "[]", "run 3"],
+)
+def test_a_cursor_of_another_version_counts_as_none(cursor: str) -> None:
+    assert SensorState.from_cursor(cursor) == SensorState() == SensorState.from_cursor(None)
+
+
 def test_O06_files_that_return_to_an_older_state_run_again() -> None:
     state, requested = SensorState(), list[str]()
     for now in ["one", "one", "two", "two", "one", "one", "one"]:
