@@ -48,8 +48,8 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     },
     "aspect_buckets": {"buckets": True, "model": True},
     "vae_latents": {"latents": True, "model": True},
-    # The prompts of previews, which are encoded too, are in `training`.
-    "text_embeddings": {"text": True, "model": True, "training": True},
+    # The prompts of previews are encoded too, and default previews use the empty caption.
+    "text_embeddings": {"text": True, "model": True, "training": {"sample_prompts", "sample_every"}},
     "trained_lora": {
         **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),
         "buckets": {"underfilled"},
@@ -58,6 +58,13 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     "evaluation": {"evaluation": True},
 }
 """Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
+
+_NOT_SCANNED = {
+    *("limit", "duplicates", "validation_fraction"),
+    *("repeats", "weight", "role", "slider", "loss_weight"),
+    *("resolution", "resolutions", "flip", "caption_dropout"),
+}
+"""Keys of datasets that later stages use, and that do not decide which files raw_images lists."""
 
 ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
     "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
@@ -146,7 +153,8 @@ def code_version(recipe: Recipe, asset: str) -> str:
     own = _DATASET_FIELDS.get(asset, set[str]())
     if any(getattr(each, key) not in (None, ()) for each in recipe.datasets for key in own):
         fields = {**fields, "datasets": {"__all__": own}}
-    settings = recipe.model_dump_json(include=fields) + repr(versions)
+    unused = {"datasets": {"__all__": _NOT_SCANNED}} if asset == "raw_images" else None
+    settings = recipe.model_dump_json(include=fields, exclude=unused) + repr(versions)
     return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,27 +54,33 @@ def test_L04_a_new_algorithm_version_changes_the_code_version_of_its_asset(
 
 
 LORA, TEXT = "trained_lora", "text_embeddings"
-OF_DATASETS = {"raw_images", "validated_dataset", LORA}
-SETTINGS: dict[str, tuple[dict[str, object], set[str]]] = {
+OF_DATASETS = {"validated_dataset", LORA}
+SETTINGS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "datasets": (
         {"datasets": [{"name": "photos", "path": "/other"}]},
-        OF_DATASETS,
+        {"raw_images", *OF_DATASETS},
     ),
     "resolution": (
-        {"datasets": [{"name": "photos", "path": "/data/photos", "resolution": 512}]},
+        {"datasets": [{"name": "photos", "resolution": 512}]},
         {"aspect_buckets", *OF_DATASETS},
     ),
     "flip": (
-        {"datasets": [{"name": "photos", "path": "/data/photos", "flip": True}]},
+        {"datasets": [{"name": "photos", "flip": True}]},
         {"vae_latents", *OF_DATASETS},
     ),
     "dropout": (
-        {"datasets": [{"name": "photos", "path": "/data/photos", "caption_dropout": 0.5}]},
+        {"datasets": [{"name": "photos", "caption_dropout": 0.5}]},
         {TEXT, *OF_DATASETS},
     ),
     "model": ({"model": {"base": "models/other"}}, {"aspect_buckets", "vae_latents", TEXT, LORA}),
     "text": ({"text": {"caption_dropout": 0.5}}, {TEXT, LORA}),
-    "training": ({"training": {"seed": 7}}, {TEXT, LORA}),
+    "training": ({"training": {"seed": 7}}, {LORA}),
+    "prompts": ({"training": {"sample_prompts": ["a rose"]}}, {TEXT, LORA}),
+    "repeats": ({"datasets": [{"name": "photos", "repeats": 2}]}, OF_DATASETS),
+    "exclude": (
+        {"datasets": [{"name": "photos", "exclude": ["old"]}]},
+        {"raw_images", *OF_DATASETS},
+    ),
     "accelerate": ({"accelerate": {"num_processes": 2}}, {LORA}),
     "latents": ({"latents": {"flip": True}}, {"vae_latents"}),
     "buckets": ({"buckets": {"resolution": 512}}, {"aspect_buckets"}),
@@ -90,6 +97,9 @@ SETTINGS: dict[str, tuple[dict[str, object], set[str]]] = {
 def test_each_section_decides_the_code_versions_of_its_assets_only(recipe: Recipe, name: str) -> None:
     change, changed = SETTINGS[name]
     values = recipe.model_dump(mode="json", include={"datasets", "output_dir", "model"})
+    own = {"path": values["datasets"][0]["path"]}
+    if "datasets" in change:
+        change = {"datasets": [{**own, **each} for each in change["datasets"]]}
     other = recipe_from_mapping("flowers", {**values, **change})
     versions = {asset: (code_version(recipe, asset), code_version(other, asset)) for asset in SPECS}
     assert {asset for asset, (before, after) in versions.items() if before != after} == changed
@@ -143,4 +153,4 @@ def test_the_code_version_of_text_embeddings_without_references_changes_with_the
         "output_dir": "/data/out",
         "model": {"base": "stabilityai/stable-diffusion-xl-base-1.0"},
     }
-    assert code_version(recipe_from_mapping("flowers", values), TEXT) == "6a2d2db73cb2"
+    assert code_version(recipe_from_mapping("flowers", values), TEXT) == "3b431e2f7386"
