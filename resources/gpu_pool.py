@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
     from pipeline.processes.launch import Launch, Meanwhile
 
+BY_RUN = (
+    "the instance counts runs in its pools instead of steps, so an encoding may run beside a training "
+    "(dagster.yaml, concurrency.pools.granularity): set it to op"
+)
+
 WAITING = "waiting for another run that encodes or trains"
 
 FIRST_PAUSE_S = 1.0
@@ -43,6 +48,10 @@ def in_pool(context: AssetExecutionContext, pool: str, launch: Launch) -> Launch
 
 @contextmanager
 def _place(context: AssetExecutionContext, pool: str) -> Generator[None]:
+    # Dagster then holds back whole runs, but none of them for a place that a step claims itself.
+    granularity = context.instance.event_log_storage.get_pool_config().pool_granularity
+    if granularity is not None and granularity.value == "run":
+        step_log(context).warning(BY_RUN)
     try:
         pause_s = FIRST_PAUSE_S
         while not _claim(context, pool):

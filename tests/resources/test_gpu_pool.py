@@ -144,6 +144,16 @@ def test_limits_are_those_of_dagster(
         assert limits.get("gpu") == limit
 
 
+@pytest.mark.parametrize(("granularity", "warnings"), [("op", 0), ("run", 1)])
+def test_a_pool_that_counts_runs_is_warned_about(tmp_path: Path, granularity: str, warnings: int) -> None:
+    """Dagster counts runs with a step in the pool, and no places that a step claims itself."""
+    for instance in opened(tmp_path, ONE_PLACE.replace("granularity: op", f"granularity: {granularity}")):
+        result = Launches(instance).run()
+        assert result.success
+        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
+        assert sum("granularity" in message for message in messages) == warnings
+
+
 @pytest.mark.parametrize(("tag", "priority"), [("7", 7), ("-2", -2), ("high", 0)])
 def test_a_place_is_claimed_with_the_priority_of_the_run(
     instance: DagsterInstance, tag: str, priority: int
