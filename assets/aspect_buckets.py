@@ -8,11 +8,10 @@ from dagster import (
     AssetExecutionContext,
     AssetsDefinition,
     MaterializeResult,
-    MetadataValue,
 )
 
 from assets.location import Location
-from assets.metadata import picture_metadata, pictures_once, publish
+from assets.metadata import output_file, picture_metadata, pictures_once, publish
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -53,7 +52,7 @@ def build_aspect_buckets(recipe: Recipe, location: Location) -> AssetsDefinition
             rejected = pl.concat(earlier)
             page = write_dataset_page(recipe, validated, rejected, placed=result, log=run_log(context))
             pictures = pictures_once(context, picture_metadata(folder))
-            files = {"dataset_page": MetadataValue.path(str(page))}
+            files = {"dataset_page": output_file(recipe, page)}
             return publish(
                 recipe, "aspect_buckets", result, log=run_log(context), pictures=pictures, files=files
             )

@@ -25,6 +25,7 @@ from pipeline.log import Log, discard
 from pipeline.recipe import Recipe, project_root
 from pipeline.reporting.reports import Report, StageResult, write_report
 from resources.old_dagster_runs import PICTURES_RUN
+from resources.tables import file_metadata
 
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
 """Columns with file stats of sources and, after `entry_`, of cache entries."""
@@ -109,13 +110,18 @@ def publish(
         **{name: value for name, value in values.items() if not isinstance(value, _LONG_VALUES)},
         **{name: value for name, value in values.items() if isinstance(value, _LONG_VALUES)},
         **files,
-        "report": MetadataValue.path(str(report)),
+        "report": output_file(recipe, report),
         "first_rows": table_metadata(_preview(result.table)),
     }
 
     # A hash of the content, so that an equal result leaves downstream assets fresh.
     version = DataVersion(content_version(result.table, run=result.report.get("run", "")))
     return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
+
+
+def output_file(recipe: Recipe, path: Path) -> MetadataValue[Any]:
+    """Return a file or folder below the recipe's output folder, by its address if that is at one."""
+    return file_metadata(recipe.output_address, recipe.output_dir, path)
 
 
 def content_version(table: Any, *, run: str = "") -> str:

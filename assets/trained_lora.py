@@ -18,7 +18,14 @@ from dagster import (
 from pydantic import Field, create_model
 
 from assets.location import Location
-from assets.metadata import picture_metadata, pictures_once, publish, report_metadata, table_metadata
+from assets.metadata import (
+    output_file,
+    picture_metadata,
+    pictures_once,
+    publish,
+    report_metadata,
+    table_metadata,
+)
 from assets.names import asset_key
 from assets.sources import model_key
 from assets.step import run_step, stage_asset
@@ -176,5 +183,5 @@ def _file_metadata(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
     return {
         "tensorboard": MetadataValue.url(tensorboard.url(f"{recipe.name}/{run}")),
         "checkpoint_list": table_metadata(checkpoint_list(RunLayout(folder))),
-        **{name: MetadataValue.path(str(path)) for name, path in paths.items()},
+        **{name: output_file(recipe, path) for name, path in paths.items()},
     }

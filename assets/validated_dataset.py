@@ -8,11 +8,10 @@ from dagster import (
     AssetExecutionContext,
     AssetsDefinition,
     MaterializeResult,
-    MetadataValue,
 )
 
 from assets.location import Location
-from assets.metadata import picture_metadata, pictures_once, publish
+from assets.metadata import output_file, picture_metadata, pictures_once, publish
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -49,7 +48,7 @@ def build_validated_dataset(recipe: Recipe, location: Location) -> AssetsDefinit
             folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
             page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
             pictures = pictures_once(context, picture_metadata(folder))
-            files = {"dataset_page": MetadataValue.path(str(page))}
+            files = {"dataset_page": output_file(recipe, page)}
             return publish(
                 recipe, "validated_dataset", result, log=run_log(context), pictures=pictures, files=files
             )

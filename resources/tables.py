@@ -1,6 +1,7 @@
 """The table IO manager: it writes an asset's output as a Parquet file and reads inputs from such files."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagster import (
@@ -14,8 +15,10 @@ from dagster import (
 )
 from pydantic import PrivateAttr
 
+from pipeline.escaping import without_secrets
 from pipeline.outputs.stage_files import table_file
 from pipeline.recipe import Recipe
+from pipeline.storage.addresses import Address, Url
 from pipeline.storage.needed_columns import needed_columns
 from resources.failures import errors_as_failures
 
@@ -30,6 +33,16 @@ RECIPE, ASSET = "latentline/recipe", "latentline/asset"
 
 `ASSET` is also a tag of the asset's op, from which an input knows the columns that its reader needs.
 """
+
+
+def file_metadata(address: Address, folder: Path, file: Path) -> MetadataValue[Any]:
+    """Return a file below an output folder for the UI: by its address if the folder is a copy of one.
+
+    The working copy may be on another machine, and a later run may have replaced it.
+    """
+    if isinstance(address, Url):
+        return MetadataValue.url(without_secrets(f"{address}/{file.relative_to(folder).as_posix()}"))
+    return MetadataValue.path(str(file))
 
 
 class TableIOManager(ConfigurableIOManager):
@@ -56,7 +69,10 @@ class TableIOManager(ConfigurableIOManager):
             path = tables.write(asset, obj)
             outputs.upload(table_file(asset))
             context.add_output_metadata(
-                {"table": MetadataValue.path(path), "dagster/row_count": MetadataValue.int(obj.height)}
+                {
+                    "table": file_metadata(outputs.address, outputs.folder, Path(path)),
+                    "dagster/row_count": MetadataValue.int(obj.height),
+                }
             )
 
     def load_input(self, context: InputContext) -> "pl.DataFrame":

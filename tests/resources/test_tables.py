@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 from dagster import (
     Failure,
+    MetadataValue,
     OutputContext,
     asset,
     build_init_resource_context,
@@ -93,7 +94,9 @@ def test_an_output_is_written_and_its_file_and_number_of_rows_are_recorded(tmp_p
 def test_a_table_at_an_address_is_uploaded_when_written_and_fetched_when_read(tmp_path: Path) -> None:
     address = Url(f"memory://{uuid.uuid4().hex}/out")
     one, two = (manager_of(tmp_path / name, address) for name in ("one", "two"))
-    one.handle_output(output("rejected"), rejected_rows())
+    context = output("rejected")
+    one.handle_output(context, rejected_rows())
+    assert context.get_logged_metadata()["table"] == MetadataValue.url(f"{address}/tables/rejected.parquet")
     assert two.load_input(build_input_context(upstream_output=output("rejected"))).equals(rejected_rows())
     one.handle_output(output("rejected"), rejected_rows().head(1))
     assert two.load_input(build_input_context(upstream_output=output("rejected"))).equals(
