@@ -50,10 +50,14 @@ def delete_run(instance: DagsterInstance, run_id: str) -> int:
     """Delete a run with its events, and return the bytes of its file."""
     instance.delete_run(run_id)
 
-    # Dagster deletes the rows and leaves the file, which has the size that it had.
-    file = Path(os.environ["DAGSTER_HOME"]) / "history" / "runs" / f"{run_id}.db"
+    # Dagster deletes the rows and leaves the file, which has the size that it had. Only its SQLite storage
+    # has a file for each run, in the folder that dagster.yaml may name. No public call returns the file.
+    path_of_run = getattr(instance.event_log_storage, "path_for_shard", None)
+    if path_of_run is None:
+        return 0
+    file = Path(path_of_run(run_id))
     num_bytes = 0
-    with suppress(FileNotFoundError):  # a database on a server has no files here
+    with suppress(FileNotFoundError):  # another process has deleted it
         num_bytes = file.stat().st_size
         file.unlink()
     return num_bytes

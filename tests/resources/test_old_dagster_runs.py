@@ -91,6 +91,21 @@ def test_the_command_lists_runs_and_deletes_them_only_with_the_option(instance: 
     assert instance.get_run_by_id(run.run_id) is None
 
 
+def test_the_file_of_a_run_is_in_the_folder_that_dagster_yaml_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, data = tmp_path / "home", tmp_path / "data"
+    home.mkdir()
+    settings = f"storage: {{sqlite: {{base_dir: {data}}}}}\ntelemetry: {{enabled: false}}\n"
+    (home / "dagster.yaml").write_text(settings, encoding="utf-8")
+    monkeypatch.setenv("DAGSTER_HOME", str(home))
+    with DagsterInstance.from_config(str(home)) as instance:
+        run_id = materialize([rose(None)], instance=instance).run_id
+        (file,) = data.rglob(f"{run_id}.db")
+        assert delete_run(instance, run_id) > 100_000
+    assert not file.exists()
+
+
 def test_deleting_a_run_frees_its_file_and_leaves_the_asset_materialized(
     instance: DagsterInstance, tmp_path: Path
 ) -> None:
