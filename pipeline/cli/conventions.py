@@ -16,10 +16,13 @@ from pipeline.recipe import (
     Recipe,
     RecipeFolder,
     load_recipe,
+    load_recipe_files,
     load_recipe_folder,
     path_in_recipe,
+    project_root,
     recipes_dir,
 )
+from pipeline.recipe.component_files import component_recipe_files
 from pipeline.storage.addresses import Url, expanded
 
 _MAX_NAMES = 10
@@ -77,10 +80,19 @@ RECIPE_TO_CHECK = RecipeArgument(may_share_output=True)
 
 
 def reported_recipes() -> RecipeFolder:
-    """Return the recipes of the recipes folder, and report each broken one on standard error."""
-    folder = load_recipe_folder()
-    _report(folder.broken)
-    return folder
+    """Return the recipes of the recipes folder and of components, and report each broken one.
+
+    Raises:
+        RecipeError: There is neither a folder nor a component, or a `defs.yaml` cannot be read.
+    """
+    folder = recipes_dir()
+    files = [each for each in component_recipe_files(project_root()) if each.parent != folder.resolve()]
+    recipes, broken = load_recipe_files(files)
+    if folder.is_dir() or not files:
+        in_folder = load_recipe_folder()
+        recipes, broken = [*in_folder.recipes, *recipes], [*in_folder.broken, *broken]
+    _report(broken)
+    return RecipeFolder(recipes, broken)
 
 
 def report_broken_recipes() -> None:
