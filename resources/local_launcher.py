@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 from dagster import (
     AssetExecutionContext,
@@ -33,6 +33,7 @@ from pipeline.processes.launch import (
     launch_error,
 )
 from pipeline.processes.machines import ONE_MACHINE, Machines
+from pipeline.processes.waiting import start_process
 from pipeline.recipe.deployment import WAIT_S
 from resources.process_output import ForwardedOutput, uninterrupted
 from resources.step_log import StepLog, step_log
@@ -105,7 +106,7 @@ class AccelerateLauncher(ConfigurableResource):
                 variables |= session_variables
                 output = ForwardedOutput(Path(folder) / "output.txt")
                 status = _run_watched(
-                    partial(subprocess.Popen, command, env=variables),
+                    partial(start_process, command, variables),
                     output=output,
                     grace_s=self.grace_s,
                     log=log,
@@ -177,7 +178,7 @@ class _MessageHandler:
 
 
 def _run_watched(
-    start: Callable[..., subprocess.Popen[bytes]],
+    start: Callable[[BinaryIO], subprocess.Popen[bytes]],
     *,
     output: ForwardedOutput,
     grace_s: float,
@@ -190,7 +191,7 @@ def _run_watched(
 
     with output.file.open("wb") as file:
         # A session of its own: Ctrl-C at a terminal reaches this process only, which then stops all others.
-        process = start(stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = start(file)
     tree = ProcessTree(process.pid)
 
     try:

@@ -1,5 +1,7 @@
 """`python -m pipeline.trained_lora.worker <order.json>`: one process of a training run.
 
+With `--wait` in place of the file, it imports what every training needs, and waits for its job.
+
 It ends with its parent: Dagster's step or `latentline train` for a single process, accelerate's launcher for
 one of several. If the parent dies, the process saves a checkpoint if it can do so in time.
 """
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import reporter
+from pipeline.processes.waiting import WAIT, wait_for_job
 from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals, stop_orphan
 
 
@@ -52,6 +55,22 @@ def main(job_file: Path) -> None:
             raise SystemExit(STOPPED_STATUS)
 
 
+def import_libraries() -> None:
+    """Import what every training needs, except for what uses a GPU: another process may need it now."""
+    import torch
+
+    from pipeline.models.worker.loading import keep_quiet
+
+    keep_quiet()
+    import accelerate  # noqa: F401
+
+    import pipeline.trained_lora.job
+
+    # It imports all of diffusers, and so bitsandbytes, which initialises CUDA. Counting GPUs does not.
+    if torch.cuda.device_count() == 0:
+        import pipeline.trained_lora.worker.loop  # noqa: F401
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(wait_for_job(import_libraries) if sys.argv[1] == WAIT else Path(sys.argv[1]))
     end_now(0)

@@ -12,7 +12,7 @@ import pytest
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.log import discard
 from pipeline.trained_lora.duration import expected_duration
-from pipeline.trained_lora.next_action import NextAction, next_action
+from pipeline.trained_lora.next_action import NextAction, next_action, will_train
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import plan_run
 from tests.in_process_worker import InProcessLaunch
@@ -65,6 +65,7 @@ def test_the_next_action_is_what_the_training_does(
     reason: str,
 ) -> None:
     project = make_project(checkpoint_every=2, **before)
+    assert will_train(project.recipe)
     first = planned(project)[1]
     assert (first.kind, first.steps_left, first.reason) == ("new", 6, "it is the first run of this recipe")
     run(project, InProcessLaunch())
@@ -73,6 +74,7 @@ def test_the_next_action_is_what_the_training_does(
     changed, log = project.changed("output", **after), list[str]()
     action = planned(changed)[1]
     assert (action.kind, action.first_step, action.reason) == (kind, first_step, reason.format(run=old))
+    assert will_train(changed.recipe) == (kind in ("resume", "new"))
     assert trained_steps(changed, log) == (action.steps_left, action.first_step)
     if action.steps_left:
         (line,) = [line for line in log if line.startswith("note: ")]
@@ -85,6 +87,7 @@ def test_a_stopped_run_resumes_at_its_newest_checkpoint_and_restarts_without_one
     run(project, InProcessLaunch())
     layout = RunLayout(run_folders(project)[0])
     layout.finished.unlink()
+    assert will_train(project.recipe)
     for number in (6, 4):
         folder = layout.checkpoints / f"step-{number:08d}"
         shutil.rmtree(folder)
