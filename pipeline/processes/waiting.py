@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -57,7 +57,7 @@ class _WaitingProcess:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.close()
         except BrokenPipeError:
-            return None  # a process that starts now reports why the imports fail
+            return None  # it has died; a process that starts now reports why
         return self._process
 
     def end(self) -> None:
@@ -99,7 +99,9 @@ def wait_for_job(import_libraries: Callable[[], object]) -> Path:
     The process ends here if the run ends, or needs no process.
     """
     end_with_parent()
-    import_libraries()
+    # The job imports the same, and reports an error where its user reads it.
+    with suppress(Exception):
+        import_libraries()
     line = sys.stdin.buffer.readline()
     if not line:
         end_now(0)

@@ -31,6 +31,8 @@ def imports():
     (folder / "imported").write_text(str(os.getpid()))
     if (folder / "fails").exists():
         raise ImportError("no such library")
+    if (folder / "dies").exists():
+        os._exit(1)
 
 waited = sys.argv[1] == WAIT
 job = wait_for_job(imports) if waited else Path(sys.argv[1])
@@ -94,8 +96,14 @@ def test_a_job_with_other_settings_has_a_process_of_its_own(tmp_path: Path) -> N
     assert not is_running(waiting)
 
 
-def test_a_job_has_a_process_of_its_own_if_the_imports_failed(tmp_path: Path) -> None:
+def test_a_process_whose_imports_failed_gets_the_job_that_reports_why(tmp_path: Path) -> None:
     (tmp_path / "fails").touch()
+    with process_ahead(MODULE, SETTINGS):
+        assert result_of(tmp_path)["pid"] == waiting_pid(tmp_path)
+
+
+def test_a_job_has_a_process_of_its_own_if_the_one_that_waits_has_died(tmp_path: Path) -> None:
+    (tmp_path / "dies").touch()
     with process_ahead(MODULE, SETTINGS):
         waiting = waiting_pid(tmp_path)
         until(lambda: not is_running(waiting))
