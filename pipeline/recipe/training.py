@@ -160,7 +160,7 @@ class TrainingSettings(Settings):
     )
     compute: Literal["none", "int8", "fp8"] = Field(
         default="none",
-        description="Matrix products of the frozen base weights in 8 bits, to save time and memory: "
+        description="Matrix products of the frozen base weights in 8 bits, to save memory: "
         "weights and inputs of the layers in blocks are rounded, gradients are not. Uses torchao. int8 works "
         "on any device; fp8 needs an NVIDIA GPU of compute capability 8.9 or higher. Requires `kind: lora` "
         "without `dora` and with `init: kaiming` or `gaussian`, and `quantize: none` or the same format. "

@@ -11,7 +11,7 @@ import torch
 from pipeline.errors import TrainingError, install_extra
 from pipeline.models.worker.offload.host_memory import training_memory
 from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stream_blocks, streamed_blocks
-from pipeline.trained_lora.worker.compiled import allow_recompilation
+from pipeline.trained_lora.worker.compiled import allow_recompilation, missing_for_kernels
 from pipeline.trained_lora.worker.eight_bit import use_eight_bit_products
 from pipeline.trained_lora.worker.nf4 import unpacked_layers
 from pipeline.trained_lora.worker.sharding import shard_base
@@ -81,6 +81,10 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
         )
     if compute != "none":
         use_eight_bit_products(denoiser)
+        if device.startswith("cuda") and missing_for_kernels() is None:
+            from pipeline.trained_lora.worker import eight_bit_kernels
+
+            eight_bit_kernels.register()
 
     # After layers were replaced, because a hook belongs to its module.
     cast_inputs_of_quantized_layers(denoiser, getattr(torch, dtype))
@@ -136,7 +140,8 @@ def quantization(kind: str, dtype: str, device: str, *, unpacked: Sequence[str] 
     try:
         if uses_torchao:
             config = getattr(import_module("torchao.quantization"), _TORCHAO_CONFIGS[kind])
-            return diffusers.TorchAoConfig(config())
+            # torchao's settings for the compiler would hold for the whole process, and lengthen compilation.
+            return diffusers.TorchAoConfig(config(set_inductor_config=False))
         if not device.startswith("cuda"):
             raise TrainingError(
                 f"training.quantize: {kind} needs a CUDA GPU, because bitsandbytes does the quantization",
@@ -168,16 +173,18 @@ def eight_bit_products(compute: str, device: str, *, unpacked: Sequence[str]) ->
     import diffusers
 
     if compute == "fp8":
-        is_cuda = device.startswith("cuda")
-        if not is_cuda or torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        # ROCm's builds call their devices cuda too, with other numbers as capability.
+        is_nvidia = device.startswith("cuda") and torch.version.hip is None
+        if not is_nvidia or torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
             raise TrainingError(
-                f"fp8 products need a GPU of compute capability 8.9 or higher, but the device is {device}",
+                f"fp8 products need an NVIDIA GPU of compute capability 8.9 or higher, got {device}",
                 where="training.compute",
                 fix="set training.compute: int8 or none",
             )
     try:
         config = getattr(import_module("torchao.quantization"), _PRODUCT_CONFIGS[compute])
-        return diffusers.TorchAoConfig(config(), modules_to_not_convert=list(unpacked))
+        quantized = config(set_inductor_config=False)  # as in `quantization`
+        return diffusers.TorchAoConfig(quantized, modules_to_not_convert=list(unpacked))
     except ImportError as err:
         raise TrainingError(
             f"compute: {compute} needs torchao: {err}",

@@ -1,12 +1,19 @@
-"""Compiled blocks: how often they are compiled again, and a warning if they no longer are."""
+"""Compiled blocks: what they need, how often they are compiled again, and a warning if they no longer are."""
 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+
+from pipeline.errors import TrainingError
 
 RECOMPILE_LIMIT = 64
 """Minimum number of times that a block may be compiled.
@@ -17,6 +24,31 @@ Each bucket, number of tokens, and pass with or without gradients may need its o
 _LOGGER = "torch._dynamo"
 _LIMIT = "recompile_limit"
 """Part of the name of the limit in torch's message that a function is no longer compiled."""
+
+
+_HEADER = Path(sysconfig.get_path("include"), "Python.h")
+
+
+def missing_for_kernels(header: Path = _HEADER) -> str | None:
+    """Return what this machine lacks to compile a kernel for a GPU; None if it can."""
+    if find_spec("triton") is None:
+        return "the package triton, which torch's CUDA builds for Linux depend on"
+
+    # Triton compiles the function that starts a kernel as an extension of Python.
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return "a C compiler"
+    return None if header.exists() else f"{header}, the header of Python"
+
+
+def require_compiler(device: str) -> None:
+    """Raise TrainingError if blocks cannot be compiled for this device, which the first step would find."""
+    missing = missing_for_kernels() if device.startswith("cuda") else None
+    if missing is not None:
+        raise TrainingError(
+            f"compile: true needs {missing}",
+            where="training.compile",
+            fix="install gcc and python3-dev (on Debian: apt install gcc python3-dev), or set compile: false",
+        )
 
 
 def allow_recompilation() -> None:

@@ -218,7 +218,7 @@ class _PackedLinear(Function):
 
 
 class _EightBitProduct(Function):
-    """torchao's int8 product, in the order of `Int8Tensor`'s linear layer; its fp8 product takes less."""
+    """The 8-bit product of `EightBitLinear`: at each point the format that takes more, int8 or fp8."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype, count: Any) -> Any:
@@ -226,21 +226,18 @@ class _EightBitProduct(Function):
         ctx.count, ctx.shape, ctx.dtype = count, hidden.shape, hidden.dtype
         shape, device = (*hidden.shape[:-1], weight.shape[0]), hidden.device
 
-        # The input is divided by its scales in float32, then rounded.
+        # fp8 divides the input by its scale in float32. The kernel of int8 has no such tensor.
         divided = torch.empty(hidden.shape, dtype=torch.float32, device=device)
         rounded = torch.empty(hidden.shape, dtype=torch.int8, device=device)
         count((divided, rounded))
         del divided
 
+        # The product of int8 is 32 bits wide until it is multiplied by the scales.
         product = torch.empty(shape, dtype=torch.int32, device=device)
-        scaled = torch.empty(shape, dtype=torch.float32, device=device)
-        count((product, scaled))
-        del product
-
-        # Multiplied with the weight's scales in float32, then rounded to the output's dtype.
-        rescaled = torch.empty(shape, dtype=torch.float32, device=device)
+        count(product)
+        del rounded
         output = torch.empty(shape, dtype=dtype, device=device)
-        count((rescaled, output))
+        count(output)
         return output
 
     @staticmethod
