@@ -24,6 +24,7 @@ from pipeline.processes.machines import machines_of_this_process
 from pipeline.processes.pipes import rank
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
+from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan, plan_text
@@ -37,6 +38,7 @@ from pipeline.trained_lora.worker.before_training import (
 )
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
+    checkpoint_path,
     newest_checkpoint,
     prune_checkpoints,
     remove_leftovers,
@@ -151,6 +153,7 @@ class _TrainingRun:
         self.started_at_s = 0.0
         self.resumed_from = 0
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
+        self._saved_files: dict[int, list[ExportedFile]] = {}  # of the newest checkpoint, by its step
         self._unread = UnreadSteps(self.engine, self._log_step)
 
     def train(self, stop: StopRequest) -> bool:
@@ -312,7 +315,9 @@ class _TrainingRun:
 
     def _save(self, state: TrainingState) -> None:
         # The state was read before, since `result_weights` may replace the weights by their average.
-        export = partial(self._export_result, step=state.step)
+        def export(folder: Path) -> None:
+            self._saved_files = {state.step: self._export_result(folder, step=state.step)}
+
         save_checkpoint(self.paths.checkpoints, self.job.run, state, export=export)
         keep = self.job.recipe.training.keep_checkpoints
         if keep is not None:
@@ -389,7 +394,7 @@ class _TrainingRun:
 
         # The finished LoRA replaces what an earlier failure had saved.
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
-        files = self._export_result(self.paths.exported, step=len(self.plan))
+        files = self._export_last_step()
         with self.engine.result_weights():
             output_change = self.engine.objective.output_change(
                 probe_input(self.job, self.family, self.engine)
@@ -397,6 +402,20 @@ class _TrainingRun:
         self.report.info(f"exported and verified {', '.join(file.name for file in files)}")
         result = {**self._result(files), "output_change": output_change}
         write_text(self.paths.result, json.dumps(result, indent=2) + "\n")
+
+    def _export_last_step(self) -> list[ExportedFile]:
+        step, folder = len(self.plan), self.paths.exported
+        files = self._saved_files.get(step)
+        if files is None:
+            return self._export_result(folder, step=step)
+
+        # The checkpoint of this step has the same files, and they are verified.
+        with attach_path(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for file in files:
+                shutil.copy(checkpoint_path(self.paths.checkpoints, step) / file.name, folder)
+        return files
 
     def _num_weights(self) -> int:
         return sum(weight.numel() for weight in self.engine.weights)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import TrainingError
+from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
 from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import Slot
@@ -323,12 +324,29 @@ def test_running_out_of_memory_during_an_update_saves_and_exports_nothing(
 
 
 def test_only_the_last_checkpoints_are_kept_and_a_shorter_plan_keeps_later_ones(
-    make_project: Callable[..., Project],
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    exported = list[int | None]()
+
+    class Counting(loop.Exporter):
+        def export(self, *arguments: Any, step: int | None = None) -> Any:
+            exported.append(step)
+            return super().export(*arguments, step=step)
+
+    monkeypatch.setattr(loop, "Exporter", Counting)
     project = make_project(steps=7, checkpoint_every=2)
     everything = project.changed("everything", keep_checkpoints=None).job()
     assert run_until(everything)[0]
     assert steps_kept(everything) == [0, 2, 4, 6, 7]
+
+    # The pre-flight has no step, and the last step is exported once, for its checkpoint and for the run.
+    assert exported == [None, 2, 4, 6, 7]
+    layout = RunLayout(everything.folder)
+    saved, files = checkpoint_path(layout.checkpoints, 7), sorted(layout.exported.iterdir())
+    assert {file.name for file in files} == {layout_file(each, "demo") for each in LAYOUTS}
+    for file in files:
+        assert file.read_bytes() == (saved / file.name).read_bytes()
+        assert file.stat().st_mode == (saved / file.name).stat().st_mode
     two = project.changed("two").job()
     assert two.recipe.training.keep_checkpoints == 2, "the default"
     assert run_until(two)[0]
