@@ -27,9 +27,9 @@ from assets.location import Location
 from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
 from pipeline.errors import counted
 from pipeline.recipe import BrokenRecipe, Recipe
-from resources.failures import has_closed_gate
+from resources.failures import Problem, has_closed_gate
 from resources.run_summary import summarize_run
-from resources.webhook import Alert, Problem, send, webhook
+from resources.webhook import Alert, send, webhook
 
 WILL_RETRY_TAG = "dagster/will_retry"
 """Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
@@ -102,14 +102,14 @@ def _sent(run: DagsterRun) -> SkipReason:
 
 def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:
     """Return what, where and fix of each failed step, or of what ended the run between two steps."""
-    texts = summarize_run(instance, run.run_id, recipes).problems
+    problems = summarize_run(instance, run.run_id, recipes).problems
     title = f"{_title(run)} failed"
     attempt = run.tags.get(ATTEMPT_TAG)
     # After a closed gate, only a change starts the next run.
     if attempt is not None and not has_closed_gate(instance, run.run_id):
         number, _, last = attempt.partition(" of ")
         title += f", attempt {attempt}" + (": no further one follows" if number == last else "")
-    return Alert(title, "error", run.run_id, run.job_name, [_problem(text) for text in texts])
+    return Alert(title, "error", run.run_id, run.job_name, problems)
 
 
 def recipe_alert(broken: Sequence[BrokenRecipe]) -> Alert:
@@ -175,10 +175,3 @@ def _title(run: DagsterRun) -> str:
         return run.job_name
     keys = sorted(key.to_user_string() for key in run.asset_selection or ())
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "") or run.job_name
-
-
-def _problem(text: str) -> Problem:
-    """Return the parts of a text of `summarize_run`."""
-    what, _, rest = text.partition("\n  where: ")
-    where, _, fix = rest.partition("\n  fix:   ")
-    return Problem(what, where, fix)

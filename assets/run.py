@@ -54,8 +54,8 @@ def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | Non
             summary = _execute(recipe_file, job_name, command, continue_run, interrupts)
     except Exception as err:
         problem = error_problem(err, command)
-        traces = [traceback.format_exc().rstrip()] if REPORT in problem else []
-        write_parts([*traces, problem], sys.stderr)
+        traces = [traceback.format_exc().rstrip()] if REPORT in problem.fix else []
+        write_parts([*traces, str(problem)], sys.stderr)
         return FAILED_STATUS
 
     write_summary(summary)

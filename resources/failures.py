@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from dagster import (
@@ -27,6 +28,20 @@ MAX_RETRIES = 2
 # The requests themselves are repeated for a minute before they fail (pipeline/storage/retry.py).
 RETRY_DELAY_S = 90
 """Seconds before a step is tried again after an error that passes by itself."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What happened, where, and how to fix it."""
+
+    what: str
+    where: str
+    fix: str
+
+    def __str__(self) -> str:
+        """Return three aligned paragraphs."""
+        where, fix = (part.replace("\n", "\n         ") for part in (self.where, self.fix))
+        return f"{self.what}\n  where: {where}\n  fix:   {fix}"
 
 
 @contextmanager
@@ -71,10 +86,10 @@ def _kind(event: DagsterEvent) -> str | None:
     return (failure.description or "").partition(":")[0] if failure is not None else None
 
 
-def failure_text(description: str, metadata: Mapping[str, MetadataValue[Any]]) -> str | None:
-    """Return type, what, where and fix of a `Failure` of `errors_as_failures`; None for any other."""
+def failure_problem(description: str, metadata: Mapping[str, MetadataValue[Any]]) -> Problem | None:
+    """Return the problem in a `Failure` of `errors_as_failures`; None for any other."""
     values = {name: str(metadata[name].value) for name in _PARTS if name in metadata}
     if set(values) != set(_PARTS):
         return None
     kind = description.partition(":")[0]
-    return f"{kind}: {LatentlineError(values['what'], where=values['where'], fix=values['fix'])}"
+    return Problem(f"{kind}: {values['what']}", values["where"], values["fix"])

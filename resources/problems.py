@@ -1,4 +1,4 @@
-"""What, where and fix of an error that ended a step, a run or a command, as text for a terminal."""
+"""What, where and fix of an error that ended a step, a run or a command."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from dagster import DagsterEvent, DagsterExecutionInterruptedError
 
+from pipeline.errors import LatentlineError
 from pipeline.recipe.check_specs import ALL_SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
-from resources.failures import failure_text
+from resources.failures import Problem, failure_problem
 from resources.step_names import step_asset
 
 REPORT = "report it with the traceback above"
@@ -52,20 +53,24 @@ _CONFIGURATION = "dagster.yaml"
 _CONFIGURATION_CODE = "/dagster/_core/instance/config.py"
 
 
-def error_problem(error: Any, where: str) -> str:
-    """Return what, where and fix of an error outside of the steps; the fix is `BUG` if it is unexpected.
+def error_problem(error: Any, where: str) -> Problem:
+    """Return the problem of an error outside of the steps; the fix is `BUG` if it is unexpected.
 
     `error` is an exception, or the error of an event as Dagster stores it. `where` is used if it names no
     place itself.
     """
+    for each in _causes(error):
+        if isinstance(each, LatentlineError):
+            return _problem_of(each)
+
     messages = list(_messages(error))
     for message in messages:
         if message.startswith(_OUR_ERRORS):
-            return message.removeprefix(_OUR_ERRORS)
+            return _stored_problem(message.removeprefix(_OUR_ERRORS))
     if (problem := _storage_problem(messages)) is not None:
         return problem
     if isinstance(error, BaseException) and (access_error := as_file_access_error(error)) is not None:
-        return f"{type(access_error).__name__}: {access_error}"
+        return _problem_of(access_error)
 
     frames = "".join(_frames(error))
     if isinstance(error, BaseException) and any(part in frames for part in _STORAGE_CODE):
@@ -78,39 +83,56 @@ def error_problem(error: Any, where: str) -> str:
     elif messages[0].startswith("dagster."):
         fix = "compare the command and its configuration with the names in the message"
     kind, separator, text = messages[0].partition(": ")
-    what = _indented(kind.rpartition(".")[2] + separator + text)
-    return f"{what}\n  where: {where}\n  fix:   {fix}"
+    return Problem(_indented(kind.rpartition(".")[2] + separator + text), where, fix)
+
+
+def _problem_of(error: LatentlineError) -> Problem:
+    return Problem(f"{type(error).__name__}: {error.what}", error.where, error.fix)
+
+
+def _stored_problem(message: str) -> Problem:
+    """Return the problem in the message of an event, which Dagster stores in place of the error."""
+    what, _, rest = message.partition("\n  where: ")
+    where, _, fix = rest.partition("\n  fix:   ")
+    return Problem(what, *(part.replace("\n         ", "\n") for part in (where, fix)))
+
+
+def _causes(error: Any) -> Iterator[Any]:
+    """Yield an error, then its cause, and so on."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseException):
+            error = error.__cause__ or error.__context__
+        else:
+            error = error.cause or error.context
 
 
 def _messages(error: Any) -> Iterator[str]:
-    """Yield type and message of an error, then of its cause, and so on."""
-    while error is not None:
-        if isinstance(error, BaseException):
-            yield "".join(traceback.format_exception_only(error)).strip()
-            error = error.__cause__ or error.__context__
-        else:
-            yield error.message.strip()
-            error = error.cause or error.context
+    """Yield type and message of an error and of its causes."""
+    for each in _causes(error):
+        is_exception = isinstance(each, BaseException)
+        message = "".join(traceback.format_exception_only(each)) if is_exception else each.message
+        yield message.strip()
 
 
 def _frames(error: Any) -> Iterator[str]:
     """Yield the lines of the traceback of an error and of its causes."""
-    while isinstance(error, BaseException):
-        yield from traceback.format_tb(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for each in _causes(error):
+        if isinstance(each, BaseException):
+            yield from traceback.format_tb(each.__traceback__)
 
 
-def _damaged_record(message: str) -> str:
+def _damaged_record(message: str) -> Problem:
     # SQLite has no checksums, so damage to a text of the history is found when Dagster interprets it.
     home = _dagster_home()
     folders = " and ".join(str(home / name) for name in _HISTORY_FOLDERS)
     what = f"a record of Dagster's history cannot be read: {_indented(message)}"
     fix = f"move {folders} to another folder and start the command again; Dagster creates empty ones, and "
     fix += f"tables, caches and LoRAs are kept. If the same error comes again, {REPORT}"
-    return f"{what}\n  where: {home} (DAGSTER_HOME)\n  fix:   {fix}"
+    return Problem(what, f"{home} (DAGSTER_HOME)", fix)
 
 
-def _storage_problem(messages: list[str]) -> str | None:
+def _storage_problem(messages: list[str]) -> Problem | None:
     home = os.environ.get("DAGSTER_HOME", "")
     where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
     if any(text in message for text in _DAMAGED_DATABASE for message in messages):
@@ -118,17 +140,16 @@ def _storage_problem(messages: list[str]) -> str | None:
         if file is not None:
             fix = f"move {file} to another folder and start the command again; Dagster creates an empty one, "
             fix += "and tables, caches and LoRAs are kept"
-            return f"a file of Dagster's history is damaged\n  where: {file}\n  fix:   {fix}"
+            return Problem("a file of Dagster's history is damaged", str(file), fix)
     for text, fix in SQLITE_FIXES.items():
         if any(text in message for message in messages):
-            return f"Dagster cannot write its history: {text}\n  where: {where}\n  fix:   {fix}"
+            return Problem(f"Dagster cannot write its history: {text}", where, fix)
     for message in messages:
         if any(text in message for text in _DAMAGED_RECORD):
             return _damaged_record(" ".join(message.partition(": ")[2].split())[:200])
         if message.startswith("sqlalchemy."):
             detail = " ".join(message.partition(": ")[2].split())
-            what = f"Dagster's database cannot be used: {detail}"
-            return f"{what}\n  where: {where}\n  fix:   {_DATABASE_FIX}"
+            return Problem(f"Dagster's database cannot be used: {detail}", where, _DATABASE_FIX)
     return None
 
 
@@ -153,17 +174,18 @@ def _indented(message: str) -> str:
     return message.replace("\n", "\n    ")
 
 
-def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
-    """Return what, where and fix of a failed step; `output_dirs` has each recipe's folder by name."""
+def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> Problem:
+    """Return the problem of a failed step; `output_dirs` has each recipe's folder by name."""
     failure = event.step_failure_data
     recipe, _ = step_asset(event.step_key)
 
     # An error of ours is a Dagster Failure with the three parts (resources/failures.py).
     user_failure = failure.user_failure_data
-    text = user_failure and failure_text(str(user_failure.description), user_failure.metadata)
-    if text:
+    problem = user_failure and failure_problem(str(user_failure.description), user_failure.metadata)
+    if problem:
         # Errors of code that all recipes share contain this placeholder in their commands.
-        return text.replace("<recipe>", recipe)
+        parts = (problem.what, problem.where, problem.fix)
+        return Problem(*(part.replace("<recipe>", recipe) for part in parts))
 
     if (problem := _storage_problem(list(_messages(failure.error)))) is not None:
         return problem
@@ -175,14 +197,14 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     while error is not None and error.cause is not None:
         error = error.cause
     if error is None:
-        return f"{where} failed\n  where: {where}\n  fix:   {bug}"
+        return Problem(f"{where} failed", where, bug)
     line = "".join(error.stack[-1:]).strip().split("\n")[0]
-    return f"{_indented(error.message.strip())}\n  where: {where}\n         {line}\n  fix:   {bug}"
+    return Problem(_indented(error.message.strip()), f"{where}\n{line}", bug)
 
 
 def stopped_step_problem(
     event: DagsterEvent, output_dirs: Mapping[str, Path], started_s: float | None, restart: str
-) -> str:
+) -> Problem:
     """Return what, where and how to continue for an interrupted step; see `step_problem`.
 
     `started_s` is the start of the run as a Unix time; None if it never started. `restart` is an imperative.
@@ -193,15 +215,14 @@ def stopped_step_problem(
     return stopped_problem(_step_location(event, output_dirs), restart, checkpoint)
 
 
-def stopped_problem(where: str, restart: str, checkpoint: Path | None = None) -> str:
+def stopped_problem(where: str, restart: str, checkpoint: Path | None = None) -> Problem:
     """Return what, where and how to continue for an interrupted run; `restart` is an imperative."""
     if checkpoint is None:
         fix = f"{restart}; finished work is kept"
     else:
-        where = f"{where}\n         checkpoint {checkpoint}"
+        where = f"{where}\ncheckpoint {checkpoint}"
         fix = f"{restart}; it resumes from this checkpoint"
-    what = "the run was stopped by SIGINT, SIGTERM or Dagster"
-    return f"Stopped: {what}\n  where: {where}\n  fix:   {fix}"
+    return Problem("Stopped: the run was stopped by SIGINT, SIGTERM or Dagster", where, fix)
 
 
 def _step_location(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:

@@ -27,6 +27,7 @@ from pipeline.recipe.project import path_in_recipe
 from pipeline.recipe.sections import ASSET_SECTIONS, section_line
 from pipeline.reporting.colours import coloured
 from pipeline.storage.addresses import Url
+from resources.failures import Problem
 from resources.problems import (
     INTERRUPTIONS,
     error_problem,
@@ -45,7 +46,7 @@ BETWEEN_STEPS = "between two steps"
 _MESSAGE, _PROPERTY = "%\r\n", "%\r\n:,"
 """Characters that GitHub's commands escape in a message and in a property."""
 
-_RECIPE_LINE = re.compile(r"^  where: (?P<file>[^\n]+?\.ya?ml):(?P<line>[0-9]+)", re.MULTILINE)
+_RECIPE_LINE = re.compile(r"(?P<file>[^\n]+?\.ya?ml):(?P<line>[0-9]+)")
 
 _EVENT_TYPES = {
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -61,15 +62,15 @@ class RunSummary:
 
     Attributes:
         numbers: Text of several lines for each recipe; empty if the run was interrupted.
-        problems: What, where and fix of each failed step in order, or of what ended the run.
+        problems: The problem of each failed step in order, or of what ended the run.
         stopped: True if the run was interrupted.
         recipe_lines: File and line of the recipe for each problem; empty for problems between two steps.
     """
 
     numbers: list[str]
-    problems: list[str]
+    problems: list[Problem]
     stopped: bool = False
-    recipe_lines: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    recipe_lines: Mapping[Problem, tuple[str, int]] = field(default_factory=dict[Problem, tuple[str, int]])
 
 
 def print_summary(
@@ -86,7 +87,7 @@ def print_summary(
         reason = f"{type(err).__name__}: {err}".splitlines()[0]
         warning = f"warning: the run {run_id} cannot be summarized: {reason}"
         problems = (
-            [] if error is None or isinstance(error, INTERRUPTIONS) else [_problem_between_steps(error)]
+            [] if error is None or isinstance(error, INTERRUPTIONS) else [str(_problem_between_steps(error))]
         )
         write_parts([warning, *problems], sys.stderr)
         return
@@ -101,7 +102,7 @@ def write_summary(summary: RunSummary) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    parts = [*summary.numbers, *summary.problems]
+    parts = [*summary.numbers, *map(str, summary.problems)]
     write_parts(parts, sys.stderr if summary.problems else sys.stdout)
     _add_to_github_page(parts)
     if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -123,10 +124,10 @@ def _annotate(summary: RunSummary) -> None:
     for problem in summary.problems:
         file, number = summary.recipe_lines.get(problem, ("", 0))
         # Errors in a recipe name their line.
-        if named := _RECIPE_LINE.search(problem):
+        if named := _RECIPE_LINE.match(problem.where):
             file, number = named["file"], int(named["line"])
         place = f"file={_escaped(file, _PROPERTY)},line={number}," if file else ""
-        message = _escaped(printable_lines(without_secrets(problem)), _MESSAGE)
+        message = _escaped(printable_lines(without_secrets(str(problem))), _MESSAGE)
         lines.append(f"::error {place}title=Latentline::{message}\n")
     with suppress(OSError, ValueError):
         os.write(
@@ -175,8 +176,8 @@ def summarize_run(
 
     failures = [event for event in events if event.is_step_failure]
     interrupted = [event for event in failures if _is_interrupted(event)]
-    problems: list[str] = []
-    recipe_lines: dict[str, tuple[str, int]] = {}
+    problems: list[Problem] = []
+    recipe_lines: dict[Problem, tuple[str, int]] = {}
     for event in failures:
         if event in interrupted:
             problems.append(stopped_step_problem(event, output_dirs, started_s, restart))
@@ -211,14 +212,14 @@ def _recipe_line(event: DagsterEvent, recipes: Sequence[Recipe]) -> tuple[str, i
     return None
 
 
-def _problem_between_steps(error: Any) -> str:
-    return error_problem(error, BETWEEN_STEPS)
+def _problem_between_steps(error: Any) -> Problem:
+    return error if isinstance(error, Problem) else error_problem(error, BETWEEN_STEPS)
 
 
 def _ending(
     run: DagsterRun | None, events: Sequence[DagsterEvent], error: BaseException | None, restart: str
 ) -> Any:
-    """Return the error or interruption that ended a run outside of its steps, or None."""
+    """Return the error, interruption or problem that ended a run outside of its steps, or None."""
     if error is not None:
         return error
     if run is None or run.status not in {DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED}:
@@ -230,7 +231,7 @@ def _ending(
             # A report from outside of the run's process, such as the sensor dead_runs, has a message alone.
             if event.event_specific_data is None:
                 message = event.message or "the run has failed without a reason"
-                return LatentlineError(message, where=BETWEEN_STEPS, fix=f"{restart}; finished work is kept")
+                return Problem(message, BETWEEN_STEPS, f"{restart}; finished work is kept")
             failure = event.job_failure_data
             reason = failure.failure_reason
             if reason is not None and reason.value != "UNEXPECTED_TERMINATION":

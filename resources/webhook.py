@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pipeline.errors import LatentlineError
 from pipeline.escaping import printable_lines, without_secrets
+from resources.failures import Problem
 
 if TYPE_CHECKING:
     from urllib.request import Request
@@ -41,15 +42,6 @@ _TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
 
 class WebhookError(LatentlineError):
     """An alert could not be sent."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What happened, where, and how to fix it."""
-
-    what: str
-    where: str
-    fix: str
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,7 @@ def _safe(alert: Alert) -> Alert:
 
 
 def _text(alert: Alert) -> str:
-    parts = [f"{each.what}\n  where: {each.where}\n  fix:   {each.fix}" for each in alert.problems]
+    parts = [str(each) for each in alert.problems]
     text = "\n\n".join([*parts, f"run {alert.run_id}"] if alert.run_id else parts)
     # Backticks would end the block.
     text = text.replace("`", "'")

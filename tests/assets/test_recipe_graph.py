@@ -225,6 +225,6 @@ def test_the_assets_work_under_other_keys(tmp_path: Path, tiny_sd: Path) -> None
     assert "2 found, 0 rejected, 2 kept" in numbers
     assert not checks.get_asset_materialization_events()
     assert {each.asset_key.path[0] for each in checks.get_asset_check_evaluations()} == {"team"}
-    assert "asset team/flowers/validated_dataset" in closed[0], closed
+    assert "asset team/flowers/validated_dataset" in str(closed[0]), closed
     table = definitions.load_asset_value(keys[AssetKey(["flowers", "aspect_buckets"])])
     assert table.height == 2

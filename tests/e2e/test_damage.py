@@ -27,7 +27,7 @@ from pipeline.cli.main import latentline
 from pipeline.errors import StoreError, TrainingError
 from pipeline.maintenance.gc import KEEP_S, survey
 from pipeline.storage.tables import read_rows
-from resources.failures import failure_text
+from resources.failures import failure_problem
 from tests.damage import DAMAGES
 from tests.e2e.daemon import make_home
 from tests.e2e.workspace import Workspace, write_photographs
@@ -179,9 +179,9 @@ def follow(result: ExecuteInProcessResult) -> None:
         if event.is_step_failure:
             failure = event.step_failure_data.user_failure_data
             assert failure is not None, event.step_failure_data.error.to_string()
-            text = failure_text(str(failure.description), failure.metadata)
-            assert text is not None
-            where, fix = text.split("\n  where: ")[1].split("\n  fix:   ")
+            problem = failure_problem(str(failure.description), failure.metadata)
+            assert problem is not None
+            where, fix = problem.where, problem.fix
             named = re.search(r"delete (the file|/\S+)", fix)
             if named is not None:
                 path = Path(where.splitlines()[0] if named[1] == "the file" else named[1])

@@ -14,7 +14,7 @@ from dagster import (
 
 from pipeline.errors import StoreError
 from resources import failures
-from resources.failures import errors_as_failures, failure_text
+from resources.failures import errors_as_failures, failure_problem
 
 
 def test_a_latentline_error_becomes_a_failure_that_is_not_retried() -> None:
@@ -67,9 +67,9 @@ def test_M5_a_step_of_a_real_run_is_repeated_after_an_outage(
             (failure,) = result.get_step_failure_events()
             data = failure.step_failure_data.user_failure_data
             assert data is not None
-            text = failure_text(str(data.description), data.metadata)
-            assert text is not None
-            assert "the service does not answer" in text
+            problem = failure_problem(str(data.description), data.metadata)
+            assert problem is not None
+            assert "the service does not answer" in problem.what
 
 
 def test_the_fix_of_a_long_message_is_among_the_first_lines() -> None:
@@ -78,14 +78,13 @@ def test_the_fix_of_a_long_message_is_among_the_first_lines() -> None:
     with pytest.raises(Failure) as raised, errors_as_failures():
         raise StoreError("30 images have no caption", where=rows, fix="write the captions")
     assert "write the captions" in str(raised.value.description).splitlines()[1]
-    text = failure_text(str(raised.value.description), raised.value.metadata)
-    assert text is not None
+    text = str(failure_problem(str(raised.value.description), raised.value.metadata))
     assert text.startswith("StoreError: 30 images have no caption\n  where: photos/0.jpg\n")
     assert text.endswith("\n  fix:   write the captions")
 
 
 def test_a_failure_of_other_code_has_no_parts() -> None:
-    assert failure_text("something", {}) is None
+    assert failure_problem("something", {}) is None
 
 
 def test_an_error_of_the_operating_system_becomes_a_failure_that_names_the_path() -> None:

@@ -25,7 +25,7 @@ from tests.e2e.daemon import SETTINGS, make_home
     ],
 )
 def test_each_kind_of_error_has_its_own_fix(error: BaseException, what: str, fix: str) -> None:
-    text = error_problem(error, "dagster job execute")
+    text = str(error_problem(error, "dagster job execute"))
     assert text.startswith(what)
     assert fix in text[text.index("\n  fix:   ") :]
 
@@ -35,20 +35,22 @@ def test_a_full_disk_below_dagsters_history_is_reported_with_its_folder(
 ) -> None:
     error = RuntimeError("(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]")
     monkeypatch.setenv("DAGSTER_HOME", "/mnt/home")
-    assert error_problem(error, "dagster job execute").splitlines() == [
+    assert str(error_problem(error, "dagster job execute")).splitlines() == [
         "Dagster cannot write its history: database or disk is full",
         "  where: /mnt/home (DAGSTER_HOME)",
         "  fix:   free space on that disk and start the command again; finished work is kept",
     ]
     monkeypatch.delenv("DAGSTER_HOME")
-    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in error_problem(error, "dagster job execute")
+    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in str(
+        error_problem(error, "dagster job execute")
+    )
 
 
 def test_an_error_of_ours_that_dagster_wrapped_is_the_one_that_is_printed() -> None:
     error = RuntimeError("step")
     error.__cause__ = StoreError("cut short", where="cache/ab", fix="again")
     assert (
-        error_problem(error, "dagster job execute")
+        str(error_problem(error, "dagster job execute"))
         == "StoreError: cut short\n  where: cache/ab\n  fix:   again"
     )
 
@@ -106,7 +108,7 @@ def problems_after(source: Path, home: Path, damage: Callable[[Path], None], nam
     try:
         read_home(home)
     except Exception as err:
-        problem = error_problem(err, "latentline run flowers")
+        problem = str(error_problem(err, "latentline run flowers"))
         assert str(home) in problem.split("\n  where: ")[1], problem
         follow(problem, home)
         read_home(home)
@@ -175,7 +177,7 @@ def test_a_damaged_dagster_yaml_is_named_and_is_no_bug(
     (tmp_path / "dagster.yaml").write_text(text)
     with pytest.raises(Exception, match=r"dagster\.yaml") as raised:
         DagsterInstance.get()
-    problem = error_problem(raised.value, "latentline run flowers")
+    problem = str(error_problem(raised.value, "latentline run flowers"))
     assert f"\n  where: {tmp_path / 'dagster.yaml'}\n  fix:   correct the file, or copy " in problem
     (tmp_path / "dagster.yaml").write_bytes(Path(".dagster/dagster.yaml").read_bytes())
     DagsterInstance.get().dispose()

@@ -33,13 +33,15 @@ from sqlalchemy.exc import OperationalError
 from pipeline.errors import RecipeError, TableError
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reporting.reports import write_report
-from resources.failures import errors_as_failures
+from resources.failures import Problem, errors_as_failures
 from resources.problems import BUG
 from resources.run_summary import RunSummary, summarize_run, write_parts, write_summary
 from tests.small_recipe import small_recipe
 
 GOOD = RunSummary(["demo_train: done \u2714"], [])
-BAD = RunSummary(["demo_train: failed"], ["StoreError: one", "StoreError: two"])
+BAD = RunSummary(
+    ["demo_train: failed"], [Problem("StoreError: one", "a", "b"), Problem("StoreError: two", "c", "d")]
+)
 
 
 def test_a_good_run_is_written_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +51,7 @@ def test_a_good_run_is_written_to_standard_output(capfd: pytest.CaptureFixture[s
 
 def test_all_of_a_bad_run_is_written_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     write_summary(BAD)
-    assert capfd.readouterr() == ("", "\ndemo_train: failed\n\nStoreError: one\n\nStoreError: two\n")
+    assert capfd.readouterr() == ("", f"\ndemo_train: failed\n\n{BAD.problems[0]}\n\n{BAD.problems[1]}\n")
 
 
 @pytest.mark.parametrize("summary", [GOOD, BAD])
@@ -60,7 +62,7 @@ def test_a_step_of_github_actions_shows_the_summary_on_its_page(
     page.write_text("# Steps before\n", encoding="utf-8")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
     write_summary(summary)
-    text = "\n\n".join([*summary.numbers, *summary.problems])
+    text = "\n\n".join([*summary.numbers, *map(str, summary.problems)])
     assert page.read_text("utf-8") == f"# Steps before\n```text\n{text}\n```\n"
 
 
@@ -69,7 +71,11 @@ def test_no_text_of_a_dataset_leaves_the_code_block_of_the_page(
 ) -> None:
     page = tmp_path / "page.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
-    write_summary(RunSummary([], ["DatasetError: a\n```\n<img src=x> https://me:secret@host/x\u202e"]))
+    write_summary(
+        RunSummary(
+            [], [Problem("DatasetError: a\n```\n<img src=x> https://me:secret@host/x\u202e", "x", "y")]
+        )
+    )
     shown = page.read_text("utf-8")
     assert shown.startswith("````text\n")
     assert shown.endswith("\n````\n")
@@ -114,7 +120,7 @@ def test_M6_an_error_in_a_recipe_annotates_its_own_line(run_step, capfd: pytest.
 def test_a_problem_without_a_place_is_annotated_without_one_and_no_text_becomes_a_command(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    write_summary(RunSummary([], ["LaunchError: a\n::set-env name=A::b\r\n  where: x\n  fix:   y"]))
+    write_summary(RunSummary([], [Problem("LaunchError: a\n::set-env name=A::b\r", "x", "y")]))
     lines = annotations(capfd.readouterr().err)
     assert lines[-1].startswith("::error title=Latentline::LaunchError: a%0A::set-env")
     assert "%0D%0A" in lines[-1] or "\\r" in lines[-1]
@@ -204,7 +210,7 @@ def test_a_good_run_has_the_numbers_of_its_recipe_and_no_problem(run_step, small
 
 def test_an_error_of_ours_keeps_its_text_and_names_the_recipe(run_step) -> None:
     summary = run_step(raises(TableError("no table", where="x.parquet", fix="run <recipe>_cache")))
-    assert summary.problems == ["TableError: no table\n  where: x.parquet\n  fix:   run small_cache"]
+    assert summary.problems == [Problem("TableError: no table", "x.parquet", "run small_cache")]
     assert summary.numbers == []
 
 
@@ -215,7 +221,7 @@ def test_a_bug_is_reported_with_the_innermost_error_the_asset_and_the_line(run_s
         except ZeroDivisionError as err:
             raise RuntimeError("outer") from err
 
-    [problem] = run_step(body).problems
+    problem = str(run_step(body).problems[0])
     what, where, line, fix = problem.splitlines()
     assert what == "ZeroDivisionError: integer division or modulo by zero"
     assert where == "  where: asset small/trained_lora"
@@ -230,7 +236,7 @@ def test_a_database_that_fails_a_step_is_no_bug(run_step) -> None:
         except OperationalError as err:
             raise RuntimeError("too many retries for DB connection") from err
 
-    [problem] = run_step(body).problems
+    problem = str(run_step(body).problems[0])
     what, where, fix = problem.splitlines()
     assert what.startswith("Dagster's database cannot be used: (builtins.Exception) the server is away")
     assert "DAGSTER_HOME" in where
@@ -253,7 +259,7 @@ def test_a_stopped_training_names_the_checkpoint_it_resumes_from(run_step, small
         (run / "run.json").write_text("{}")
         raise DagsterExecutionInterruptedError
 
-    [problem] = run_step(body).problems
+    problem = str(run_step(body).problems[0])
     assert problem.splitlines() == [
         "Stopped: the run was stopped by SIGINT, SIGTERM or Dagster",
         "  where: asset small/trained_lora",
@@ -267,7 +273,7 @@ def test_R11_a_stopped_training_names_no_checkpoint_of_another_run(run_step, sma
     complete_checkpoint(other, 400)
     (other / "run.json").write_text("{}")
     os.utime(other / "run.json", (1, 1))
-    [problem] = run_step(raises(DagsterExecutionInterruptedError())).problems
+    problem = str(run_step(raises(DagsterExecutionInterruptedError())).problems[0])
     assert "checkpoint" not in problem
     assert problem.endswith("finished work is kept")
 
@@ -290,7 +296,7 @@ def test_a_stopped_run_has_stopped_rather_than_failed(small: Recipe) -> None:
         summary = summarize_run(instance, run_id, [small], restart="run it again")
     assert summary.stopped
     assert summary.numbers == []
-    assert summary.problems[0].endswith("\n  fix:   run it again; finished work is kept")
+    assert str(summary.problems[0]).endswith("\n  fix:   run it again; finished work is kept")
 
 
 def failing_logger(error: Exception) -> LoggerDefinition:
@@ -335,7 +341,7 @@ def test_an_error_between_two_steps_is_not_a_stop(
         )
         summary = summarize_run(instance, run.run_id, [small])
     assert not summary.stopped
-    [problem] = summary.problems
+    problem = str(summary.problems[0])
     first, second, third = problem.splitlines()
     assert what in first
     assert second.startswith("  where: ")
@@ -361,11 +367,11 @@ def test_a_run_that_cannot_be_initialized_is_not_a_stop(small: Recipe, tmp_path:
         [record] = instance.get_run_records()
         summary = summarize_run(instance, record.dagster_run.run_id, [small])
     assert not summary.stopped
-    assert "no such cluster\n  where: " in summary.problems[0]
+    assert "no such cluster\n  where: " in str(summary.problems[0])
 
 
 def test_a_stopped_cache_job_says_that_finished_work_is_kept(run_step) -> None:
-    [problem] = run_step(raises(DagsterExecutionInterruptedError()), "vae_latents").problems
+    problem = str(run_step(raises(DagsterExecutionInterruptedError()), "vae_latents").problems[0])
     assert "asset small/vae_latents\n" in problem
     assert problem.endswith("finished work is kept")
 
