@@ -19,6 +19,7 @@ from pipeline.models.worker.offload.streamed_blocks import (
     repeated_blocks,
     spread_evenly,
     stream_blocks,
+    streamed_blocks,
 )
 
 # An assumption. The memory forecast of a forward pass is below 0.9 GiB for all published text encoders.
@@ -122,6 +123,9 @@ def place_encoders(
             text += f", and {max(0, usable_bytes) / _GIB:.1f} GiB of the GPU are usable for text encoders"
         offload.say(text)
         stream_blocks(network, resident[role], device, dtype)
+        streamed = streamed_blocks(network)
+        if streamed is not None and streamed.store.memory.refusal:
+            offload.say(f"warning: text.offload, {role}: {streamed.store.memory.text()}")
 
 
 def streaming_text(

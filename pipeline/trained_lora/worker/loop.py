@@ -19,6 +19,7 @@ import torch
 
 from pipeline.errors import LatentlineError, TrainingError, counted
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.offload.streamed_blocks import streamed_blocks
 from pipeline.processes.cluster_variables import scheduler_job
 from pipeline.processes.machines import machines_of_this_process
 from pipeline.processes.pipes import rank
@@ -225,6 +226,10 @@ class _TrainingRun:
         device = self.engine.accelerator.device
         if self.engine.resident.reason:
             self.report.info(self.engine.resident.reason)
+        if (streamed := streamed_blocks(self.engine.denoiser)) is not None:
+            memory = streamed.store.memory
+            log = self._warn if memory.refusal else self.report.info
+            log(f"training.offload: {memory.text()}")
         if self.engine.is_sharded:
             share = f"{share_bytes(self.engine.denoiser) / 2**30:.1f} GiB of the base model's weights"
             num_processes = self.engine.accelerator.num_processes

@@ -59,13 +59,14 @@ class HostStore(ABC):
     """Streamed blocks on the host, and slots for some of them on the device; see `ring.Copier`.
 
     Attributes:
+        memory: Where the blocks' bytes are on the host.
         slots: Bytes of each slot, on the device.
     """
 
     def __init__(self, device: torch.device, num_slots: int, memory: HostMemory | None = None) -> None:
         """Begin without blocks; add all of them, then call `allocate`."""
         self._device = device
-        self._memory = memory or OwnMemory(device)
+        self.memory = memory or OwnMemory(device)
         self._num_slots = num_slots
         self._places: list[list[_Place]] = []
         self._chunks: list[list[Tensor]] = []
@@ -88,7 +89,7 @@ class HostStore(ABC):
             place.view(buffer).copy_(tensor.detach())
             place.refer_to(place.evicted)
         self._places.append(places)
-        self._chunks.append([self._memory.hold(part) for part in buffer.split(CHUNK_BYTES)])
+        self._chunks.append([self.memory.hold(part) for part in buffer.split(CHUNK_BYTES)])
 
     def allocate(self) -> None:
         """Allocate the slots, each for the largest block."""
@@ -147,7 +148,7 @@ class CpuStore(HostStore):
 
 
 class CudaStore(HostStore):
-    """Copies from pinned memory on a stream of its own, so that they overlap with computation."""
+    """Copies on a stream of its own, so that copies from pinned memory overlap with computation."""
 
     def __init__(self, device: torch.device, num_slots: int, memory: HostMemory | None = None) -> None:
         super().__init__(device, num_slots, memory)
