@@ -136,9 +136,9 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
     )
     # Runs that were selected by hand have one job, whatever their assets are.
     earlier = [
-        each.run_id
-        for each in instance.get_runs(filters, limit=_MAX_COMPARED)
-        if each.asset_selection == run.asset_selection
+        each.dagster_run.run_id
+        for each in instance.get_run_records(filters, limit=_MAX_COMPARED)
+        if each.dagster_run.asset_selection == run.asset_selection
     ]
     known = _warnings(instance, earlier[0]).keys() if earlier else set[tuple[str, str]]()
     new = [problem for check, problem in warnings.items() if check not in known]
@@ -155,6 +155,7 @@ def _recipe_tags(run: DagsterRun) -> dict[str, str]:
 def _warnings(instance: DagsterInstance, run_id: str) -> dict[tuple[str, str], Problem]:
     """Return the failed warnings of a run by asset and check."""
     warnings: dict[tuple[str, str], Problem] = {}
+    # Undocumented: no public call returns the events of one run.
     for entry in instance.all_logs(run_id, of_type=DagsterEventType.ASSET_CHECK_EVALUATION):
         assert entry.dagster_event is not None
         evaluation = entry.dagster_event.asset_check_evaluation_data

@@ -35,6 +35,7 @@ SOURCES_GROUP = "sources"
 DATASETS_PREFIX, MODELS_PREFIX = "source_datasets", "source_models"
 """First part of the keys of each kind of source."""
 
+# Undocumented: `AssetObservation` has no other field for a data version.
 DATA_VERSION_TAG = "dagster/data_version"
 """Tag by which Dagster recognises the data version of an observation."""
 

@@ -27,15 +27,17 @@ CLOCK_TOLERANCE_S = 2.0
 
 def end_dead_runs(instance: DagsterInstance) -> list[str]:
     """Mark runs of dead processes of this machine as failed, free their pool slots, and return their ids."""
-    # Other launchers may start runs in containers, which number their processes separately.
+    # Undocumented: other launchers may start runs in containers, which number their processes separately.
     if not isinstance(instance.run_launcher, DefaultRunLauncher):
         return []
     ended: list[str] = []
     # Processes of other machines cannot be seen from here.
     of_this_machine = RunsFilter(statuses=[DagsterRunStatus.STARTED], tags={MACHINE_TAG: platform.node()})
-    for run in instance.get_runs(of_this_machine):
+    for record in instance.get_run_records(of_this_machine):
+        run = record.dagster_run
         pid = _dead_process(instance, run)
         if pid is not None:
+            # Undocumented: run monitoring of the daemon does the same for launchers that can see the process.
             instance.report_run_failed(
                 run, f"The run has failed: its process {pid} ended without reporting it."
             )
@@ -46,6 +48,7 @@ def end_dead_runs(instance: DagsterInstance) -> list[str]:
 
 def _dead_process(instance: DagsterInstance, run: DagsterRun) -> int | None:
     """Return the id of the process that last executed `run`; None if it lives."""
+    # Undocumented: no public call returns the events of one run.
     events = instance.all_logs(run.run_id, of_type=DagsterEventType.ENGINE_EVENT)
     for event in reversed(events):
         if (pid := _process_id(event)) is not None:

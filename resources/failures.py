@@ -77,6 +77,7 @@ def _failure(err: LatentlineError) -> Failure:
 
 def has_closed_gate(instance: DagsterInstance, run_id: str) -> bool:
     """Return whether a gate has stopped the run."""
+    # Undocumented: no public call returns the events of one run.
     failures = instance.all_logs(run_id, of_type=DagsterEventType.STEP_FAILURE)
     return any(_kind(entry.get_dagster_event()) == GateClosedError.__name__ for entry in failures)
 

@@ -48,7 +48,8 @@ def in_pool(context: AssetExecutionContext, pool: str, launch: Launch) -> Launch
 
 @contextmanager
 def _place(context: AssetExecutionContext, pool: str) -> Generator[None]:
-    # Dagster then holds back whole runs, but none of them for a place that a step claims itself.
+    # Undocumented, as in `_claim`. With run, Dagster holds back whole runs, but none of them for a place that
+    # a step claims itself.
     granularity = context.instance.event_log_storage.get_pool_config().pool_granularity
     if granularity is not None and granularity.value == "run":
         step_log(context).warning(BY_RUN)
@@ -63,12 +64,14 @@ def _place(context: AssetExecutionContext, pool: str) -> Generator[None]:
     finally:
         # Also the place in the queue of an interrupted wait, at which all later steps would wait.
         with uninterrupted():
+            # Undocumented, as in `_claim`.
             storage = context.instance.event_log_storage
             storage.free_concurrency_slot_for_step(context.run.run_id, context.op_def.name)
 
 
 def _claim(context: AssetExecutionContext, pool: str) -> bool:
     """Return whether this step has a place in the pool now; until then, it is in the pool's queue."""
+    # Undocumented: a step cannot claim a place in a pool by a public call. The executors make the same ones.
     storage = context.instance.event_log_storage
     if not storage.supports_global_concurrency_limits:
         return True

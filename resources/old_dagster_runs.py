@@ -25,7 +25,8 @@ def old_runs(instance: DagsterInstance, num_kept: int) -> list[DagsterRun]:
     """
     needed = _needed_runs(instance)
     by_job: dict[str, list[DagsterRun]] = defaultdict(list)
-    for run in instance.get_runs():
+    for record in instance.get_run_records():  # the newest first
+        run = record.dagster_run
         if run.status in ENDED:
             by_job[run.job_name].append(run)
     return [run for runs in by_job.values() for run in runs[num_kept:] if run.run_id not in needed]
@@ -35,7 +36,7 @@ def _needed_runs(instance: DagsterInstance) -> set[str]:
     # Without its latest materialization, an asset would count as never materialized, and without its latest
     # observation, a dataset or base model as never observed.
     needed = set[str]()
-    for key in instance.all_asset_keys():
+    for key in instance.get_asset_keys():
         needed.update(record.run_id for record in instance.fetch_observations(key, limit=1).records)
         event = instance.get_latest_materialization_event(key)
         if event is None or event.asset_materialization is None:
@@ -51,7 +52,8 @@ def delete_run(instance: DagsterInstance, run_id: str) -> int:
     instance.delete_run(run_id)
 
     # Dagster deletes the rows and leaves the file, which has the size that it had. Only its SQLite storage
-    # has a file for each run, in the folder that dagster.yaml may name. No public call returns the file.
+    # has a file for each run, in the folder that dagster.yaml may name.
+    # Undocumented: no public call returns the file.
     path_of_run = getattr(instance.event_log_storage, "path_for_shard", None)
     if path_of_run is None:
         return 0

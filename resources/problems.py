@@ -45,6 +45,7 @@ _DAMAGED_RECORD = ("(sqlite3.OperationalError) no such ", "Could not decode to U
 
 _HISTORY_FOLDERS = ("history", "schedules")
 
+# Undocumented: errors about a damaged history and a wrong dagster.yaml have no classes of their own.
 _STORAGE_CODE = tuple(f"/dagster/_core/storage/{part}/" for part in ("runs", "event_log", "schedules"))
 """Parts of the paths of Dagster's code that reads and writes its history."""
 

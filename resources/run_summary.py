@@ -168,10 +168,11 @@ def summarize_run(
     """
     from pipeline.reporting.summary import run_summary
 
-    run = instance.get_run_by_id(run_id)
+    record = instance.get_run_record_by_id(run_id)
+    run, started_s = (None, None) if record is None else (record.dagster_run, record.start_time)
+    # Undocumented: no public call returns the events of one run.
     entries = instance.all_logs(run_id, of_type=_EVENT_TYPES)
     events = [entry.dagster_event for entry in entries if entry.dagster_event is not None]
-    started_s = instance.get_run_stats(run_id).start_time
     output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
 
     failures = [event for event in events if event.is_step_failure]

@@ -20,6 +20,7 @@ MACHINE_TAG = "latentline/machine"
 
 def record_machine(instance: DagsterInstance, run_id: str) -> None:
     """Tag the run with this machine, so that other machines do not look for its process."""
+    # Undocumented: a run has no public place for facts about its execution.
     instance.add_run_tags(run_id, {MACHINE_TAG: platform.node()})
 
 

@@ -45,6 +45,7 @@ def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> Execu
     def create_summarized(context: InitExecutorContext) -> Executor:
         return _SummarizedExecutor(create(context), recipes, executor.name)
 
+    # Undocumented: no public call wraps an executor, and only an executor sees the end of a run.
     return ExecutorDefinition(
         name=executor.name,
         config_schema=executor.config_schema,  # pyright: ignore[reportArgumentType] - as in Dagster's `configured`
@@ -55,7 +56,10 @@ def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> Execu
 
 
 class _SummarizedExecutor(Executor):
-    """Delegates to another executor."""
+    """Delegates to another executor.
+
+    Undocumented: Dagster reads both properties of each `Executor`.
+    """
 
     def __init__(self, executor: Executor, recipes: Sequence[Recipe], name: str) -> None:
         self._executor = executor
@@ -103,6 +107,7 @@ def _record_cancellation(instance: DagsterInstance, run_id: str) -> None:
     with suppress(Exception):
         run = instance.get_run_by_id(run_id)
         if run is not None and COMMAND_TAG in run.tags:
+            # Undocumented: the public way to cancel a run is a request to the process that executes it.
             instance.report_run_canceling(run, f"{run.tags[COMMAND_TAG]} was stopped by a signal.")
 
 
@@ -112,6 +117,6 @@ def _with_interruptible_waits(
     try:
         yield from end_waits_at_signals(cast("Generator[DagsterEvent]", events))
     except DagsterExecutionInterruptedError:
-        # The step may have claimed its place in the pool just before the signal.
+        # Undocumented, as in gpu_pool.py. The step may have claimed its place just before the signal.
         instance.event_log_storage.free_concurrency_slots_for_run(run_id)
         raise

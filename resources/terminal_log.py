@@ -89,6 +89,7 @@ def last_durations(instance: DagsterInstance, job_name: str) -> dict[str, float]
 
     filters = RunsFilter(job_name=job_name, statuses=[DagsterRunStatus.SUCCESS])
     records = instance.get_run_records(filters, limit=1)
+    # Undocumented: no public call returns the durations of steps.
     stats = instance.get_run_step_stats(records[0].dagster_run.run_id) if records else ()
     return {
         each.step_key: each.end_time - each.start_time for each in stats if each.start_time and each.end_time
@@ -103,6 +104,7 @@ def _event_log_shown(instance: DagsterInstance, handler: TerminalHandler) -> Gen
         nonlocal cursor
         has_more = handler.run_id is not None
         while has_more:
+            # Undocumented: no public call returns the events of one run.
             new = instance.get_records_for_run(str(handler.run_id), cursor=cursor)
             for record in new.records:
                 handler.show_entry(record.event_log_entry)
