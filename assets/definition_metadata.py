@@ -18,7 +18,7 @@ from dagster import (
 )
 
 from assets.names import asset_key
-from pipeline.escaping import without_secrets
+from pipeline.escaping import markdown_text, without_secrets
 from pipeline.models.size_multiple import local_family
 from pipeline.outputs.stage_files import table_file
 from pipeline.recipe import Recipe, shareable_path
@@ -98,7 +98,8 @@ def _column_schema(asset: str, side_inputs: frozenset[str]) -> TableSchema:
             TableColumn(
                 name,
                 column.dtype,
-                column.description,
+                # The UI shows descriptions as Markdown, in which <height> would be a tag.
+                markdown_text(column.description),
                 TableColumnConstraints(nullable=column.nullable),
             )
             for name, column in columns.items()

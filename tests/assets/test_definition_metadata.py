@@ -19,6 +19,7 @@ from dagster import (
 from PIL import Image
 
 from assets.definitions import build_definitions
+from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.storage.needed_columns import DERIVED_COLUMNS, STAGE_INPUTS, needed_columns
 from pipeline.storage.table_columns import PICTURE_COLUMNS
@@ -47,7 +48,7 @@ def test_the_columns_of_an_asset_are_the_ones_of_its_pandera_schema(tmp_path: Pa
     full = metadata_of(small_recipe(tmp_path, **SIDE_INPUTS))
     for asset in ASSETS:
         expected = {
-            name: (str(column.dtype), column.description, column.nullable)
+            name: (str(column.dtype), markdown_text(column.description), column.nullable)
             for name, column in pandera_schema(asset).columns.items()
         }
         declared = {
@@ -60,6 +61,12 @@ def test_the_columns_of_an_asset_are_the_ones_of_its_pandera_schema(tmp_path: Pa
         assert without - {"decoding", *PICTURE_COLUMNS} == set(SCHEMAS[asset]), (
             "a recipe without side inputs has no columns of them"
         )
+
+
+def test_the_ui_shows_all_of_a_description_as_markdown(tmp_path: Path) -> None:
+    columns = metadata_of(small_recipe(tmp_path))["aspect_buckets"]["dagster/column_schema"].columns
+    (bucket,) = (column for column in columns if column.name == "bucket")
+    assert bucket.description == "Target size as `<height>x<width>`.", "<height> alone would be a tag"
 
 
 def lineage(metadata: dict[str, dict[str, Any]], asset: str, column: str) -> set[str]:
