@@ -5,7 +5,7 @@
 PREPROCESSING_VERSION = 1
 """Version of image preprocessing, part of every latent's key. A golden-pixel test shows when to raise it."""
 
-LOOK_VERSION = "look-4"
+LOOK_VERSION = "look-5"
 """Version of `images/pixel_values.py`. A new version decodes every image again to measure its values."""
 
 CAPTIONS_VERSION = 2

@@ -268,7 +268,9 @@ PICTURE_COLUMNS: DeclaredColumns = {
         "Float64",
         "Contrast of the 1st and the 99th percentile of the channel with the most contrast, 0 to 1.",
     ),
-    "white": _optional("Float64", "Fraction of the pixels that are white or nearly."),
+    "white": _optional(
+        "Float64", "Fraction of the pixels that are white or nearly; 0 if the white area is drawn."
+    ),
     "bars": _optional("Float64", "Fraction of the area that uniform bars along the edges cover."),
     "colours": _optional("String", "Mean colours of 4x4 parts, in hexadecimal digits."),
     "jpeg_quality": _optional("Int32", "Quality of libjpeg with the same quantization, 1 to 100."),

@@ -87,6 +87,24 @@ def test_exposure_equals_percentiles_of_the_brightness() -> None:
         assert white(views) == pytest.approx((grey >= 250).mean(), abs=0.005)
 
 
+def test_a_white_area_counts_unless_it_is_drawn() -> None:
+    """A shape on white has a short edge, and no nearly white tones around it as a white sky has."""
+    on_white = Image.new("RGB", (400, 300), "white")
+    on_white.paste(ASTRONAUT.resize((200, 160)), (100, 70))
+    cross = Image.new("RGB", (64, 64), (250, 253, 251))
+    ImageDraw.Draw(cross).line((32, 8, 32, 56), fill=(142, 68, 173), width=12)
+    ImageDraw.Draw(cross).line((8, 32, 56, 32), fill=(142, 68, 173), width=12)
+    assert white(Views(on_white)) == white(Views(cross)) == 0
+
+    levels = np.clip(np.linspace(60, 360, 300), 0, 255)
+    sky = Image.fromarray(np.repeat(levels, 400).reshape(300, 400).astype(np.uint8)).convert("RGB")
+    assert white(Views(sky)) == pytest.approx((levels >= 250).mean(), abs=0.01)
+    for photo in PHOTOS:
+        blown = photo.point([min(255, 2 * level) for level in range(256)] * 3)
+        grey = np.asarray(blown.convert("L"))
+        assert white(Views(blown)) == pytest.approx((grey >= 250).mean(), abs=0.02)
+
+
 def test_colours_of_the_same_brightness_have_contrast_and_detail() -> None:
     image = Image.new("RGB", (200, 150), (250, 180, 200))
     ImageDraw.Draw(image).rectangle((60, 40, 140, 110), fill=(250, 211, 60))
