@@ -153,9 +153,9 @@ class TextSettings(Settings):
     offload: NumResidentBlocks = Field(
         default="auto",
         description="Number of each text encoder's layers that stay on the GPU while captions are encoded. "
-        "Other layers are on the host and copied to the GPU for each caption, which takes time and gives the "
-        "same values. auto keeps as many as fit, and all of them on a CPU; none keeps all. It is not part "
-        "of any key.",
+        "Other layers are on the host and copied to the GPU for every four captions, which takes time and "
+        "gives the same values. auto keeps as many as fit, and all of them on a CPU; none keeps all. It is "
+        "not part of any key.",
     )
 
 

@@ -1,14 +1,19 @@
-"""Encode captions to text embeddings on one device: one at a time, or with CLIP on a GPU in batches."""
+"""Encode captions to text embeddings on one device.
+
+Each caption has a forward pass of its own. CLIP on a GPU has batches instead, and captions of encoders with
+streamed layers (`text.offload`) compute each layer in turn before the next one is copied.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import as_stored
@@ -21,8 +26,10 @@ from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Size
 from pipeline.models.families.compute_dtype import dtypes_text
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.offload.in_step import run_in_step
+from pipeline.models.worker.offload.streamed_blocks import streamed_blocks
 from pipeline.models.worker.text import EncodedCaption, SeenImage
-from pipeline.models.worker.text_layers import LayerOffload
+from pipeline.models.worker.text_layers import CAPTIONS_IN_STEP, LayerOffload
 from pipeline.processes.worker.devices import free_bytes, out_of_memory_as
 from pipeline.storage.addresses import address
 from pipeline.storage.remote_source import source_at
@@ -50,7 +57,7 @@ class TextEncoder:
     def __init__(self, encoding: Encoding, device: str, progress: Progress) -> None:
         self.family = load_family(encoding.model_folder, encoding.component_folders)
         self._device = device
-        self._captions_per_pass = captions_per_pass(self.family, device)
+        self._captions_per_pass = self._num_waiting = captions_per_pass(self.family, device)
         self._progress = progress
         self._settings = encoding.settings
         self._sources: dict[str, Source] = {}
@@ -60,6 +67,9 @@ class TextEncoder:
         with out_of_memory_as(self._memory_error):
             self._encoders = self._load(dtype)
         self._exact_encoders: Any = self._encoders if self._is_exact else None
+        networks = [each for each in self._encoders.components.values() if isinstance(each, nn.Module)]
+        if self._captions_per_pass == 1 and any(streamed_blocks(each) is not None for each in networks):
+            self._num_waiting = CAPTIONS_IN_STEP
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
         """Yield each job with its embeddings.
@@ -82,7 +92,7 @@ class TextEncoder:
                 continue
 
             waiting.append((job, images))
-            if len(waiting) == self._captions_per_pass:
+            if len(waiting) == self._num_waiting:
                 yield from self._encode_waiting(waiting)
                 waiting = []
         if waiting:
@@ -92,9 +102,11 @@ class TextEncoder:
         self, waiting: Sequence[tuple[Job, Sequence[SeenImage]]]
     ) -> Iterator[tuple[Job, Outcome]]:
         with out_of_memory_as(self._memory_error), self._tokenizer_panics(waiting):
-            # Only the single path takes images, and repeats an overflow in float32.
+            # Only a pass for one caption takes images, and repeats an overflow in float32.
             if len(waiting) == 1:
                 encoded = [self._encode(*waiting[0])]
+            elif self._captions_per_pass == 1:
+                encoded = run_in_step([partial(self._encode, *each) for each in waiting])
             else:
                 captions = [job.work["caption"] for job, _ in waiting]
                 encoded = self.family.text.encode_captions(self._encoders, captions)
@@ -176,7 +188,7 @@ class TextEncoder:
         if "float32" in self._dtypes.values():
             fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
         if self._settings["offload"] != 0:
-            fix = f"set text.offload: 0, which copies every layer from the host for each caption; {fix}"
+            fix = f"set text.offload: 0, which copies every layer from the host for every few captions; {fix}"
         what = f"memory ran out with the text encoders in {dtypes_text(self._dtypes)}"
         what += f" ({detail})" if detail else ""
         return LaunchError(what, where=f"text_embeddings on {self._device}", fix=fix)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.models.worker.offload.host_memory import HostMemory
 from pipeline.models.worker.offload.host_store import HostStore, host_store
+from pipeline.models.worker.offload.in_step import Block, is_in_step, wait_in_step
 from pipeline.models.worker.offload.ring import Ring
 
 NUM_SLOTS = 2
@@ -110,6 +112,9 @@ class StreamedBlocks:
             if self._mode == "recomputing":
                 self.ring.backward_begins(number)
                 return
+            if is_in_step():
+                wait_in_step(Block((id(self), number), partial(self.loaded, self.names[number])))
+                return
             self.ring.forward_begins(number, with_backward=torch.is_grad_enabled())
             # Inside a checkpoint nothing is saved, and these hooks would replace the checkpoint's own.
             if torch.is_grad_enabled() and self._mode == "plain":
@@ -125,7 +130,8 @@ class StreamedBlocks:
         def hook(
             _block: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], outputs: Any
         ) -> None:
-            if self._mode == "recomputing":
+            # In step, the block is still in use by other passes.
+            if self._mode == "recomputing" or is_in_step():
                 return
             if self._saving is not None:
                 self._saving.__exit__(None, None, None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import is_tokenizer
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.offload import streamed_blocks as module
+from pipeline.models.worker.offload.in_step import run_in_step
 from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, streamed_blocks
 from pipeline.models.worker.text import SeenImage
 from pipeline.models.worker.text_layers import MARGIN_BYTES, EncoderSize, LayerOffload, resident_layers
@@ -76,6 +78,17 @@ def assert_streamed_equal(
         assert layers.store.most_on_device == 1
         # Each layer is copied once per caption, except that the last one of a pass may still be loaded.
         assert layers.store.num_copies > (len(CAPTIONS) - 1) * len(layers.names)
+
+    before = num_copies(family, encoders)
+    passes = [partial(family.text.encode_caption, encoders, caption, images) for caption in CAPTIONS]
+    in_step = [tensor for text in run_in_step(passes) for tensor in text.tensors.values()]
+    assert differing_tensors(resident, in_step) == []
+    assert num_copies(family, encoders) - before < before * 2 // len(CAPTIONS)
+
+
+def num_copies(family: WorkerFamily, encoders: Any) -> int:
+    layers = [streamed_blocks(network) for network in networks(family, encoders).values()]
+    return sum(each.store.num_copies for each in layers if each and isinstance(each.store, PoisoningStore))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,9 @@ from pipeline.encoding.progress import Progress
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.offload import streamed_blocks
+from pipeline.models.worker.offload.host_store import CpuStore
+from pipeline.models.worker.text_layers import CAPTIONS_IN_STEP
 from pipeline.text_embeddings.worker.encoder import TextEncoder, captions_per_pass
 from tests.listener import Listener
 
@@ -71,6 +74,38 @@ def test_the_current_caption_is_named_if_it_is_slow(
     listener = Listener()
     list(encoder_of(encoding, listener).encoded(encoding.jobs, Store(encoding.store_root)))
     assert "working on a cat for 0 s" in "\n".join(listener.lines)
+
+
+def test_captions_share_the_copies_of_streamed_layers(
+    encoding: Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of layers per caption: 1 per layer, and a quarter of it in step."""
+    copies = 0
+    fetch = CpuStore.fetch
+
+    def counted(store: CpuStore, block: int, slot: int) -> None:
+        nonlocal copies
+        copies += 1
+        fetch(store, block, slot)
+
+    monkeypatch.setattr(CpuStore, "fetch", counted)
+    monkeypatch.setattr(streamed_blocks, "NUM_SLOTS", 1)
+    job = encoding.jobs[0]
+    texts = [f"{text} {number}" for number in range(4) for text in CAPTIONS]
+    jobs = [replace(job, work={"caption": text}, name=text) for text in texts]
+    tensors: dict[str, list[dict[str, np.ndarray]]] = {}
+    for offload in ("none", 0):
+        own = replace(encoding, settings={**encoding.settings, "offload": offload}, jobs=jobs)
+        encoder = encoder_of(own, Listener())
+        copies = 0
+        outcomes = encoder.encoded(own.jobs, Store(own.store_root))
+        tensors[str(offload)] = [each.tensors for _, each in outcomes if isinstance(each, Encoded)]
+    num_layers = 2
+    assert copies <= len(texts) // CAPTIONS_IN_STEP * num_layers
+    assert len(tensors["0"]) == len(tensors["none"]) == len(texts)
+    for one, other in zip(tensors["0"], tensors["none"], strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def test_a_gpu_encodes_16_captions_of_clip_at_once(tiny_sd: Path) -> None:
