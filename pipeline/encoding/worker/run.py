@@ -26,7 +26,7 @@ from pipeline.encoding.prefetch import Behind
 from pipeline.encoding.progress import Progress, Report
 from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.processes.launch import cpu_threads
-from pipeline.processes.worker.devices import allow_tf32, own_device, why_no_gpu
+from pipeline.processes.worker.devices import allow_tf32, own_device
 
 WRITES_BEHIND = 16
 """Maximum number of entries that wait to be written while the next are encoded."""
@@ -88,7 +88,7 @@ def run(
     Raises:
         StoreError: An entry could not be written.
         ModelError: The model cannot be loaded, or a text encoder returns values that are not finite.
-        LaunchError: This process has no GPU, or memory ran out.
+        LaunchError: This process has no GPU, torch cannot use it, or memory ran out.
     """
     # Not the number of cores, because the number of threads changes the last bits of results on a CPU.
     torch.set_num_threads(cpu_threads())
@@ -107,7 +107,7 @@ def run(
         ) as progress,
         counted_warnings(progress.say),
     ):
-        device = _prepare_device(progress)
+        device = _prepare_device()
         progress.phase(_LOADING[encoding.kind])
         encoder = open_encoder(encoding, device, progress)
         progress.phase("waiting for the list of missing entries")
@@ -126,14 +126,12 @@ def run(
         results.finish(encoded_s - start_s, aside_s=time.perf_counter() - encoded_s)
 
 
-def _prepare_device(progress: Progress) -> str:
+def _prepare_device() -> str:
     device = own_device()
     if device != "cpu":
         # Without this, pinning memory would create a context of each process on the first GPU.
         torch.cuda.set_device(device)
     allow_tf32(device)
-    if (reason := why_no_gpu()) is not None:
-        progress.say(f"warning: {reason}")
     return device
 
 

@@ -1,9 +1,10 @@
-"""The device of a launched process, and errors about a missing GPU or too little memory."""
+"""The device of a launched process, and errors about a missing, unusable or old GPU and too little memory."""
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,16 @@ from pipeline.errors import LatentlineError, LaunchError, counted
 from pipeline.processes.machines import machines_of_this_process
 from pipeline.reporting import progress
 
-DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
-"""Files that exist while NVIDIA's driver is loaded."""
+DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
+"""Files that exist if this machine, or this container, has a GPU of NVIDIA: on Linux, and on WSL 2.
+
+WSL 2 has /dev/dxg for GPUs of all makers. /proc/driver/nvidia is visible in containers without a GPU too.
+"""
+
+_BF16_CAPABILITY = (8, 0)
+"""Lowest compute capability with bf16 in hardware: Ampere. torch emulates bf16 on older GPUs."""
+
+_ON_CPU = "to compute on the CPU, set the environment variable CUDA_VISIBLE_DEVICES to nothing"
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "_ALLOC_FAILED", "out of memory")
 """Parts of RuntimeError messages of the CPU allocators and the CUDA libraries that mean out of memory."""
@@ -25,12 +34,15 @@ def own_device() -> str:
     """Return this process's GPU, such as "cuda:0", by its local rank; "cpu" without a GPU.
 
     Raises:
-        LaunchError: The launch has more processes than the machine has GPUs.
+        LaunchError: The launch has more processes than the machine has GPUs, or torch cannot use the GPU.
     """
     if not torch.cuda.is_available():
+        require_no_gpu()
         return "cpu"
     num_machines = machines_of_this_process().number
-    return gpu_of(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count(), num_machines)
+    device = gpu_of(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count(), num_machines)
+    require_kernels(device)
+    return device
 
 
 def gpu_of(local_rank: int, num_gpus: int, num_machines: int = 1) -> str:
@@ -62,28 +74,77 @@ def avoid_cudnn_attention(device: str) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def why_no_gpu(driver_files: Sequence[Path] = DRIVER_FILES) -> str | None:
-    """Return why torch cannot use the GPU of a machine with NVIDIA's driver, and the fix.
+def require_no_gpu(driver_files: Sequence[Path] = DRIVER_FILES) -> None:
+    """Raise LaunchError if the machine has a GPU that torch cannot use, unless the user has hidden it.
 
-    The result is None if torch uses the GPU, if no driver is loaded, or if `CUDA_VISIBLE_DEVICES` hides all
-    GPUs.
+    Work that was meant for a GPU would take days on the CPU.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hidden or torch.cuda.is_available() or not any(file.exists() for file in driver_files):
-        return None
+    if hidden or not any(file.exists() for file in driver_files):
+        return
+    where = "the GPU of this machine"
     if torch.version.cuda is None:
-        return (
-            f"torch {torch.__version__} is built without CUDA and cannot use the GPU of this machine: "
-            "install the CUDA build of the same version"
+        raise LaunchError(
+            f"torch {torch.__version__} is built without CUDA and cannot use the GPU of this machine",
+            where=where,
+            fix=f"install the CUDA build of the same version; {_ON_CPU}",
         )
     try:
         torch.cuda.init()
         reason = "torch finds no GPU"
     except RuntimeError as err:
         reason = str(err).strip().splitlines()[0]
+    raise LaunchError(
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} cannot use this machine's GPU ({reason})",
+        where=where,
+        fix=f"update NVIDIA's driver, and check the output of nvidia-smi; {_ON_CPU}",
+    )
+
+
+def require_kernels(device: str) -> None:
+    """Raise LaunchError if torch is built without kernels for this GPU, whose first use would fail."""
+    architectures = torch.cuda.get_arch_list()
+    if torch.version.hip is not None or not architectures:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if any(_runs_on(capability, each) for each in architectures):
+        return
+    name = torch.cuda.get_device_name(device)
+    raise LaunchError(
+        f"torch {torch.__version__} has no kernels for {name}, a GPU of compute capability "
+        f"{capability[0]}.{capability[1]}: it is built for {', '.join(architectures)}",
+        where=device,
+        fix="install a build of torch for an older version of CUDA if the GPU is old, or a newer torch if it "
+        f"is new (https://pytorch.org/get-started/locally); {_ON_CPU}",
+    )
+
+
+def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
+    """Return whether a GPU runs code for an architecture such as "sm_86", "sm_90a" or "compute_120"."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if match is None:
+        return False
+    kind, major, minor, variant = match.groups()
+    built_for = (int(major), int(minor))
+    if variant:
+        return capability == built_for
+    # Intermediate code is compiled for any later GPU, machine code runs on later ones of the same generation.
+    return built_for <= capability and (kind == "compute" or built_for[0] == capability[0])
+
+
+def emulates_bf16(device: str) -> bool:
+    """Return whether torch emulates bf16 on this device: on NVIDIA's GPUs before Ampere."""
+    # accelerate accepts them, because torch says that it supports bf16.
+    if not device.startswith("cuda") or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < _BF16_CAPABILITY
+
+
+def bf16_text(device: str) -> str:
+    """Return what bf16 costs on a GPU that emulates it."""
     return (
-        f"torch {torch.__version__} for CUDA {torch.version.cuda} cannot use this machine's GPU ({reason}): "
-        "update NVIDIA's driver, or check the output of nvidia-smi"
+        f"{torch.cuda.get_device_name(device)} has no bf16 in hardware: torch emulates it without the GPU's "
+        "matrix units, and attention takes much more memory"
     )
 
 

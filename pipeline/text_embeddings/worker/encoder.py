@@ -30,7 +30,7 @@ from pipeline.models.worker.offload.in_step import run_in_step
 from pipeline.models.worker.offload.streamed_blocks import streamed_blocks
 from pipeline.models.worker.text import EncodedCaption, SeenImage
 from pipeline.models.worker.text_layers import CAPTIONS_IN_STEP, LayerOffload
-from pipeline.processes.worker.devices import free_bytes, out_of_memory_as
+from pipeline.processes.worker.devices import bf16_text, emulates_bf16, free_bytes, out_of_memory_as
 from pipeline.storage.addresses import address
 from pipeline.storage.remote_source import source_at
 
@@ -64,6 +64,8 @@ class TextEncoder:
         dtype: str = encoding.settings["compute_dtype"]
         self._dtypes = self.family.text_compute_dtypes(dtype)
         self._is_exact = set(self._dtypes.values()) == {"float32"}
+        if "bfloat16" in self._dtypes.values() and emulates_bf16(device):
+            progress.say(f"warning: {bf16_text(device)}. text.compute_dtype: float32 avoids it if it fits")
         with out_of_memory_as(self._memory_error):
             self._encoders = self._load(dtype)
         self._exact_encoders: Any = self._encoders if self._is_exact else None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.errors import TrainingError, counted
+from pipeline.processes.worker.devices import bf16_text, emulates_bf16, own_device
 from pipeline.trained_lora.worker.adapter.lora import FROZEN_ADAPTER
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ def make_accelerator(
     `mixed_precision` is the result of `Family.mixed_precision`. With `find_unused_parameters`, DDP searches
     in every step for trained weights without a gradient, instead of waiting for their gradients.
     """
+    device = own_device()
+    if mixed_precision == "bf16" and emulates_bf16(device):
+        raise TrainingError(
+            bf16_text(device),
+            where="accelerate.mixed_precision, which is bf16 or auto",
+            fix="set it to fp16, or to no, which computes in float32; both start a new run",
+        )
     try:
         accelerator = Accelerator(
             mixed_precision=mixed_precision,

@@ -23,7 +23,7 @@ from pipeline.models.worker.offload.streamed_blocks import streamed_blocks
 from pipeline.processes.cluster_variables import scheduler_job
 from pipeline.processes.machines import machines_of_this_process
 from pipeline.processes.pipes import rank
-from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
+from pipeline.processes.worker.devices import out_of_memory_as
 from pipeline.storage.atomic import write_text
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.export.metadata import header_metadata
@@ -237,7 +237,7 @@ class _TrainingRun:
         self.report.info(
             f"training {self._num_weights():,} LoRA weights on {device}: {plan_text(self.plan.numbers())}"
         )
-        for warning in filter(None, (why_no_gpu(), *training_warnings(self.job.recipe, self.family))):
+        for warning in training_warnings(self.job.recipe, self.family):
             self._warn(warning)
         if resumed_step:
             self.report.info(f"resuming from the checkpoint of step {resumed_step}")

@@ -26,6 +26,7 @@ from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.vae import Posterior
+from pipeline.processes.worker.devices import bf16_text, emulates_bf16
 from pipeline.raw_images.parallel import num_threads
 from pipeline.storage.addresses import address
 from pipeline.storage.regular_files import MAX_FILE_BYTES
@@ -58,6 +59,8 @@ class LatentEncoder:
         self._sources: dict[str, Source] = {}
         self._sources_lock = threading.Lock()
         self._dtype: str = encoding.settings["compute_dtype"]
+        if self._dtype == "bfloat16" and emulates_bf16(device):
+            progress.say(f"warning: {bf16_text(device)}. latents.compute_dtype: auto avoids it")
         self.batches = VaeBatches(self.family, dtype=self._dtype, device=device, say=progress.say)
         self._threads = threads or decode_threads()
         self.device = device

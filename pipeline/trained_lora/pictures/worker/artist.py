@@ -29,7 +29,6 @@ from pipeline.processes.worker.devices import (
     free_memory,
     out_of_memory_as,
     own_device,
-    why_no_gpu,
 )
 from pipeline.storage.atomic import write_atomically
 from pipeline.text_embeddings.caption_rows import file_images
@@ -67,8 +66,6 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
         TrainingError: The quantization needs a missing package or GPU.
     """
     allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
-    if (reason := why_no_gpu()) is not None:
-        report.info(f"warning: {reason}")
     cells = list(job.cells())
     with out_of_memory_as(partial(drawing_memory_error, job)):
         artist = Artist(job, report, scratch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,15 @@ from pipeline.errors import LaunchError, TrainingError
 from pipeline.processes.worker.devices import (
     allow_tf32,
     avoid_cudnn_attention,
+    emulates_bf16,
     gpu_of,
     is_out_of_memory,
     out_of_memory_as,
     own_device,
-    why_no_gpu,
+    require_no_gpu,
 )
+from pipeline.recipe import AccelerateSettings
+from pipeline.trained_lora.worker.distributed import make_accelerator
 
 IMPOSSIBLE_BYTES = 2**60
 
@@ -63,19 +66,79 @@ def test_attention_on_a_gpu_avoids_cudnn() -> None:
 
 
 @without_gpu
-def test_a_driver_that_torch_cannot_use_is_reported_with_a_fix(
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_the_user_has_hidden_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = tmp_path / "version"
-    assert why_no_gpu([driver]) is None, "a machine without a driver has no GPU to report"
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.10\n", encoding="utf-8")
+    driver = tmp_path / "nvidiactl"
+    require_no_gpu([driver])
+    driver.touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    reason = why_no_gpu([driver]) or ""
-    expected = "without CUDA.*CUDA build" if torch.version.cuda is None else "cannot use.*driver"
-    assert re.search(expected, reason)
-    assert torch.__version__ in reason
+    with pytest.raises(LaunchError) as excinfo:
+        require_no_gpu([driver])
+    what, fix = ("without CUDA", "CUDA build") if torch.version.cuda is None else ("cannot use", "driver")
+    assert what in excinfo.value.what
+    assert torch.__version__ in excinfo.value.what
+    assert fix in excinfo.value.fix
+    assert "CUDA_VISIBLE_DEVICES to nothing" in excinfo.value.fix
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert why_no_gpu([driver]) is None, "the user hid the GPU"
+    require_no_gpu([driver])
+
+
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+"""Architectures of torch 2.11 for CUDA 13.0."""
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], list[str]], None]:
+    """Return a function that makes torch report one GPU of a compute capability."""
+
+    def report(capability: tuple[int, int], architectures: list[str]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a card")
+
+    return report
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), (12, 0)])
+def test_a_gpu_with_kernels_is_used(
+    card: Callable[[tuple[int, int], list[str]], None], capability: tuple[int, int]
+) -> None:
+    card(capability, CUDA_13)
+    assert own_device() == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures"),
+    [((6, 1), CUDA_13), ((7, 0), CUDA_13), ((12, 1), ["sm_90", "sm_120a"]), ((10, 0), ["sm_90"])],
+)
+def test_a_gpu_without_kernels_is_an_error_before_its_first_use(
+    card: Callable[[tuple[int, int], list[str]], None], capability: tuple[int, int], architectures: list[str]
+) -> None:
+    card(capability, architectures)
+    with pytest.raises(LaunchError, match="has no kernels for a card") as excinfo:
+        own_device()
+    assert f"{capability[0]}.{capability[1]}" in excinfo.value.what
+    assert "older version of CUDA" in excinfo.value.fix
+
+
+def test_intermediate_code_runs_on_later_gpus(card: Callable[[tuple[int, int], list[str]], None]) -> None:
+    card((12, 1), ["sm_80", "compute_90"])
+    assert own_device() == "cuda:0"
+
+
+def test_bf16_is_emulated_before_ampere(card: Callable[[tuple[int, int], list[str]], None]) -> None:
+    card((7, 5), CUDA_13)
+    assert emulates_bf16("cuda:0")
+    assert not emulates_bf16("cpu")
+    with pytest.raises(TrainingError, match="a card has no bf16 in hardware") as excinfo:
+        make_accelerator(AccelerateSettings(), mixed_precision="bf16", find_unused_parameters=False)
+    assert "fp16" in excinfo.value.fix
+    card((8, 0), CUDA_13)
+    assert not emulates_bf16("cuda:0")
 
 
 def test_a_real_out_of_memory_error_is_distinguished_from_other_errors() -> None:
