@@ -29,6 +29,7 @@ from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
 from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile, load_base
 from pipeline.trained_lora.worker.checkpoint import TrainingState
+from pipeline.trained_lora.worker.compiled import require_compiler
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.export.modules import describe_networks
@@ -184,6 +185,8 @@ class Engine:
         avoid_cudnn_attention(own)
         self._settings = job.recipe.training
         lora = self._settings.lora
+        if self._settings.compile:
+            require_compiler(own)
 
         # The family's default targets all receive gradients. Others, and CLIP's last layers, may not.
         all_weights_used = lora.family_modules and lora.text_encoders is None

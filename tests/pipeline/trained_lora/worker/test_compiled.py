@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.trained_lora.worker.compiled import RECOMPILE_LIMIT, allow_recompilation, fallbacks_reported
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.worker.compiled import (
+    RECOMPILE_LIMIT,
+    allow_recompilation,
+    fallbacks_reported,
+    missing_for_kernels,
+    require_compiler,
+)
 
 
 @pytest.fixture
@@ -53,3 +61,20 @@ def test_all_sizes_are_compiled_within_the_raised_limit(limited: Callable[[int],
     limited(1000)
     allow_recompilation()
     assert torch.compiler.config.recompile_limit == 1000
+
+
+def test_a_gpu_needs_what_compiles_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler("cpu")
+    header = tmp_path / "Python.h"
+    monkeypatch.setattr("pipeline.trained_lora.worker.compiled.find_spec", lambda _name: object())
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert missing_for_kernels(header) == "a C compiler"
+    with pytest.raises(TrainingError, match="compile: true needs a C compiler") as excinfo:
+        require_compiler("cuda:0")
+    assert "apt install gcc python3-dev" in excinfo.value.fix
+
+    monkeypatch.setenv("CC", "cc")
+    assert missing_for_kernels(header) == f"{header}, the header of Python"
+    header.touch()
+    assert missing_for_kernels(header) is None
