@@ -216,8 +216,8 @@ class UpdateOnDevice:
         self._are_finite &= is_finite
 
         # The scaler looks for gradients that are not finite; one is enough to skip the update of all weights.
-        gradient = self._weights[0].grad
-        assert gradient is not None, "a step follows a backward pass"
+        # A layer that the model does not use has no gradient.
+        gradient = next(weight.grad for weight in self._weights if weight.grad is not None)
 
         # NaN in one gradient is the signal to skip; 1.0 leaves finite steps bit for bit as they are.
         gradient.mul_(torch.where(self._are_finite, 1.0, math.nan))

@@ -166,3 +166,16 @@ def test_an_update_after_one_that_was_skipped_uses_the_gradients_as_they_are() -
             updates.reset()
         moments.append(optimizer.state[weights[0]]["exp_avg"])
     assert torch.equal(*moments)
+
+
+def test_a_first_weight_without_a_gradient_does_not_end_the_update() -> None:
+    """With modules of one's own, a layer that the model does not use may come first."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    updates = UpdateOnDevice(optimizer, weights)
+    for is_finite in (True, False):
+        before = weights[1].detach().clone()
+        weights[1].grad = torch.full((2,), 0.25)
+        updates.step(torch.tensor(is_finite))
+        assert torch.equal(weights[1], before) != is_finite
+    assert torch.equal(weights[0], torch.ones(2))
