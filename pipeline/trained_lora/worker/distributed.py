@@ -30,6 +30,10 @@ def make_accelerator(
 
     `mixed_precision` is the result of `Family.mixed_precision`. With `find_unused_parameters`, DDP searches
     in every step for trained weights without a gradient, instead of waiting for their gradients.
+
+    Raises:
+        TrainingError: The device does not compute in this precision, or the number of processes is wrong.
+        LaunchError: See `own_device`.
     """
     device = own_device()
     if mixed_precision == "bf16" and emulates_bf16(device):
@@ -43,7 +47,10 @@ def make_accelerator(
             mixed_precision=mixed_precision,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
-                DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters),
+                # Gradients are views of the buffers that processes exchange, which saves a copy of all.
+                DistributedDataParallelKwargs(
+                    find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
+                ),
             ],
         )
     except ValueError as err:

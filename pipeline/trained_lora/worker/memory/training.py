@@ -192,9 +192,6 @@ class TrainingForecast:
         weights = trainable_weights(denoiser)
         num_weights = sum(weight.numel() for weight in weights)
         per_weight = _GRADIENT_BYTES + self._optimizer_bytes
-
-        # Distributed training exchanges gradients in buffers of their size.
-        per_weight += _GRADIENT_BYTES if self._recipe.accelerate.num_processes > 1 else 0
         per_weight += 4 if self._recipe.training.ema_decay is not None else 0
         return num_bytes(weights) + int(num_weights * per_weight)
 
