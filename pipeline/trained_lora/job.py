@@ -65,6 +65,8 @@ class TrainingJob:
         provenance: JSON-serializable record that goes into each exported file.
         component_folders: Folders of model components that replace those in `base`, by role.
         copies: Where this process copies packs of a remote cache; None to read them remotely.
+        stop_after: Number of steps after which the training stops with a checkpoint, as on request; None for
+            all steps. It is not part of the run's identity.
     """
 
     recipe: Recipe
@@ -77,6 +79,7 @@ class TrainingJob:
     component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
     training_adapter: Path | None = None
     copies: CopySettings | None = None
+    stop_after: int | None = None
 
     @cached_property
     def store(self) -> Store:
@@ -112,6 +115,7 @@ class TrainingJob:
             "provenance": self.provenance,
             "empty_text": entry_to_json(self.empty_text),
             "prompts": prompts_to_json(self.prompts),
+            **({} if self.stop_after is None else {"stop_after": self.stop_after}),
         }
         path = self.folder / JOB_FILE
         write_text(path, json.dumps(job, indent=2, ensure_ascii=False) + "\n")
@@ -154,6 +158,7 @@ def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
         empty_text=entry_from_json(job["empty_text"]),
         prompts=prompts_from_json(job["prompts"]),
         copies=copies,
+        stop_after=job.get("stop_after"),
     )
 
 

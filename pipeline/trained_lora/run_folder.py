@@ -62,8 +62,9 @@ class RunLayout:
         metrics: JSON lines, one per step.
         sample_losses: JSON lines, one per step: `losses` and `timesteps` of its samples, in the order of the
             plan. `samples` holds their indices among the trained inputs, from 0.
-        validation: JSON lines, one per measurement: `step` (number of steps done), `loss`, `by_level`, and
-            with pairs `trained_loss` and `gap`, see `worker/paired_validation.py`.
+        validation: JSON lines, one per measurement: `step` (number of steps done), `loss`, `by_level`,
+            `by_image` (in the order of the held-out inputs; absent in runs of 0.3.0 and earlier), and with
+            pairs `trained_loss` and `gap`, see `worker/paired_validation.py`.
         report: Folder of the finished run's pictures and tables.
         last_good: Folder of the LoRA files from before a failed step; absent if no step failed.
     """

@@ -64,7 +64,7 @@ from pipeline.trained_lora.next_action import next_action
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
-from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
+from pipeline.trained_lora.run_folder import RunLayout, hold_run, lora_steps, read_metrics
 from pipeline.trained_lora.run_upload import uploaded_run
 from pipeline.trained_lora.sample_losses import loss_trend, share_below_half
 from pipeline.trained_lora.start_file import require_start_file
@@ -374,6 +374,41 @@ def _finished(
     return result, "training"
 
 
+def train_part(
+    entries: RecipeEntries,
+    job: TrainingJob,
+    facts: Facts,
+    table: pl.DataFrame,
+    *,
+    launch: Launch,
+    log: Log,
+) -> None:
+    """Train a run until the job's `stop_after` steps are done, or finish it; publish nothing.
+
+    The run is the one of the complete training: it resumes from its newest checkpoint, and a later job goes
+    on from this part.
+
+    Raises:
+        TrainingError: Training failed, or left no usable result.
+        LaunchError: The worker died or was stopped; its last checkpoint remains.
+    """
+    recipe, layout = job.recipe, RunLayout(job.folder)
+    with hold_run(layout, log), uploaded_run(recipe, layout, log) as run:
+        remove_temp_files(layout.folder, min_age_s=OLD_S)
+        uploading = run.uploading(launch)
+        if job.stop_after is None:
+            _finished(entries, job, facts, table, launch=uploading, log=log)
+            return
+
+        _launch(job, facts, table, launch=uploading, log=log)
+        if job.stop_after not in lora_steps(layout):
+            raise TrainingError(
+                f"training ended without the checkpoint of step {job.stop_after}",
+                where=str(layout.checkpoints),
+                fix="start it again; it resumes from the last checkpoint",
+            )
+
+
 def _train(
     job: TrainingJob,
     facts: Facts,
@@ -384,6 +419,23 @@ def _train(
     log: Log,
 ) -> dict[str, Any]:
     layout, num_steps = RunLayout(job.folder), len(job.plan())
+    launched_at_s, returned_at_s = _launch(job, facts, table, launch=launch, log=log)
+    result = accept_result(layout, run=job.run, steps=num_steps, recipe_name=job.recipe.name)
+    result["difference"] = difference
+    result["loss_trend"] = loss_trend(layout, num_steps)
+    # Startup is all time outside the work itself: imports, loading the model, process start and exit.
+    worked_s = result["ended_at_s"] - result["started_at_s"]
+    result["startup_s"] = max(0.0, returned_at_s - launched_at_s - worked_s)
+
+    complete_run(job, table, result)
+    return result
+
+
+def _launch(
+    job: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
+) -> tuple[float, float]:
+    """Launch the training of a run; return the times before and after, in seconds since the epoch."""
+    layout = RunLayout(job.folder)
     write_facts(layout, facts)
     for stale in (layout.result, layout.finished):
         with suppress(FileNotFoundError):
@@ -394,17 +446,7 @@ def _train(
     log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()
     launch(TRAINING_MODULE, job_file)
-    returned_at_s = time.time()
-
-    result = accept_result(layout, run=job.run, steps=num_steps, recipe_name=job.recipe.name)
-    result["difference"] = difference
-    result["loss_trend"] = loss_trend(layout, num_steps)
-    # Startup is all time outside the work itself: imports, loading the model, process start and exit.
-    worked_s = result["ended_at_s"] - result["started_at_s"]
-    result["startup_s"] = max(0.0, returned_at_s - launched_at_s - worked_s)
-
-    complete_run(job, table, result)
-    return result
+    return launched_at_s, time.time()
 
 
 def _publish(job: TrainingJob, finished: dict[str, Any], *, source: Source, log: Log) -> int:

@@ -18,7 +18,10 @@ from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_si
 
 
 def main(job_file: Path) -> None:
-    """Train; exit with status 143 after a stop request, once a checkpoint is saved."""
+    """Train; exit with status 143 after a stop request, once a checkpoint is saved.
+
+    A training that ends at its job's `stop_after` has the status 0.
+    """
     watch_parent(on_death=stop_orphan)
     with reporter() as report:
         # Imports below `reporter` and not at the top, so that an import error reaches the run's log.

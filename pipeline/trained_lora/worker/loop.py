@@ -97,8 +97,9 @@ class Report(Protocol):
 def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
     """Train to the last step of the plan and write the exported files and `result.json`.
 
-    Every rank calls it. A run with checkpoints resumes from the newest valid one. Returns False if the run
-    stopped on request, with a checkpoint.
+    Every rank calls it. A run with checkpoints resumes from the newest valid one. A job with `stop_after`
+    ends there with a checkpoint, without the exported files and the result. Returns False if the run stopped
+    on request, with a checkpoint.
 
     Raises:
         TrainingError: The loss is not finite, a saved file does not read back, or a setting cannot be
@@ -121,6 +122,7 @@ class _TrainingRun:
 
     Attributes:
         main: Whether this rank writes the files.
+        end: Number of steps after which this process ends: all of the plan, or the job's `stop_after`.
         metrics: None on ranks other than 0 and before training starts.
         warnings: Warnings for the result file.
         resumed_from: Steps that were done when this process started.
@@ -130,6 +132,7 @@ class _TrainingRun:
         self.job = job
         self.report = report
         self.plan = job.plan()
+        self.end = min(len(self.plan), job.stop_after or len(self.plan))
         self.paths = RunLayout(job.folder)
         self.family = load_family(job.base, job.component_folders)
 
@@ -179,10 +182,9 @@ class _TrainingRun:
             self._validate_and_draw(start, missing_results(self.job, start, is_main=self.main))
             steps_done = self._run_steps(start, inputs, stop)
 
-        finished = steps_done == len(self.plan)
-        if finished:
+        if steps_done == len(self.plan):
             run_on_main(self.engine, self._finish)
-        return finished
+        return steps_done >= self.end
 
     def _resume(self) -> int:
         """Load the newest valid checkpoint of the main process; return its step, or 0 without one."""
@@ -253,13 +255,13 @@ class _TrainingRun:
     def _run_steps(
         self, start: int, inputs: Generator[tuple[StepPlan, MicroInput]], stop: StopRequest
     ) -> int:
-        """Train from step `start` to the end of the plan or a stop request; return the steps done."""
+        """Train from step `start` to `end` or a stop request; return the steps done."""
         self.startup.begin(self.startup.first_step)
 
         # A stop request may have arrived while the model was loaded.
         steps_done, stopping = start, self._any_rank_stops(stop)
         for number, batch in self.plan.iterate(start):
-            if stopping:
+            if stopping or steps_done >= self.end:
                 break
 
             # After memory ran out, the step may be half done and must not be saved.
@@ -272,6 +274,7 @@ class _TrainingRun:
         if steps_done < len(self.plan) and self.main:
             total = counted(len(self.plan), "step")
             source = "on request" if stop.requested else "on request of another process"
+            source = "as planned" if steps_done >= self.end else source
             self.report.info(f"stopped {source} after {steps_done} of {total}; a checkpoint is saved")
         return steps_done
 
@@ -384,7 +387,7 @@ class _TrainingRun:
         return self._checkpoint_due(steps_done) or any(self._due(every, steps_done) for every in others)
 
     def _due(self, every: int, steps_done: int) -> bool:
-        return every > 0 and (steps_done % every == 0 or steps_done == len(self.plan))
+        return every > 0 and (steps_done % every == 0 or steps_done == self.end)
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)

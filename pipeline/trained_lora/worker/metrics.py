@@ -91,7 +91,9 @@ class MetricsLog:
     def validation(self, steps_done: int, loss: ValidationLoss, paired: PairedLoss | None) -> None:
         """Log a validation loss measured after `steps_done` steps, and that of the pairs if there are any."""
         pairs = {} if paired is None else {"trained_loss": paired.trained, "gap": paired.gap}
-        self._validation.append({"step": steps_done, "loss": loss.mean, "by_level": loss.by_level, **pairs})
+        by_image = list(loss.by_variant.values())
+        line = {"step": steps_done, "loss": loss.mean, "by_level": loss.by_level, "by_image": by_image}
+        self._validation.append({**line, **pairs})
         gap = {} if paired is None else {"validation_gap": paired.gap}
         self._trackers.log({"validation_loss": loss.mean, **gap}, step=steps_done)
 

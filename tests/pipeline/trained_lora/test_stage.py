@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -12,14 +14,16 @@ import pytest
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.errors import GateClosedError, LaunchError, TrainingError
+from pipeline.log import discard
 from pipeline.reporting.findings import CheckContext
 from pipeline.storage.tables import Tables, frame, validated
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
-from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.run_folder import RunLayout, lora_steps, read_metrics
+from pipeline.trained_lora.stage import plan_run, train_lora, train_part
 from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.trained_lora.equal_runs import assert_equal_runs
 from tests.pipeline.trained_lora.project import FEW_MODULES
 from tests.pipeline.trained_lora.runs import FILES, run, run_folders
 
@@ -150,6 +154,36 @@ def test_R12_an_interrupted_run_resumes_when_it_is_started_again(
     launch.stop_after = None
     assert run(project, launch).report["resumed_from"] == 3
     assert len(read_metrics(RunLayout(run_folders(project)[0]).metrics, 6)) == 6
+
+
+def test_R01_a_part_of_a_run_is_saved_and_measured_and_a_job_goes_on_from_it_bit_for_bit(
+    make_project: Callable[..., Project],
+) -> None:
+    datasets = {"photos": {"validation_fraction": 0.3}}
+    settings = {"steps": 4, "validate_every": 4, "gradient_accumulation": 1, "lr_scheduler": "cosine"}
+    project, launch = make_project(datasets=datasets, **settings), InProcessLaunch()
+    entries = RecipeEntries(project.recipe)
+    job, facts, table = plan_run(entries, project.latents, project.text, log=discard)
+    part, layout = replace(job, stop_after=2), RunLayout(job.folder)
+    train_part(entries, part, facts, table, launch=launch, log=discard)
+    assert "stopped as planned after 2 of 4 steps; a checkpoint is saved" in launch.lines
+    assert list(lora_steps(layout)) == [2]
+    assert not layout.result.exists()
+    assert not (project.recipe.output_dir / "lora").exists()
+    lines = read_metrics(layout.validation, 5)
+    assert [line["step"] for line in lines] == [0, 2], "measured where it stops, although not due"
+    assert lines[1]["loss"] == pytest.approx(fmean(lines[1]["by_image"]))
+    assert len(lines[1]["by_image"]) == len(job.inputs.held_out)
+
+    train_part(entries, part, facts, table, launch=launch, log=discard)
+    assert sum(line.endswith("4 training") for line in launch.lines) == 2, "no step is trained twice"
+    assert run(project, launch).report["resumed_from"] == 2
+
+    whole = project.changed("whole")
+    run(whole, InProcessLaunch())
+    expected = plan_run(RecipeEntries(whole.recipe), whole.latents, whole.text, log=discard)[0]
+    assert_equal_runs(read_job(launch.job_files[-1]), expected, 4)
+    assert run(project, launch).report["launched"] is False
 
 
 def test_O10_training_does_not_start_if_the_cache_fails_a_gate(make_project: Callable[..., Project]) -> None:

@@ -83,7 +83,11 @@ def logged_run(make_project: Callable[..., Project], *, sync: bool) -> tuple[Run
     job = replace(job, inputs=inputs)
     with closing(MetricsLog(layout, inputs, cast("Any", tracker))) as log:
         log.step(job.plan()[1], OUTCOME, 0.123456)
-        log.validation(2, ValidationLoss(0.4, (0.3, 0.5), {}), PairedLoss(0.25, 0.125))
+        log.validation(
+            2,
+            ValidationLoss(0.4, (0.3, 0.5), {"photos/a.jpg": 0.5, "photos/b.jpg": 0.3}),
+            PairedLoss(0.25, 0.125),
+        )
         if sync:
             log.sync()
     return layout, tracker, job
@@ -105,8 +109,15 @@ def test_a_step_and_a_validation_loss_are_logged_with_all_their_numbers(
     places = [trained.index(slot.variant_id) for slot in batch.slots()]
     by_sample = {"samples": places, "timesteps": [10.0, 900.0], "losses": [0.25, 0.75]}
     assert samples == {"step": 1, **by_sample}
-    validated = {"step": 2, "loss": 0.4, "by_level": [0.3, 0.5], "trained_loss": 0.25, "gap": 0.125}
-    assert read_metrics(layout.validation, 9) == [validated]
+    (validated,) = read_metrics(layout.validation, 9)
+    assert validated.pop("by_image") == [0.5, 0.3]
+    assert validated == {
+        "step": 2,
+        "loss": 0.4,
+        "by_level": [0.3, 0.5],
+        "trained_loss": 0.25,
+        "gap": 0.125,
+    }
 
     (step, values), validation = tracker.logged
     assert step == 2, "trackers count the steps done"
