@@ -17,8 +17,51 @@ from pipeline.evaluation.numbers import Measured, StepNumbers, first_scorers
 MAX_LOSS = 0.03
 """Maximum loss of quality of the chosen step, relative to the best."""
 
+_TINY = 1e-12
+
 MAX_REGRET = 0.25
 """Maximum quality, relative to the best, by which another step may be better at the end of its interval."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Candidates with the same pictures, in the order in which they are preferred if they are equally good.
+
+    Attributes:
+        best: Candidate with the highest mean.
+        gain: Its mean.
+        losses: How much worse each candidate is than the best, picture by picture.
+        chosen: First candidate that is as good as the best.
+        rival: Candidate that may be better than the chosen one by most; None without another candidate.
+        regret: How much better that one may be at the end of its interval, relative to `gain`.
+    """
+
+    best: int
+    gain: float
+    losses: Mapping[int, Interval]
+    chosen: int
+    rival: int | None
+    regret: float
+
+    @property
+    def as_good(self) -> list[int]:
+        """Candidates that are as good as the best."""
+        return [candidate for candidate, loss in self.losses.items() if is_as_good(loss, self.gain)]
+
+
+def compare(quality: Mapping[int, pl.DataFrame]) -> Comparison:
+    """Compare candidates by a score of each picture, with the columns `CELL` and `score`."""
+    means = {candidate: interval(scores).mean for candidate, scores in quality.items()}
+    best = max(means, key=lambda candidate: means[candidate])
+    gain = means[best]
+    losses = {candidate: difference(quality[best], scores) for candidate, scores in quality.items()}
+    chosen = next(candidate for candidate in quality if is_as_good(losses[candidate], gain))
+
+    # Of all others, the candidate that may be better by most.
+    regrets = {each: difference(quality[each], quality[chosen]) for each in quality if each != chosen}
+    rival = max(regrets, key=lambda each: _high(regrets[each]), default=None)
+    regret = 0.0 if rival is None else _high(regrets[rival]) / max(gain, _TINY)
+    return Comparison(best, gain, losses, chosen, rival, regret)
 
 
 @dataclass(frozen=True)
@@ -56,39 +99,33 @@ def choose(measured: Measured, limits: Mapping[str, float], *, strength: float |
         strength = 1.0 if 1.0 in strengths else max(strengths)
 
     steps = {each.step: each for each in measured.steps if each.strength == strength}
-    broken = {step: what for step, each in steps.items() if (what := _broken_limits(each, limits))}
+    broken = {step: what for step, each in steps.items() if (what := broken_limits(each, limits))}
     allowed = [step for step in steps if step not in broken]
     if not allowed:
         step, what = next(iter(broken.items()))
         return Choice(None, f"not decided: every step breaks a limit; step {step} has {what}")
 
-    quality = _qualities(measured.scores.filter(pl.col("strength") == strength))
+    quality = qualities(measured.scores.filter(pl.col("strength") == strength))
     return _choose_by_quality({step: quality[step] for step in allowed}, steps, broken)
 
 
 def _choose_by_quality(
     quality: Mapping[int, pl.DataFrame], steps: Mapping[int, StepNumbers], broken: Mapping[int, str]
 ) -> Choice:
-    gains = {step: interval(scores).mean for step, scores in quality.items()}
-    best = max(gains, key=lambda step: gains[step])
+    compared = compare(quality)
+    best, chosen = compared.best, compared.chosen
     learned = steps[best].learned
-    if learned is None or learned.low is None or learned.low <= 0 or gains[best] <= 0:
+    if learned is None or learned.low is None or learned.low <= 0 or compared.gain <= 0:
         why = (
             f"not decided: no step draws the concept measurably better than the base model; step {best} "
             f"learned {learned}"
         )
         return Choice(None, why, best)
 
-    losses = {step: _difference(quality[best], quality[step]) for step in quality}
-    chosen = next(step for step in quality if _is_as_good(losses[step], gains[best]))
-
-    # Of all others, the step that may be better by most.
-    regrets = {step: _difference(quality[step], quality[chosen]) for step in quality if step != chosen}
-    rival = max(regrets, key=lambda step: _high(regrets[step]), default=None)
-    if rival is not None and _high(regrets[rival]) > MAX_REGRET * gains[best]:
+    if compared.regret > MAX_REGRET:
         why = (
-            f"not decided: {learned.cells} pictures per step cannot tell step {chosen} from step {rival}, "
-            f"which may be better by {_high(regrets[rival]) / gains[best]:.0%}; draw more pictures"
+            f"not decided: {learned.cells} pictures per step cannot tell step {chosen} from step "
+            f"{compared.rival}, which may be better by {compared.regret:.0%}; draw more pictures"
         )
         return Choice(None, why, best)
     return Choice(chosen, _reason(chosen, best, steps, broken), best)
@@ -110,7 +147,8 @@ def _reason(chosen: int, best: int, steps: Mapping[int, StepNumbers], broken: Ma
     return why
 
 
-def _broken_limits(step: StepNumbers, limits: Mapping[str, float]) -> str:
+def broken_limits(step: StepNumbers, limits: Mapping[str, float]) -> str:
+    """Return the numbers of a step that exceed a limit, in words; empty if it breaks none."""
     return ", ".join(
         f"{name} {number} above {limit:g}"
         for name, limit in limits.items()
@@ -118,7 +156,7 @@ def _broken_limits(step: StepNumbers, limits: Mapping[str, float]) -> str:
     )
 
 
-def _qualities(scores: pl.DataFrame) -> dict[int, pl.DataFrame]:
+def qualities(scores: pl.DataFrame) -> dict[int, pl.DataFrame]:
     """Return the quality of each picture of the concept, by step."""
     numbers = first_scorers(scores).filter(pl.col("number").is_in(["learned", "obeys"]), role="concept")
 
@@ -129,13 +167,15 @@ def _qualities(scores: pl.DataFrame) -> dict[int, pl.DataFrame]:
     return {int(step): rows for (step,), rows in quality.group_by("step")}
 
 
-def _difference(left: pl.DataFrame, right: pl.DataFrame) -> Interval:
+def difference(left: pl.DataFrame, right: pl.DataFrame) -> Interval:
+    """Return how much larger the scores of `left` are, picture by picture."""
     pairs = left.join(right, on=CELL, suffix="_right")
     return interval(pairs.with_columns(score=pl.col("score") - pl.col("score_right")))
 
 
-def _is_as_good(loss: Interval, gain: float) -> bool:
-    return loss.mean <= MAX_LOSS * gain and (loss.low is None or loss.low <= 0)
+def is_as_good(loss: Interval, gain: float) -> bool:
+    """Return whether a candidate with this loss is as good as the best, which has this gain."""
+    return loss.mean <= MAX_LOSS * max(gain, 0.0) and (loss.low is None or loss.low <= 0)
 
 
 def _high(difference: Interval) -> float:

@@ -22,7 +22,7 @@ from pipeline.evaluation.feature_entries import (
 )
 from pipeline.evaluation.features import References, ScorerFeatures
 from pipeline.evaluation.known_entries import entry_rows, read_known, write_known
-from pipeline.evaluation.numbers import measure
+from pipeline.evaluation.numbers import Measured, measure
 from pipeline.evaluation.pictures import picture_requests, picture_table
 from pipeline.evaluation.prepare import Evaluation, Request, prepare_evaluation
 from pipeline.evaluation.publishing import publish_choice
@@ -55,31 +55,11 @@ def evaluate(recipe: Recipe, request: Request, tables: Tables, *, launch: Launch
     """
     watch = Stopwatch()
     evaluation = prepare_evaluation(recipe, request, log=log)
-    entries = evaluation.entries
-
-    # Before the first picture, so that a scorer with a mistake costs no drawing.
-    scorers = resolve_scorers(entries, evaluation.settings.scorers)
-    log(summary(evaluation))
-    pictures = picture_table(evaluation)
-    images = reference_images(evaluation, tables)
-    features = feature_table(evaluation, scorers, pictures, images)
     fills = _Fills(evaluation, launch, log, watch)
-    drawn = fills.fill(picture_requests(evaluation, pictures, fills.known))
-    settings = {
-        "background": list(entries.recipe.latents.background),
-        "max_file_bytes": recipe.checks.max_file_bytes,
-    }
-    computed = fills.fill(feature_requests(scorers, features, fills.known, settings=settings))
+    scored = _score(evaluation, tables, fills, log)
     # The entries of the recipe's own prompts stay known next to those of a prompt set.
     fills.remember(keep_known=request.prompt_set is not None)
-
-    _warn(features, computed, log)
-    usable = features.filter(~pl.col("key").is_in(list(computed.failed)))
-    scored = [
-        _scorer_features(entries, scorer.name, usable.filter(scorer=index), pictures, images)
-        for index, scorer in enumerate(scorers)
-    ]
-    measured = measure(scored)
+    pictures, measured = scored.pictures, scored.measured
     choice = choose(measured, evaluation.settings.limits.model_dump())
     write_pictures(evaluation, pictures, measured, choice)
     published = dict[str, Any]()
@@ -103,13 +83,66 @@ def evaluate(recipe: Recipe, request: Request, tables: Tables, *, launch: Launch
         "absent": dict(measured.absent),
         "bleeding": [each.as_json() for each in measured.bleeding],
         "limits": evaluation.settings.limits.model_dump(),
-        "samples": len(images),
+        "samples": len(scored.images),
         "pictures": len(pictures),
-        **_counts("pictures", drawn),
-        **_counts("features", computed),
+        **_counts("pictures", scored.drawn),
+        **_counts("features", scored.computed),
         **watch.numbers(),
     }
     return StageResult(table, empty("rejected"), report)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The pictures of an evaluation and their numbers.
+
+    Attributes:
+        pictures: Rows of `pictures.picture_table`.
+        images: Rows of `references.reference_images`.
+        drawn: Pictures in the cache.
+        computed: Features in the cache.
+    """
+
+    pictures: pl.DataFrame
+    images: pl.DataFrame
+    drawn: FillResult
+    computed: FillResult
+    measured: Measured
+
+
+def score_pictures(
+    evaluation: Evaluation, tables: Tables, *, launch: Launch, log: Log, watch: Stopwatch
+) -> Scored:
+    """Draw and score the pictures of an evaluation that are not in the cache; write no table and no report.
+
+    Raises:
+        LatentlineError: As `evaluate`.
+    """
+    return _score(evaluation, tables, _Fills(evaluation, launch, log, watch), log)
+
+
+def _score(evaluation: Evaluation, tables: Tables, fills: _Fills, log: Log) -> Scored:
+    entries = evaluation.entries
+    # Before the first picture, so that a scorer with a mistake costs no drawing.
+    scorers = resolve_scorers(entries, evaluation.settings.scorers)
+    log(summary(evaluation))
+    pictures = picture_table(evaluation)
+    images = reference_images(evaluation, tables)
+    features = feature_table(evaluation, scorers, pictures, images)
+    drawn = fills.fill(picture_requests(evaluation, pictures, fills.known))
+    settings = {
+        "background": list(entries.recipe.latents.background),
+        "max_file_bytes": evaluation.recipe.checks.max_file_bytes,
+    }
+    computed = fills.fill(feature_requests(scorers, features, fills.known, settings=settings))
+
+    _warn(features, computed, log)
+    usable = features.filter(~pl.col("key").is_in(list(computed.failed)))
+    by_scorer = [
+        _scorer_features(entries, scorer.name, usable.filter(scorer=index), pictures, images)
+        for index, scorer in enumerate(scorers)
+    ]
+    return Scored(pictures, images, drawn, computed, measure(by_scorer))
 
 
 def _warn(features: pl.DataFrame, computed: FillResult, log: Log) -> None:
