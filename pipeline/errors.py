@@ -88,6 +88,10 @@ class LaunchError(LatentlineError):
     """A launched process failed or died."""
 
 
+class StoppedError(LaunchError):
+    """A launched process ended because it was asked to stop."""
+
+
 class GateClosedError(LatentlineError):
     """A blocking check failed."""
 

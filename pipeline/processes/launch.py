@@ -11,12 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pipeline.errors
-from pipeline.errors import LatentlineError, LaunchError
+from pipeline.errors import LatentlineError, LaunchError, StoppedError
 from pipeline.processes.cluster_variables import without_cluster_variables
 from pipeline.processes.machines import ONE_MACHINE, Machines
 from pipeline.recipe.project import project_variables
@@ -61,6 +62,11 @@ _PRINTED_ERROR = re.compile(
 """The class and the three parts of an error, as `LatentlineError.text` writes them after the class."""
 
 _POLL_S = 0.1
+
+_GRACE_S = 20.0
+"""Seconds between the stop of a process and its kill; a training writes its checkpoint in this time."""
+
+_STOPPED_STATUSES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 Meanwhile: TypeAlias = Callable[[], object]
 
@@ -248,8 +254,7 @@ class LocalLaunch:
                 status = _wait(process, output, error_file=error_file, log=self._log)
             # Ctrl-C raises KeyboardInterrupt, and must not leave the process running either.
             except BaseException:
-                process.kill()
-                process.wait()
+                _end(process)
                 raise
 
             if status == 0:
@@ -260,6 +265,17 @@ class LocalLaunch:
                 # its start or end, Python's exit status is 1 and only the traceback names the cause.
                 raise KeyboardInterrupt
             raise launch_error(module, status, output=lines, error_file=error_file)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    # Also after a second Ctrl-C, which ends the wait.
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _wait(
@@ -291,7 +307,8 @@ def launch_error(module: str, status: int, *, output: list[str], error_file: Pat
     """Return the error of a launch that ended with `status`, or with minus the number of a signal.
 
     That is the error that the module wrote to `error_file`, if there is one. Otherwise, a `LaunchError`
-    quotes the last `OUTPUT_TAIL_LINES` of `output`, without stack frames.
+    quotes the last `OUTPUT_TAIL_LINES` of `output`, without stack frames. It is a `StoppedError` after a
+    SIGTERM.
     """
     if error_file.is_file():
         return error_from_json(error_file.read_text(encoding="utf-8"))
@@ -299,7 +316,8 @@ def launch_error(module: str, status: int, *, output: list[str], error_file: Pat
     # The log contains the complete traceback.
     lines = [line for line in output if line.strip() and not _is_stack_frame(line)][-OUTPUT_TAIL_LINES:]
     last_line = f": {lines[-1].strip()}" if lines else ""
-    return LaunchError(
+    kind = StoppedError if status in _STOPPED_STATUSES else LaunchError
+    return kind(
         f"{module} ended {describe_status(status)}{last_line}",
         where="\n".join([f"the processes of {module}, last output:", *(lines or ["(none)"])]),
         fix=_fix(status),
@@ -359,6 +377,6 @@ def _fix(status: int) -> str:
             "the system killed it, most often because memory ran out: free memory, or lower batch_size or "
             "resolution if it was encoding or training"
         )
-    if status in (-signal.SIGTERM, 128 + signal.SIGTERM, *_INTERRUPTED_STATUSES):
+    if status in (*_STOPPED_STATUSES, *_INTERRUPTED_STATUSES):
         return "it was stopped: start the job again, and it resumes"
     return "correct the cause in the output and start the job again; finished work is kept"

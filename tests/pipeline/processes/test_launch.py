@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pipeline import errors
-from pipeline.errors import LatentlineError, LaunchError, StoreError, TrainingError
+from pipeline.errors import LatentlineError, LaunchError, StoppedError, StoreError, TrainingError
 from pipeline.processes.launch import (
     ALLOCATOR_VARIABLES,
     OUTPUT_TAIL_LINES,
@@ -241,6 +241,28 @@ def test_an_error_of_meanwhile_ends_the_process_and_is_raised(order: Path) -> No
     with pytest.raises(StoreError, match="no room"):
         LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
     assert processes_of(order) == []
+
+
+def test_a_process_that_is_stopped_with_its_command_has_time_for_a_checkpoint(order: Path) -> None:
+    saves = "import signal\nsignal.signal(15, lambda *_: (time.sleep(0.3), saved.touch(), sys.exit(143)))"
+    code = SLOW_ENTRY.replace("\n(folder", f"\nsaved = folder / 'saved'\n{saves}\n(folder", 1)
+    (order.parent / "slow_entry.py").write_text(code, encoding="utf-8")
+
+    def meanwhile() -> None:
+        while not (order.parent / "started").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
+    assert (order.parent / "saved").exists()
+    assert processes_of(order) == []
+
+
+@pytest.mark.parametrize("status", [-15, 143])
+def test_a_process_that_ended_on_sigterm_was_stopped_and_has_not_failed(tmp_path: Path, status: int) -> None:
+    assert isinstance(launch_error("m", status, output=[], error_file=tmp_path / "none"), StoppedError)
+    assert not isinstance(launch_error("m", -9, output=[], error_file=tmp_path / "none"), StoppedError)
 
 
 def test_a_process_that_ctrl_c_ended_interrupts_its_parent_too(order: Path) -> None:
