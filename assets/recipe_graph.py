@@ -23,6 +23,7 @@ from assets.evaluation import build_evaluation
 from assets.location import Location
 from assets.names import RECIPE_TAG, asset_key
 from assets.raw_images import build_raw_images
+from assets.sweep import build_sweep
 from assets.text_embeddings import build_text_embeddings
 from assets.trained_lora import build_trained_lora
 from assets.vae_latents import build_vae_latents
@@ -43,10 +44,10 @@ CACHE_ASSETS = (
 )
 """Builders of the assets up to the cache."""
 
-OPTIONAL = {"diagnosis": build_diagnosis, "evaluation": build_evaluation}
+OPTIONAL = {"diagnosis": build_diagnosis, "evaluation": build_evaluation, "sweep": build_sweep}
 """Builders of the assets that only some recipes have."""
 
-AFTER_CACHE = ("diagnosis", "trained_lora", "evaluation")
+AFTER_CACHE = ("diagnosis", "trained_lora", "evaluation", "sweep")
 """Assets that the cache job leaves out."""
 
 ERROR_ASSET = "recipe_error"

@@ -56,6 +56,11 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
     },
     "diagnosis": {"diagnosis": True, "model": True, "accelerate": {"mixed_precision"}},
     "evaluation": {"evaluation": True},
+    "sweep": {
+        **dict.fromkeys(("sweep", "evaluation", "training", "accelerate", "text", "model", "datasets"), True),
+        "buckets": True,
+        "latents": True,
+    },
 }
 """Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
 
@@ -72,6 +77,7 @@ ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
     "trained_lora": (TRAINING_VERSION,),
     "diagnosis": (DIAGNOSIS_VERSION,),
     "evaluation": (PICTURES_VERSION, FEATURES_VERSION),
+    "sweep": (TRAINING_VERSION, PICTURES_VERSION, FEATURES_VERSION),
 }
 """Versions of the algorithms that decide each asset's content."""
 

@@ -108,6 +108,10 @@ class EvaluationError(LatentlineError):
     """A run cannot be evaluated."""
 
 
+class SweepError(LatentlineError):
+    """The variants of a sweep cannot be compared, or its budget is too small."""
+
+
 def counted(number: int, thing: str, things: str | None = None) -> str:
     """Return `number` with the matching form of a noun, "1 image" or "1,234 images".
 

@@ -38,6 +38,7 @@ COMMANDS = {
     "compare": "pipeline.cli.compare",
     "diagnose": "pipeline.cli.diagnose",
     "evaluate": "pipeline.cli.evaluate",
+    "sweep": "pipeline.cli.sweep",
     "export": "pipeline.cli.export",
     "provenance": "pipeline.cli.provenance",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",

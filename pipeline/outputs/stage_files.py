@@ -35,6 +35,7 @@ _BEFORE = {
     "diagnosis": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
     "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
     "evaluation": ("trained_lora",),
+    "sweep": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
 }
 """Assets before each asset in the graph."""
 
@@ -44,6 +45,7 @@ _EVALUATION_ENTRIES = "tables/evaluation_entries.parquet"
 _MORE_TABLES = {
     "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets"),
     "evaluation": ("vae_latents",),
+    "sweep": ("raw_images", "validated_dataset", "aspect_buckets"),
 }
 """Tables that an asset reads besides its inputs, which the table IO manager fetches, and its own."""
 

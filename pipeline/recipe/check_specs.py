@@ -452,6 +452,20 @@ OPTIONAL_SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "datasets[].validation_fraction, or look at the grid.",
         ),
     ),
+    "sweep": (
+        _warning(
+            "variants_finished",
+            "Variants of the sweep failed.",
+            "Read the error of each variant in tables/sweep.parquet, and remove its values from the sweep or "
+            "correct their cause. Variants that did not fail are not trained again.",
+        ),
+        _warning(
+            "sweep_decided",
+            "The scores do not show which variant is the best.",
+            "Draw more pictures with evaluation.pictures, hold out more images with "
+            "datasets[].validation_fraction, or raise sweep.seeds.",
+        ),
+    ),
 }
 """Checks of assets that only some recipes have."""
 

@@ -1,4 +1,4 @@
-"""Settings of a single run that differ from its recipe."""
+"""Settings of a single run or of a variant that differ from its recipe."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ OVERRIDABLE: Mapping[str, KeyPath] = {
 }
 """Recipe key of each setting that a run can override, by the setting's name."""
 
+
+_EXCLUDED: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
+"""Key of `training` that a key replaces, because the two exclude each other."""
 
 CONTINUE = "continue_run"
 """Setting of a run that is not a recipe key: the run that it continues, see `trained_lora.continued`."""
@@ -56,22 +59,36 @@ def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     if not changes:
         return recipe
 
+    by_path = {OVERRIDABLE[name]: value for name, value in changes.items()}
+    return with_values(recipe, by_path, place=f"overrides of {recipe.source.name}")
+
+
+def with_values(recipe: Recipe, values: Mapping[KeyPath, Any], *, place: str) -> Recipe:
+    """Return the recipe with other values at some keys, validated like a file; `place` is for its mistakes.
+
+    Raises:
+        RecipeError: A key is unknown, or a value is out of range or conflicts with the rest of the recipe.
+    """
     # `exclude_unset` keeps the difference between a default and a key that the recipe sets.
     data = recipe.model_dump(mode="json", exclude_unset=True)
 
     # Files lack these keys, and `find_mistakes` validates the content of a file.
     identity = {name: data.pop(name) for name in ("name", "source", "output_address") if name in data}
-    if "steps" in changes:
-        # The two keys exclude each other.
-        data.get("training", {}).pop("epochs", None)
-    for name, value in changes.items():
-        *sections, key = OVERRIDABLE[name]
-        holder: dict[str, Any] = data
-        for section in sections:
-            holder = holder.setdefault(str(section), {})
-        holder[str(key)] = value
+    for path, value in values.items():
+        if (other := _EXCLUDED.get(path)) is not None:
+            data.get("training", {}).pop(other, None)
+        _set(data, path, value)
 
     if mistakes := find_mistakes(data):
-        place = f"overrides of {recipe.source.name}"
         raise recipe_error([PlacedMistake(place, mistake) for mistake in mistakes])
     return Recipe.model_validate_json(json.dumps({**data, **identity}))
+
+
+def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
+    holder: Any = data
+    for part in path[:-1]:
+        # A section that the recipe does not have, or has as null.
+        if isinstance(part, str) and holder.get(part) is None:
+            holder[part] = {}
+        holder = holder[part]
+    holder[path[-1]] = value

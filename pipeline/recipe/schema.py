@@ -23,6 +23,7 @@ from pipeline.recipe.evaluation import EvaluationSettings
 from pipeline.recipe.keys import all_keys_of
 from pipeline.recipe.preview_prompts import PreviewPrompt
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
+from pipeline.recipe.sweep import SweepSettings, sweep_violations
 from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_violations
 from pipeline.recipe.validators import (
     FolderAddress,
@@ -310,6 +311,11 @@ class RecipeFile(Settings):
         description="Pictures that are drawn with each step of a run, and how they are scored. A recipe with "
         "this section has an asset `evaluation` after `trained_lora`. It does not change the training.",
     )
+    sweep: SweepSettings | None = Field(
+        default=None,
+        description="Variants of the recipe with other settings, of which the best one is found. A recipe "
+        "with this section has an asset `sweep` after `trained_lora`. It does not change the training.",
+    )
     checks: CheckSettings = Field(
         default_factory=CheckSettings,
         description="Thresholds of the checks, and gates that are allowed to fail.",
@@ -352,6 +358,7 @@ class RecipeFile(Settings):
         present = {
             "diagnosis": self.diagnosis is not None and self.diagnosis.captions,
             "evaluation": self.evaluation is not None,
+            "sweep": self.sweep is not None,
         }
         return tuple(name for name, is_present in present.items() if is_present)
 
@@ -423,6 +430,20 @@ class RecipeFile(Settings):
                 what = "shard: true cannot be combined with diagnosis.captions, whose processes measure alone"
                 fix = "remove accelerate.shard, or the section diagnosis"
                 yield Violation("accelerate.shard", what, fix, ("accelerate", "diagnosis"))
+        if self.sweep is not None:
+            yield from sweep_violations(self.sweep, [each.name for each in datasets], RecipeFile)
+            yield from self._unmeasured_sweep()
+
+    def _unmeasured_sweep(self) -> Iterator[Violation]:
+        if self.sweep is None:
+            return
+        involves = ("sweep", "datasets", "training")
+        if self.sweep.judge == "validation_loss" and self.training.validate_every == 0:
+            what = "judge: validation_loss requires training.validate_every above 0, got 0"
+            yield Violation("sweep.judge", what, "set training.validate_every", involves)
+        if not any(each.validation_fraction for each in self.datasets):
+            what = "sweep requires held-out images, but no dataset has a validation_fraction"
+            yield Violation("sweep", what, "set datasets[].validation_fraction, such as 0.1", involves)
 
 
 class Recipe(RecipeFile):

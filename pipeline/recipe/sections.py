@@ -14,6 +14,7 @@ ASSET_SECTIONS = {
     "trained_lora": "training",
     "diagnosis": "diagnosis",
     "evaluation": "evaluation",
+    "sweep": "sweep",
 }
 """Section that decides most of each asset."""
 

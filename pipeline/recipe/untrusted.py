@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.recipe.errors import Mistake
 from pipeline.recipe.evaluation import SCORERS
+from pipeline.recipe.keys import child
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
+from pipeline.recipe.sweep import plain_key
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.recipe.yaml_document import dotted
 from pipeline.storage.addresses import expanded, is_url
@@ -184,6 +186,22 @@ KEYS = {
             "drift copies",
         ),
         *_keys(
+            "sweep",
+            "grid seeds judge max_variants",
+        ),
+        *_keys(
+            "sweep.random",
+            "count seed ranges choices",
+        ),
+        *_keys(
+            "sweep.halving",
+            "first keep",
+        ),
+        *_keys(
+            "sweep.budget",
+            "steps minutes",
+        ),
+        *_keys(
             "checks",
             "max_rejected_fraction max_image_pixels max_decode_bytes max_file_bytes "
             "near_duplicate_bits allow gates",
@@ -259,6 +277,10 @@ def _code_mistakes(data: Mapping[str, Any]) -> Iterator[Mistake]:
     for path, follow_links in _values(data, "datasets.follow_links"):
         if follow_links:
             yield _refused(path, f"{dotted(path)} must be false, got true", "remove this key")
+    for section, key in _swept_keys(data):
+        if key not in KEYS["none"]:
+            what = f"{section} must not vary {key}, which can run code or read a path"
+            yield _refused(tuple(section.split(".")), what, f"remove {key}")
     for path, tracker in _values(data, "training.trackers"):
         if tracker != "tensorboard":
             what = f"{dotted(path)} must be tensorboard, got {tracker}, which sends data to a server"
@@ -267,6 +289,16 @@ def _code_mistakes(data: Mapping[str, Any]) -> Iterator[Mistake]:
     # A part of a file name or an address could lead out of the run's folder.
     for path, _ in _values(data, "training.tracker_arguments"):
         yield _refused(path, f"{dotted(path)} must not be set", "remove training.tracker_arguments")
+
+
+def _swept_keys(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the section of the sweep and each key that varies, without names of datasets."""
+    for section in ("sweep.grid", "sweep.random.ranges", "sweep.random.choices"):
+        holder: Any = data
+        for name in section.split("."):
+            holder = child(holder, name)
+        for key in cast("dict[str, Any]", holder or {}):
+            yield section, plain_key(key)
 
 
 def _values(data: Any, key: str) -> Iterator[tuple[KeyPath, Any]]:

@@ -62,6 +62,7 @@ def run_summary(run: RunResult) -> str:
         *_check_lines(run.checks),
         *_training_lines(run),
         *_evaluation_lines(run.reports),
+        *_sweep_lines(run.reports),
         *_page_lines(run),
         *_next_lines(run),
     ]
@@ -173,6 +174,11 @@ def _next_lines(run: RunResult) -> list[tuple[str, str]]:
 def _diagnosis_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
     report = reports.get("diagnosis")
     return [] if report is None else [("diagnosis", report["why"])]
+
+
+def _sweep_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
+    report = reports.get("sweep")
+    return [] if report is None else [("sweep", report["why"])]
 
 
 def _evaluation_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:

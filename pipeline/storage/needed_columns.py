@@ -27,6 +27,7 @@ ALL_INPUTS: Mapping[str, Sequence[str]] = {
     **STAGE_INPUTS,
     "diagnosis": ("vae_latents", "text_embeddings"),
     "evaluation": ("trained_lora",),
+    "sweep": ("vae_latents", "text_embeddings"),
 }
 """The same with the stages that only some recipes have."""
 
@@ -61,6 +62,7 @@ def needed_columns(stage: str, table: str) -> tuple[str, ...] | None:
 
 
 NEEDED["diagnosis"] = NEEDED["trained_lora"]
+NEEDED["sweep"] = NEEDED["trained_lora"]
 
 _SIZE = ("height", "width")
 _CAPTIONS = ("caption", "more_captions")

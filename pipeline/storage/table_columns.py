@@ -47,6 +47,10 @@ def _unmeasured(dtype: DtypeName, description: str) -> Column:
     return Column(dtype, f"{description} Null if too few other captions exist.", nullable=True)
 
 
+def _judged(description: str) -> Column:
+    return Column("Float64", f"{description} Null if the variant was not judged.", nullable=True)
+
+
 def _optional(dtype: DtypeName, description: str) -> Column:
     return Column(dtype, description, nullable=True, required=False)
 
@@ -185,10 +189,24 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
         "score": _float64("What the picture contributes to the number, see docs/evaluation.md."),
         "picture": _text("Key of the picture's cache entry."),
     },
+    "sweep": {
+        "variant": _int32("Number of the variant, from 1."),
+        "seed": _int64("Seed of the training."),
+        "overrides": _text("Values of the keys that vary, as JSON."),
+        "run": _text("Run of the variant: a folder in runs/; empty if it could not be planned."),
+        "step": _int64("Step after which the variant was judged."),
+        "score": _judged("Mean score of the variant, higher is better; see docs/sweeps.md."),
+        "behind": _judged("How much higher the best score is, with the same pictures or images."),
+        "low": _judged("Lower end of the interval of behind."),
+        "high": _judged("Upper end of the interval of behind."),
+        "promoted": _boolean("Whether the variant was trained further; in its last row, whether it has won."),
+        "steps": _int64("Number of steps that the variant was trained since its row before."),
+        "error": _text("Why the variant failed; null if it did not.", nullable=True),
+    },
 }
 """Columns of each asset's table that all recipes with the asset have, in table order."""
 
-OPTIONAL_ASSETS = ("diagnosis", "evaluation")
+OPTIONAL_ASSETS = ("diagnosis", "evaluation", "sweep")
 """Assets that only some recipes have."""
 
 _MASK: DeclaredColumns = {

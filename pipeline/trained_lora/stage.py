@@ -198,18 +198,20 @@ def require_open_gates(recipe: Recipe, *, log: Log) -> None:
         raise closed_gates_error(closed)
 
 
-def plan_run(
+def plan_run(  # noqa: PLR0913 - the last four have defaults, and no caller needs all of them
     entries: RecipeEntries,
     latents: pl.DataFrame,
     text: pl.DataFrame,
     *,
+    tables: Tables | None = None,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
     continue_run: str | None = None,
     log: Log,
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora.
 
-    `latents` and `text` are the tables of the cache stages, as they are or as they will be.
+    `latents` and `text` are the tables of the cache stages, as they are or as they will be. `tables` have the
+    rejected samples, by default the recipe's.
 
     Raises:
         TrainingError: A sample is incomplete, or the schedule does not fit the number of steps.
@@ -225,7 +227,7 @@ def plan_run(
     training_adapter = resolve_training_adapter(recipe, log=log)
 
     # A sample with a rejected caption has a latent all the same.
-    rejected = Tables(recipe.output_dir).read_rejected("text_embeddings")
+    rejected = (tables or Tables(recipe.output_dir)).read_rejected("text_embeddings")
     latents = latents.join(rejected, on="sample_id", how="anti", maintain_order="left")
     named = training_inputs(recipe, entries, latents, text)
     recipe, inputs, facts = planned_run(entries, named, latents, log=log)

@@ -57,6 +57,13 @@ _OTHER: Values = {"name": "other", "path": "@folder@/other"}
 _PRIOR: Values = {"datasets": [_PHOTOS, {**_CLASS, "role": "prior"}]}
 _SLIDER: Values = {"datasets": [{**_PHOTOS, "slider": 1}, {**_CLASS, "slider": -1}]}
 
+_HOLDOUT: Values = {"datasets": {"validation_fraction": 0.5}}
+_SWEPT: Values = {**_HOLDOUT, "sweep": {"grid": {"training.learning_rate": [1e-4, 3e-4]}}}
+_DRAWN: Values = {
+    **_HOLDOUT,
+    "sweep": {"random": {"count": 2, "ranges": {"training.learning_rate": [1e-5, 1e-4]}}},
+}
+
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
     "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True, context={"datasets": {"weight": 1.0}}),
@@ -253,6 +260,28 @@ EFFECTS: dict[str, Effect] = {
             "steps": {"steps": 3},
             "guidance_scale": {"guidance_scale": 2.0},
             "references": {"references": ["before.png"]},
+        }.items()
+    },
+    **{
+        f"sweep.{key}": Effect({"sweep": values}, context=_SWEPT)
+        for key, values in {
+            "grid": {"grid": {"training.seed": [1, 2]}},
+            "seeds": {"seeds": 2},
+            "judge": {"judge": "validation_loss"},
+            "max_variants": {"max_variants": 5},
+            "halving.first": {"halving": {"first": 0.5}},
+            "halving.keep": {"halving": {"keep": 0.25}},
+            "budget.steps": {"budget": {"steps": 5000}},
+            "budget.minutes": {"budget": {"minutes": 90.0}},
+        }.items()
+    },
+    **{
+        f"sweep.random.{key}": Effect({"sweep": {"random": values}}, context=_DRAWN)
+        for key, values in {
+            "count": {"count": 3},
+            "seed": {"seed": 1},
+            "ranges": {"ranges": {"training.learning_rate": [1e-5, 1e-3]}},
+            "choices": {"choices": {"training.seed": [1, 2]}},
         }.items()
     },
     "checks.max_rejected_fraction": _nothing({"checks": {"max_rejected_fraction": 0.5}}),

@@ -63,6 +63,17 @@ model:
 ```
 """
 
+_SWEPT = ("sweep.grid", "sweep.random.ranges", "sweep.random.choices")
+_SWEPT_INTRO = """\
+Each key is the dotted name of a recipe key in `datasets`, `model`, `buckets`, `latents`, `text` or
+`training`. An item of `datasets` is named by its `name`, as in `datasets.photos.weight`. A section may vary
+as a whole, as in `training.lora: [{rank: 8, alpha: 8.0}, {rank: 32, alpha: 32.0}]`.
+"""
+_SWEPT_VALUE = {
+    True: "The value is a list of the lowest and the highest value.\n",
+    False: "The value is a list.\n",
+}
+
 _TYPES = {
     "integer": "an integer",
     "number": "a number",
@@ -93,6 +104,9 @@ def _section(schema: Node, node: Node, prefix: str, title: str) -> Iterator[str]
         return
     if prefix == f"{_COMPONENTS}.":
         yield _COMPONENTS_INTRO
+        return
+    if prefix.removesuffix(".") in _SWEPT:
+        yield _SWEPT_INTRO + _SWEPT_VALUE[prefix.endswith("ranges.")]
         return
     if prefix:
         yield f"{node['description']}\n"

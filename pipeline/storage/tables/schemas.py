@@ -10,6 +10,7 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | text_embeddings | sample and caption variant |
 | diagnosis | sample and caption variant |
 | evaluation | drawn picture, scorer and number |
+| sweep | variant, seed and step after which it was judged |
 | rejected | sample and the stage that rejected it |
 
 The tables of recipes with side inputs, such as masks, have more columns at their end: `SIDE_INPUT_COLUMNS`.
@@ -58,6 +59,7 @@ _POLARS_TYPES: dict[table_columns.DtypeName, type[pl.DataType]] = {
 _ROW_NAMES: dict[str, list[str]] = {
     "diagnosis": ["sample_id", "variant"],
     "evaluation": ["run", "step", "strength", "prompt", "role", "concept", "seed", "scorer", "number"],
+    "sweep": ["variant", "seed", "step"],
     "aspect_buckets": ["sample_id", "bucket"],
     "vae_latents": ["sample_id", "bucket", "flipped"],
     "text_embeddings": ["sample_id", "variant"],

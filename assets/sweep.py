@@ -1,0 +1,55 @@
+"""sweep: variants of the recipe with other settings, of which the best one is found."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dagster import (
+    AssetCheckResult,
+    AssetExecutionContext,
+    AssetsDefinition,
+    MaterializeResult,
+)
+
+from assets.location import Location
+from assets.metadata import picture_metadata, pictures_once, publish
+from assets.names import asset_key
+from assets.step import run_step, stage_asset
+from pipeline.recipe import Recipe
+from resources.step_log import run_log
+
+DESCRIPTION = (
+    "Variants of the recipe, trained by successive halving and judged with the same pictures or images. Each "
+    "has the run that a recipe with its settings has."
+)
+
+
+def build_sweep(recipe: Recipe, location: Location) -> AssetsDefinition:
+    """Build the asset `<recipe>/sweep` with its checks."""
+
+    @stage_asset(
+        recipe,
+        "sweep",
+        location,
+        description=DESCRIPTION,
+        kinds={"pytorch"},
+        inputs={"latents": "vae_latents", "text": "text_embeddings"},
+        # The sweep does not read it. A run of the job first trains what the recipe declares.
+        deps=[asset_key(recipe, "trained_lora")],
+        launches=True,
+    )
+    def sweep_asset(
+        context: AssetExecutionContext, latents: Any, text: Any
+    ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        from pipeline.sweep import checks
+        from pipeline.sweep.stage import sweep
+
+        def materialize() -> MaterializeResult[Any]:
+            launch = location.launch(context, recipe)
+            result = sweep(recipe, latents, text, launch=launch, log=run_log(context))
+            shown = picture_metadata(recipe.output_dir / "reports" / "sweep")
+            pictures = pictures_once(context, shown)
+            return publish(recipe, "sweep", result, log=run_log(context), pictures=pictures)
+
+        yield from run_step(context, recipe, "sweep", materialize, checks.run)
+
+    return sweep_asset
