@@ -50,7 +50,7 @@ def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | Non
     from resources.run_summary import write_parts, write_summary
 
     try:
-        with _noted_interrupts() as interrupts, _trainer_ahead(recipe_file, job_name):
+        with _noted_interrupts() as interrupts, _processes_ahead(recipe_file, job_name):
             summary = _execute(recipe_file, job_name, command, continue_run, interrupts)
     except Exception as err:
         problem = error_problem(err, command)
@@ -64,10 +64,11 @@ def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | Non
     return FAILED_STATUS if summary.problems else 0
 
 
-def _trainer_ahead(recipe_file: Path, job_name: str) -> AbstractContextManager[None]:
-    """Return a context in which the training process imports its libraries, if the job will need it here."""
+def _processes_ahead(recipe_file: Path, job_name: str) -> AbstractContextManager[None]:
+    """Return a context in which processes that the job will launch here import their libraries."""
+    from pipeline.encoding.fill import surely_launched
     from pipeline.processes.launch import TRAINING_MODULE
-    from pipeline.processes.waiting import process_ahead
+    from pipeline.processes.waiting import processes_ahead
     from pipeline.recipe import load_recipe
     from pipeline.recipe.deployment import load_deployment
     from pipeline.trained_lora.next_action import will_train
@@ -75,10 +76,12 @@ def _trainer_ahead(recipe_file: Path, job_name: str) -> AbstractContextManager[N
     recipe, deployment = load_recipe(recipe_file), load_deployment()
     starts_here = deployment.executor.import_path == "in_process" and deployment.launcher.kind == "local"
     # The launcher of several processes imports torch itself.
-    is_single = recipe.accelerate.num_processes == 1
-    if job_name == f"{recipe.name}_train" and starts_here and is_single and will_train(recipe):
-        return process_ahead(TRAINING_MODULE, recipe.accelerate)
-    return nullcontext()
+    if not starts_here or recipe.accelerate.num_processes != 1:
+        return nullcontext()
+    modules = surely_launched(recipe)
+    if job_name == f"{recipe.name}_train" and will_train(recipe):
+        modules.append(TRAINING_MODULE)
+    return processes_ahead(modules, recipe.accelerate)
 
 
 def _execute(

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import polars as pl
 
+from pipeline.cache.packs import PACKS
 from pipeline.cache.recipe_entries import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
 from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
@@ -33,7 +34,11 @@ from pipeline.log import Log
 from pipeline.processes.launch import Launch
 from pipeline.reporting.progress import phase
 from pipeline.reporting.reports import Stopwatch
+from pipeline.storage.addresses import Url
 from pipeline.storage.os_errors import require_disk_space
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -120,6 +125,22 @@ class FillResult:
             "damaged": len(self.damaged),
             "bytes": int(self.entries["entry_bytes"].sum()),
         }
+
+
+def surely_launched(recipe: Recipe) -> list[str]:
+    """Return the modules of `WORKERS` that encode for the recipe unless a gate closes.
+
+    These are the ones for kinds of which the cache has no entry at all; other entries may be missing too.
+    """
+    cache_dir = recipe.cache_dir
+    if isinstance(cache_dir, Url):
+        return []
+    kinds: tuple[Kind, ...] = ("latents", "text")
+    return [
+        WORKERS[kind]
+        for kind in kinds
+        if not (cache_dir / kind).is_dir() and not (cache_dir / PACKS / kind).is_dir()
+    ]
 
 
 def fill(

@@ -1,7 +1,7 @@
-"""A process that imports its libraries before its job exists, and then waits for the job.
+"""Processes that import their libraries before their job exists, and then wait for the job.
 
 Dagster loads and the stages compare their files for as long as a training imports torch, diffusers and peft.
-Both happen at the same time if the training process starts first:
+Both happen at the same time if the training process starts first, and so do the imports of an encoding:
 
     run      starts the process, works, and hands over variables, output file and job file, or ends it
     process  imports, reads a line of JSON from its standard input, and continues as if it had just started
@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -66,14 +66,15 @@ class _WaitingProcess:
 
 
 _waiting = list[_WaitingProcess]()
-"""The process of `process_ahead`, until it has its job."""
+"""The processes of `processes_ahead` that have no job yet."""
 
 
 @contextmanager
-def process_ahead(module: str, settings: AccelerateSettings) -> Generator[None]:
-    """Start a process of an entry module that `start_process` can use in the body; end it if none did."""
-    _waiting.append(_WaitingProcess(module, settings))
+def processes_ahead(modules: Iterable[str], settings: AccelerateSettings) -> Generator[None]:
+    """Start a process of each entry module for `start_process` in the body, and end the unused ones."""
     try:
+        for module in modules:
+            _waiting.append(_WaitingProcess(module, settings))
         yield
     finally:
         while _waiting:
@@ -83,7 +84,7 @@ def process_ahead(module: str, settings: AccelerateSettings) -> Generator[None]:
 def start_process(
     command: Sequence[str], variables: Mapping[str, str], output: BinaryIO
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a new session, or hand it to the process of `process_ahead`."""
+    """Start a command in a new session, or hand it to a process of `processes_ahead`."""
     for waiting in list(_waiting):
         if process := waiting.take(command, variables, Path(output.name)):
             _waiting.remove(waiting)
@@ -93,11 +94,15 @@ def start_process(
     )
 
 
-def wait_for_job(import_libraries: Callable[[], object]) -> Path:
-    """Import, wait for the job, take over its variables and output, and return the path of the job file.
+def job_file(import_libraries: Callable[[], object]) -> Path:
+    """Return the path in this process's argument; with `WAIT`, after the imports, when the job exists.
 
-    The process ends here if the run ends, or needs no process.
+    A process that waits takes over the variables and the output of its job. It ends here if the run ends, or
+    needs no process.
     """
+    if sys.argv[1] != WAIT:
+        return Path(sys.argv[1])
+
     end_with_parent()
     # The job imports the same, and reports an error where its user reads it.
     with suppress(Exception):

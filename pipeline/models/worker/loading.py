@@ -37,6 +37,16 @@ def keep_quiet() -> None:
         library.disable_progress_bar()
 
 
+def import_libraries() -> None:
+    """Import what the networks of all families need, and nothing that uses a GPU."""
+    keep_quiet()
+
+    # These base classes import bitsandbytes, which initialises CUDA. Counting GPUs does not.
+    if torch.cuda.device_count() == 0:
+        from diffusers import DiffusionPipeline, ModelMixin  # noqa: F401
+        from transformers import PreTrainedModel  # noqa: F401
+
+
 def component_class(family: Family, role: str) -> Any:
     """Return the class that `family.spec.components` names for a component."""
     library, _, name = family.spec.components[role].rpartition(".")

@@ -1,13 +1,16 @@
-"""`python -m pipeline.text_embeddings.worker <encoding.json>`: encode captions."""
+"""`python -m pipeline.text_embeddings.worker <encoding.json>`: encode captions.
+
+With `--wait` in place of the file, it imports what it needs, and waits for its job.
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pipeline.encoding.progress import Report
 from pipeline.encoding.worker.main import main
 from pipeline.processes.guard import end_now
+from pipeline.processes.waiting import job_file
 
 
 def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
@@ -18,6 +21,14 @@ def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> No
     encoding.run(encoding_file, report, rank=rank, num_ranks=num_ranks, open_encoder=TextEncoder)
 
 
+def import_libraries() -> None:
+    """Import what every encoding needs, and nothing that uses a GPU."""
+    from pipeline.models.worker import loading
+    from pipeline.text_embeddings.worker import encoder  # noqa: F401
+
+    loading.import_libraries()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), run)
+    main(job_file(import_libraries), run)
     end_now(0)

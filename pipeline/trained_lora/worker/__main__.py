@@ -8,16 +8,15 @@ one of several. If the parent dies, the process saves a checkpoint if it can do 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import reporter
-from pipeline.processes.waiting import WAIT, wait_for_job
+from pipeline.processes.waiting import job_file
 from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals, stop_orphan
 
 
-def main(job_file: Path) -> None:
+def main(path: Path) -> None:
     """Train; exit with status 143 after a stop request, once a checkpoint is saved.
 
     A training that ends at its job's `stop_after` has the status 0.
@@ -36,7 +35,7 @@ def main(job_file: Path) -> None:
 
         max_copied_bytes = round(load_deployment().pack_copies_gb * 1e9)
         copies = CopySettings(scratch_folder(project_root()) / PACKS, max_copied_bytes)
-        job = read_job(job_file, copies=copies)
+        job = read_job(path, copies=copies)
         startup.Startup(job, report.phase).begin(startup.IMPORTS)
 
         import torch
@@ -59,21 +58,19 @@ def main(job_file: Path) -> None:
 
 
 def import_libraries() -> None:
-    """Import what every training needs, except for what uses a GPU: another process may need it now."""
+    """Import what every training needs, and nothing that uses a GPU."""
+    import accelerate  # noqa: F401
     import torch
 
-    from pipeline.models.worker.loading import keep_quiet
-
-    keep_quiet()
-    import accelerate  # noqa: F401
-
     import pipeline.trained_lora.job
+    from pipeline.models.worker import loading
 
-    # It imports all of diffusers, and so bitsandbytes, which initialises CUDA. Counting GPUs does not.
+    loading.import_libraries()
+    # It imports bitsandbytes too.
     if torch.cuda.device_count() == 0:
         import pipeline.trained_lora.worker.loop  # noqa: F401
 
 
 if __name__ == "__main__":
-    main(wait_for_job(import_libraries) if sys.argv[1] == WAIT else Path(sys.argv[1]))
+    main(job_file(import_libraries))
     end_now(0)

@@ -27,6 +27,7 @@ from PIL import Image
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Kind
+from pipeline.encoding.fill import WORKERS, surely_launched
 from pipeline.encoding.worker.run import WRITES_BEHIND
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import LocalLaunch, Meanwhile
@@ -37,6 +38,7 @@ from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.encoding.fork_server import ForkedLaunch, ForkServer
 from tests.pipeline.namespaces import namespace
+from tests.small_recipe import small_recipe
 
 SIZES = ((64, 64), (48, 80), (80, 48), (200, 150))
 
@@ -66,6 +68,16 @@ def wanted_specs(recipe: Recipe, buckets: pl.DataFrame) -> dict[str, Any]:
 
 def visible(recipe: Recipe) -> set[str]:
     return {path.stem for path in recipe.cache_dir.rglob("*.safetensors")}
+
+
+def test_an_encoding_is_certain_for_the_kinds_of_which_a_local_cache_has_no_entry(tmp_path: Path) -> None:
+    recipe, latents, text = small_recipe(tmp_path), WORKERS["latents"], WORKERS["text"]
+    assert surely_launched(recipe) == [latents, text]
+    (recipe.cache_dir / "latents").mkdir(parents=True)
+    assert surely_launched(recipe) == [text]
+    (recipe.cache_dir / "packs" / "text").mkdir(parents=True)
+    assert surely_launched(recipe) == []
+    assert surely_launched(small_recipe(tmp_path, cache_dir="memory://cache")) == []
 
 
 def test_a_wait_before_the_processes_start_counts_as_neither_work_nor_startup(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pipeline.processes.launch import launch_command, launch_environment
-from pipeline.processes.waiting import process_ahead, start_process
+from pipeline.processes.waiting import processes_ahead, start_process
 from pipeline.recipe import AccelerateSettings
 from tests.waiting import until
 
@@ -24,7 +24,7 @@ ENTRY = """
 import json, os, sys
 from pathlib import Path
 from pipeline.processes.launch import ERROR_FILE_VARIABLE, PARENT_VARIABLE
-from pipeline.processes.waiting import WAIT, wait_for_job
+from pipeline.processes.waiting import WAIT, job_file
 
 def imports():
     folder = Path(__file__).parent
@@ -35,7 +35,7 @@ def imports():
         os._exit(1)
 
 waited = sys.argv[1] == WAIT
-job = wait_for_job(imports) if waited else Path(sys.argv[1])
+job = job_file(imports)
 print("printed", flush=True)
 print("an error", file=sys.stderr, flush=True)
 names = (ERROR_FILE_VARIABLE, PARENT_VARIABLE, "OF_THE_JOB")
@@ -63,19 +63,19 @@ def is_running(pid: int) -> bool:
 
 def result_of(folder: Path, **variables: str) -> dict[str, object]:
     """Start the entry module as a launcher does, and return what it found."""
-    job_file, output = folder / "job.json", folder / "output.txt"
+    path, output = folder / "job.json", folder / "output.txt"
     environment = launch_environment(SETTINGS, folder / "error.json") | variables
     with output.open("wb") as file:
-        process = start_process(launch_command(SETTINGS, MODULE, job_file), environment, file)
+        process = start_process(launch_command(SETTINGS, MODULE, path), environment, file)
     assert process.wait(60) == 7
     assert output.read_text().splitlines() == ["printed", "an error"]
-    result = json.loads(job_file.read_text())
+    result = json.loads(path.read_text())
     assert result["pid"] == process.pid
     return result
 
 
 def test_the_process_that_waits_gets_the_job_with_its_variables_and_output(tmp_path: Path) -> None:
-    with process_ahead(MODULE, SETTINGS):
+    with processes_ahead([MODULE], SETTINGS):
         waiting = waiting_pid(tmp_path)
         result = result_of(tmp_path, OF_THE_JOB="a value")
         assert result == {
@@ -89,7 +89,7 @@ def test_the_process_that_waits_gets_the_job_with_its_variables_and_output(tmp_p
 
 
 def test_a_job_with_other_settings_has_a_process_of_its_own(tmp_path: Path) -> None:
-    with process_ahead(MODULE, SETTINGS):
+    with processes_ahead([MODULE], SETTINGS):
         waiting = waiting_pid(tmp_path)
         assert not result_of(tmp_path, OMP_NUM_THREADS="7")["waited"]
         assert is_running(waiting)
@@ -98,13 +98,13 @@ def test_a_job_with_other_settings_has_a_process_of_its_own(tmp_path: Path) -> N
 
 def test_a_process_whose_imports_failed_gets_the_job_that_reports_why(tmp_path: Path) -> None:
     (tmp_path / "fails").touch()
-    with process_ahead(MODULE, SETTINGS):
+    with processes_ahead([MODULE], SETTINGS):
         assert result_of(tmp_path)["pid"] == waiting_pid(tmp_path)
 
 
 def test_a_job_has_a_process_of_its_own_if_the_one_that_waits_has_died(tmp_path: Path) -> None:
     (tmp_path / "dies").touch()
-    with process_ahead(MODULE, SETTINGS):
+    with processes_ahead([MODULE], SETTINGS):
         waiting = waiting_pid(tmp_path)
         until(lambda: not is_running(waiting))
         assert not result_of(tmp_path)["waited"]
@@ -113,9 +113,9 @@ def test_a_job_has_a_process_of_its_own_if_the_one_that_waits_has_died(tmp_path:
 def test_a_process_that_waits_ends_when_its_run_is_killed(tmp_path: Path) -> None:
     script = f"""
 import time
-from pipeline.processes.waiting import process_ahead
+from pipeline.processes.waiting import processes_ahead
 from pipeline.recipe import AccelerateSettings
-with process_ahead({MODULE!r}, AccelerateSettings(num_processes=1)):
+with processes_ahead([{MODULE!r}], AccelerateSettings(num_processes=1)):
     time.sleep(300)
 """
     with subprocess.Popen([sys.executable, "-c", script]) as run:
