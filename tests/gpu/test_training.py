@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,6 +182,55 @@ def test_a_step_that_is_not_finite_is_an_error_and_changes_nothing(device: str, 
     with pytest.raises(TrainingError, match="the gradient of step 0 must be finite"):
         next(outcomes(job, engine))
     assert differing_tensors(engine.weights, before) == []
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"quantize": "nf4", "gradient_checkpointing": True},
+        {"quantize": "int8", "gradient_checkpointing": True},
+        {"compute": "int8"},
+        {"compute": "fp8"},
+        {"offload": 0, "gradient_checkpointing": True},
+        {"offload": 0, "compute": "int8"},
+        {"compile": True},
+    ],
+    ids=lambda training: "-".join(f"{name}={value}" for name, value in training.items()) or "bf16",
+)
+def test_the_host_does_not_wait_for_the_gpu_in_a_step(
+    device: str, rig: Rig, training: dict[str, Any]
+) -> None:
+    """torch raises at each call that waits, such as `.item()` or the text of a tensor."""
+    needs_gpu = training.get("quantize") == "nf4" or training.get("compute") == "fp8" or "compile" in training
+    if needs_gpu and device == "cpu":
+        pytest.skip("needs a GPU")
+    job = rig.training_job(**training)
+    engine = engine_of(job)
+    maker = MicroBatchMaker(job, load_family(job.base), engine.noise_scheduler)
+    for step, batch in job.plan().iterate():
+        # A run copies its inputs from pinned memory, without waiting.
+        inputs = [
+            (batch, maker.make(step, micro[0]).to(engine.accelerator.device)) for micro in batch.micro_batches
+        ]
+
+        # The first two steps compile kernels and allocate memory.
+        with waits_are_errors(device if step > 1 else "cpu"):
+            queued = engine.start(batch, iter(inputs), stop=False)
+        assert math.isfinite(engine.finish(queued).loss)
+
+
+@contextmanager
+def waits_are_errors(device: str) -> Iterator[None]:
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_compiled_blocks_give_almost_the_same_losses(device: str, rig: Rig) -> None:

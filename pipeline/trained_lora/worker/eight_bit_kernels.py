@@ -82,7 +82,7 @@ def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales = rows.new_empty(len(rows), 1, dtype=torch.float32)
 
     # With fused multiplications and additions, the last bits would differ from torch's.
-    _round_rows[(len(rows),)](
+    _round_rows[(len(rows),)](  # pyright: ignore[reportIndexIssue] - unless Triton is installed
         rows, rounded, scales, rows.shape[1], SMALLEST_SCALE, block=_BLOCK, enable_fp_fusion=False
     )
     return rounded, scales
@@ -94,7 +94,7 @@ def rescaled(
     """See `eight_bit.rescale`."""
     height, width = product.shape
     output = product.new_empty(product.shape, dtype=dtype)
-    _rescale[(height, triton.cdiv(width, _BLOCK))](
+    _rescale[(height, triton.cdiv(width, _BLOCK))](  # pyright: ignore[reportIndexIssue] - see above
         product,
         row_scale,
         scale,
