@@ -31,6 +31,9 @@ from resources.failures import Problem, has_closed_gate
 from resources.run_summary import summarize_run
 from resources.webhook import Alert, send, webhook
 
+RETRY_NUMBER_TAG = "dagster/retry_number"
+"""Tag of a run that Dagster has started again by itself."""
+
 WILL_RETRY_TAG = "dagster/will_retry"
 """Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
 
@@ -102,9 +105,12 @@ def _sent(run: DagsterRun) -> SkipReason:
 
 def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:
     """Return what, where and fix of each failed step, or of what ended the run between two steps."""
-    problems = summarize_run(instance, run.run_id, recipes).problems
+    # Reports at an address would be fetched for a minute if the run failed because the address is away.
+    problems = summarize_run(instance, run.run_id, recipes, problems_only=True).problems
     title = f"{_title(run)} failed"
-    attempt = run.tags.get(ATTEMPT_TAG)
+    # A run that a person executes again has the tags of the first one.
+    is_manual = run.parent_run_id is not None and RETRY_NUMBER_TAG not in run.tags
+    attempt = None if is_manual else run.tags.get(ATTEMPT_TAG)
     # After a closed gate, only a change starts the next run.
     if attempt is not None and not has_closed_gate(instance, run.run_id):
         number, _, last = attempt.partition(" of ")

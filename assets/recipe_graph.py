@@ -69,12 +69,10 @@ def recipe_graph(recipe: Recipe, location: Location, *, start: AssetKey | None =
     `start` is the asset with the LoRA that the training starts from, if another recipe trains it.
     """
     # Not by the group, because a recipe may have the name of another group.
-    names = (*STAGE_INPUTS, *recipe.optional_assets)
-    every_asset = AssetSelection.assets(*(asset_key(recipe, name) for name in names))
+    keys = {name: asset_key(recipe, name) for name in (*STAGE_INPUTS, *recipe.optional_assets)}
     cache_job = define_asset_job(
         f"{recipe.name}_cache",
-        selection=every_asset
-        - AssetSelection.assets(*(asset_key(recipe, name) for name in AFTER_CACHE if name in names)),
+        selection=AssetSelection.assets(*(key for name, key in keys.items() if name not in AFTER_CACHE)),
         description="Brings tables, latents and text embeddings up to date.",
         tags={RECIPE_TAG: recipe.name},
         config=location.job_config,
@@ -82,7 +80,7 @@ def recipe_graph(recipe: Recipe, location: Location, *, start: AssetKey | None =
     )
     train_job = define_asset_job(
         f"{recipe.name}_train",
-        selection=every_asset,
+        selection=AssetSelection.assets(*keys.values()),
         description="Brings the cache up to date, then trains the LoRA.",
         tags={RECIPE_TAG: recipe.name},
         config=location.job_config,

@@ -25,24 +25,39 @@ CLOCK_TOLERANCE_S = 2.0
 """Seconds by which a process may appear to start after its first event."""
 
 
+_ACTIVE = (DagsterRunStatus.STARTED, DagsterRunStatus.CANCELING)
+
+
 def end_dead_runs(instance: DagsterInstance) -> list[str]:
-    """Mark runs of dead processes of this machine as failed, free their pool slots, and return their ids."""
+    """Mark runs of dead processes of this machine as failed, free their pool slots, and return their ids.
+
+    A run that was being canceled is marked as canceled.
+    """
     # Undocumented: other launchers may start runs in containers, which number their processes separately.
     if not isinstance(instance.run_launcher, DefaultRunLauncher):
         return []
     ended: list[str] = []
     # Processes of other machines cannot be seen from here.
-    of_this_machine = RunsFilter(statuses=[DagsterRunStatus.STARTED], tags={MACHINE_TAG: platform.node()})
+    of_this_machine = RunsFilter(statuses=list(_ACTIVE), tags={MACHINE_TAG: platform.node()})
     for record in instance.get_run_records(of_this_machine):
-        run = record.dagster_run
-        pid = _dead_process(instance, run)
-        if pid is not None:
-            # Undocumented: run monitoring of the daemon does the same for launchers that can see the process.
+        pid = _dead_process(instance, record.dagster_run)
+        if pid is None:
+            continue
+
+        # The process may have ended its run, or another machine taken it over, since the runs were listed.
+        run = instance.get_run_by_id(record.dagster_run.run_id)
+        if run is None or run.status not in _ACTIVE or run.tags.get(MACHINE_TAG) != platform.node():
+            continue
+
+        # Undocumented: run monitoring of the daemon does the same for launchers that can see the process.
+        if run.status == DagsterRunStatus.CANCELING:
+            instance.report_run_canceled(run, f"The run was canceled; its process {pid} has ended.")
+        else:
             instance.report_run_failed(
                 run, f"The run has failed: its process {pid} ended without reporting it."
             )
-            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
-            ended.append(run.run_id)
+        instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+        ended.append(run.run_id)
     return ended
 
 

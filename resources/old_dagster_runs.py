@@ -11,25 +11,36 @@ import click
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
 from pipeline.errors import counted
+from resources.run_worker import MACHINE_TAG
+from resources.tables import RECIPE
 
 ENDED = (DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED)
+
+_PARTITION_TAG = "dagster/partition"
 
 PICTURES_RUN = "unchanged_pictures"
 """Metadata entry of a materialization with the run that has its pictures."""
 
 
 def old_runs(instance: DagsterInstance, num_kept: int) -> list[DagsterRun]:
-    """Return the ended runs that are not among the newest `num_kept` of their job.
+    """Return the ended runs of recipes that are not among the newest `num_kept` of their job.
 
-    Runs that Dagster's UI needs for the current state of an asset, or for its pictures, are not old.
+    Runs that Dagster's UI needs for the current state of an asset, or for its pictures, are not old. Runs of
+    other jobs of the instance are left alone.
     """
     needed = _needed_runs(instance)
     by_job: dict[str, list[DagsterRun]] = defaultdict(list)
     for record in instance.get_run_records():  # the newest first
         run = record.dagster_run
-        if run.status in ENDED:
+        if run.status in ENDED and _is_of_recipes(run):
             by_job[run.job_name].append(run)
     return [run for runs in by_job.values() for run in runs[num_kept:] if run.run_id not in needed]
+
+
+def _is_of_recipes(run: DagsterRun) -> bool:
+    # Executed runs of recipes have the machine, and those of the recipes' jobs their recipe. Recipes have no
+    # partitions: the run of a partition also holds the state of somebody else's asset.
+    return not {RECIPE, MACHINE_TAG}.isdisjoint(run.tags) and _PARTITION_TAG not in run.tags
 
 
 def _needed_runs(instance: DagsterInstance) -> set[str]:

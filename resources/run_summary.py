@@ -61,7 +61,7 @@ class RunSummary:
     """The outcome of one run.
 
     Attributes:
-        numbers: Text of several lines for each recipe; empty if the run was interrupted.
+        numbers: Text of several lines for each recipe; empty if the run was interrupted or nobody wants them.
         problems: The problem of each failed step in order, or of what ended the run.
         stopped: True if the run was interrupted.
         recipe_lines: File and line of the recipe for each problem; empty for problems between two steps.
@@ -161,10 +161,12 @@ def summarize_run(
     *,
     error: BaseException | None = None,
     restart: str = "start the same job again",
+    problems_only: bool = False,
 ) -> RunSummary:
     """Return the summary of a run that has no more steps to execute.
 
     `error` is an error or interruption that ends the run and is not an event yet. `restart` is an imperative.
+    With `problems_only`, no report is read, which may have to be fetched from an address.
     """
     from pipeline.reporting.summary import run_summary
 
@@ -193,8 +195,8 @@ def summarize_run(
         problems = [problem]
 
     # Who stopped a run knows what it did; how to continue must not scroll away.
-    if stopped:
-        return RunSummary([], list(dict.fromkeys(problems)), stopped)
+    if stopped or problems_only:
+        return RunSummary([], list(dict.fromkeys(problems)), stopped, recipe_lines)
     duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
     outcome = "failed" if problems else "done"
     numbers = [

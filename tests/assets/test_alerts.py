@@ -146,6 +146,22 @@ def test_M10_an_alert_of_a_run_of_the_sensor_says_whether_another_attempt_follow
     assert failure_alert(instance, run, [recipe]).title == title
 
 
+@pytest.mark.parametrize(("tags", "attempt"), [({}, ""), ({"dagster/retry_number": "1"}, ", attempt 3 of 4")])
+def test_an_alert_of_a_run_that_a_person_executed_again_has_no_attempt(
+    recipe: Recipe, instance: DagsterInstance, tags: dict[str, str], attempt: str
+) -> None:
+    job = Location(recipe, instance).definitions.resolve_job_def(JOB)
+    first = instance.create_run_for_job(job)
+    again = instance.create_run_for_job(
+        job,
+        status=DagsterRunStatus.FAILURE,
+        tags={RECIPE_TAG: "flowers", ATTEMPT_TAG: "3 of 4", **tags},
+        root_run_id=first.run_id,
+        parent_run_id=first.run_id,
+    )
+    assert failure_alert(instance, again, [recipe]).title == f"{JOB} failed{attempt}"
+
+
 def test_M10_a_recipe_that_became_broken_is_sent_once_until_it_changes(
     recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
 ) -> None:

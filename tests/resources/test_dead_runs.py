@@ -24,6 +24,7 @@ from dagster._core.events import EngineEventData
 
 from assets.automation import dead_runs_sensor
 from assets.location import Location
+from resources import dead_runs
 from resources.dead_runs import end_dead_runs
 from resources.run_worker import MACHINE_TAG
 from tests.e2e.daemon import make_home
@@ -147,6 +148,34 @@ def test_the_runs_of_another_kind_of_run_launcher_live() -> None:
     """Their processes may be in containers."""
     with DagsterInstance.ephemeral() as ephemeral:
         assert not is_ended(ephemeral, started_run(ephemeral, dead_process()))
+
+
+def test_a_run_that_succeeds_while_its_process_is_looked_up_stays_successful(
+    instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started_run(instance, dead_process())
+    look_up = dead_runs._dead_process
+
+    def end_first(instance: DagsterInstance, listed: DagsterRun) -> int | None:
+        if listed.run_id == run.run_id:
+            success = DagsterEvent(event_type_value="PIPELINE_SUCCESS", job_name=empty.name)
+            instance.report_dagster_event(success, run.run_id)
+        return look_up(instance, listed)
+
+    monkeypatch.setattr(dead_runs, "_dead_process", end_first)
+    assert run.run_id not in end_dead_runs(instance)
+    stored = instance.get_run_by_id(run.run_id)
+    assert stored is not None
+    assert stored.status == DagsterRunStatus.SUCCESS
+
+
+def test_a_run_whose_process_died_while_it_was_canceled_is_canceled(instance: DagsterInstance) -> None:
+    run = started_run(instance, dead_process())
+    instance.report_run_canceling(run)
+    assert end_dead_runs(instance) == [run.run_id]
+    stored = instance.get_run_by_id(run.run_id)
+    assert stored is not None
+    assert stored.status == DagsterRunStatus.CANCELED
 
 
 def test_the_sensor_reports_the_runs_that_it_ended(instance: DagsterInstance) -> None:

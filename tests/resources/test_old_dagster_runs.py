@@ -16,6 +16,7 @@ from dagster import (
     MaterializeResult,
     MetadataValue,
     Output,
+    StaticPartitionsDefinition,
     asset,
     job,
     materialize,
@@ -23,6 +24,8 @@ from dagster import (
 )
 
 from resources.old_dagster_runs import delete_run, main, old_runs
+
+TAGS = {"latentline/recipe": "flowers"}
 
 
 @job
@@ -48,15 +51,30 @@ def rose(pictures: str | None) -> AssetsDefinition:
 
 
 def test_the_newest_runs_and_those_of_the_current_state_stay(instance: DagsterInstance) -> None:
-    first = materialize([rose(None)], instance=instance).run_id
-    second, third = (materialize([rose(first)], instance=instance).run_id for _ in range(2))
-    failed = [instance.create_run_for_job(other, status=DagsterRunStatus.FAILURE).run_id for _ in range(3)]
-    active = instance.create_run_for_job(other, status=DagsterRunStatus.STARTED).run_id
+    first = materialize([rose(None)], instance=instance, tags=TAGS).run_id
+    second, third = (materialize([rose(first)], instance=instance, tags=TAGS).run_id for _ in range(2))
+    failed = [
+        instance.create_run_for_job(other, tags=TAGS, status=DagsterRunStatus.FAILURE).run_id
+        for _ in range(3)
+    ]
+    active = instance.create_run_for_job(other, tags=TAGS, status=DagsterRunStatus.STARTED).run_id
 
     assert {run.run_id for run in old_runs(instance, 1)} == {second, *failed[:2]}
     assert {run.run_id for run in old_runs(instance, 0)} == {second, *failed}
     assert old_runs(instance, 3) == []
     assert {first, third, active}.isdisjoint(run.run_id for run in old_runs(instance, 0))
+
+
+def test_runs_of_other_jobs_and_of_partitions_stay(instance: DagsterInstance) -> None:
+    parts = StaticPartitionsDefinition(["a", "b"])
+
+    @asset(partitions_def=parts)
+    def theirs() -> None: ...
+
+    for name in ("a", "b"):
+        materialize([theirs], partition_key=name, instance=instance, tags=TAGS)
+    instance.create_run_for_job(other, status=DagsterRunStatus.FAILURE)
+    assert old_runs(instance, 0) == []
 
 
 def test_the_latest_observation_of_a_source_stays(instance: DagsterInstance) -> None:
@@ -71,7 +89,7 @@ def test_the_latest_observation_of_a_source_stays(instance: DagsterInstance) -> 
     def observing() -> None:
         look()
 
-    first, second = (observing.execute_in_process(instance=instance).run_id for _ in range(2))
+    first, second = (observing.execute_in_process(instance=instance, tags=TAGS).run_id for _ in range(2))
     assert [run.run_id for run in old_runs(instance, 0)] == [first]
     delete_run(instance, first)
     (observation,) = instance.fetch_observations(folder, limit=2).records
@@ -79,7 +97,7 @@ def test_the_latest_observation_of_a_source_stays(instance: DagsterInstance) -> 
 
 
 def test_the_command_lists_runs_and_deletes_them_only_with_the_option(instance: DagsterInstance) -> None:
-    run = instance.create_run_for_job(other, status=DagsterRunStatus.FAILURE)
+    run = instance.create_run_for_job(other, tags=TAGS, status=DagsterRunStatus.FAILURE)
     listed = CliRunner().invoke(main, ["0"], catch_exceptions=False)
     assert f"{run.run_id}  FAILURE   other" in listed.output
     assert "1 old run in" in listed.output
@@ -100,7 +118,7 @@ def test_the_file_of_a_run_is_in_the_folder_that_dagster_yaml_names(
     (home / "dagster.yaml").write_text(settings, encoding="utf-8")
     monkeypatch.setenv("DAGSTER_HOME", str(home))
     with DagsterInstance.from_config(str(home)) as instance:
-        run_id = materialize([rose(None)], instance=instance).run_id
+        run_id = materialize([rose(None)], instance=instance, tags=TAGS).run_id
         (file,) = data.rglob(f"{run_id}.db")
         assert delete_run(instance, run_id) > 100_000
     assert not file.exists()
@@ -109,7 +127,7 @@ def test_the_file_of_a_run_is_in_the_folder_that_dagster_yaml_names(
 def test_deleting_a_run_frees_its_file_and_leaves_the_asset_materialized(
     instance: DagsterInstance, tmp_path: Path
 ) -> None:
-    first, second = (materialize([rose(None)], instance=instance).run_id for _ in range(2))
+    first, second = (materialize([rose(None)], instance=instance, tags=TAGS).run_id for _ in range(2))
     file = tmp_path / "history" / "runs" / f"{first}.db"
     num_bytes = file.stat().st_size
     assert num_bytes > 100_000
