@@ -2,6 +2,7 @@
 
 import platform
 import re
+from copy import copy
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ from dagster import (
     GraphDefinition,
     validate_run_config,
 )
+from pydantic import create_model
 
 from assets.names import GPU_POOL
 from pipeline.errors import install_extra
@@ -66,7 +68,14 @@ def build_launcher(deployment: Deployment) -> ConfigurableResource[Any]:
     # What a launcher needs of the rest of the deployment, so that no other code loads the file.
     shared = {"seal_packs": deployment.seal_packs, "scratch": str(deployment.scratch)}
     settings |= {name: value for name, value in shared.items() if name in launcher.model_fields}
-    return launcher(**settings)
+
+    # Defaults of a class, because a run configuration replaces all values of an instance: a run that sets
+    # grace_s would lose the machines or the partition of the deployment.
+    defaults = {name: copy(launcher.model_fields[name]) for name in settings}
+    for name, field in defaults.items():
+        field.default, field.default_factory = settings[name], None
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in defaults.items()}
+    return create_model(launcher.__name__, __base__=launcher, __doc__=launcher.__doc__, **fields)()
 
 
 def gpu_pool(deployment: Deployment) -> str:

@@ -11,7 +11,9 @@ from dagster import (
     DagsterInstance,
     ExecutorDefinition,
     in_process_executor,
+    job,
     multiprocess_executor,
+    op,
     validate_run_config,
 )
 
@@ -167,3 +169,30 @@ def test_the_kubernetes_launcher_has_the_settings_of_its_deployment(tmp_path: Pa
     launcher = build_launcher(deployment(tmp_path, settings))
     assert (launcher.namespace, launcher.image, launcher.workers) == ("a", "x", 3)
     assert launcher.machines == 1, "the step trains itself"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ("{kind: local, machines: 2, master: 'a:1'}", "master"),
+        ("{kind: slurm, options: [--partition=gpu]}", "options"),
+    ],
+)
+def test_a_run_that_sets_one_key_of_the_launcher_keeps_the_others_of_the_deployment(
+    tmp_path: Path, settings: str, name: str
+) -> None:
+    launcher = build_launcher(deployment(tmp_path, f"launcher: {settings}"))
+    seen: list[object] = []
+
+    @op(required_resource_keys={"launcher"})
+    def step(context) -> None:  # Dagster does not accept a context with an annotation that is text
+        seen.append((context.resources.launcher.grace_s, getattr(context.resources.launcher, name)))
+
+    @job(resource_defs={"launcher": launcher})
+    def one_step() -> None:
+        step()
+
+    run_config = {"resources": {"launcher": {"config": {"grace_s": 60.0}}}}
+    assert one_step.execute_in_process(run_config=run_config).success
+    assert seen == [(60.0, getattr(launcher, name))]
+    assert getattr(launcher, name)
