@@ -66,7 +66,7 @@ def test_attention_on_a_gpu_avoids_cudnn() -> None:
 
 
 @without_gpu
-def test_a_gpu_that_torch_cannot_use_is_an_error_unless_the_user_has_hidden_it(
+def test_R23_a_gpu_that_torch_cannot_use_is_an_error_unless_the_user_has_hidden_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = tmp_path / "nvidiactl"
@@ -130,7 +130,7 @@ def test_intermediate_code_runs_on_later_gpus(card: Callable[[tuple[int, int], l
     assert own_device() == "cuda:0"
 
 
-def test_bf16_is_emulated_before_ampere(card: Callable[[tuple[int, int], list[str]], None]) -> None:
+def test_R24_bf16_is_emulated_before_ampere(card: Callable[[tuple[int, int], list[str]], None]) -> None:
     card((7, 5), CUDA_13)
     assert emulates_bf16("cuda:0")
     assert not emulates_bf16("cpu")

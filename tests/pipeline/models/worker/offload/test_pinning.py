@@ -27,7 +27,7 @@ class LimitedPinning:
         return torch.empty(size, dtype=torch.uint8)
 
 
-def test_blocks_beyond_the_memory_that_can_be_pinned_are_held_in_other_memory() -> None:
+def test_R25_blocks_beyond_the_memory_that_can_be_pinned_are_held_in_other_memory() -> None:
     pinning = LimitedPinning(2)
     memory = OwnMemory(torch.device("cuda"), pinning)
     store = CpuStore(torch.device("cpu"), 2, memory)
