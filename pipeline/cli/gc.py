@@ -19,7 +19,13 @@ from pipeline.cli.run import HOME_VARIABLE, dagster_home
 from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import KEEP_S, Survey, delete, needed_keys, survey
 from pipeline.maintenance.gc_packs import Pack, Packs
-from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
+from pipeline.maintenance.old_runs import (
+    RunSurvey,
+    delete_leftover,
+    delete_run,
+    delete_state,
+    survey_runs,
+)
 from pipeline.maintenance.remote_runs import RemoteRuns
 from pipeline.outputs.folder import outputs_of
 from pipeline.processes.launch import python_path
@@ -119,8 +125,9 @@ def command(
 
     With --keep-runs N, the command examines the training runs of these recipes instead. A run is kept if it
     is one of the newest N, if its LoRA is in lora/, if start_from of a recipe or of a run in training names
-    one of its files, or if it is being trained. All other runs are old; deleting one deletes its checkpoints
-    and LoRA files too.
+    one of its files, if it has won the last sweep, or if it is being trained. All other runs are old;
+    deleting one deletes its checkpoints and LoRA files too. Other variants of the last sweep keep their LoRA
+    files and lose the state from which they could be resumed.
 
     With --dagster-runs N, it examines Dagster's history (DAGSTER_HOME, or .dagster in the project): runs with
     their logs and events, and no files of recipes. Runs in progress stay, and so do the ones that Dagster's
@@ -218,7 +225,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
         num_folders = len(surveyed.old) + len(surveyed.leftovers)
         if num_folders and do_delete:
             for run in surveyed.old:
-                delete_one(run.folder)
+                (delete_state if run.keeps_lora else delete_one)(run.folder)
             for leftover in surveyed.leftovers:
                 delete_rest(leftover)
             echo(f"  deleted {counted(num_folders, 'folder')}, {bytes_text(num_bytes)}")
@@ -233,7 +240,8 @@ def _show_runs(surveyed: RunSurvey) -> None:
     echo(f"{surveyed.where}: {counted(len(surveyed.runs), 'run')}, {total}")
     for run in surveyed.runs:
         changed = datetime.fromtimestamp(run.changed_s, tz=UTC).astimezone()
-        fate = f"kept: {run.kept}" if run.kept else "old"
+        old = "old variant of the sweep: keeps its LoRA, and cannot be resumed" if run.keeps_lora else "old"
+        fate = f"kept: {run.kept}" if run.kept else old
         size = bytes_text(run.num_bytes)
         echo(f"  {run.folder.name}  {size:>9}  {changed:%Y-%m-%d %H:%M}  {run.state:<24}  {fate}")
     for run in surveyed.incomplete:

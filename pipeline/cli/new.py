@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import click
 
 from pipeline.cli.conventions import RECIPE, as_recipe_path, echo, report_broken_recipes
 from pipeline.errors import RUN_RECIPE, LatentlineError, RecipeError, counted
-from pipeline.recipe import Recipe, path_in_recipe, recipes_dir
+from pipeline.recipe import Recipe, load_recipe, path_in_recipe, recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN, valid_name
 from pipeline.storage.addresses import Url
 
@@ -37,6 +38,11 @@ DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
     type=click.Choice(["subject", "style", "edit"]),
     help="Published settings for a goal and the family of the base model; the source is printed.",
 )
+@click.option(
+    "--variant",
+    type=click.IntRange(1),
+    help="With --from: take over a variant of the recipe's last sweep, its settings and its run.",
+)
 @click.option("--steps", type=click.IntRange(1), help="Number of optimizer steps.")
 @click.option("--epochs", type=click.IntRange(1), help="Epochs instead of --steps.")
 @click.option("--rank", type=click.IntRange(1), help="Rank of the LoRA, and its alpha.")
@@ -59,11 +65,16 @@ def command(
     command prints which settings it took over and which it could not.
 
     To try other settings, copy a recipe: latentline new flowers32 --from flowers --rank 32.
+
+    After a sweep, latentline new best --from flowers --variant 7 writes that variant as a recipe. Its run is
+    taken over, so that latentline run finds it finished and publishes its LoRA.
     """
     if options["steps"] is not None and options["epochs"] is not None:
         raise click.UsageError("--steps and --epochs exclude each other.")
     if (images is None) == (source is None):
         raise click.UsageError("Pass either --images, or --from with the recipe to copy.")
+    if options["variant"] is not None and source is None:
+        raise click.UsageError("--variant needs --from with the recipe of the sweep.")
 
     report_broken_recipes()
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
@@ -139,10 +150,34 @@ def _copy(name: str, file: Path, source: Recipe, base: str | None, options: dict
     }
     if not isinstance(source.output_address, Url):
         settings["output_dir"] = path_in_recipe(source.output_dir.with_name(name))
+    variant = None
+    if options["variant"] is not None:
+        from pipeline.new_recipe.sweep_variant import find_variant
+
+        variant = find_variant(source, options["variant"])
     text = with_settings(source.source.read_text("utf-8"), settings, trigger=options["trigger"])
+    if variant is not None:
+        # As in the sweep, datasets with settings of their own keep them.
+        swept = {**_exclusive(variant.settings), **variant.settings, "sweep": None}
+        text = with_settings(text, swept, for_all=False)
     _require_valid(name, text, file)
     _write_files({file: text})
     echo(f"wrote {file}: a copy of {source.source.name}, output in {settings['output_dir']}")
+    if variant is not None:
+        from pipeline.new_recipe.sweep_variant import take_over_run
+
+        folder = take_over_run(source, variant, load_recipe(file))
+        echo(
+            f"took over run {variant.run}: {folder}"
+            if folder is not None
+            else "the run of the variant is not on this machine: latentline run trains it again"
+        )
+
+
+def _exclusive(settings: Mapping[str, Any]) -> dict[str, None]:
+    """Return the key that a number of steps or epochs replaces, to be removed."""
+    pairs = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
+    return {other: None for key, other in pairs.items() if key in settings}
 
 
 def _settings(options: dict[str, Any], base: str) -> dict[str, Any]:

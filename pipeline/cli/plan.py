@@ -14,6 +14,7 @@ from pipeline.maintenance.diagnosis_forecast import DiagnosisForecast
 from pipeline.maintenance.expected import Expected
 from pipeline.maintenance.forecast import Forecast, forecast
 from pipeline.maintenance.picture_forecast import PictureForecast
+from pipeline.maintenance.sweep_forecast import SweepForecast
 from pipeline.maintenance.training_forecast import TrainingForecast
 from pipeline.memory.forecast import forecast_memory
 from pipeline.memory.job import Change, MemoryForecast
@@ -142,6 +143,8 @@ def _show(recipe: Recipe, result: Forecast) -> None:
         _show_training(result.training)
     if result.evaluation is not None:
         _show_pictures(result.evaluation)
+    if result.sweep is not None:
+        _show_sweep(result.sweep)
     _show_warnings(result)
 
 
@@ -258,6 +261,20 @@ def _show_pictures(pictures: PictureForecast) -> None:
     echo(f"{line}; {duration}")
     if pictures.publishes:
         echo(f"{'':16} {pictures.publishes}")
+
+
+def _show_sweep(sweep: SweepForecast) -> None:
+    share = sweep.steps / sweep.steps_of_all
+    line = (
+        f"{'sweep':16} {counted(sweep.variants, 'variant')}: {sweep.steps:,} of {sweep.steps_of_all:,} steps "
+    )
+    line += f"({share:.0%}), less those that earlier sweeps have trained; "
+    duration = "time unknown until a training of this base model has run on this machine"
+    if sweep.seconds is not None:
+        duration = f"about {seconds_text(sweep.seconds)} plus starts, pictures and scores"
+    echo(line + duration)
+    if sweep.disk_bytes is not None:
+        echo(f"{'':16} checkpoints of about {bytes_text(sweep.disk_bytes)}")
 
 
 def show_memory(memory: MemoryForecast) -> None:

@@ -33,6 +33,7 @@ from pipeline.maintenance.expected import (
     unusable_entries,
 )
 from pipeline.maintenance.picture_forecast import PictureForecast, forecast_pictures
+from pipeline.maintenance.sweep_forecast import SweepForecast, forecast_sweep
 from pipeline.maintenance.training_forecast import TrainingForecast, forecast_training
 from pipeline.models.recipe_support import (
     require_preview_prompts,
@@ -107,6 +108,7 @@ class Forecast:
         training: None if a gate would close.
         diagnosis: Captions that the diagnosis would measure; None for a recipe without one.
         evaluation: Pictures of the evaluation after training; None for a recipe without one.
+        sweep: Training of the sweep after the recipe's own; None for a recipe without one.
     """
 
     samples: int
@@ -121,6 +123,7 @@ class Forecast:
     training: TrainingForecast | None = None
     diagnosis: DiagnosisForecast | None = None
     evaluation: PictureForecast | None = None
+    sweep: SweepForecast | None = None
 
 
 def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None, log: Log) -> Forecast:
@@ -188,6 +191,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
         training=training,
         diagnosis=None if closed else forecast_diagnosis(entries, tables, requests, captions),
         evaluation=forecast_pictures(entries, valid.table, training and training.action),
+        sweep=forecast_sweep(recipe, training),
     )
 
 

@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import polars as pl
+
 from pipeline.errors import TrainingError
 from pipeline.recipe import Recipe
 from pipeline.storage.atomic import is_temp_name, temp_path_for
+from pipeline.storage.tables import Tables
 from pipeline.trained_lora.export.earlier_step import exported_step
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.fingerprint import is_run_id
 from pipeline.trained_lora.job import JOB_FILE
 from pipeline.trained_lora.run_folder import (
+    STATE_FILES,
     RunLayout,
     checkpoint_list,
     hold_idle_run,
@@ -36,6 +40,8 @@ class Run:
         changed_s: Time of the last change of a file, in seconds since the epoch.
         state: State of the training, such as "finished at step 500".
         kept: Reason why the run is not deleted; empty for an old run.
+        keeps_lora: Whether only the state for resuming an old run is deleted, because it is a variant of the
+            last sweep; `num_bytes` is then the size of this state.
     """
 
     folder: Path
@@ -43,6 +49,7 @@ class Run:
     changed_s: float
     state: str
     kept: str = ""
+    keeps_lora: bool = False
 
 
 @dataclass
@@ -71,8 +78,8 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
     """Classify the runs of an output folder, without changing any.
 
     A run is kept if it is one of the `num_newest` newest, if its LoRA is in `lora/`, if a process trains it,
-    or if `start_from` of a recipe or of a run in training names one of its files. Links and folders with
-    other names are ignored.
+    if it has won the last sweep, or if `start_from` of a recipe or of a run in training names one of its
+    files. Other variants of the sweep keep their LoRA files. Links and folders with other names are ignored.
 
     Raises:
         OSError: A folder cannot be read.
@@ -91,8 +98,51 @@ def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe])
     def in_use(folder: Path) -> str:
         return published_reason(folder) or ("being trained" if is_being_trained(RunLayout(folder)) else "")
 
-    survey.runs = with_reasons(survey.runs, recipes, num_newest=num_newest, in_use=in_use)
+    runs = with_reasons(survey.runs, recipes, num_newest=num_newest, in_use=in_use)
+    swept = _swept_runs(output_dir)
+    survey.runs = [
+        _as_variant(run, swept[run.folder.name]) if run.folder.name in swept else run for run in runs
+    ]
     return survey
+
+
+def _swept_runs(output_dir: Path) -> dict[str, bool]:
+    """Return the runs of the last sweep, each with whether it has won."""
+    table = Tables(output_dir).read_previous("sweep", ("variant", "seed", "run", "step", "promoted"))
+    if table is None:
+        return {}
+    last = table.sort("step").unique(["variant", "seed"], keep="last")
+    return dict(last.filter(pl.col("run") != "").select("run", "promoted").iter_rows())
+
+
+def _as_variant(run: Run, has_won: bool) -> Run:
+    if run.kept or has_won:
+        return run if run.kept else replace(run, kept="winner of the sweep")
+    num_bytes = sum(path.stat().st_size for path in _state_files(RunLayout(run.folder)))
+    if not num_bytes:
+        return replace(run, kept="variant of the sweep, without state")
+    return replace(run, num_bytes=num_bytes, keeps_lora=True)
+
+
+def _state_files(layout: RunLayout) -> list[Path]:
+    # The marker first: a checkpoint without it is not resumed.
+    folders = sorted(layout.checkpoints.glob("*/"))
+    return [folder / name for folder in folders for name in STATE_FILES if (folder / name).is_file()]
+
+
+def delete_state(folder: Path) -> None:
+    """Delete the files from which a run can be resumed, and keep its LoRA files.
+
+    Raises:
+        TrainingError: The run is trained since the survey, or a file cannot be deleted.
+    """
+    layout = RunLayout(folder)
+    with hold_idle_run(layout), hold_training(layout, wait_s=0.0):
+        try:
+            for path in _state_files(layout):
+                path.unlink()
+        except OSError as err:
+            raise _not_deletable(folder, err) from err
 
 
 def with_reasons(

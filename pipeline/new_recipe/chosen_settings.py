@@ -17,11 +17,14 @@ _OWN_KEYS = {
 """Keys of a dataset that would replace a chosen setting of the recipe."""
 
 
-def with_settings(text: str, settings: Mapping[str, Any], *, trigger: str | None = None) -> str:
+def with_settings(
+    text: str, settings: Mapping[str, Any], *, trigger: str | None = None, for_all: bool = True
+) -> str:
     """Return the text of a recipe with other values of keys such as `training.lora.rank`.
 
-    A value of None removes the key. A chosen value applies to all datasets. `trigger` becomes the trigger
-    word of all datasets that are trained on.
+    A value of None removes the key. A chosen value applies to all datasets, unless `for_all` is False, and
+    `datasets.photos.repeats` is a key of the dataset photos. `trigger` becomes the trigger word of all
+    datasets that are trained on.
     """
     yaml = YAML()
     yaml.preserve_quotes = True
@@ -32,6 +35,9 @@ def with_settings(text: str, settings: Mapping[str, Any], *, trigger: str | None
     for key, value in settings.items():
         *sections, last = key.split(".")
         section = document
+        if sections[:1] == ["datasets"]:
+            section = next(each for each in document["datasets"] if each["name"] == sections[1])
+            sections = sections[2:]
         for name in sections:
             if section.get(name) is None:
                 section[name] = CommentedMap()
@@ -42,7 +48,7 @@ def with_settings(text: str, settings: Mapping[str, Any], *, trigger: str | None
             section[last] = value
             _remove_comment(section, last)
         for dataset in document["datasets"]:
-            for own in _OWN_KEYS.get(key, ()):
+            for own in _OWN_KEYS.get(key, ()) if for_all else ():
                 dataset.pop(own, None)
     if trigger is not None:
         for dataset in document["datasets"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from pipeline.errors import DatasetError, LatentlineError, ModelError, RecipeErr
 from pipeline.models.families import FAMILIES
 from pipeline.new_recipe.presets import Preset, find_preset, presets
 from pipeline.recipe import Recipe, load_recipe
+from pipeline.storage.tables import Tables, frame
+from pipeline.sweep.variants import variants
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job
 
@@ -106,6 +109,29 @@ def test_a_copy_has_its_own_output_folder_and_all_comments(configs: Path, tmp_pa
     assert "# mine" in (configs / "roses.yaml").read_text("utf-8")
     lora = before.training.lora.model_copy(update={"rank": 32, "alpha": 32.0})
     assert after.training == before.training.model_copy(update={"lora": lora})
+
+
+def test_a_variant_of_a_sweep_becomes_a_recipe_with_its_settings(configs: Path, tmp_path: Path) -> None:
+    new("flowers", images(tmp_path / "photos", 4, ".txt"))
+    file = configs / "flowers.yaml"
+    grid = {"training.epochs": [3, 5], "training.lora.rank": [4, 8]}
+    section = f"\nsweep: {json.dumps({'grid': grid})}\n"
+    text = file.read_text("utf-8").replace("  - name:", "  - validation_fraction: 0.2\n    name:")
+    file.write_text(text + section)
+    recipe = load_recipe(file)
+    row = {"variant": 4, "seed": 42, "overrides": json.dumps({key: each[1] for key, each in grid.items()})}
+    row |= {"run": "0123456789abcdef", "step": 5, "promoted": True, "steps": 5, "error": None}
+    row |= dict.fromkeys(("score", "behind", "low", "high"), 0.5)
+    Tables(recipe.output_dir).write("sweep", frame("sweep", [row]))
+    arguments = ["best", "--from", "flowers", "--variant", "4"]
+    completed = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert completed.exit_code == 0, completed.output
+    assert "latentline run trains it again" in completed.output, "the run does not exist"
+    best = written(configs, "best")
+    assert (best.sweep, best.training.steps, best.training.epochs) == (None, None, 5)
+    assert best.training.lora == variants(recipe)[3].recipes[0].training.lora
+    completed = CliRunner().invoke(command, ["best", "--images", "x", "--variant", "4"])
+    assert "--variant needs --from" in completed.output
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,16 @@ from typing import Any
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.maintenance.old_runs import Run, delete_run, delete_run_folder, survey_runs
+from pipeline.maintenance.old_runs import (
+    Run,
+    delete_run,
+    delete_run_folder,
+    delete_state,
+    survey_runs,
+)
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.atomic import temp_name
+from pipeline.storage.tables import Tables, frame
 from pipeline.trained_lora.job import JOB_FILE
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, hold_training
 
@@ -234,3 +241,40 @@ def test_a_run_folder_without_locks_is_deleted_and_a_missing_one_is_an_error(out
     assert survey_runs(output_dir, num_newest=0, recipes=[]).leftovers == {}
     with pytest.raises(TrainingError, match="a run folder cannot be deleted: No such file or directory"):
         delete_run_folder(folder)
+
+
+def test_variants_of_the_last_sweep_keep_their_lora_and_lose_the_state_to_resume(output_dir: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "variant": number,
+            "seed": 1,
+            "overrides": "{}",
+            "run": run,
+            "step": step,
+            **dict.fromkeys(("score", "behind", "low", "high"), 0.0),
+            "promoted": promoted,
+            "steps": step,
+            "error": None,
+        }
+        for number, run, step, promoted in (
+            (1, FINISHED, 250, True),
+            (1, FINISHED, 1500, True),
+            (2, OTHER, 250, True),
+            (2, OTHER, 500, False),
+        )
+    ]
+    Tables(output_dir).write("sweep", frame("sweep", rows))
+    assert kept(output_dir) == {
+        NEWEST: "",
+        PUBLISHED: "in lora/",
+        FINISHED: "winner of the sweep",
+        OTHER: "",
+    }
+    (loser,) = [run for run in survey_runs(output_dir, num_newest=0, recipes=[]).old if run.keeps_lora]
+    assert (loser.folder.name, loser.num_bytes) == (OTHER, 1000 + 2)
+    with hold_run(RunLayout(loser.folder), str), pytest.raises(TrainingError, match="is being trained"):
+        delete_state(loser.folder)
+    delete_state(loser.folder)
+    files = {path.name for path in loser.folder.rglob("*") if path.is_file()} - {"lock", "training.lock"}
+    assert files == {"run.json", "pytorch_lora_weights.safetensors"}
+    assert kept(output_dir)[OTHER] == "variant of the sweep, without state"
