@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,58 @@ def test_R21_R22_a_stopped_sweep_goes_on_and_its_winner_is_the_finished_run_of_a
     expected = plan_run(RecipeEntries(whole.recipe), whole.latents, whole.text, log=discard)[0]
     finished = plan_run(RecipeEntries(plain.recipe), plain.latents, plain.text, log=discard)[0]
     assert_equal_runs(read_job(finished.folder / "order.json"), expected, 8)
+
+
+class Killed(BaseException):
+    """The end of a process at an arbitrary point."""
+
+
+class DiesAfter(InProcessLaunch):
+    """A launch that ends the sweep when its workers have written `num_lines` lines."""
+
+    def __init__(self, num_lines: int) -> None:
+        super().__init__()
+        self.num_lines = num_lines
+
+    def _count(self) -> None:
+        self.num_lines -= 1
+        if self.num_lines == 0:
+            raise Killed
+
+    def info(self, text: str) -> None:
+        super().info(text)
+        self._count()
+
+    def phase(self, text: str) -> None:
+        self._count()
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
+        super().progress(done, total, text, **details)
+        self._count()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("judge", ["evaluation", "validation_loss"])
+def test_R21_a_sweep_that_is_killed_at_random_points_ends_with_the_same_table(
+    trained: Project, judge: str
+) -> None:
+    training = trained.recipe.training.model_copy(update={"steps": 4, "checkpoint_every": 3, "seed": 11})
+    project = Project(trained.recipe.model_copy(update={"training": training}), trained.latents, trained.text)
+    grid = {"training.learning_rate": [0.1, 0.02, 1e-9]}
+    sweeping = with_sweep(project, grid=grid, judge=judge, halving={"first": 0.5})
+    output = sweeping.recipe.output_dir
+    pristine = shutil.copytree(output, output.with_name("pristine"))
+    counting = DiesAfter(10**9)
+    expected = swept(sweeping, counting).table
+    num_lines = 10**9 - counting.num_lines
+
+    for point in random.Random(0).sample(range(1, num_lines), 10):
+        shutil.rmtree(output)
+        shutil.copytree(pristine, output)
+        with pytest.raises(Killed):
+            swept(sweeping, DiesAfter(point))
+        launch = InProcessLaunch()
+        assert swept(sweeping, launch).table.equals(expected), f"killed after {point} of {num_lines} lines"
 
 
 def test_variants_that_are_the_same_run_and_a_budget_that_is_too_small_are_refused(
