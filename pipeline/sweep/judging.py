@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from pipeline.errors import counted
+from pipeline.errors import SweepError, counted
 from pipeline.evaluation.choice import MAX_REGRET, Comparison, compare, difference
-from pipeline.evaluation.intervals import Interval, interval
+from pipeline.evaluation.intervals import CELL, Interval, interval
 
 Cost = tuple[int, int, int]
 """Steps, size of the LoRA in bytes and number of a variant. The smallest is the cheapest."""
@@ -66,7 +66,12 @@ class Decision:
 def judge(
     quality: Mapping[int, pl.DataFrame], costs: Mapping[int, Cost], broken: Mapping[int, str]
 ) -> Judged:
-    """Compare variants by their cells, with the columns `CELL` and `score`."""
+    """Compare variants by the cells that all of them have, with the columns `CELL` and `score`.
+
+    Raises:
+        SweepError: They have no cell in common.
+    """
+    quality = _common(quality)
     allowed = [variant for variant in quality if variant not in broken] or list(quality)
     by_cost = sorted(allowed, key=lambda variant: costs[variant])
     compared = compare({variant: quality[variant] for variant in by_cost})
@@ -77,6 +82,19 @@ def judge(
     }
     order = sorted(standings, key=lambda each: (each in broken, -standings[each].score.mean, costs[each]))
     return Judged({variant: standings[variant] for variant in order}, compared)
+
+
+def _common(quality: Mapping[int, pl.DataFrame]) -> dict[int, pl.DataFrame]:
+    shared = next(iter(quality.values())).select(CELL)
+    for cells in quality.values():
+        shared = shared.join(cells, on=CELL, how="semi")
+    if shared.is_empty():
+        raise SweepError(
+            "the variants have no held-out image and no prompt in common",
+            where="sweep",
+            fix="do not vary what decides the holdout, or write the prompts into evaluation.prompts",
+        )
+    return {variant: cells.join(shared, on=CELL, how="semi") for variant, cells in quality.items()}
 
 
 def decide(judged: Judged, names: Mapping[int, str], *, num_variants: int) -> Decision:

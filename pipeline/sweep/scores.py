@@ -9,10 +9,12 @@ import polars as pl
 
 from pipeline.errors import SweepError
 from pipeline.evaluation.choice import broken_limits, qualities
+from pipeline.evaluation.intervals import PROMPT
 from pipeline.evaluation.numbers import measured
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 
 if TYPE_CHECKING:
+    from pipeline.evaluation.prompts import RolePrompt
     from pipeline.trained_lora.job import TrainingJob
 
 BY_IMAGE = "by_image"
@@ -41,6 +43,24 @@ def validation_cells(job: TrainingJob, step: int, *, seed: int) -> pl.DataFrame:
     return pl.DataFrame(
         {"prompt": names, "score": pl.Series(before, dtype=pl.Float64) - pl.Series(after, dtype=pl.Float64)}
     ).select(role=pl.lit(""), concept=pl.lit(""), prompt="prompt", seed=pl.lit(seed, pl.Int64), score="score")
+
+
+def numbered_prompts(scores: pl.DataFrame, prompts: Sequence[RolePrompt]) -> pl.DataFrame:
+    """Return scores with the number of each prompt among those with its role, instead of text and concept.
+
+    Variants with other captions or trigger words have other prompts, which are compared in their order.
+    """
+    numbers, rows = dict[str, int](), dict[tuple[str, str, str], str]()
+    for each in prompts:
+        number = numbers[each.role] = numbers.get(each.role, 0) + 1
+        rows.setdefault((each.role, each.concept, each.prompt.caption), str(number))
+    table = pl.DataFrame(
+        [(*key, number) for key, number in rows.items()],
+        schema=[*PROMPT, "number_of_prompt"],
+        orient="row",
+    )
+    numbered = scores.join(table, on=PROMPT, how="inner", maintain_order="left")
+    return numbered.with_columns(concept=pl.lit(""), prompt="number_of_prompt").drop("number_of_prompt")
 
 
 def picture_cells(

@@ -27,7 +27,7 @@ from pipeline.sweep.halving import affordable, num_kept, rungs
 from pipeline.sweep.judging import Cost, Decision, Judged, decide, judge
 from pipeline.sweep.report import Shown, write_pictures
 from pipeline.sweep.runs import VariantRun, planner, recorded, require_distinct
-from pipeline.sweep.scores import picture_cells, validation_cells
+from pipeline.sweep.scores import numbered_prompts, picture_cells, validation_cells
 from pipeline.sweep.variants import Variant, overrides_text, require_sweep, variants
 from pipeline.trained_lora.stage import require_open_gates
 
@@ -138,7 +138,7 @@ class _Sweep:
             decision = decide(judged, self.names, num_variants=len(self.variants)) if judged else _NO_DECISION
             winners = promoted if fraction < 1.0 else [decision.winner]
             for variant in entered:
-                self.rows += self._rows(variant, judged, before, fraction, promoted=variant in winners)
+                self._add(self._rows(variant, judged, before, fraction, promoted=variant in winners))
             alive, before = promoted, fraction
             if not alive:
                 break
@@ -210,7 +210,8 @@ class _Sweep:
             scored = score_pictures(evaluation, tables, launch=self.launch, log=self.log, watch=self.watch)
             if not scores:
                 self.shown[variant] = Shown(run, step, evaluation, scored.pictures)
-            scores.append(scored.measured.scores.filter(pl.col("strength") == shown_strength(evaluation)))
+            shown = scored.measured.scores.filter(pl.col("strength") == shown_strength(evaluation))
+            scores.append(numbered_prompts(shown, evaluation.prompts))
         return scores
 
     def _promoted(self, alive: Sequence[int], judged: Judged | None, fraction: float) -> list[int]:
@@ -261,6 +262,15 @@ class _Sweep:
                 f"rung and one of them to its end are {needed:,} steps"
             )
             raise _budget_error(self.recipe, what)
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        """Add rows to the table. Two rungs of a short run may be the same step, which has one row."""
+        names = ("variant", "seed", "step")
+        for row in rows:
+            same = [each for each in self.rows if all(each[name] == row[name] for name in names)]
+            for each in same:
+                self.rows.remove(each)
+            self.rows.append({**row, "steps": row["steps"] + sum(each["steps"] for each in same)})
 
     def _rows(
         self, variant: int, judged: Judged | None, before: float, fraction: float, *, promoted: bool

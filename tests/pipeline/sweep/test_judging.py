@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import polars as pl
+import pytest
 
+from pipeline.errors import SweepError
 from pipeline.sweep.judging import Cost, decide, judge
+from pipeline.sweep.scores import numbered_prompts
 
 IMAGES = 12
 
@@ -76,3 +82,36 @@ def test_too_few_scores_name_a_winner_but_decide_nothing() -> None:
     assert decision.winner is not None
     assert not decision.decided
     assert "cannot tell" in decision.why
+
+
+def test_variants_are_compared_by_the_cells_that_all_of_them_have() -> None:
+    whole, part = cells(1.0), cells(1.0).head(5).with_columns(score=pl.col("score") - 0.1)
+    judged = judge({1: whole, 2: part}, costs(1, 1), {})
+    assert {standing.score.cells for standing in judged.standings.values()} == {5}
+    assert judged.standings[2].behind.mean == pytest.approx(0.1)
+    other = part.with_columns(prompt=pl.lit("another image"))
+    with pytest.raises(SweepError, match="no held-out image and no prompt in common"):
+        judge({1: whole, 2: other}, costs(1, 1), {})
+
+
+def test_prompts_of_variants_with_other_captions_are_compared_in_their_order() -> None:
+    def prompts(prefix: str) -> list[Any]:
+        named = [("concept", "sks", "a cat"), ("concept", "sks", "a dog"), ("base", "", "a house")]
+        return [
+            SimpleNamespace(role=role, concept=concept, prompt=SimpleNamespace(caption=prefix + caption))
+            for role, concept, caption in named
+        ]
+
+    scores = pl.DataFrame(
+        {
+            "role": ["base", "concept", "concept"],
+            "concept": ["", "sks", "sks"],
+            "prompt": ["my a house", "my a dog", "my a cat"],
+            "seed": [0, 0, 0],
+            "score": [0.1, 0.2, 0.3],
+        }
+    )
+    numbered = numbered_prompts(scores, prompts("my "))
+    assert numbered["prompt"].to_list() == ["1", "2", "1"]
+    assert set(numbered["concept"]) == {""}
+    assert numbered["score"].to_list() == [0.1, 0.2, 0.3]
