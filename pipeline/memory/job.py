@@ -41,7 +41,8 @@ class StageMemory:
         stage: "encode latents", "encode text" or "train".
         device_bytes: Peak bytes on one GPU.
         host_bytes: Peak bytes of one process on the host.
-        note: What the stage does if it does not fit, and what `offload: auto` resolves to.
+        note: What the stage does if it does not fit, what `offload: auto` resolves to, and that the GPU of
+            this machine has no bf16.
     """
 
     stage: str

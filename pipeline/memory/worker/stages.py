@@ -14,6 +14,7 @@ from pipeline.memory.job import MemoryForecast, MemoryJob, StageMemory
 from pipeline.memory.worker.changes import cheapest_change
 from pipeline.memory.worker.encoding import latents_bytes, text_memory
 from pipeline.models.worker.family import load_family
+from pipeline.processes.worker.devices import emulates_bf16
 from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES, largest_size, most_resident
 from pipeline.trained_lora.worker.memory.training import TrainingForecast
 
@@ -63,7 +64,9 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
                 "train",
                 trained.device,
                 process_bytes + trained.host,
-                _offload_note(training, recipe, offload),
+                "; ".join(
+                    filter(None, [_offload_note(training, recipe, offload), _precision_note(job, training)])
+                ),
             ),
         ),
         card=card,
@@ -85,6 +88,13 @@ def _offload_note(training: TrainingForecast, recipe: Recipe, offload: Literal["
         return ""
     kept = training.num_blocks if offload == "none" else offload
     return f"training.offload: auto keeps {kept} of {training.num_blocks} blocks on the GPU"
+
+
+def _precision_note(job: MemoryJob, training: TrainingForecast) -> str:
+    is_own_gpu = job.card_bytes is None and torch.cuda.is_available()
+    if not (is_own_gpu and training.variant.mixed_precision == "bf16" and emulates_bf16("cuda:0")):
+        return ""
+    return "this GPU has no bf16 in hardware, and training refuses it: set accelerate.mixed_precision: fp16"
 
 
 def _text_note(dtypes: Mapping[str, str], streaming: Sequence[str]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from bench.gpu.configurations import PUBLISHED
 from pipeline.memory.job import MemoryForecast, MemoryJob
@@ -41,6 +43,20 @@ def forecast(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return known[key]
 
     return run
+
+
+def test_a_precision_that_the_gpu_of_this_machine_emulates_is_named(
+    forecast: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a card")
+    card = SimpleNamespace(total_memory=16 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+
+    # A seed of its own, because equal forecasts are computed once for all tests.
+    training = {"gradient_checkpointing": True, "seed": 7}
+    assert "set accelerate.mixed_precision: fp16" in forecast(training=training).stages[2].note
 
 
 @pytest.mark.slow
