@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import diffusers
@@ -37,14 +37,23 @@ def keep_quiet() -> None:
         library.disable_progress_bar()
 
 
-def import_libraries() -> None:
-    """Import what the networks of all families need, and nothing that uses a GPU."""
-    keep_quiet()
+_BASE_CLASSES = ("diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
+"""Modules with the base classes of networks and pipelines, which import most of both libraries."""
 
-    # These base classes import bitsandbytes, which initialises CUDA. Counting GPUs does not.
+
+def import_libraries(*modules: str, without_gpu: Sequence[str] = ()) -> None:
+    """Import what a process needs before its job exists, and nothing that uses a GPU.
+
+    `without_gpu` are modules that import the base classes of networks too.
+    """
+    keep_quiet()
+    for name in modules:
+        importlib.import_module(name)
+
+    # The base classes import bitsandbytes, which initialises CUDA. Counting GPUs does not.
     if torch.cuda.device_count() == 0:
-        from diffusers import DiffusionPipeline, ModelMixin  # noqa: F401
-        from transformers import PreTrainedModel  # noqa: F401
+        for name in (*_BASE_CLASSES, *without_gpu):
+            importlib.import_module(name)
 
 
 def component_class(family: Family, role: str) -> Any:

@@ -24,9 +24,8 @@ def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> No
 def import_libraries() -> None:
     """Import what every encoding needs, and nothing that uses a GPU."""
     from pipeline.models.worker import loading
-    from pipeline.text_embeddings.worker import encoder  # noqa: F401
 
-    loading.import_libraries()
+    loading.import_libraries("pipeline.text_embeddings.worker.encoder")
 
 
 if __name__ == "__main__":

@@ -59,16 +59,11 @@ def main(path: Path) -> None:
 
 def import_libraries() -> None:
     """Import what every training needs, and nothing that uses a GPU."""
-    import accelerate  # noqa: F401
-    import torch
-
-    import pipeline.trained_lora.job
     from pipeline.models.worker import loading
 
-    loading.import_libraries()
-    # It imports bitsandbytes too.
-    if torch.cuda.device_count() == 0:
-        import pipeline.trained_lora.worker.loop  # noqa: F401
+    loading.import_libraries(
+        "accelerate", "pipeline.trained_lora.job", without_gpu=["pipeline.trained_lora.worker.loop"]
+    )
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> No
 def import_libraries() -> None:
     """Import what every encoding needs, and nothing that uses a GPU."""
     from pipeline.models.worker import loading
-    from pipeline.vae_latents.worker import encoder, reconstruct  # noqa: F401
 
-    loading.import_libraries()
+    loading.import_libraries("pipeline.vae_latents.worker.encoder", "pipeline.vae_latents.worker.reconstruct")
 
 
 if __name__ == "__main__":
