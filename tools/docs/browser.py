@@ -178,6 +178,16 @@ def browsing(folder: Path, *, size: tuple[int, int] = (1440, 900)) -> Generator[
         driver.wait()
 
 
+LAUNCH_ASSETS = """
+mutation($keys: [AssetKeyInput!]!) {
+  launchRun(executionParams: {
+    selector: {repositoryLocationName: "latentline", repositoryName: "__repository__",
+               jobName: "__ASSET_JOB", assetSelection: $keys, assetCheckSelection: []},
+    runConfigData: {}
+  }) { __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } }
+}
+"""
+
 TERMINATE = "mutation($run: String!) { terminateRun(runId: $run) { __typename } }"
 
 LAUNCH = """
@@ -211,6 +221,14 @@ def graphql(url: str, query: str, **variables: Any) -> dict[str, Any]:
 def launch(url: str, job: str, config: dict[str, Any] | None = None) -> str:
     """Start a job as the UI's launchpad does, and return the run's id."""
     result = graphql(url, LAUNCH, job=job, config=config or {})["launchRun"]
+    assert result["__typename"] == "LaunchRunSuccess", result
+    return str(result["run"]["runId"])
+
+
+def launch_assets(url: str, *keys: str) -> str:
+    """Materialize assets, or observe source assets, as the UI's button does, and return the run's id."""
+    paths = [{"path": key.split("/")} for key in keys]
+    result = graphql(url, LAUNCH_ASSETS, keys=paths)["launchRun"]
     assert result["__typename"] == "LaunchRunSuccess", result
     return str(result["run"]["runId"])
 
