@@ -89,7 +89,7 @@ def choose(measured: Measured, limits: Mapping[str, float], *, strength: float |
 
     Args:
         measured: Numbers and scores of all steps.
-        limits: Maximum mean by number, such as drift. Numbers that are absent keep their limit.
+        limits: Limit by number, such as drift, see `breaks_limit`. Numbers that are absent keep their limit.
         strength: Strength to compare at; None for 1.0, or the highest one if the steps were not drawn at 1.0.
     """
     if reason := measured.absent.get("learned"):
@@ -147,12 +147,22 @@ def _reason(chosen: int, best: int, steps: Mapping[int, StepNumbers], broken: Ma
     return why
 
 
+def breaks_limit(name: str, mean: float, low: float | None, limit: float) -> bool:
+    """Return whether a number is above its limit: its mean, or for `copies` its complete interval.
+
+    A limit of drift that needs certainty lets too many steps pass, see docs/evaluation.md. `copies` of a LoRA
+    that copies nothing is 0 only on average: with few pictures, its mean may be above the limit.
+    """
+    is_certain = name == "copies" and low is not None
+    return (low if is_certain else mean) > limit
+
+
 def broken_limits(step: StepNumbers, limits: Mapping[str, float]) -> str:
     """Return the numbers of a step that exceed a limit, in words; empty if it breaks none."""
     return ", ".join(
         f"{name} {number} above {limit:g}"
         for name, limit in limits.items()
-        if (number := step[name]) is not None and number.mean > limit
+        if (number := step[name]) is not None and breaks_limit(name, number.mean, number.low, limit)
     )
 
 

@@ -179,7 +179,7 @@ class LimitSettings(Settings):
         ge=0.0,
         le=2.0,
         description="Largest excess of the similarity to the closest training image over the similarity to "
-        "the closest held-out image.",
+        "the closest held-out image; exceeded if the 95% interval is completely above it.",
     )
 
 

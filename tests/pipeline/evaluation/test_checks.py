@@ -57,7 +57,8 @@ def test_all_pass_for_a_good_step_and_a_number_that_is_absent_says_why(tmp_path:
             "base_kept",
             "drift of step 4 is 0.200 (0.100 to 0.300), and its limit is 0.15",
         ),
-        ({"copies": number(0.11, 0.1, 0.2)}, "not_memorised", "its limit is 0.1"),
+        ({"copies": number(0.2, 0.11, 0.3)}, "not_memorised", "its limit is 0.1"),
+        ({"copies": number(0.11, None, None)}, "not_memorised", "a single picture"),
     ],
 )
 def test_R19_a_step_that_is_not_good_fails_one_check(
@@ -67,6 +68,15 @@ def test_R19_a_step_that_is_not_good_fails_one_check(
     assert [name for name, each in findings.items() if not each.passed] == [failed]
     assert text in findings[failed].summary
     assert findings[failed].fix
+
+
+def test_copies_whose_interval_contains_the_limit_are_not_flagged_and_the_check_asks_for_more_pictures(
+    tmp_path: Path,
+) -> None:
+    """A healthy LoRA had these numbers with 24 pictures."""
+    finding = findings_of(tmp_path, [step(4, copies=number(0.111, -0.097, 0.320))])["not_memorised"]
+    assert finding.passed
+    assert "cannot tell whether it is above, raise evaluation.pictures" in finding.summary
 
 
 def test_the_checks_are_about_the_chosen_step_or_else_the_last_one(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
 from pipeline.evaluation.choice import Choice, choose
-from pipeline.evaluation.numbers import Measured, measure
+from pipeline.evaluation.numbers import Measured, measure, measured
 from tests.pipeline.evaluation.feature_case import references, scored
 
 CONCEPT, NEITHER, HOUSE = np.eye(3)
@@ -114,6 +115,18 @@ def test_few_pictures_of_steps_that_differ_little_decide_nothing() -> None:
 
 def test_a_limit_of_an_absent_number_is_kept() -> None:
     assert choose(evaluated(STEPS), {"copies": 0.1}).step == 200
+
+
+@pytest.mark.parametrize(("copies", "is_excluded"), [(0.11, False), (0.5, True)])
+def test_copies_exclude_a_step_only_if_their_whole_interval_is_above_the_limit(
+    copies: float, is_excluded: bool
+) -> None:
+    learned = evaluated(STEPS).scores
+    swing = pl.when(pl.int_range(pl.len()) % 2 == 0).then(0.15).otherwise(-0.15)
+    rows = learned.filter(number="learned").with_columns(number=pl.lit("copies"), score=copies + swing)
+    choice = choose(measured(pl.concat([learned, rows])), {"copies": 0.1})
+    assert (choice.step is None) == is_excluded
+    assert ("every step breaks a limit; step 100 has copies 0.50" in choice.why) == is_excluded
 
 
 def test_without_a_holdout_nothing_is_chosen() -> None:
