@@ -63,7 +63,9 @@ def build_executor(deployment: Deployment) -> ExecutorDefinition:
 
 def build_launcher(deployment: Deployment) -> ConfigurableResource[Any]:
     """Return the launcher of encoding and training."""
-    launcher = _imported(LAUNCHERS[deployment.launcher.kind], deployment, "launcher")
+    launcher: type[ConfigurableResource[Any]] = _imported(
+        LAUNCHERS[deployment.launcher.kind], deployment, "launcher"
+    )
     settings = deployment.launcher.model_dump(mode="json", exclude={"kind"})
     # What a launcher needs of the rest of the deployment, so that no other code loads the file.
     shared = {"seal_packs": deployment.seal_packs, "scratch": str(deployment.scratch)}

@@ -27,7 +27,7 @@ class Location:
     pool: str
     prefix: str = ""
     executor: ExecutorDefinition | None = None
-    job_config: Mapping[str, Any] | None = field(default_factory=lambda: DEFAULT_RUN_CONFIG)
+    job_config: Mapping[str, Any] = field(default_factory=lambda: DEFAULT_RUN_CONFIG)
 
     @property
     def tables(self) -> str:

@@ -171,6 +171,6 @@ def _project(
         gpu_pool(deployment),
         prefix="latentline_",
         executor=summarized(build_executor(deployment), recipes),
-        job_config=None,
+        job_config={},
     )
     return recipes, broken, location, shared_definitions(recipes, broken, deployment, location)

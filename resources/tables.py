@@ -10,6 +10,7 @@ from dagster import (
     InitResourceContext,
     InputContext,
     MetadataValue,
+    OpDefinition,
     OutputContext,
     ResourceDependency,
 )
@@ -77,11 +78,13 @@ class TableIOManager(ConfigurableIOManager):
 
     def load_input(self, context: InputContext) -> "pl.DataFrame":
         """Return the upstream asset's table; one of our assets gets only the columns that it needs."""
-        with errors_as_failures(retries=_is_in_step(context)):
+        op = _op(context)
+        with errors_as_failures(retries=op is not None):
             assert context.upstream_output is not None  # inputs of assets have one
             tables, outputs, asset = self._locate(context.upstream_output)
             outputs.fetch(table_file(asset))
-            reader = _reader(context)
+            # The tag of one of our assets; None for ops of others.
+            reader = None if op is None else op.tags.get(ASSET)
             return tables.read(asset, None if reader is None else needed_columns(reader, asset))
 
     def _locate(self, output: OutputContext) -> tuple["Tables", "OutputFolder", str]:
@@ -92,14 +95,9 @@ class TableIOManager(ConfigurableIOManager):
         return Tables(outputs.folder), outputs, asset
 
 
-def _is_in_step(context: InputContext) -> bool:
-    """Return whether a step loads the input; `Definitions.load_asset_value` loads a table without one."""
+def _op(context: InputContext) -> OpDefinition | None:
+    """Return the op that loads the input; None for `Definitions.load_asset_value`."""
     try:
-        return context.op_def is not None
+        return context.op_def
     except DagsterInvariantViolationError:
-        return False
-
-
-def _reader(context: InputContext) -> str | None:
-    """Return which of our assets reads the input; None for others."""
-    return context.op_def.tags.get(ASSET) if _is_in_step(context) else None
+        return None

@@ -153,8 +153,7 @@ def breaks_limit(name: str, mean: float, low: float | None, limit: float) -> boo
     A limit of drift that needs certainty lets too many steps pass, see docs/evaluation.md. `copies` of a LoRA
     that copies nothing is 0 only on average: with few pictures, its mean may be above the limit.
     """
-    is_certain = name == "copies" and low is not None
-    return (low if is_certain else mean) > limit
+    return (low if name == "copies" and low is not None else mean) > limit
 
 
 def broken_limits(step: StepNumbers, limits: Mapping[str, float]) -> str:

@@ -108,7 +108,7 @@ def test_definitions_of_the_project_keep_their_executor_loggers_resources_and_na
     other, recipes = defs.resolve_job_def("sales_job"), defs.resolve_job_def("flowers_cache")
     assert (other.executor_def, recipes.executor_def.name) == (multiprocess_executor, "in_process")
     assert other.loggers == {"console": json_console_logger}
-    assert recipes.run_config is None
+    assert recipes.run_config == {}
     with DagsterInstance.ephemeral() as instance:
         key = AssetKey(["flowers", "raw_images"])
         assert recipes.execute_in_process(instance=instance, asset_selection=[key]).success
