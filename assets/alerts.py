@@ -57,12 +57,10 @@ def alert_sensors(
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends what failed, where and its fix to LATENTLINE_WEBHOOK.",
     )
-    def failure_alerts(context: RunFailureSensorContext) -> SkipReason:
+    def failure_alerts(context: RunFailureSensorContext) -> SkipReason | None:
         run = context.dagster_run
-        if not is_recipe_run(run, context.repository_def):
-            return SkipReason(f"run {run.run_id} is of no recipe")
-        if run.tags.get(WILL_RETRY_TAG) == "true":
-            return SkipReason(f"Dagster starts run {run.run_id} again")
+        if not is_recipe_run(run, context.repository_def) or run.tags.get(WILL_RETRY_TAG) == "true":
+            return None  # this tick goes on with the next run
         send(failure_alert(context.instance, run, recipes), address)
         return _sent(run)
 
@@ -72,11 +70,11 @@ def alert_sensors(
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends warnings that the previous run of the job did not have to LATENTLINE_WEBHOOK.",
     )
-    def warning_alerts(context: RunStatusSensorContext) -> SkipReason:
+    def warning_alerts(context: RunStatusSensorContext) -> SkipReason | None:
         run = context.dagster_run
         alert = warning_alert(context.instance, run) if is_recipe_run(run, context.repository_def) else None
         if alert is None:
-            return SkipReason(f"run {run.run_id} has no new warnings")
+            return None
         send(alert, address)
         return _sent(run)
 

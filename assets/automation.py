@@ -30,15 +30,17 @@ from dagster import (
 )
 
 from assets.location import Location
-from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
+from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG, asset_key
 from assets.sources import dataset_key, model_key, model_version, new_observations, watched_addresses
 from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError, counted
 from pipeline.recipe import RecacheSettings, Recipe, load_recipe
 from pipeline.recipe.cron import spread_cron
 from pipeline.storage.addresses import Address
+from pipeline.storage.needed_columns import STAGE_INPUTS
 from resources.dead_runs import end_dead_runs
 from resources.failures import has_closed_gate
+from resources.step_names import step_name
 from resources.tables import RECIPE
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ _ENDED = {
 # All but the known ends, because a later Dagster may add statuses, such as SUSPENDED.
 IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
 """Statuses of runs that have not ended."""
+
+_MAX_RUNS = 100
+"""Number of a recipe's newest runs among which a tick looks for the ones since a change."""
 
 DEAD_RUNS_S = 30
 """Seconds between two searches for dead runs."""
@@ -292,15 +297,21 @@ def _state(recipe: Recipe, files: Mapping[str, str]) -> str:
 def _ended_runs(
     instance: DagsterInstance, recipe: Recipe, cache_job: str, since: float
 ) -> tuple[str | None, list[EndedRun]]:
-    """Return a successful run of the recipe that began after `since`, and failed runs of its cache job."""
-    created_after = datetime.fromtimestamp(since, tz=UTC)
-    filters = RunsFilter(tags={RECIPE_TAG: recipe.name}, created_after=created_after)
+    """Return a successful run of the recipe that began after `since`, and failed runs of its cache job.
+
+    A run of only some assets up to the cache is neither.
+    """
+    filters = RunsFilter(tags={RECIPE_TAG: recipe.name})
     failed: list[EndedRun] = []
-    for record in instance.get_run_records(filters):  # the newest first
+    for record in instance.get_run_records(filters, limit=_MAX_RUNS):  # the newest first
         run = record.dagster_run
-        if run.status == DagsterRunStatus.SUCCESS:
+        # The creation comes last, and is no filter: PostgreSQL notes it in its own time zone.
+        began_s = record.start_time or record.end_time or record.create_timestamp.timestamp()
+        if began_s < since:
+            break
+        if run.status == DagsterRunStatus.SUCCESS and _caches_all(run, recipe):
             return run.run_id, failed
-        if run.job_name == cache_job:
+        if run.job_name == cache_job and run.status != DagsterRunStatus.SUCCESS:
             failed.append(
                 EndedRun(
                     run.run_id,
@@ -310,6 +321,17 @@ def _ended_runs(
                 )
             )
     return None, failed
+
+
+def _caches_all(run: DagsterRun, recipe: Recipe) -> bool:
+    """Return whether a run executes all assets up to the cache: somebody may select some, steps or checks."""
+    names = [name for name in STAGE_INPUTS if name != "trained_lora"]
+    if run.asset_selection or run.asset_check_selection is not None:
+        keys = {asset_key(recipe, name) for name in names}
+        if not keys <= (run.asset_selection or set[AssetKey]()):
+            return False
+    steps = {step_name(recipe.name, name) for name in names}
+    return run.step_keys_to_execute is None or steps <= set(run.step_keys_to_execute)
 
 
 def skipping_schedule(

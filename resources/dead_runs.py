@@ -89,11 +89,3 @@ def _lived_at(pid: int, time_s: float) -> bool:
         return process.create_time() <= time_s + CLOCK_TOLERANCE_S
     except psutil.NoSuchProcess:
         return False
-
-
-# deploy/compose.yaml runs this before the code server: when the container of the code server is replaced, the
-# processes of its runs are killed with it. It also creates the tables of a new database, before several
-# programs could do so at the same time.
-if __name__ == "__main__":
-    with DagsterInstance.get() as dagster_instance:
-        end_dead_runs(dagster_instance)

@@ -75,7 +75,7 @@ def send(
     sleep: Callable[[float], object] = time.sleep,
     budget_s: float = BUDGET_S,
 ) -> None:
-    """Send an alert, and again if the service is busy or away.
+    """Send an alert, and again if the service is busy or away; a service that takes it may answer later.
 
     Raises:
         WebhookError: The address is invalid, or no attempt succeeded within `budget_s`. The message never has
@@ -91,7 +91,10 @@ def send(
     # A thread, because the timeout of a request limits neither the search for the host's address nor an
     # answer that arrives byte by byte.
     reasons: list[str | None] = [f"no answer within {budget_s:g} s"]
-    thread = threading.Thread(target=lambda: reasons.append(_send(request, sleep)), daemon=True)
+    deadline_s = time.monotonic() + budget_s
+    thread = threading.Thread(
+        target=lambda: reasons.append(_send(request, sleep, deadline_s=deadline_s)), daemon=True
+    )
     thread.start()
     thread.join(budget_s)
     if reasons[-1] is not None:
@@ -103,14 +106,14 @@ def send(
         )
 
 
-def _send(request: Request, sleep: Callable[[float], object]) -> str | None:
-    """Return why all attempts failed, or None."""
-    for delay_s in RETRY_DELAYS_S:
+def _send(request: Request, sleep: Callable[[float], object], *, deadline_s: float) -> str | None:
+    """Return why all attempts failed, or None; none begins after `deadline_s` of the monotonic clock."""
+    for delay_s in (*RETRY_DELAYS_S, None):
         reason, is_final = _attempt(request)
-        if is_final:
+        if is_final or delay_s is None or time.monotonic() + delay_s > deadline_s:
             return reason
         sleep(delay_s)
-    return _attempt(request)[0]
+    raise AssertionError("unreachable")
 
 
 def _attempt(request: Request) -> tuple[str | None, bool]:
@@ -129,8 +132,12 @@ def _attempt(request: Request) -> tuple[str | None, bool]:
     # The reasons of these errors name the host at most.
     except URLError as err:
         return str(err.reason), False
+    # From here on, the request was sent completely: with another attempt, a slow service would show the alert
+    # twice.
+    except TimeoutError:
+        return None, True
     except (OSError, HTTPException) as err:
-        return type(err).__name__, False
+        return type(err).__name__, True
 
 
 def _form(address: str) -> tuple[str, str]:

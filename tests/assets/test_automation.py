@@ -11,6 +11,7 @@ import pytest
 import yaml
 from dagster import (
     AssetKey,
+    DagsterEvent,
     DagsterInstance,
     DagsterRunStatus,
     DefaultScheduleStatus,
@@ -20,6 +21,7 @@ from dagster import (
     build_sensor_context,
     job,
 )
+from dagster._core.execution.api import create_execution_plan
 
 from assets import automation
 from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run, recache_schedule
@@ -205,6 +207,28 @@ def test_O14_a_run_that_did_not_succeed_is_tried_again_three_times_with_growing_
     ticks.record("flowers_train", DagsterRunStatus.SUCCESS)
     assert "nothing has changed since run" in ticks.evaluate()
     assert "nothing has changed" in ticks.evaluate()
+
+
+@pytest.mark.parametrize("selected", ["assets", "steps"])
+def test_O14_a_run_of_some_assets_or_steps_does_not_count_as_success(
+    tmp_path: Path, instance: DagsterInstance, selected: str
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.evaluate()
+    job = ticks.repository.get_job("flowers_cache")
+    selection = frozenset({AssetKey(["flowers", "raw_images"])})
+    if selected == "assets":
+        run = instance.create_run_for_job(
+            job.get_subset(asset_selection=selection), asset_selection=selection, tags={RECIPE_TAG: "flowers"}
+        )
+    else:
+        plan = create_execution_plan(job, step_keys_to_execute=["flowers__raw_images"])
+        run = instance.create_run_for_job(job, execution_plan=plan, tags={RECIPE_TAG: "flowers"})
+        assert run.step_keys_to_execute == ["flowers__raw_images"]
+    instance.report_dagster_event(
+        DagsterEvent(event_type_value="PIPELINE_SUCCESS", job_name=run.job_name), run.run_id
+    )
+    assert ticks.evaluate() == "run"
 
 
 def test_O14_trainings_that_fail_are_no_attempts(tmp_path: Path, instance: DagsterInstance) -> None:

@@ -183,10 +183,3 @@ def test_the_sensor_reports_the_runs_that_it_ended(instance: DagsterInstance) ->
     sensor = dead_runs_sensor(Location("gpu"))
     reasons = [str(sensor(build_sensor_context(instance)).skip_message) for _ in range(2)]
     assert reasons == [f"ended {run.run_id}", "no dead runs"]
-
-
-def test_O08_the_command_of_a_new_container_ends_the_runs_of_the_old_one(instance: DagsterInstance) -> None:
-    run = started_run(instance, dead_process())
-    environment = {**os.environ, "DAGSTER_HOME": instance.root_directory}
-    subprocess.run([sys.executable, "-m", "resources.dead_runs"], env=environment, check=True)
-    assert status(instance, run) == DagsterRunStatus.FAILURE

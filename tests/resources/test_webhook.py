@@ -79,6 +79,14 @@ def test_a_busy_service_gets_the_alert_again(server: Received) -> None:
     assert (len(server.bodies), waited) == (3, [1.0, 2.0])
 
 
+def test_no_attempt_begins_after_the_budget(server: Received) -> None:
+    """Its success would contradict the error that the sensor has reported."""
+    server.statuses += [503, 503]
+    with pytest.raises(WebhookError, match="the service answered 503"):
+        send(ALERT, server.url, sleep=lambda _seconds: None, budget_s=0.9)
+    assert len(server.bodies) == 1
+
+
 def test_a_service_that_refuses_the_alert_is_an_error_without_the_address(server: Received) -> None:
     server.statuses += [404]
     with pytest.raises(WebhookError, match="the service answered 404") as error:
@@ -125,3 +133,13 @@ def test_a_service_that_does_not_answer_takes_no_longer_than_the_budget(server: 
     assert time.monotonic() - begin_s < 4, "one attempt alone may take 5 s"
     server.answers.set()
     assert 5 * BUDGET_S < 60
+
+
+def test_a_service_that_answers_late_gets_an_alert_once(
+    server: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resources.webhook.TIMEOUT_S", 0.2)
+    server.answers.clear()
+    send(ALERT, server.url, sleep=lambda _seconds: None)
+    server.answers.set()
+    assert len(server.bodies) == 1
