@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Compare variants of a recipe, and find the best one.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
-@click.option(
-    "--find",
-    type=click.Choice(["learning_rate"]),
-    help="Suggest a learning rate by a range test: a short run with a rising rate. Needs no section sweep.",
-)
-def command(recipe: Recipe, find: str | None) -> None:
+def command(recipe: Recipe) -> None:
     """Train the variants of RECIPE that its section sweep declares, and find the best one.
 
     All variants are trained to a fraction of their steps and compared with the same pictures, or with the
@@ -35,30 +29,12 @@ def command(recipe: Recipe, find: str | None) -> None:
     Ctrl-C stops the training after a checkpoint. The same command continues it, and trains nothing twice.
     """
     try:
-        if find is not None:
-            _find_learning_rate(recipe)
-            return
         report = _sweep(recipe)
     except KeyboardInterrupt:
         echo("\nStopped. The variants have checkpoints, and pictures are in the cache.", err=True)
         echo("  fix:   run the command again, which continues the sweep", err=True)
         sys.exit(STOPPED_STATUS)
     _show(recipe, report)
-
-
-def _find_learning_rate(recipe: Recipe) -> None:
-    from pipeline.processes.launch import LocalLaunch
-    from pipeline.reporting.terminal import TERMINAL_VARIABLE
-    from pipeline.storage.tables import Tables
-    from pipeline.sweep.range_test import ASSET, find_learning_rate
-
-    tables = Tables(recipe.output_dir, log=log_to_stderr)
-    latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
-    # On a terminal, the launched process draws a bar, and its lines would disturb it.
-    launch = LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
-    result = find_learning_rate(recipe, latents, text, launch=launch, log=log_to_stderr)
-    echo(result.why)
-    echo(f"curve: {recipe.output_dir / 'reports' / ASSET / 'rates.png'}")
 
 
 def _sweep(recipe: Recipe) -> Report:

@@ -67,8 +67,6 @@ class TrainingJob:
         copies: Where this process copies packs of a remote cache; None to read them remotely.
         stop_after: Number of steps after which the training stops with a checkpoint, as on request; None for
             all steps. It is not part of the run's identity.
-        rising_rate: Learning rates of the first and of the last step of a range test, between which the rate
-            rises exponentially; None for the recipe's schedule.
     """
 
     recipe: Recipe
@@ -82,7 +80,6 @@ class TrainingJob:
     training_adapter: Path | None = None
     copies: CopySettings | None = None
     stop_after: int | None = None
-    rising_rate: tuple[float, float] | None = None
 
     @cached_property
     def store(self) -> Store:
@@ -119,7 +116,6 @@ class TrainingJob:
             "empty_text": entry_to_json(self.empty_text),
             "prompts": prompts_to_json(self.prompts),
             **({} if self.stop_after is None else {"stop_after": self.stop_after}),
-            **({} if self.rising_rate is None else {"rising_rate": self.rising_rate}),
         }
         path = self.folder / JOB_FILE
         write_text(path, json.dumps(job, indent=2, ensure_ascii=False) + "\n")
@@ -163,7 +159,6 @@ def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
         prompts=prompts_from_json(job["prompts"]),
         copies=copies,
         stop_after=job.get("stop_after"),
-        rising_rate=tuple(job["rising_rate"]) if "rising_rate" in job else None,
     )
 
 

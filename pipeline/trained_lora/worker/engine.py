@@ -233,7 +233,7 @@ class Engine:
         self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
         scaled = self.accelerator.scaler is not None
         optimizer = make_optimizer(groups, self._settings, device=device, scaled=scaled)
-        self._lr_scheduler = make_lr_scheduler(optimizer, self._settings, rising=job.rising_rate)
+        self._lr_scheduler = make_lr_scheduler(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
 

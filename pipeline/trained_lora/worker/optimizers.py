@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.optimization import get_scheduler
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import get_wsd_schedule
 
 from pipeline.errors import TrainingError
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LambdaLR
+
     from pipeline.recipe import TrainingSettings
     from pipeline.trained_lora.worker.adapter.lora import Networks
 
@@ -163,23 +164,8 @@ def _require_arguments(optimizer_type: type[torch.optim.Optimizer], settings: Tr
             )
 
 
-def make_lr_scheduler(
-    optimizer: torch.optim.Optimizer,
-    settings: TrainingSettings,
-    *,
-    rising: tuple[float, float] | None = None,
-) -> LambdaLR:
-    """Return the learning-rate schedule; step it once per optimizer step.
-
-    `rising` replaces it by a rate that rises exponentially, from the first of the two rates at the first step
-    to the second one at the last step. Groups with a rate of their own keep its ratio to the recipe's.
-    """
-    if rising is not None:
-        low, high = rising
-        intervals = max(1, settings.num_steps - 1)
-        return LambdaLR(
-            optimizer, lambda step: low * (high / low) ** (step / intervals) / settings.learning_rate
-        )
+def make_lr_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettings) -> LambdaLR:
+    """Return the learning-rate schedule; step it once per optimizer step."""
     if averages_weights(settings):  # such an optimizer includes the warm-up
         return get_scheduler("constant", optimizer=optimizer)
     if settings.lr_scheduler == "wsd":
