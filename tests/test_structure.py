@@ -34,8 +34,8 @@ SOURCES = {module_name(path): path for layer in LAYERS for path in (ROOT / layer
 
 
 def syntax_tree(path: Path) -> ast.Module:
-    # In Python 3.11, a finalizer of another test's objects that runs meanwhile ends in a SystemError about the
-    # recursion depth.
+    # In Python 3.11, a finalizer of another test's objects that runs meanwhile ends in a SystemError about
+    # the recursion depth.
     gc.disable()
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
