@@ -75,7 +75,7 @@ def send(
     sleep: Callable[[float], object] = time.sleep,
     budget_s: float = BUDGET_S,
 ) -> None:
-    """Send an alert, and again if the service is busy or away; a service that takes it may answer later.
+    """Send an alert, and again if the service is busy or away. An alert without an answer counts as sent.
 
     Raises:
         WebhookError: The address is invalid, or no attempt succeeded within `budget_s`. The message never has
@@ -108,12 +108,12 @@ def send(
 
 def _send(request: Request, sleep: Callable[[float], object], *, deadline_s: float) -> str | None:
     """Return why all attempts failed, or None; none begins after `deadline_s` of the monotonic clock."""
-    for delay_s in (*RETRY_DELAYS_S, None):
+    for delay_s in RETRY_DELAYS_S:
         reason, is_final = _attempt(request)
-        if is_final or delay_s is None or time.monotonic() + delay_s > deadline_s:
+        if is_final or time.monotonic() + delay_s > deadline_s:
             return reason
         sleep(delay_s)
-    raise AssertionError("unreachable")
+    return _attempt(request)[0]
 
 
 def _attempt(request: Request) -> tuple[str | None, bool]:

@@ -47,7 +47,7 @@ def sweep(
     """Find the best variant of the recipe. Its own run, tables, reports and `lora/` stay as they are.
 
     Each variant has the run that a plain recipe with its values has, in the same folder. A variant that fails
-    is recorded with its error, and the others go on.
+    is recorded with its error, and the others continue.
 
     Args:
         recipe: A recipe with the section `sweep`.
@@ -60,7 +60,7 @@ def sweep(
         GateClosedError: An upstream gate is closed; nothing was launched.
         LatentlineError: The error of the first variant, if each variant failed.
         RecipeError: A variant is not a valid recipe.
-        StoppedError: The training was stopped; the next sweep goes on from its checkpoint.
+        StoppedError: The training was stopped; the next sweep continues from its checkpoint.
         StoreError: The cache cannot be read or written.
         SweepError: Two variants are the same run, the budget is too small, or nothing can be compared.
     """
