@@ -100,6 +100,10 @@ class TrainingError(LatentlineError):
     """Training had to stop, or its result is invalid."""
 
 
+class LoraFileError(LatentlineError):
+    """A LoRA file cannot be read, combined or written."""
+
+
 class DrawingError(LatentlineError):
     """`latentline sample` cannot draw the requested pictures."""
 

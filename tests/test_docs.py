@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from pipeline.cli.main import COMMANDS, latentline
@@ -86,13 +87,15 @@ def commands() -> list[tuple[str, str]]:
     return sorted(found_commands)
 
 
-@pytest.mark.parametrize(("page", "line"), commands(), ids=" ".join)
+@pytest.mark.parametrize(("page", "line"), commands(), ids=str)
 def test_a_command_on_a_page_exists(page: str, line: str) -> None:
     program, *arguments = shlex.split(line)
     if program.endswith("latentline"):
         name, *rest = arguments
         assert name in COMMANDS
         command = latentline.get_command(None, name)  # type: ignore[arg-type]
+        if isinstance(command, click.Group):
+            command = command.commands[rest[0]]
         options = {option for parameter in command.params for option in parameter.opts}
         assert {part for part in rest if part.startswith("--")} <= options
     elif program == "make":

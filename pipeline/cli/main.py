@@ -41,6 +41,7 @@ COMMANDS = {
     "sweep": "pipeline.cli.sweep",
     "export": "pipeline.cli.export",
     "provenance": "pipeline.cli.provenance",
+    "lora": "pipeline.cli.lora",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",
     "encode": "pipeline.cli.encode",
     "train": "pipeline.cli.train",

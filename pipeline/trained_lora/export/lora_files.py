@@ -371,22 +371,41 @@ def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
         TrainingError: The file lacks alpha or rank.
     """
     down_key, _, alpha_key = module.keys(layout)
+    if alpha_key is None:
+        return peft_scale(file, module.diffusers)
     try:
-        if alpha_key is not None:
-            return float(file.tensors[alpha_key]) / file.tensors[down_key].shape[0]
+        return float(file.tensors[alpha_key]) / file.tensors[down_key].shape[0]
+    except (KeyError, ValueError, TypeError) as err:
+        raise _without_scale(file, module.name, err) from err
 
-        # The diffusers layout stores peft's configuration of every component in one flat mapping.
-        component, _, path = module.diffusers.partition(".")
-        prefix = f"{component}."
+
+def peft_scale(file: LoraFile, key: str) -> float:
+    """Return a module's scale from peft's configuration in a file of the diffusers layout.
+
+    Args:
+        file: The file, with or without such a configuration.
+        key: Key of the module in the file, without a matrix's ending.
+
+    Raises:
+        TrainingError: The file lacks alpha or rank.
+    """
+    # The configurations of all components are one flat mapping.
+    component, _, path = key.partition(".")
+    prefix = f"{component}."
+    try:
         adapter = json.loads(file.metadata[ADAPTER_METADATA_KEY])
         own = {key.removeprefix(prefix): value for key, value in adapter.items() if key.startswith(prefix)}
         rank = int(_of_pattern(own.get("rank_pattern"), path, own["r"]))
         alpha = float(_of_pattern(own.get("alpha_pattern"), path, own["lora_alpha"]))
-        # rsLoRA: https://arxiv.org/abs/2312.03732
-        return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank
     except (KeyError, ValueError, TypeError, AttributeError, re.error) as err:
-        raise TrainingError(
-            f"the file lacks alpha or rank of {module.name}: {err}",
-            where=str(file.path),
-            fix="if the file is in lora/, delete it and start the job again; otherwise use another file",
-        ) from err
+        raise _without_scale(file, key, err) from err
+    # rsLoRA: https://arxiv.org/abs/2312.03732
+    return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank
+
+
+def _without_scale(file: LoraFile, name: str, err: Exception) -> TrainingError:
+    return TrainingError(
+        f"the file lacks alpha or rank of {name}: {err}",
+        where=str(file.path),
+        fix="if the file is in lora/, delete it and start the job again; otherwise use another file",
+    )
