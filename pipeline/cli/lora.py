@@ -1,10 +1,10 @@
-"""`latentline lora`: merge LoRA files, reduce their ranks, and show what they contain."""
+"""`latentline lora`: merge, resize, extract and inspect LoRA files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -36,9 +36,9 @@ _DTYPE = click.option(
 )
 
 
-@click.group(short_help="Merge, resize or inspect LoRA files.")
+@click.group(short_help="Merge, resize, extract or inspect LoRAs.")
 def command() -> None:
-    """Work with finished LoRA files, of Latentline or of another program, without the base model.
+    """Work with finished LoRA files, of Latentline or of another program.
 
     A FILE is a .safetensors file, the folder lora/, or the output folder of a recipe. It is only read. It may
     have the layout of diffusers, of kohya's tools or of ComfyUI, and a new file has the same layout.
@@ -147,6 +147,52 @@ def resize(
         raise click.UsageError("Pass --rank, --energy or both.")
     reduction = Reduction(max_rank, energy)
     _report(combine([Term(file)], new_file, reduction=reduction, dtype=dtype, log=log_to_stderr), reduction)
+
+
+@command.command(short_help="Extract a LoRA from two models.")
+@click.argument("base")
+@click.argument("tuned")
+@click.argument("new_folder", type=_PATH)
+@click.option("--rank", type=click.IntRange(1), default=32, show_default=True, help="Rank of each layer.")
+@click.option(
+    "--targets",
+    type=click.Choice(["attention", "blocks"]),
+    default="blocks",
+    show_default=True,
+    help="Layers of the LoRA: the linear layers of every attention, or all linear layers of the repeated "
+    "blocks.",
+)
+@click.option(
+    "--conv-rank", type=click.IntRange(1), help="Rank of convolutions, which are left out otherwise."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Dtype of the new files.",
+)
+def extract(base: str, tuned: str, new_folder: Path, **settings: Any) -> None:
+    """Write a LoRA with the difference of two models to NEW_FOLDER, in three layouts.
+
+    BASE is the model that TUNED was made from by fine-tuning or merging. Both are diffusers folders or Hub
+    ids; convert-checkpoint makes a folder from a single file. The LoRA has the layers of the UNet or
+    transformer, not of the text encoders, and the command shows which part of the difference it has.
+    """
+    from pipeline.lora_files.extract import Extraction
+    from pipeline.lora_files.extract import extract as extract_lora
+
+    result = extract_lora(base, tuned, new_folder, Extraction(**settings))
+    layer, least = result.least
+    echo(f"wrote {new_folder}: {counted(result.num_layers, 'layer')} of rank {settings['rank']}")
+    echo(
+        f"  energy kept: {result.energy:.2%} of the change of these layers, at least {least:.2%}, in {layer}"
+    )
+    if result.outside:
+        echo(
+            f"  {result.outside:.2%} of the change is in other layers, most of it in {result.largest_outside}"
+        )
+    echo("  the files were read back and hold the same numbers")
 
 
 def _report(result: Combined, reduction: Reduction) -> None:

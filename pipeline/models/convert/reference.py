@@ -18,7 +18,7 @@ WHERE = "--like"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 
 
-def resolve_reference(reference: str, weights_of: Collection[str] | None) -> Family:
+def resolve_reference(reference: str, weights_of: Collection[str] | None, *, where: str = WHERE) -> Family:
     """Return the family of the reference model, with all files that the conversion needs.
 
     The reference is a diffusers folder, relative to the working directory, or owner/name, or
@@ -32,20 +32,20 @@ def resolve_reference(reference: str, weights_of: Collection[str] | None) -> Fam
     local = expanded(reference)
     if local.is_dir():
         family = detect(local.resolve())
-        _require_files(family, weights_of)
+        _require_files(family, weights_of, where)
         return family
 
     name, _, revision = reference.partition("@")
     if not is_hub_id(name):
-        what, where = f"{reference} does not exist", f"{WHERE}, expected at {local.absolute()}"
-        raise ModelError(what, where=where, fix="use an existing diffusers folder, or a Hub id (owner/name)")
+        what, place = f"{reference} does not exist", f"{where}, expected at {local.absolute()}"
+        raise ModelError(what, where=place, fix="use an existing diffusers folder, or a Hub id (owner/name)")
 
-    family = detect(indexed_snapshot(name, revision or None, WHERE))
+    family = detect(indexed_snapshot(name, revision or None, where))
     try:
-        _require_files(family, weights_of)
+        _require_files(family, weights_of, where)
     except ModelError:
-        family = _download(name, revision or None, weights_of)
-        _require_files(family, weights_of)
+        family = _download(name, revision or None, weights_of, where)
+        _require_files(family, weights_of, where)
     return family
 
 
@@ -81,7 +81,7 @@ def local_component_files(folder: Path) -> list[Path]:
     return [folder / name for name in component_files(names, "")]
 
 
-def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
+def _require_files(family: Family, weights_of: Collection[str] | None, where: str) -> None:
     for role in present_roles(family):
         folder = family.model.component(role)
         needs_weights = weights_of is None or role in weights_of
@@ -92,17 +92,17 @@ def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
 
         name = "scheduler_config.json" if role == "scheduler" else "config.json"
         if not (folder / name).is_file():
-            fix = f"set {WHERE} to a complete diffusers folder or a Hub id"
+            fix = f"set {where} to a complete diffusers folder or a Hub id"
             raise ModelError(f"the model has no {role}/{name}", where=str(folder), fix=fix)
         if role != "scheduler" and needs_weights:
             weight_files(folder)
 
 
-def _download(name: str, revision: str | None, weights_of: Collection[str] | None) -> Family:
+def _download(name: str, revision: str | None, weights_of: Collection[str] | None, where: str) -> Family:
     from huggingface_hub import HfApi, snapshot_download
 
-    with explain_download_errors(name, WHERE):
-        snapshot = indexed_snapshot(name, revision, WHERE)
+    with explain_download_errors(name, where):
+        snapshot = indexed_snapshot(name, revision, where)
         files = HfApi().list_repo_files(name, revision=revision)
         wanted = wanted_files(present_roles(detect(snapshot)), files, weights_of)
         return detect(Path(snapshot_download(name, revision=revision, allow_patterns=wanted)))

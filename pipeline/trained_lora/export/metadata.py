@@ -53,9 +53,6 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         "ss_resolution": f"({resolution}, {resolution})",
         "ss_enable_bucket": True,
         "ss_seed": training.seed,
-        "modelspec.sai_model_spec": "1.0.0",
-        "modelspec.architecture": f"{family.modelspec_architecture()}/lora",
-        "modelspec.implementation": "diffusers",
         "modelspec.title": recipe.name,
         "modelspec.resolution": f"{resolution}x{resolution}",
         RUN_KEY: job.run,
@@ -65,9 +62,6 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     if len(dropouts := {*recipe.caption_dropouts.values()}) == 1:
         values["ss_caption_dropout_rate"] = dropouts.pop()
 
-    # The web UIs show a LoRA only beside base models of the version that these keys name.
-    if version := family.kohya_version():
-        values |= {"ss_base_model_version": version, "ss_v2": version.startswith("sd_v2")}
     if triggers := _trigger_words(recipe):
         values["modelspec.trigger_phrase"] = ", ".join(triggers)
     values["ss_tag_frequency"] = json.dumps(_tag_frequencies(job), ensure_ascii=False)
@@ -82,7 +76,20 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         values["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
 
     # The safetensors format requires string values.
-    return {name: str(value) for name, value in values.items()}
+    return {**base_model_metadata(family), **{name: str(value) for name, value in values.items()}}
+
+
+def base_model_metadata(family: Family) -> dict[str, str]:
+    """Return the metadata that names the kind of base model that a LoRA is for."""
+    values = {
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": f"{family.modelspec_architecture()}/lora",
+        "modelspec.implementation": "diffusers",
+    }
+    # The web UIs show a LoRA only beside base models of the version that these keys name.
+    if version := family.kohya_version():
+        values |= {"ss_base_model_version": version, "ss_v2": str(version.startswith("sd_v2"))}
+    return values
 
 
 def at_step(metadata: Mapping[str, str], step: int) -> dict[str, str]:

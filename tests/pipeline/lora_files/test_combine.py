@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
 from safetensors.numpy import load_file, save_file
 
 from pipeline.errors import LoraFileError
@@ -18,6 +17,7 @@ from pipeline.trained_lora.export.lora_files import LAYOUTS, RUN_KEY, Layout, la
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
+from tests.pipeline.lora_files.fused import fused_weights
 from tests.pipeline.trained_lora.project import FEW_MODULES, project_in
 
 if TYPE_CHECKING:
@@ -60,16 +60,6 @@ def merged(
     return combine(terms, path, reduction=reduction, dtype=dtype)
 
 
-def fused(base: Path, *files: tuple[Path, float]) -> dict[str, torch.Tensor]:
-    """Return the denoiser's weights after diffusers has added the LoRAs to them, one after the other."""
-    pipeline = StableDiffusionPipeline.from_pretrained(base)
-    for file, weight in files:
-        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-        pipeline.fuse_lora(lora_scale=weight)
-        pipeline.unload_lora_weights()
-    return dict(pipeline.unet.state_dict())
-
-
 def delta(path: Path, key: str) -> np.ndarray[Any, Any]:
     layer = read_layers(path).layers[key]
     return layer.scale * layer.up.reshape(len(layer.up), -1) @ layer.down.reshape(layer.rank, -1)
@@ -82,8 +72,8 @@ def test_diffusers_applies_a_merge_like_both_files(
     result = merged(loras, tmp_path / "both.safetensors", layout)
 
     files = (file_of(loras, "cat", layout), 0.8), (file_of(loras, "style", layout), -0.5)
-    expected = fused(tiny_bases["epsilon"], *files)
-    actual = fused(tiny_bases["epsilon"], (result.path, 1.0))
+    expected = fused_weights(tiny_bases["epsilon"], *files)
+    actual = fused_weights(tiny_bases["epsilon"], (result.path, 1.0))
     for name, weight in expected.items():
         torch.testing.assert_close(actual[name], weight, rtol=1e-5, atol=1e-6)
     assert set(result.ranks.values()) == {7}

@@ -1,0 +1,1 @@
+"""The process that extracts a LoRA from two models."""
