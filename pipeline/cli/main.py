@@ -40,6 +40,7 @@ COMMANDS = {
     "evaluate": "pipeline.cli.evaluate",
     "sweep": "pipeline.cli.sweep",
     "export": "pipeline.cli.export",
+    "upload": "pipeline.cli.upload",
     "provenance": "pipeline.cli.provenance",
     "lora": "pipeline.cli.lora",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",

@@ -11,6 +11,9 @@ from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
 from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
 
+PLACE = '"<this folder>"'
+"""Argument of `load_lora_weights` in the card, for a reader to replace."""
+
 _ZERO_SNR_LINES = [
     "pipe.scheduler = DDIMScheduler.from_config(",
     f"    pipe.scheduler.config, {', '.join(f'{key}={value!r}' for key, value in ZERO_SNR_DRAWING.items())}",
@@ -47,6 +50,7 @@ def model_card(
         "library_name: diffusers",
         "pipeline_tag: text-to-image",
         "tags: [lora, diffusers, text-to-image]",
+        *_hub_lines(record["recipe"]),
         "---",
         "",
         f"# {markdown_text(name)}",
@@ -58,7 +62,7 @@ def model_card(
         "",
         f"pipe = DiffusionPipeline.from_pretrained({base!r})",
         *(_ZERO_SNR_LINES if has_zero_snr else []),
-        'pipe.load_lora_weights("<this folder>")',
+        f"pipe.load_lora_weights({PLACE})",
         "```",
         "",
         *(_EMPTY_PROMPT if record["model"].get(FORCES_ZEROS) else []),
@@ -76,6 +80,18 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _hub_lines(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the lines from which the Hub's page fills its prompt: the trigger word, and prompts to try."""
+    triggers = [dataset["captions"].get("trigger") for dataset in recipe["datasets"]]
+    prompts = [each["prompt"] for each in recipe["training"]["sample_prompts"]]
+    lines = [
+        ("instance_prompt", next((printable(trigger) for trigger in triggers if trigger), None)),
+        ("widget", [{"text": printable(prompt)} for prompt in prompts]),
+    ]
+    # JSON is YAML, and quotes what a caption may contain.
+    return [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in lines if value]
 
 
 def _needs_zero_snr(record: Mapping[str, Any]) -> bool:

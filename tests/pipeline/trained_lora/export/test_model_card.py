@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from pipeline.models.families import detect
 from pipeline.models.families.family import FORCES_ZEROS
 from pipeline.storage.atomic import write_text
@@ -58,3 +60,11 @@ def test_the_card_states_the_empty_prompt_if_the_base_model_s_pipeline_would_use
         )
         assert detect(folder).forces_zeros is (value is not False)
     assert not detect(tiny_bases["epsilon"]).forces_zeros
+
+
+def test_the_hub_finds_the_trigger_and_the_prompts(make_project: Callable[..., Project]) -> None:
+    card = card_of(make_project(sample_every=2, sample_prompts=['a "red": cat', "a dog"]))
+
+    front_matter = yaml.safe_load(card.split("---")[1])
+    assert front_matter["widget"] == [{"text": 'a "red": cat'}, {"text": "a dog"}]
+    assert "instance_prompt" not in front_matter
