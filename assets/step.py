@@ -32,7 +32,7 @@ from pipeline.versions import (
     TRAINING_VERSION,
 )
 from resources.failures import errors_as_failures
-from resources.run_worker import end_with_code_server
+from resources.run_worker import MACHINE_TAG, end_with_code_server, record_machine
 from resources.step_log import run_log
 from resources.step_names import step_name
 from resources.tables import ASSET, RECIPE
@@ -183,8 +183,11 @@ def run_step(
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import stage_files
 
-    # The process of the run watches itself, but a step may have a process of its own.
+    # The executor of the recipes' jobs has done both, but a step may have a process of its own, and a project
+    # with components executes hand-selected assets with its own executor.
     end_with_code_server()
+    if MACHINE_TAG not in context.run.tags:
+        record_machine(context.instance, context.run.run_id)
     log, is_selected = run_log(context), bool(context.selected_asset_keys)
     with errors_as_failures(retries=True, log=log):
         # Before anything is written, such as the files that are fetched from an address.
