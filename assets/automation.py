@@ -57,6 +57,9 @@ _ENDED = {
 IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
 """Statuses of runs that have not ended."""
 
+# Undocumented: no public name. Dagster sets it for re-executions "from failure", by hand or `run_retries`.
+_FROM_FAILURE_TAG = "dagster/is_resume_retry"
+
 _MAX_RUNS = 100
 """Number of a recipe's newest runs among which a tick looks for the ones since a change."""
 
@@ -302,25 +305,32 @@ def _ended_runs(
     A run of only some assets up to the cache is neither.
     """
     filters = RunsFilter(tags={RECIPE_TAG: recipe.name})
-    failed: list[EndedRun] = []
+    failed: dict[str, EndedRun] = {}
     for record in instance.get_run_records(filters, limit=_MAX_RUNS):  # the newest first
         run = record.dagster_run
         # The creation comes last, and is no filter: PostgreSQL notes it in its own time zone.
         began_s = record.start_time or record.end_time or record.create_timestamp.timestamp()
         if began_s < since:
             break
-        if run.status == DagsterRunStatus.SUCCESS and _caches_all(run, recipe):
-            return run.run_id, failed
-        if run.job_name == cache_job and run.status != DagsterRunStatus.SUCCESS:
-            failed.append(
-                EndedRun(
-                    run.run_id,
-                    record.end_time or record.update_timestamp.timestamp(),
-                    is_cancelled=run.status == DagsterRunStatus.CANCELED,
-                    has_closed_gate=not failed and has_closed_gate(instance, run.run_id),
-                )
+        if run.status == DagsterRunStatus.SUCCESS and _caches_all(_first_run(instance, run), recipe):
+            return run.run_id, list(failed.values())
+        # `run_retries` has its own number of attempts, so all of them are one here.
+        attempt = run.root_run_id or run.run_id
+        if run.job_name == cache_job and run.status != DagsterRunStatus.SUCCESS and attempt not in failed:
+            failed[attempt] = EndedRun(
+                run.run_id,
+                record.end_time or record.update_timestamp.timestamp(),
+                is_cancelled=run.status == DagsterRunStatus.CANCELED,
+                has_closed_gate=not failed and has_closed_gate(instance, run.run_id),
             )
-    return None, failed
+    return None, list(failed.values())
+
+
+def _first_run(instance: DagsterInstance, run: DagsterRun) -> DagsterRun:
+    """Return the run that `run` continues from its failed step, or else `run` itself."""
+    if run.root_run_id is None or run.tags.get(_FROM_FAILURE_TAG) != "true":
+        return run
+    return instance.get_run_by_id(run.root_run_id) or run
 
 
 def _caches_all(run: DagsterRun, recipe: Recipe) -> bool:

@@ -231,6 +231,31 @@ def test_O14_a_run_of_some_assets_or_steps_does_not_count_as_success(
     assert ticks.evaluate() == "run"
 
 
+def test_O14_run_retries_are_part_of_one_attempt_and_may_succeed(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.evaluate()
+    first = ticks.record("flowers_cache", DagsterRunStatus.FAILURE)
+    last_steps = ["flowers__vae_latents", "flowers__text_embeddings"]
+    plan = create_execution_plan(ticks.repository.get_job("flowers_cache"), step_keys_to_execute=last_steps)
+
+    def retry(status: DagsterRunStatus) -> None:
+        instance.create_run_for_job(
+            ticks.repository.get_job("flowers_cache"),
+            execution_plan=plan,
+            parent_run_id=first,
+            root_run_id=first,
+            status=status,
+            tags={RECIPE_TAG: "flowers", "dagster/retry_number": "1", "dagster/is_resume_retry": "true"},
+        )
+
+    retry(DagsterRunStatus.FAILURE)
+    assert "attempt 2 of 4 at" in ticks.evaluate()
+    retry(DagsterRunStatus.SUCCESS)
+    assert "nothing has changed since run" in ticks.evaluate()
+
+
 def test_O14_trainings_that_fail_are_no_attempts(tmp_path: Path, instance: DagsterInstance) -> None:
     ticks = Ticks(tmp_path, instance)
     ticks.evaluate()
