@@ -103,6 +103,7 @@ class SensorState:
         position: Fields of the `ScanPosition` at which the listing of a large dataset stopped; None between
             two listings.
         listed: Fingerprints of the addresses that a listing in progress has completed.
+        observed: Versions of the sources after the last complete listing, by key.
     """
 
     seen: str | None = None
@@ -110,6 +111,7 @@ class SensorState:
     position: dict[str, Any] | None = None
     since: float = 0.0
     listed: dict[str, str] = field(default_factory=dict[str, str])
+    observed: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def from_cursor(cls, cursor: str | None) -> "SensorState":
@@ -138,11 +140,11 @@ class SensorState:
         # Somebody may still be copying files (FAILURES O05): two listings, `settle_s` apart, must be equal.
         if seen not in {self.seen, self.handled}:
             reason = f"files or recipe are changing (state {seen}): waiting until they settle"
-            return SensorState(seen, self.handled, since=now), reason
+            return SensorState(seen, self.handled, since=now, observed=self.observed), reason
 
         since = self.since if seen == self.seen else now
         reason = "nothing has changed since the last run" if seen == self.handled else None
-        return SensorState(seen, self.handled, since=since), reason
+        return SensorState(seen, self.handled, since=since, observed=self.observed), reason
 
     def after_runs(
         self, *, succeeded: str | None, failed: Sequence[EndedRun], now: float
@@ -229,8 +231,10 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
             reason = f"listed {num_files:,} files so far: the next tick continues"
             return SensorResult(skip_reason=reason, cursor=json.dumps(asdict(state)))
 
-        observations = new_observations(context.instance, _source_versions(recipe, state.listed))
-        now = time.time()
+        versions = _source_versions(recipe, state.listed)
+        observations = new_observations(context.instance, versions, state.observed)
+        observed = {key.to_user_string(): version for key, version in versions.items()}
+        state, now = replace(state, observed=observed), time.time()
         state, skip_reason = state.settle(_state(current, state.listed), now=now)
         failed: list[EndedRun] = []
         if skip_reason is None:
@@ -276,16 +280,17 @@ def _list_files(state: SensorState, addresses: Sequence[Address]) -> tuple[Senso
     return replace(state, position=None, listed=listed), 0
 
 
-def _source_versions(recipe: Recipe, listed: Mapping[str, str]) -> dict[AssetKey, str | None]:
+def _source_versions(recipe: Recipe, listed: Mapping[str, str]) -> dict[AssetKey, str]:
     """Return the data version of each source asset of the recipe, as far as it has been listed."""
-    versions: dict[AssetKey, str | None] = {
+    versions = {
         dataset_key(address): listed[str(address)]
         for address in watched_addresses(recipe)
         if str(address) in listed
     }
     # A model on a disk that is away must not hide changes of the datasets.
     with suppress(OSError):
-        versions[model_key(recipe)] = model_version(recipe)
+        if (version := model_version(recipe)) is not None:
+            versions[model_key(recipe)] = version
     return versions
 
 
@@ -437,5 +442,7 @@ def is_recipe_run(run: DagsterRun, repository: RepositoryDefinition | None) -> b
 def _selected_recipes(run: DagsterRun, repository: RepositoryDefinition | None) -> set[str]:
     """Return the recipes whose assets the run selects."""
     assets = {} if repository is None else repository.assets_defs_by_key
-    metadata = [assets[key].metadata_by_key[key] for key in run.asset_selection or () if key in assets]
+    metadata = [
+        assets[key].get_asset_spec(key).metadata for key in run.asset_selection or () if key in assets
+    ]
     return {str(each[RECIPE]) for each in metadata if RECIPE in each}

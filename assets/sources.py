@@ -72,16 +72,14 @@ def model_key(recipe: Recipe) -> AssetKey:
 
 def source_assets(recipes: Sequence[Recipe]) -> list[AssetsDefinition]:
     """Return one source asset for each distinct dataset and base model of the recipes."""
-    addresses: dict[AssetKey, list[Address]] = {}
+    addresses: dict[AssetKey, Address] = {}
     models: dict[AssetKey, Recipe] = {}
     for recipe in recipes:
-        for address in watched_addresses(recipe):
-            # Two paths may have one key after the replacement of characters.
-            addresses.setdefault(dataset_key(address), []).append(address)
+        addresses |= {dataset_key(address): address for address in watched_addresses(recipe)}
         models.setdefault(model_key(recipe), recipe)
 
     return [
-        *(_dataset_asset(key, list(dict.fromkeys(paths))) for key, paths in addresses.items()),
+        *(_dataset_asset(key, address) for key, address in addresses.items()),
         *(_model_asset(key, recipe) for key, recipe in models.items()),
     ]
 
@@ -108,15 +106,14 @@ def _start_recipe(recipe: Recipe, recipes: Sequence[Recipe]) -> Recipe | None:
     return next((each for each in recipes if start.is_relative_to(each.output_dir)), None)
 
 
-def _dataset_asset(key: AssetKey, addresses: Sequence[Address]) -> AssetsDefinition:
+def _dataset_asset(key: AssetKey, address: Address) -> AssetsDefinition:
     def version() -> str:
         from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 
-        return scan_fingerprint(addresses)
+        return scan_fingerprint([address])
 
-    first = addresses[0]
-    uri = without_secrets(first) if isinstance(first, Url) else first.as_uri()
-    kind = first.protocol.lower() if isinstance(first, Url) else "file"
+    uri = without_secrets(address) if isinstance(address, Url) else address.as_uri()
+    kind = address.protocol.lower() if isinstance(address, Url) else "file"
     return _observable(key, version, description=_DATASET, kind=kind, metadata={"dagster/uri": uri})
 
 
@@ -163,15 +160,25 @@ def model_version(recipe: Recipe) -> str | None:
 
 
 def new_observations(
-    instance: DagsterInstance, versions: Mapping[AssetKey, str | None]
+    instance: DagsterInstance, versions: Mapping[AssetKey, str], last: Mapping[str, str]
 ) -> list[AssetObservation]:
-    """Return an observation for each source with a version that differs from its latest observation."""
+    """Return an observation for each source with a version that differs from its latest observation.
+
+    Args:
+        instance: Has the observations.
+        versions: Versions of the sources now.
+        last: Versions that this sensor has seen in its last tick, by `AssetKey.to_user_string`.
+    """
     observations: list[AssetObservation] = []
     for key, version in versions.items():
+        # Sensors of two code locations may have different folders under one key. Each reports its own
+        # changes; otherwise they would replace each other's observations without end.
+        if last.get(key.to_user_string()) == version:
+            continue
         # Several recipes may watch one folder, so a sensor's own cursor does not know the latest.
         latest = instance.fetch_observations(key, limit=1).records
         observed = latest[0].asset_observation if latest else None
-        if version is not None and (observed is None or observed.tags.get(DATA_VERSION_TAG) != version):
+        if observed is None or observed.tags.get(DATA_VERSION_TAG) != version:
             observations.append(AssetObservation(key, tags={DATA_VERSION_TAG: version}))
     return observations
 
@@ -182,9 +189,16 @@ def _parts(address: Address) -> list[str]:
         root = project_root()
         path = Path(address)
         if path != root and path.is_relative_to(root):
-            return [_valid(part) for part in path.relative_to(root).parts]
-    digest = hashlib.sha256(str(address).encode("utf-8", "surrogateescape")).hexdigest()[:6]
-    return [f"{_valid(address.name) or 'root'}_{digest}"]
+            inside = path.relative_to(root)
+            *folders, name = map(_valid, inside.parts)
+            # Names that differ only in other characters would have one key.
+            is_exact = (*folders, name) == inside.parts
+            return [*folders, name if is_exact else f"{name}_{_digest(inside.as_posix())}"]
+    return [f"{_valid(address.name) or 'root'}_{_digest(str(address))}"]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:6]
 
 
 def _valid(text: str) -> str:

@@ -119,6 +119,7 @@ class LoraRecipe(Component, Model, Resolvable):
         # Workers of a run inherit it, and the working directory of a code server may be anywhere.
         os.environ.setdefault(PROJECT_VARIABLE, str(context.project_root))
 
+        # Undocumented: a component has no public way to find the others of its project.
         files = [each.recipe for each in context.component_tree.get_all_components(LoraRecipe)]
         self._require_own_name(files)
         recipes, broken, location, shared = _project(tuple(files))

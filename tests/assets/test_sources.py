@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from PIL import Image
 from assets.definitions import build_definitions
 from assets.sources import dataset_keys, model_key, source_assets, start_dependency
 from pipeline.recipe import Recipe, project_root
+from resources.run_worker import MACHINE_TAG
 from tests.small_recipe import small_recipe
 
 FLOWERS, FACES = (AssetKey([name, "raw_images"]) for name in ("flowers", "faces"))
@@ -152,14 +154,68 @@ def test_each_dataset_and_base_model_is_one_source(recipes: list[Recipe]) -> Non
 
 
 def test_the_keys_of_sources_are_paths_of_the_project_or_names_with_a_hash(tmp_path: Path) -> None:
-    inside = small_recipe(tmp_path, datasets=[{"name": "a", "path": project_root() / "data" / "my flowers"}])
-    assert dataset_keys(inside) == [AssetKey(["source_datasets", "data", "my_flowers"])]
+    inside = small_recipe(tmp_path, datasets=[{"name": "a", "path": project_root() / "data" / "flowers"}])
+    assert dataset_keys(inside) == [AssetKey(["source_datasets", "data", "flowers"])]
     remote = small_recipe(tmp_path, datasets=[{"name": "a", "path": "memory://bucket/flowers"}])
     (key,) = dataset_keys(remote)
     assert key.path[1].startswith("flowers_")
     assert len(key.path[1]) == len("flowers_") + 6
     revision = small_recipe(tmp_path, model={"base": "owner/name", "revision": "v1"})
     assert model_key(revision) == AssetKey(["source_models", "owner", "name@v1"])
+
+
+def test_names_with_other_characters_have_different_keys(tmp_path: Path) -> None:
+    names = ("花", "顔", "my flowers", "my_flowers", "my?flowers")
+    keys = [
+        key
+        for name in names
+        for key in dataset_keys(
+            small_recipe(tmp_path, datasets=[{"name": "a", "path": project_root() / "data" / name}])
+        )
+    ]
+    assert len(set(keys)) == len(names)
+    assert AssetKey(["source_datasets", "data", "my_flowers"]) in keys
+
+
+def test_two_code_locations_with_one_key_do_not_replace_each_other_s_observations(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = dict[Path, Recipe]()
+    for name in ("flowers", "faces"):
+        root = tmp_path / name
+        (root / "data").mkdir(parents=True)
+        (root / "data" / f"{name}.txt").write_text(name, encoding="utf-8")
+        recipes[root] = small_recipe(root, name, recache={"enabled": True})
+
+    def tick_all(cursors: dict[Path, str | None]) -> dict[Path, str | None]:
+        after = dict[Path, str | None]()
+        for root, recipe in recipes.items():
+            monkeypatch.setattr("assets.sources.project_root", lambda root=root: root)
+            repository = build_definitions([recipe]).get_repository_def()
+            after[root] = tick(repository, instance, recipe.name, cursors.get(root))
+        return after
+
+    key = AssetKey(["source_datasets", "data"])
+    cursors = tick_all({})
+    assert num_observations(instance, key) == 2
+    for _ in range(3):
+        cursors = tick_all(cursors)
+    assert num_observations(instance, key) == 2
+
+    (tmp_path / "flowers" / "data" / "flowers.txt").write_text("changed", encoding="utf-8")
+    tick_all(cursors)
+    assert num_observations(instance, key) == 3
+
+
+def test_a_run_by_the_executor_of_a_component_s_project_has_its_machine(
+    recipes: list[Recipe], instance: DagsterInstance
+) -> None:
+    # `execute_in_process` replaces the executor of the job, as a project replaces the recipes' executor.
+    job = build_definitions(recipes).resolve_implicit_global_asset_job_def()
+    result = job.execute_in_process(instance=instance, asset_selection=[FLOWERS])
+    run = instance.get_run_by_id(result.run_id)
+    assert run is not None
+    assert run.tags[MACHINE_TAG] == platform.node()
 
 
 def started_from(folder: Path, name: str, origin: str | None) -> Recipe:
