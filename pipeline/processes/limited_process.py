@@ -18,8 +18,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import psutil
 
-from pipeline.processes.launch import python_path
-
 MAX_WALL_S = 600.0
 """Time after which a process is ended, however much of it was spent waiting."""
 
@@ -59,6 +57,9 @@ def run_limited(
     Raises:
         TooSlowError: The process reached a time limit.
     """
+    # Not in the limited process, which would import the recipe's schema for longer than Polars.
+    from pipeline.processes.launch import python_path
+
     # A file of an address is in memory, and a process cannot inherit it as a descriptor.
     source: dict[str, Any] = (
         {"input": content.getvalue()} if isinstance(content, io.BytesIO) else {"stdin": content}

@@ -21,7 +21,6 @@ from pipeline.processes.limited_process import (
     run_limited,
 )
 from pipeline.raw_images.parquet_process import MAX_CPU_S, MAX_EXPANSION, MIN_TABLE_BYTES, THREADS
-from pipeline.recipe.where_expression import expression_over
 
 _ROW = "\0row"
 """Column with the number of a row; a name that no expression can contain."""
@@ -33,6 +32,9 @@ def rows_where(where: str, table: pl.DataFrame, *, path_column: str) -> pl.Serie
     Raises:
         ValueError: It is not a boolean expression over the columns, or needs too much memory or time.
     """
+    # Not in the limited process, which would import the recipe's schema for longer than Polars.
+    from pipeline.recipe.where_expression import expression_over
+
     # The path column gives an expression without columns, such as TRUE, its number of rows.
     expression, used = expression_over(where, {*table.columns, *_field_names(table.schema.values())})
     columns = [name for name in table.columns if name in used or name == path_column]
