@@ -189,24 +189,25 @@ def _inside_check(root: Path) -> Callable[[str, bool], bool]:
 def manifests_with_columns(
     datasets: Sequence[DatasetSettings], *, max_bytes: int
 ) -> Iterator[tuple[DatasetSettings, pl.DataFrame]]:
-    """Yield the datasets with a manifest that provides more than paths: captions, filters or focus points."""
+    """Yield the datasets with a manifest that provides more than paths: captions, filters or focus points.
+
+    Each table has its `selected_rows`.
+    """
     for settings in datasets:
         uses_columns = settings.captions.from_ == "column" or settings.filters.where or settings.focus_columns
         if settings.is_manifest and uses_columns:
-            yield settings, read_manifest(settings, max_bytes=max_bytes)
+            yield settings, selected_rows(settings, read_manifest(settings, max_bytes=max_bytes))
 
 
 def captions_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[str, ...]]:
     """Return the texts in each path's caption columns, in order.
 
     The paths are `composed`. A column of lists holds several texts per row. A path with several rows gets the
-    texts of all of them, without duplicates. Rows that `filters.where` excludes do not count.
+    texts of all of them, without duplicates.
 
     Raises:
         DatasetError: A caption column holds neither texts nor lists of texts.
     """
-    if settings.filters.where is not None:
-        table = _filtered(settings, table)
     columns = [_caption_cells(settings, table[name]) for name in settings.captions.columns]
     normalize = path_normalizer(settings)
     captions: dict[str, dict[str, None]] = {}  # an ordered set of texts per path
@@ -232,19 +233,21 @@ def _texts(cells: Sequence[_CaptionCell]) -> list[str]:
     return [text for text in texts if text and text.strip()]
 
 
-def paths_where(settings: DatasetSettings, table: pl.DataFrame) -> set[str]:
-    """Return the `composed` paths of the rows for which `filters.where` is true.
+def composed_paths(settings: DatasetSettings, table: pl.DataFrame) -> set[str]:
+    """Return the `composed` paths of the table's rows."""
+    normalize = path_normalizer(settings)
+    return {composed(normalize(path)) for path in table[settings.path_column] if path}
+
+
+def selected_rows(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows for which `filters.where` is true; without it all rows.
 
     Raises:
         DatasetError: `filters.where` is not a valid SQL expression over the manifest's columns.
     """
-    normalize = path_normalizer(settings)
-    return {composed(normalize(path)) for path in _filtered(settings, table)[settings.path_column] if path}
-
-
-def _filtered(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
     where = settings.filters.where
-    assert where is not None
+    if where is None:
+        return table
     try:
         return table.filter(rows_where(where, table, path_column=settings.path_column))
     except ValueError as err:
@@ -261,9 +264,7 @@ def paired_by_path(settings: DatasetSettings, column: str, *, max_bytes: int) ->
 
     The images' paths are `composed`. Rows that `filters.where` excludes do not count.
     """
-    table = read_manifest(settings, max_bytes=max_bytes)
-    if settings.filters.where is not None:
-        table = _filtered(settings, table)
+    table = selected_rows(settings, read_manifest(settings, max_bytes=max_bytes))
     normalize = path_normalizer(settings)
     paired: dict[str, str] = {}
     for path, other in table.select(settings.path_column, column).rows():
@@ -275,15 +276,12 @@ def paired_by_path(settings: DatasetSettings, column: str, *, max_bytes: int) ->
 def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[float, float]]:
     """Return the focus point of each `composed` path: the point to keep in view, as fractions of its sides.
 
-    A missing value is 0.5. If a path has several rows, the first one counts. Rows that `filters.where`
-    excludes do not count.
+    A missing value is 0.5. If a path has several rows, the first one counts.
 
     Raises:
         DatasetError: A focus column does not hold numbers.
     """
     assert settings.focus_columns is not None
-    if settings.filters.where is not None:
-        table = _filtered(settings, table)
     rows = table.select(settings.path_column)
     for name in settings.focus_columns:
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.raw_images.manifest import paths_where
+from pipeline.raw_images.manifest import composed_paths
 from pipeline.storage.tables.schemas import FILTER_PREFIX, REJECTED
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def select(
     limit applies to the images that pass all filters. It takes those with the smallest content hashes, and
     with `duplicates: keep_first`, copies last.
 
-    `manifests` holds the manifests of the datasets with `filters.where`.
-
-    Raises:
-        DatasetError: See `paths_where`.
+    `manifests` holds the `selected_rows` of the datasets with `filters.where`.
     """
     kept: list[pl.DataFrame] = []
     rejected: list[pl.DataFrame] = []
@@ -57,7 +54,7 @@ def _first_reason(settings: DatasetSettings, manifest: pl.DataFrame | None) -> p
     reason: pl.Expr = pl.lit(None, dtype=pl.String)
     if settings.filters.where is not None:
         assert manifest is not None
-        ids = [f"{settings.name}/{path}" for path in paths_where(settings, manifest)]
+        ids = [f"{settings.name}/{path}" for path in composed_paths(settings, manifest)]
         reason = (
             pl.when(~pl.col("sample_id").is_in(ids)).then(pl.lit(f"{FILTER_PREFIX}where")).otherwise(reason)
         )

@@ -148,11 +148,10 @@ def replacement_preview(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
     Prefix, postfix and trigger word are not applied; of several captions, the changed ones are shown.
     """
     datasets = [each for each in recipe.datasets if each.captions.replace]
-    with_columns = manifests_with_columns(datasets, max_bytes=recipe.checks.max_file_bytes)
+    in_columns = [each for each in datasets if each.captions.from_ == "column"]
     texts = {
         settings.name: captions_by_path(settings, manifest)
-        for settings, manifest in with_columns
-        if settings.captions.from_ == "column"
+        for settings, manifest in manifests_with_columns(in_columns, max_bytes=recipe.checks.max_file_bytes)
     }
     sources = sources_of(recipe)
     rows = [

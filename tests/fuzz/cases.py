@@ -21,7 +21,7 @@ from pipeline.errors import LatentlineError, StoreError
 from pipeline.models.convert.header import read_header
 from pipeline.models.diffusers_folder import require_whole
 from pipeline.models.families import family_spec
-from pipeline.raw_images.manifest import captions_by_path, focus_by_path, paths_where, walk_manifest
+from pipeline.raw_images.manifest import captions_by_path, focus_by_path, selected_rows, walk_manifest
 from pipeline.raw_images.manifest_file import read_manifest
 from pipeline.raw_images.sources import source_of
 from pipeline.raw_images.stage import scan
@@ -85,10 +85,9 @@ def fuzz_manifests(folder: Path, first: int, count: int) -> Outcomes:
             problems = walk_manifest(dataset, source_of(dataset, max_file_bytes=10**9)).problems
             assert [each for each in problems if not (each.reason and each.detail and each.fix)] == []
             return
-        rows = read_manifest(dataset)
+        rows = selected_rows(dataset, read_manifest(dataset))
         captions_by_path(dataset, rows)
         focus_by_path(dataset, rows)
-        paths_where(dataset, rows)
 
     return _outcomes(read, range(first, first + count))
 

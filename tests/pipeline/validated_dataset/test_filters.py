@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from pipeline.errors import DatasetError
+from pipeline.raw_images.manifest import selected_rows
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.datasets import FilterSettings
 from pipeline.storage.tables import SCHEMAS
@@ -37,7 +38,13 @@ def raw(sizes: list[tuple[int, int]] = SIZES, dataset: str = "d") -> pl.DataFram
 def chosen(
     table: pl.DataFrame, *datasets: dict[str, Any], **manifests: pl.DataFrame
 ) -> tuple[list[str], dict[str, str]]:
-    kept, rejected = select(recipe(*datasets), table, manifests, stage="validated_dataset")
+    made = recipe(*datasets)
+    selected = {
+        each.name: selected_rows(each, manifests[each.name])
+        for each in made.datasets
+        if each.name in manifests
+    }
+    kept, rejected = select(made, table, selected, stage="validated_dataset")
     assert sorted([*kept["sample_id"], *rejected["sample_id"]]) == sorted(table["sample_id"])
     return kept["path"].to_list(), dict(rejected.select("path", "reason").iter_rows())
 
@@ -150,8 +157,9 @@ def test_an_expression_over_the_manifest_selects_images() -> None:
 @pytest.mark.parametrize("where", ["score >", "nosuch > 1", "score"])
 def test_an_invalid_expression_is_an_error_that_lists_the_columns(where: str) -> None:
     manifest = pl.DataFrame({"path": ["0.png"], "score": [1]})
+    (dataset,) = recipe({"path": "all.csv", "filters": {"where": where}}).datasets
     with pytest.raises(DatasetError) as excinfo:
-        select(recipe({"path": "all.csv", "filters": {"where": where}}), raw(), {"d": manifest}, stage="s")
+        selected_rows(dataset, manifest)
     assert where in excinfo.value.what
     assert "score (Int64)" in excinfo.value.fix
     assert Path(excinfo.value.where).name == "all.csv"
