@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -46,17 +46,23 @@ def main(recipe_file: Path, job_name: str, continue_run: str | None = None) -> i
 
 
 def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | None) -> int:
-    from resources.problems import REPORT, error_problem
-    from resources.run_summary import write_parts, write_summary
+    from pipeline.recipe import load_recipe
+    from resources.imports_ahead import imports_ahead
 
     try:
-        with _noted_interrupts() as interrupts, _processes_ahead(recipe_file, job_name):
+        # Before Dagster is imported, which takes as long, also by the modules below.
+        with _noted_interrupts() as interrupts, imports_ahead(load_recipe(recipe_file), _assets(job_name)):
             summary = _execute(recipe_file, job_name, command, continue_run, interrupts)
     except Exception as err:
+        from resources.problems import REPORT, error_problem
+        from resources.run_summary import write_parts
+
         problem = error_problem(err, command)
         traces = [traceback.format_exc().rstrip()] if REPORT in problem.fix else []
         write_parts([*traces, str(problem)], sys.stderr)
         return FAILED_STATUS
+
+    from resources.run_summary import write_summary
 
     write_summary(summary)
     if summary.stopped:
@@ -64,24 +70,10 @@ def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | Non
     return FAILED_STATUS if summary.problems else 0
 
 
-def _processes_ahead(recipe_file: Path, job_name: str) -> AbstractContextManager[None]:
-    """Return a context in which processes that the job will launch here import their libraries."""
-    from pipeline.encoding.fill import surely_launched
-    from pipeline.processes.launch import TRAINING_MODULE
-    from pipeline.processes.waiting import processes_ahead
-    from pipeline.recipe import load_recipe
-    from pipeline.recipe.deployment import load_deployment
-    from pipeline.trained_lora.next_action import will_train
-
-    recipe, deployment = load_recipe(recipe_file), load_deployment()
-    starts_here = deployment.executor.import_path == "in_process" and deployment.launcher.kind == "local"
-    # The launcher of several processes imports torch itself.
-    if not starts_here or recipe.accelerate.num_processes != 1:
-        return nullcontext()
-    modules = surely_launched(recipe)
-    if job_name == f"{recipe.name}_train" and will_train(recipe):
-        modules.append(TRAINING_MODULE)
-    return processes_ahead(modules, recipe.accelerate)
+def _assets(job_name: str) -> list[str]:
+    """Return the assets of a job that launch processes."""
+    _, _, kind = job_name.rpartition("_")
+    return ["vae_latents", "text_embeddings", *(["trained_lora"] if kind == "train" else [])]
 
 
 def _execute(

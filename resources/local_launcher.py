@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 import time
 import warnings
@@ -24,6 +23,7 @@ from dagster import (
 from pydantic import Field
 
 from pipeline.processes.cluster_variables import parse_master
+from pipeline.processes.fork_server import StartedProcess, start_process
 from pipeline.processes.launch import (
     TRAINING_MODULE,
     Launch,
@@ -33,7 +33,6 @@ from pipeline.processes.launch import (
     launch_error,
 )
 from pipeline.processes.machines import ONE_MACHINE, Machines
-from pipeline.processes.waiting import start_process
 from pipeline.recipe.deployment import WAIT_S
 from resources.process_output import ForwardedOutput, uninterrupted
 from resources.step_log import StepLog, step_log
@@ -178,7 +177,7 @@ class _MessageHandler:
 
 
 def _run_watched(
-    start: Callable[[BinaryIO], subprocess.Popen[bytes]],
+    start: Callable[[BinaryIO], StartedProcess],
     *,
     output: ForwardedOutput,
     grace_s: float,
@@ -212,11 +211,11 @@ def _run_watched(
         tree.stop(grace_s=grace_s)
         output.forward(final=True)
     observe(True)
-    return process.returncode
+    return process.wait()
 
 
 def _wait(
-    process: subprocess.Popen[bytes],
+    process: StartedProcess,
     tree: ProcessTree,
     output: ForwardedOutput,
     observe: Callable[[bool], object],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -20,6 +20,7 @@ from resources.blocked_executor import end_waits_at_signals
 from resources.problems import INTERRUPTIONS
 from resources.run_summary import print_summary
 from resources.run_worker import end_with_code_server, record_machine
+from resources.step_names import step_asset
 
 if TYPE_CHECKING:
     from dagster import InitExecutorContext
@@ -86,13 +87,27 @@ class _SummarizedExecutor(Executor):
         if self._name == in_process_executor.name:
             events = _with_interruptible_waits(events, instance, run_id)
         try:
-            yield from events
+            with self._imports_ahead(execution_plan):
+                yield from events
         except (Exception, *INTERRUPTIONS) as err:
             if isinstance(err, INTERRUPTIONS):
                 _record_cancellation(instance, run_id)
             self._print_summary(instance, run_id, err)
             raise
         self._print_summary(instance, run_id, None)
+
+    def _imports_ahead(self, execution_plan: Any) -> AbstractContextManager[None]:
+        if self._name != in_process_executor.name:
+            return nullcontext()
+        from resources.imports_ahead import imports_ahead  # imports Polars
+
+        # Undocumented: only the plan has the steps of a run that executes some of a job's assets.
+        steps = [step_asset(key) for key in execution_plan.step_keys_to_execute]
+        for recipe in self._recipes:
+            if assets := [asset for name, asset in steps if name == recipe.name]:
+                with suppress(Exception):  # the steps report what they cannot read either
+                    return imports_ahead(recipe, assets)
+        return nullcontext()
 
     def _print_summary(self, instance: DagsterInstance, run_id: str, error: BaseException | None) -> None:
         # Dagster's commands use click. `latentline run` prints the summary itself, below its own output, and

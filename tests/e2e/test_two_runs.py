@@ -17,11 +17,13 @@ from dagster import AssetExecutionContext, DagsterEventType, DagsterInstance, Da
 from assets.definitions import build_definitions
 from assets.deployment import gpu_pool
 from assets.names import LAUNCHER_RESOURCE
+from pipeline.processes.fork_server import SERVER_MODULE
 from pipeline.processes.launch import Launch, Meanwhile
 from pipeline.recipe import AccelerateSettings, load_recipe
 from pipeline.recipe.deployment import read_deployment
 from resources.local_launcher import Observer
 from tests.e2e.daemon import make_home, running, runs_of, succeeded, until
+from tests.e2e.finished_runs import processes_of
 from tests.e2e.gpu_pool import holders, occupy, waiting
 from tests.e2e.served import CodeServer
 from tests.in_process_launcher import InProcessLauncher
@@ -222,13 +224,9 @@ def test_a_killed_run_is_started_again_and_resumes_from_its_checkpoint(cached, t
         )
         runs = cached.out / "runs"
         until(lambda: len(list(runs.glob("*/checkpoints/*"))) > 1, "checkpoints", seconds=180, log=log)
-        (trainer,) = (
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if "pipeline.trained_lora.worker" in (process.info["cmdline"] or ())
-            and str(cached.out) in " ".join(process.info["cmdline"])
-        )
-        parent = trainer.parent()
+        forked = [process for process in processes_of(cached) if SERVER_MODULE in process.cmdline()]
+        server = min(forked, key=psutil.Process.create_time)
+        parent = server.parent()
         assert parent is not None
         parent.kill()
         until(lambda: len(runs_of(instance)) == 2, "another run", seconds=120, log=log)

@@ -1,16 +1,13 @@
-"""`python -m pipeline.text_embeddings.worker <encoding.json>`: encode captions.
-
-With `--wait` in place of the file, it imports what it needs, and waits for its job.
-"""
+"""`python -m pipeline.text_embeddings.worker <encoding.json>`: encode captions."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from pipeline.encoding.progress import Report
 from pipeline.encoding.worker.main import main
 from pipeline.processes.guard import end_now
-from pipeline.processes.waiting import job_file
 
 
 def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
@@ -29,5 +26,5 @@ def import_libraries() -> None:
 
 
 if __name__ == "__main__":
-    main(job_file(import_libraries), run)
+    main(Path(sys.argv[1]), run)
     end_now(0)

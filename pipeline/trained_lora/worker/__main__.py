@@ -1,18 +1,16 @@
 """`python -m pipeline.trained_lora.worker <order.json>`: one process of a training run.
 
-With `--wait` in place of the file, it imports what every training needs, and waits for its job.
-
 It ends with its parent: Dagster's step or `latentline train` for a single process, accelerate's launcher for
 one of several. If the parent dies, the process saves a checkpoint if it can do so in time.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import reporter
-from pipeline.processes.waiting import job_file
 from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals, stop_orphan
 
 
@@ -67,5 +65,5 @@ def import_libraries() -> None:
 
 
 if __name__ == "__main__":
-    main(job_file(import_libraries))
+    main(Path(sys.argv[1]))
     end_now(0)

@@ -1,0 +1,163 @@
+"""A job gets a process that has imported already, is like any other, and never outlives its run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.processes.fork_server import StartedProcess, fork_server, start_process
+from pipeline.processes.launch import launch_command, launch_environment
+from pipeline.recipe import AccelerateSettings
+from tests.waiting import until
+
+ROOT = Path(__file__).resolve().parents[3]
+SETTINGS = AccelerateSettings(num_processes=1)
+MODULE = "entry_that_waits"
+
+ENTRY = """
+import json, os, sys, time
+from pathlib import Path
+from pipeline.processes.guard import watch_parent
+from pipeline.processes.launch import ERROR_FILE_VARIABLE
+
+def import_libraries():
+    folder = Path(__file__).parents[1]
+    (folder / "imported").write_text(str(os.getpid()))
+    if (folder / "fails").exists():
+        raise ImportError("no such library")
+    if (folder / "dies").exists():
+        os._exit(1)
+
+if __name__ == "__main__":
+    watch_parent()
+    print("printed", flush=True)
+    print("an error", file=sys.stderr, flush=True)
+    names = (ERROR_FILE_VARIABLE, "OF_THE_JOB")
+    result = {name: os.environ.get(name) for name in names}
+    result |= {"server": os.getppid(), "pid": os.getpid(), "session": os.getsid(0), "arguments": sys.argv[1:]}
+    Path(sys.argv[1]).write_text(json.dumps(result))
+    time.sleep(float(os.environ.get("SLEEP_S", "0")))
+    sys.exit(7)
+"""
+
+
+@pytest.fixture(autouse=True)
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / MODULE).mkdir()
+    (tmp_path / MODULE / "__init__.py").touch()
+    (tmp_path / MODULE / "__main__.py").write_text(ENTRY, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+
+
+def server_pid(folder: Path) -> int:
+    file = folder / "imported"
+    until(lambda: file.exists() and file.read_text())
+    return int(file.read_text())
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def start(folder: Path, **variables: str) -> StartedProcess:
+    """Start the entry module as a launcher does."""
+    environment = launch_environment(SETTINGS, folder / "error.json") | variables
+    with (folder / "output.txt").open("wb") as file:
+        return start_process(launch_command(SETTINGS, MODULE, folder / "job.json"), environment, file)
+
+
+def result_of(folder: Path, **variables: str) -> dict[str, Any]:
+    """Start the entry module, and return what it found."""
+    folder.mkdir(exist_ok=True)
+    process = start(folder, **variables)
+    assert process.wait() == process.poll() == 7
+    assert (folder / "output.txt").read_text().splitlines() == ["printed", "an error"]
+    result = json.loads((folder / "job.json").read_text())
+    assert result["pid"] == result["session"] == process.pid
+    assert result["arguments"] == [str(folder / "job.json")]
+    shutil.rmtree(folder)
+    return result
+
+
+def test_each_job_is_a_process_of_its_own_with_its_variables_output_and_status(tmp_path: Path) -> None:
+    with fork_server([MODULE], SETTINGS):
+        first = result_of(tmp_path / "first", OF_THE_JOB="a value")
+        second = result_of(tmp_path / "second")
+        server = server_pid(tmp_path)
+        assert [first["server"], second["server"]] == [server, server]
+        assert first["pid"] != second["pid"]
+    assert first["OF_THE_JOB"] == "a value"
+    assert second["OF_THE_JOB"] is None
+    assert first["LATENTLINE_ERROR_FILE"] == str(tmp_path / "first" / "error.json")
+    assert not is_running(server)
+
+
+def test_a_server_within_another_is_the_same(tmp_path: Path) -> None:
+    with fork_server([MODULE], SETTINGS):
+        server = server_pid(tmp_path)
+        with fork_server([MODULE], SETTINGS):
+            pass
+        assert result_of(tmp_path / "job")["server"] == server
+
+
+def test_a_job_with_other_settings_is_not_forked(tmp_path: Path) -> None:
+    with fork_server([MODULE], SETTINGS):
+        assert result_of(tmp_path / "job", OMP_NUM_THREADS="7")["server"] == os.getpid()
+
+
+def test_a_job_beside_another_is_not_forked(tmp_path: Path) -> None:
+    with fork_server([MODULE], SETTINGS):
+        other = start(tmp_path, SLEEP_S="300")
+        assert result_of(tmp_path / "job")["server"] == os.getpid()
+        os.kill(other.pid, signal.SIGKILL)
+        assert other.wait() == -signal.SIGKILL
+
+
+def test_a_job_is_forked_from_a_server_with_failed_imports_and_reports_why(tmp_path: Path) -> None:
+    (tmp_path / "fails").touch()
+    with fork_server([MODULE], SETTINGS):
+        assert result_of(tmp_path / "job")["server"] == server_pid(tmp_path)
+
+
+def test_a_job_starts_without_a_server_that_has_died(tmp_path: Path) -> None:
+    (tmp_path / "dies").touch()
+    with fork_server([MODULE], SETTINGS):
+        assert result_of(tmp_path / "job")["server"] == os.getpid()
+
+
+def test_a_job_ends_with_its_server_and_has_the_status_of_its_server(tmp_path: Path) -> None:
+    with fork_server([MODULE], SETTINGS):
+        process = start(tmp_path, SLEEP_S="300")
+        os.kill(server_pid(tmp_path), signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        until(lambda: not is_running(process.pid), seconds=20)
+
+
+def test_server_and_job_end_when_their_run_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import os
+from pathlib import Path
+from pipeline.processes.launch import launch_command, launch_environment
+from pipeline.processes.fork_server import fork_server, start_process
+from pipeline.recipe import AccelerateSettings
+settings, folder = AccelerateSettings(num_processes=1), Path({str(tmp_path)!r})
+variables = launch_environment(settings, folder / "error.json") | {{"SLEEP_S": "300"}}
+with fork_server([{MODULE!r}], settings), (folder / "output.txt").open("wb") as output:
+    start_process(launch_command(settings, {MODULE!r}, folder / "job.json"), variables, output).wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as run:
+        job = tmp_path / "job.json"
+        until(lambda: job.exists() and job.read_text())
+        pids = [json.loads(job.read_text())[name] for name in ("pid", "server")]
+        assert all(map(is_running, pids))
+        run.kill()
+    until(lambda: not any(map(is_running, pids)), seconds=20)
