@@ -89,6 +89,7 @@ def _execute(
 
     from pipeline.recipe import load_recipe
     from resources.dead_runs import end_dead_runs
+    from resources.open_databases import open_databases
     from resources.run_summary import summarize_run
     from resources.summarized_executor import COMMAND_TAG
     from resources.terminal_log import last_durations, show_run
@@ -98,7 +99,7 @@ def _execute(
     recipe = load_recipe(recipe_file)
     job = build_reconstructable_job("assets.run", "load_job", reconstructable_args=(job_name,))
 
-    with _open_instance() as instance:
+    with _open_instance() as instance, open_databases():
         # A dead run would keep its place in the pool, and this run would wait for it.
         end_dead_runs(instance)
 

@@ -17,6 +17,7 @@ from dagster import (
 )
 
 from resources.blocked_executor import end_waits_at_signals
+from resources.open_databases import open_databases
 from resources.problems import INTERRUPTIONS
 from resources.run_summary import print_summary
 from resources.run_worker import end_with_code_server, record_machine
@@ -87,7 +88,7 @@ class _SummarizedExecutor(Executor):
         if self._name == in_process_executor.name:
             events = _with_interruptible_waits(events, instance, run_id)
         try:
-            with self._imports_ahead(execution_plan):
+            with open_databases(), self._imports_ahead(execution_plan):
                 yield from events
         except (Exception, *INTERRUPTIONS) as err:
             if isinstance(err, INTERRUPTIONS):
