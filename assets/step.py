@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,11 @@ from assets.checks import check_results, check_specs, path_isolation_results
 from assets.definition_metadata import TABLE_FORMAT, asset_tags, definition_metadata
 from assets.location import Location
 from assets.names import asset_key
+from pipeline.log import Log
 from pipeline.recipe import Recipe
+from pipeline.storage.addresses import Url
 from pipeline.storage.needed_columns import ALL_INPUTS
+from pipeline.storage.table_columns import OPTIONAL_ASSETS
 from pipeline.versions import (
     CAPTIONS_VERSION,
     DIAGNOSIS_VERSION,
@@ -93,6 +97,10 @@ _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
     (PREPROCESSING_VERSION,),
 )
 """Further recipe fields and versions that decide text_embeddings if a text encoder may see references."""
+
+
+_LAST_OF_A_JOB = {"vae_latents", "text_embeddings", "trained_lora", *OPTIONAL_ASSETS}
+"""Stages after which the page is written; after the first ones, more stages follow within seconds."""
 
 
 def stage_asset(  # noqa: PLR0913 - arguments of Dagster's decorator
@@ -192,7 +200,36 @@ def run_step(
     with errors_as_failures(retries=True, log=log):
         # Before anything is written, such as the files that are fetched from an address.
         yield from path_isolation_results(context, recipe)
-        with stage_files(outputs_of(recipe, log), asset, checks_only=not is_selected, log=log):
+        with (
+            stage_files(outputs_of(recipe, log), asset, checks_only=not is_selected, log=log),
+            _page_written(recipe, asset, log=log),
+        ):
             if is_selected:
                 yield materialize()
             yield from check_results(context, recipe, asset, run_checks)
+
+
+@contextmanager
+def _page_written(recipe: Recipe, asset: str, *, log: Log) -> Iterator[None]:
+    """Write `reports/index.html` after a stage with which a job may end, and after one that fails."""
+    is_last = False
+    try:
+        yield
+        is_last = asset in _LAST_OF_A_JOB
+    except BaseException:
+        is_last = True
+        raise
+    finally:
+        # A working copy of outputs at an address has the files of this stage alone.
+        if is_last and not isinstance(recipe.output_address, Url):
+            _write_page(recipe, log)
+
+
+def _write_page(recipe: Recipe, log: Log) -> None:
+    from pipeline.page.static import page_path, write_page
+
+    try:
+        write_page(recipe)
+    # Without its page, a training is worth the same.
+    except Exception as err:
+        log(f"warning: {page_path(recipe.output_dir)} was not written: {type(err).__name__}: {err}")

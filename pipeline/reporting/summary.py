@@ -143,7 +143,9 @@ def _page_lines(run: RunResult) -> list[tuple[str, str]]:
         "validated_dataset": ("dataset", "dataset/index.html"),
         "trained_lora": ("pictures", "trained_lora/samples.jpg"),
     }
-    paths = [
+    # The page of the recipe shows the results of all stages.
+    paths = [("page", run.output_dir / "reports" / "index.html")] if run.reports else []
+    paths += [
         (label, run.output_dir / "reports" / page)
         for asset, (label, page) in pages.items()
         if asset in run.reports

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FOLDER = "dataset"
 INDEX_FILE, REJECTED_FILE = "index.html", "rejected.html"
-_THUMBNAILS = "thumbnails"
+THUMBNAILS = "thumbnails"
 _FORMAT = "1"
 
 MAX_IMAGES = 2_000
@@ -58,7 +58,7 @@ MAX_CAPTION_CHARACTERS = 2_000
 THUMBNAIL_PX = 192
 _MAX_THUMBNAIL_BYTES = 20_000
 
-_KEPT_COLUMNS = (
+KEPT_COLUMNS = (
     *("sample_id", "dataset", "path", "content_hash", "height", "width", "duplicate_group"),
     *("caption", "more_captions"),
 )
@@ -85,7 +85,7 @@ def write_dataset_page(
         log: Receives the progress of drawing thumbnails.
     """
     folder = recipe.output_dir / "reports" / FOLDER
-    shown, rejected_shown = _chosen(recipe, table), _first_of_each_reason(rejected)
+    shown, rejected_shown = _chosen(recipe, table), first_of_each_reason(rejected)
     counts = f"{_FORMAT} {recipe.name} {len(table)}"
 
     # The first digest covers what this stage knows, the second one what aspect_buckets adds. A run of
@@ -94,9 +94,9 @@ def write_dataset_page(
     num_kept = len(table)
     if placed is not None:
         num_kept -= placed.rejected["sample_id"].n_unique()
-        rejected_shown = _first_of_each_reason(pl.concat([rejected, placed.rejected]))
+        rejected_shown = first_of_each_reason(pl.concat([rejected, placed.rejected]))
         # An inner join, because samples that aspect_buckets rejected are not kept any more.
-        shown = shown.join(_bucket_texts(placed.table), on="sample_id", how="inner").sort("sample_id")
+        shown = shown.join(bucket_texts(placed.table), on="sample_id", how="inner").sort("sample_id")
         digests.append(content_digest(shown, rejected_shown, more=str(num_kept)))
 
     if is_current(folder, *digests):
@@ -105,7 +105,7 @@ def write_dataset_page(
     # An interruption leaves no digest, so that the next run writes all pages again.
     forget_current(folder)
     sources = sources_of(recipe)
-    thumbnails = _write_thumbnails(folder / _THUMBNAILS, [shown, rejected_shown], sources, log)
+    thumbnails = _write_thumbnails(folder / THUMBNAILS, [shown, rejected_shown], sources, log)
     pages = _kept_pages(
         recipe.name, shown, thumbnails, num_kept=num_kept, num_rejected=_total(rejected_shown)
     )
@@ -131,17 +131,18 @@ def _chosen(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
     number = MAX_REMOTE_IMAGES if is_remote else MAX_IMAGES
 
     # Chosen by content, so that adding images to a large dataset replaces only some of them.
-    columns = [name for name in (*_KEPT_COLUMNS, "decoding") if name in table.columns]
+    columns = [name for name in (*KEPT_COLUMNS, "decoding") if name in table.columns]
     chosen = table.select(columns).bottom_k(number, by=["content_hash", "sample_id"])
     uses = times_drawn(chosen, recipe.datasets)
     return chosen.with_columns(uses=uses).drop("duplicate_group").sort("sample_id")
 
 
-def _bucket_texts(placed: pl.DataFrame) -> pl.DataFrame:
+def bucket_texts(placed: pl.DataFrame) -> pl.DataFrame:
+    """Return the buckets of each sample as one text."""
     return placed.group_by("sample_id").agg(bucket=pl.col("bucket").sort().str.join(", "))
 
 
-def _first_of_each_reason(rejected: pl.DataFrame) -> pl.DataFrame:
+def first_of_each_reason(rejected: pl.DataFrame) -> pl.DataFrame:
     """Return the first samples of each reason, the most frequent reason first, with `total` per reason."""
     counted_rows = rejected.select(*_REJECTED_COLUMNS).with_columns(total=pl.len().over("reason"))
     ordered = counted_rows.sort("total", "reason", "sample_id", descending=[True, False, False])
@@ -163,7 +164,7 @@ def _write_thumbnails(
             # Files that the scan did not read stay closed: they may be pipes, or links that lead out.
             if row["content_hash"] and row.get("reason") not in UNSAFE_REASONS and row["dataset"] in sources:
                 file = sources[row["dataset"]].file(row["path"])
-                images.setdefault(_thumbnail_name(row), SheetImage(file))
+                images.setdefault(thumbnail_name(row), SheetImage(file))
 
     # A thumbnail is named after its content, so an existing one is always current.
     existing = {path.name for path in folder.iterdir()}
@@ -179,7 +180,8 @@ def _write_thumbnails(
     return {path.name for path in folder.iterdir()}
 
 
-def _thumbnail_name(row: Mapping[str, Any]) -> str:
+def thumbnail_name(row: Mapping[str, Any]) -> str:
+    """Return the file name of the thumbnail of a row with a content hash."""
     # Decoding rules change the picture of an unchanged file.
     rules = f"-{row['decoding'].replace(' ', '-')}" if row.get("decoding") else ""
     return f"{row['content_hash'][:32]}{rules}.jpg"
@@ -228,11 +230,11 @@ def _figure(row: Mapping[str, Any], thumbnails: set[str]) -> str:
 
 def _picture(row: Mapping[str, Any], thumbnails: set[str]) -> str:
     """Return the thumbnail, or an empty frame for an image that cannot or must not be opened."""
-    thumbnail = _thumbnail_name(row) if row["content_hash"] else ""
+    thumbnail = thumbnail_name(row) if row["content_hash"] else ""
     if thumbnail not in thumbnails:
         return '<div class="frame">not readable</div>'
     name = html_text(printable(posixpath.basename(row["path"])))
-    return f'<img src="{_THUMBNAILS}/{thumbnail}" alt="{name}" loading="lazy">'
+    return f'<img src="{THUMBNAILS}/{thumbnail}" alt="{name}" loading="lazy">'
 
 
 def _rejected_page(name: str, rejected: pl.DataFrame, thumbnails: set[str]) -> str:

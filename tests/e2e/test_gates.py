@@ -83,6 +83,10 @@ def test_O01_a_closed_gate_stops_everything_downstream_after_its_table_is_writte
     assert not {step for step in started if "latents" in step or "text" in step or "lora" in step}
     table = pl.read_parquet(cached.out / "tables" / "rejected.parquet")
     assert "photos/photo1.png" in table["sample_id"].to_list()
+    # Later stages did not write it, so the stage with the gate has.
+    page = (cached.out / "reports" / "index.html").read_text("utf-8")
+    assert "gates closed" in page or "1 gate closed" in page
+    assert "photos/photo1.png" in page
 
 
 def test_a_gate_that_the_recipe_allows_only_warns(cached) -> None:
@@ -94,6 +98,7 @@ def test_a_gate_that_the_recipe_allows_only_warns(cached) -> None:
     evaluation = evaluations[key("validated_dataset"), "captions_present"]
     assert (evaluation.passed, evaluation.severity.value) == (False, "WARN")
     assert cached.report("vae_latents")["samples"] == 4
+    assert "4 images kept, 1 rejected" in (cached.out / "reports" / "index.html").read_text("utf-8")
 
 
 def test_I08_filters_that_reject_every_image_fail_the_job_before_any_launch(fresh) -> None:

@@ -61,11 +61,12 @@ def test_a_complete_run_shows_images_caches_gates_loss_and_output_folder() -> No
 
 
 def test_pages_that_the_run_wrote_are_named(tmp_path: Path) -> None:
-    for page in ("dataset/index.html", "trained_lora/samples.jpg"):
-        (tmp_path / "reports" / page).parent.mkdir(parents=True)
+    for page in ("index.html", "dataset/index.html", "trained_lora/samples.jpg"):
+        (tmp_path / "reports" / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "reports" / page).touch()
     lines = run_summary(RunResult("flowers", tmp_path, REPORTS, [])).splitlines()
-    assert lines[-4:-2] == [
+    assert lines[-5:-2] == [
+        f"  page      {tmp_path}/reports/index.html",
         f"  dataset   {tmp_path}/reports/dataset/index.html",
         f"  pictures  {tmp_path}/reports/trained_lora/samples.jpg",
     ]

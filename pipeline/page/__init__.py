@@ -1,0 +1,1 @@
+"""The page of a recipe: its stages, dataset, trainings, previews and results, for the person who trains."""

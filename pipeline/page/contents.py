@@ -1,0 +1,102 @@
+"""What the sections of the page show, read from tables, reports and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.page.runs import Run, difference, loss_charts, more_charts, preview_grid
+from pipeline.page.stages import read_stages
+from pipeline.reporting.reports import read_report
+from pipeline.trained_lora.export.lora_files import CARD_FILE, LORA_FOLDER
+
+if TYPE_CHECKING:
+    from pipeline.page.pictures import Picture
+    from pipeline.recipe import Recipe
+
+RESULT_PICTURES = {
+    "evaluation": {
+        "curves.png": "Numbers of the evaluated steps, with intervals",
+        "grid.jpg": "Pictures of the base model, the chosen step and the last step",
+    },
+    "sweep": {
+        "scores.png": "Scores of the variants by step",
+        "parallel.png": "Settings and score of each variant, one line per variant",
+        "sheet.jpg": "Pictures of the variants",
+    },
+    "diagnosis": {
+        "worst.jpg": "Images whose caption does not fit, next to images whose caption fits better",
+    },
+}
+"""Pictures in the folders of the optional stages, with the text that describes them."""
+
+NUMBERS = ("learned", "obeys", "drift", "copies")
+"""Numbers of an evaluation, in the order of their columns."""
+
+MAX_CARD_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Maximum numbers of what one page shows; it states the totals."""
+
+    runs: int = 12
+    preview_steps: int = 12
+    preview_prompts: int = 8
+
+
+def training_contents(
+    recipe: Recipe, runs: Sequence[Run], picture: Picture, limits: Limits
+) -> dict[str, Any]:
+    """Return the values of the sections stages, training and previews."""
+    newest = runs[0] if runs else None
+    grid = preview_grid(
+        newest.previews if newest else [],
+        max_steps=limits.preview_steps,
+        max_prompts=limits.preview_prompts,
+    )
+    return {
+        "recipe": recipe,
+        "picture": picture,
+        "stages": read_stages(recipe.output_dir),
+        "run": newest,
+        "loss_charts": loss_charts(runs),
+        "more_charts": more_charts(newest) if newest else [],
+        "grid": grid,
+    }
+
+
+def run_rows(runs: Sequence[Run], start: int, number: int) -> list[dict[str, Any]]:
+    """Return so many runs from `start` on, each with what differs from the run before it."""
+    return [
+        {"run": run, "differs": difference(run, runs[index + 1] if index + 1 < len(runs) else None)}
+        for index, run in list(enumerate(runs))[start : start + number]
+    ]
+
+
+def result_contents(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of the sections evaluation, sweep, diagnosis and card; None for absent ones."""
+    results = {asset: read_report(recipe.output_dir, asset) for asset in RESULT_PICTURES}
+    folder = recipe.output_dir / LORA_FOLDER
+    return {
+        "results": {asset: report for asset, report in results.items() if report is not None},
+        "result_pictures": {asset: _pictures(recipe, asset) for asset in RESULT_PICTURES},
+        "numbers": NUMBERS,
+        "card": _text(folder / CARD_FILE),
+        "lora_files": sorted(folder.glob("*.safetensors")),
+    }
+
+
+def _pictures(recipe: Recipe, asset: str) -> list[tuple[Path, str]]:
+    folder = recipe.output_dir / "reports" / asset
+    paths = ((folder / name, text) for name, text in RESULT_PICTURES[asset].items())
+    return [(path, text) for path, text in paths if path.is_file()]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[:MAX_CARD_CHARACTERS]
+    except OSError:
+        return ""
