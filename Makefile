@@ -26,7 +26,7 @@ help:
 	@echo "make check   check format, lint, types and import layers"
 	@echo "make bench   compare Latentline with the machine's limits, in minutes; BENCH=full uses the published sizes"
 	@echo "make bench-compare   run the benchmarks, and list what is slower than the newest run in bench/results"
-	@echo "make ui      open the Dagster UI on http://127.0.0.1:3000, and TensorBoard on port 6006"
+	@echo "make ui      open the Dagster UI on http://127.0.0.1:3000, the pages of the recipes, and TensorBoard on port 6006"
 	@echo "make format  format the sources and fix lint errors"
 	@echo "make lock    write the hashes of the versions in constraints.txt to requirements.lock"
 	@echo "make clean   remove the cache, the files of the demo, and temporary instances of killed commands"

@@ -1,4 +1,4 @@
-"""`python -m tools.ui`: Dagster's UI, and TensorBoard on the logs of all runs, until Ctrl-C.
+"""`python -m tools.ui`: Dagster's UI, TensorBoard and the pages of the recipes, until Ctrl-C.
 
 TensorBoard reads one folder, `<DAGSTER_HOME>/tensorboard/`, with a symbolic link to the runs of each recipe.
 The links follow the recipes while the UI is open.
@@ -35,8 +35,9 @@ STOP_WAIT_S = 5.0
 @click.command()
 @click.option("--port", default=3000, show_default=True, help="Port of Dagster's UI.")
 @click.option("--tensorboard-port", type=int, help="Port of TensorBoard.  [default: 6006]")
-def main(port: int, tensorboard_port: int | None) -> None:
-    """Serve Dagster's UI and TensorBoard on 127.0.0.1 until Ctrl-C."""
+@click.option("--page-port", default=8765, show_default=True, help="Port of the pages; 0 chooses one.")
+def main(port: int, tensorboard_port: int | None, page_port: int) -> None:
+    """Serve Dagster's UI, TensorBoard and the pages of the recipes on 127.0.0.1 until Ctrl-C."""
     home = Path(os.environ.get("DAGSTER_HOME") or project_root() / ".dagster").absolute()
     os.environ["DAGSTER_HOME"] = str(home)
     if tensorboard_port is not None:
@@ -51,6 +52,7 @@ def main(port: int, tensorboard_port: int | None) -> None:
     # A script that starts this in its background makes it ignore SIGINT, and Dagster would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dagster = subprocess.Popen(command, cwd=project_root())
+    pages = start_pages(page_port, f"http://{tensorboard.HOST}:{port}")
     click.echo(f"TensorBoard: {tensorboard.url()}")
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -64,8 +66,9 @@ def main(port: int, tensorboard_port: int | None) -> None:
     except KeyboardInterrupt:
         end(dagster)
     finally:
-        board.terminate()
-        end(board)
+        for process in (board, pages):
+            process.terminate()
+            end(process)
     sys.exit(dagster.returncode)
 
 
@@ -94,6 +97,12 @@ def start_tensorboard(links: Path, log: Path) -> subprocess.Popen[bytes]:
     command += ["--host", tensorboard.HOST, "--port", str(tensorboard.port()), "--reload_interval", "10"]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def start_pages(port: int, dagster: str) -> subprocess.Popen[bytes]:
+    """Start `latentline ui`, which prints its address, or why it cannot start."""
+    command = [sys.executable, "-m", "pipeline.cli", "ui", "--port", str(port), "--dagster", dagster]
+    return subprocess.Popen(command, cwd=project_root())
 
 
 def wait_for_dagster(dagster: subprocess.Popen[bytes], board: subprocess.Popen[bytes], links: Path) -> None:

@@ -30,6 +30,7 @@ COMMANDS = {
     "fit-buckets": "pipeline.cli.fit_buckets",
     "plan": "pipeline.cli.plan",
     "run": "pipeline.cli.run",
+    "ui": "pipeline.cli.ui",
     "explain": "pipeline.cli.explain",
     "verify": "pipeline.cli.verify",
     "pack": "pipeline.cli.pack",

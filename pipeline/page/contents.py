@@ -13,7 +13,6 @@ from pipeline.reporting.reports import read_report
 from pipeline.trained_lora.export.lora_files import CARD_FILE, LORA_FOLDER
 
 if TYPE_CHECKING:
-    from pipeline.page.pictures import Picture
     from pipeline.recipe import Recipe
 
 RESULT_PICTURES = {
@@ -47,9 +46,7 @@ class Limits:
     preview_prompts: int = 8
 
 
-def training_contents(
-    recipe: Recipe, runs: Sequence[Run], picture: Picture, limits: Limits
-) -> dict[str, Any]:
+def training_contents(recipe: Recipe, runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     """Return the values of the sections stages, training and previews."""
     newest = runs[0] if runs else None
     grid = preview_grid(
@@ -58,8 +55,6 @@ def training_contents(
         max_prompts=limits.preview_prompts,
     )
     return {
-        "recipe": recipe,
-        "picture": picture,
         "stages": read_stages(recipe.output_dir),
         "run": newest,
         "loss_charts": loss_charts(runs),

@@ -45,8 +45,12 @@ class Dataset:
         folder = self.recipe.output_dir / "reports" / FOLDER / THUMBNAILS
         for row in rows.iter_rows(named=True):
             name = thumbnail_name(row) if row.get("content_hash") else ""
+            thumbnail = folder / name if name else None
+            # A rejected image is not drawn on request: the scan may have refused to open its file.
+            if "reason" in row and thumbnail is not None and not thumbnail.is_file():
+                thumbnail = None
             captions = [row.get("caption") or "", *json.loads(row.get("more_captions") or "[]")]
-            yield {**row, "thumbnail": folder / name if name else None, "captions": _shortened(captions)}
+            yield {**row, "thumbnail": thumbnail, "captions": _shortened(captions)}
 
     def first(self, number: int) -> pl.DataFrame:
         """Return at most so many kept images, chosen by content: all of them have thumbnails."""

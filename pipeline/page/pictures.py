@@ -26,7 +26,7 @@ FOLDER = "thumbnails"
 _KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 
 _SMALL_BYTES = 24_000
-"""Size up to which a picture is embedded as it is."""
+"""Size up to which a picture is shown as it is."""
 
 _MAX_BYTES = {256: 24_000, 1600: 240_000}
 """Maximum size of a reduced picture, by its edge."""
@@ -40,13 +40,9 @@ class Embedded:
 
     def __call__(self, path: Path, edge_px: int) -> str:
         """Return a `data:` address of the picture."""
-        file = path
-        # Most thumbnails and charts are small, and need no other file.
-        if not path.is_file() or path.stat().st_size > _SMALL_BYTES:
-            reduced = self._reduced.file(path, edge_px)
-            if reduced is None:
-                return ""
-            file = reduced
+        file = self._reduced.file(path, edge_px)
+        if file is None:
+            return ""
         data = base64.b64encode(file.read_bytes()).decode("ascii")
         return f"data:{_KINDS[file.suffix]};base64,{data}"
 
@@ -63,11 +59,14 @@ class Reduced:
         self._used: set[str] = set()
 
     def file(self, path: Path, edge_px: int) -> Path | None:
-        """Return a JPEG of a PNG or JPEG file, drawn unless it exists; None if the file cannot be read."""
+        """Return a small PNG or JPEG file itself, or else a JPEG of it; None if it cannot be read."""
         try:
             stat = path.stat()
         except OSError:
             return None
+        # Most thumbnails and charts are small, and need no other file.
+        if stat.st_size <= _SMALL_BYTES:
+            return path
         # By content of the name and stat, so that a picture that was drawn again is reduced again.
         identity = f"{path.parent.parent.name}/{path.name} {stat.st_size} {stat.st_mtime_ns} {edge_px}"
         name = f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:24]}.jpg"

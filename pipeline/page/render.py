@@ -20,9 +20,9 @@ def render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
-def style_sheet() -> str:
-    """Return the style sheet of all pages."""
-    return files("pipeline.page").joinpath("templates", "page.css").read_text(encoding="utf-8")
+def template_text(name: str) -> str:
+    """Return a file next to the templates, such as the style sheet."""
+    return files("pipeline.page").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 @cache

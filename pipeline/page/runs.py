@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,12 +73,12 @@ class Run:
     @cached_property
     def metrics(self) -> list[Metrics]:
         """One line per step."""
-        return read_metrics(self.layout.metrics, _ANY_STEP)
+        return _read_metrics(self.layout.metrics)
 
     @cached_property
     def validation(self) -> list[Metrics]:
         """One line per measurement."""
-        return read_metrics(self.layout.validation, _ANY_STEP)
+        return _read_metrics(self.layout.validation)
 
     @cached_property
     def previews(self) -> list[Preview]:
@@ -133,6 +133,20 @@ class Run:
         steps = {each.step for each in self.previews}
         step = self.published_step if self.published_step in steps else max(steps, default=None)
         return next((each for each in self.previews if each.step == step), None)
+
+
+def _read_metrics(path: Path) -> list[Metrics]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return []
+    return _metrics(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=32)
+def _metrics(path: Path, size: int, mtime_ns: int) -> list[Metrics]:
+    del size, mtime_ns  # a file that has grown is another argument
+    return read_metrics(path, _ANY_STEP)
 
 
 def read_runs(output_dir: Path) -> list[Run]:

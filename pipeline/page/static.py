@@ -10,7 +10,7 @@ import polars as pl
 from pipeline.page.contents import Limits, result_contents, run_rows, training_contents
 from pipeline.page.dataset import read_dataset, reasons
 from pipeline.page.pictures import Embedded
-from pipeline.page.render import render, style_sheet
+from pipeline.page.render import render, template_text
 from pipeline.page.runs import read_runs
 from pipeline.reporting.reports import report_path
 from pipeline.storage.atomic import write_text
@@ -56,8 +56,10 @@ def write_page(recipe: Recipe) -> Path:
     names = [name for name in SECTIONS if name not in _OPTIONAL or name in results["results"]]
     text = render(
         "static.html",
+        recipe=recipe,
+        picture=picture,
         sections={name: SECTIONS[name] for name in names},
-        style=style_sheet(),
+        style=template_text("page.css"),
         kept=list(dataset.shown(dataset.first(MAX_IMAGES))),
         num_kept=_number_kept(dataset.kept, dataset.rejected),
         rejected=list(dataset.shown(rejected)),
@@ -65,7 +67,7 @@ def write_page(recipe: Recipe) -> Path:
         num_rejected=dataset.rejected["sample_id"].n_unique(),
         rows=run_rows(runs, 0, limits.runs),
         num_runs=len(runs),
-        **training_contents(recipe, runs, picture, limits),
+        **training_contents(recipe, runs, limits),
         **results,
     )
     path = page_path(recipe.output_dir)

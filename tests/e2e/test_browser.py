@@ -76,7 +76,7 @@ def serving(folder: Path, *, tensorboard_port: int) -> Generator[str]:
     """Start `make ui`, and provide the address of Dagster's UI."""
     port, log = free_port(), folder / "ui.log"
     command = [sys.executable, "-m", "tools.ui", "--port", str(port)]
-    command += ["--tensorboard-port", str(tensorboard_port)]
+    command += ["--tensorboard-port", str(tensorboard_port), "--page-port", "0"]
     with running(command, environment=environment_of(folder), cwd=ROOT, log=log):
         url = f"http://127.0.0.1:{port}"
         until(lambda: responds(f"{url}/server_info"), "the UI", seconds=WAIT_S, log=log)

@@ -127,6 +127,7 @@ def test_both_interfaces_answer_and_end_together(flowers: Path, stop: str) -> No
     (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n", encoding="utf-8")
     ports = free_port(), free_port()
     options = ["--port", str(ports[0]), "--tensorboard-port", str(ports[1])]
+    options += ["--page-port", "0"]
     # `&` in a script makes the command ignore SIGINT.
     ignore = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"] if "background" in stop else []
     process = subprocess.Popen(

@@ -76,6 +76,11 @@ class Browser:
     def __init__(self, session: str) -> None:
         self._session = session
 
+    @property
+    def session(self) -> str:
+        """Address of the WebDriver session, for commands that this class lacks."""
+        return self._session
+
     def open(self, url: str) -> None:
         """Open a page."""
         request(f"{self._session}/url", {"url": url})

@@ -72,7 +72,7 @@ def serving(environment: dict[str, str]) -> Generator[str]:
     """Start the UI as `make ui` does, provide its address, and stop it after the body."""
     port = free_port()
     command = [sys.executable, "-m", "tools.ui", "--port", str(port)]
-    command += ["--tensorboard-port", str(free_port())]
+    command += ["--tensorboard-port", str(free_port()), "--page-port", "0"]
     ui = subprocess.Popen(command, env=environment, cwd=project_root())
     url = f"http://127.0.0.1:{port}"
     try:
