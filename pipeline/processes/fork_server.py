@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
@@ -125,7 +125,8 @@ class _Server:
         return self._last
 
     def end(self) -> None:
-        with self._process as process:
+        # An order that a dead server has not read is still in the buffer.
+        with suppress(BrokenPipeError), self._process as process:
             process.kill()
 
 

@@ -131,6 +131,8 @@ def test_a_job_is_forked_from_a_server_with_failed_imports_and_reports_why(tmp_p
 def test_a_job_starts_without_a_server_that_has_died(tmp_path: Path) -> None:
     (tmp_path / "dies").touch()
     with fork_server([MODULE], SETTINGS):
+        server = server_pid(tmp_path)
+        until(lambda: not is_running(server))
         assert result_of(tmp_path / "job")["server"] == os.getpid()
 
 
