@@ -12,8 +12,10 @@ then vary far less than the losses. A noise level decides how much captions matt
 the spread of its captions. The first draw has all captions; c are the few that fit best in it, and only they
 have further draws. Decided captions get none.
 
-The interval is Student's for the mean of the paired differences of the best caption. Each end is
-exceeded with a probability of 5%, apart from the choice of the best caption and of the number of draws.
+The interval is Student's for the mean of the paired differences of the best caption. Few draws may agree by
+chance, so their variance counts together with a usual one: the moderated t of Smyth 2004,
+https://doi.org/10.2202/1544-6115.1027. The mean is below the lower end with a probability of 1%, and above
+the upper end with 5%, apart from the choice of the best caption and of the number of draws.
 """
 
 from __future__ import annotations
@@ -44,7 +46,14 @@ MAX_DRAWS = ROUNDS[-1]
 NOT_MEASURED = -1.0
 """Value in place of a loss that was not needed."""
 
-_COVERAGE = 0.9
+_USUAL_DEVIATION = 0.75
+"""Usual standard deviation of gains between draws: the root mean square of the demo's images."""
+
+_USUAL_DRAWS = 4
+"""Number of draws that the usual deviation counts as."""
+
+# A false alarm costs a person's time, and is chosen among all images and captions.
+_LOW_PROBABILITY, _HIGH_PROBABILITY = 0.01, 0.05
 
 
 @dataclass(frozen=True)
@@ -115,12 +124,13 @@ def verdict_of(measured: Losses) -> Verdict:
     gains = (compared[:, :1] - compared[:, 1:]) / np.where(spread > 0, spread, 1.0)
     means = gains.mean(axis=0)
     best = int(np.argmax(means))
-    error = gains[:, best].std(ddof=1) / np.sqrt(len(gains))
-    half = float(stdtrit(len(gains) - 1, (1 + _COVERAGE) / 2) * error)
+    squares = _USUAL_DRAWS * _USUAL_DEVIATION**2 + ((gains[:, best] - means[best]) ** 2).sum()
+    freedom = _USUAL_DRAWS + len(gains) - 1
+    error = np.sqrt(squares / freedom / len(gains))
     return Verdict(
         score=float(means[best]),
-        low=float(means[best] - half),
-        high=float(means[best] + half),
+        low=float(means[best] - stdtrit(freedom, 1 - _LOW_PROBABILITY) * error),
+        high=float(means[best] + stdtrit(freedom, 1 - _HIGH_PROBABILITY) * error),
         best=int(finalists[1 + best]),
         passes=int((losses != NOT_MEASURED).sum()),
     )
