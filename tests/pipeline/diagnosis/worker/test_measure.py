@@ -26,14 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["any_precision", "one_thread"]
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+MASK = {"from": "alpha", "unmasked_weight": 0.25, "normalise": False}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "dataset"), [("epsilon", {}), ("v_prediction", {"mask": MASK})], ids=["plain", "masked"]
+)
 def test_the_losses_equal_those_of_diffusers(
-    make_project: Callable[..., Project], tiny_bases: dict[str, Path], prediction: str
+    make_project: Callable[..., Project],
+    tiny_bases: dict[str, Path],
+    prediction: str,
+    dataset: dict[str, Any],
 ) -> None:
-    """With the mean squared error of the noise or the velocity, and one noise for all captions of a draw."""
+    """With the mean squared error of the noise or the velocity, and one noise for all captions of a draw.
+
+    A mask weights the errors, because a caption may describe only what is trained on.
+    """
     from diffusers import DDPMScheduler, UNet2DConditionModel
 
-    project = make_project(prediction=prediction)
+    project = make_project(prediction=prediction, datasets={"photos": dataset})
     entries = RecipeEntries(project.recipe)
     inputs = swapped_inputs(entries, project.latents, project.text)
     job = replace(project.job(), inputs=TrainingInputs(inputs))
@@ -45,6 +56,11 @@ def test_the_losses_equal_those_of_diffusers(
     unet: Any = UNet2DConditionModel.from_pretrained(folder, subfolder="unet")
     scheduler: Any = DDPMScheduler.from_pretrained(folder, subfolder="scheduler")
     latent = torch.from_numpy(entries.store.read(item.views[0].entry)[LATENT]).float()[None]
+    weights = torch.ones(())
+    if mask := item.views[0].mask:
+        inside = torch.from_numpy(entries.store.read(mask)["mask"]).float()
+        weights = 0.25 + 0.75 * inside
+        assert 0 < inside.mean() < 1
     expected = np.zeros((2, 3))
     for row, draw in enumerate([2, 0]):
         level = positions()[draw]
@@ -56,7 +72,7 @@ def test_the_losses_equal_those_of_diffusers(
             text = torch.from_numpy(entries.store.read(item.variants[caption].entry)[TEXT]).float()[None]
             with torch.no_grad():
                 output = unet(noisy, timestep, text).sample
-            expected[row, column] = float(((output - target) ** 2).mean())
+            expected[row, column] = float((weights * (output - target) ** 2).mean())
     np.testing.assert_allclose(measured, expected, rtol=1e-4)
 
 
