@@ -17,7 +17,7 @@ from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
 DESCRIPTION = (
-    "How well each image fits its own caption and captions of other images, by the loss of the base model. "
+    "How well each image fits its own caption and other captions, by the loss of the base model. "
     "The losses are entries of the cache."
 )
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 @click.command(short_help="Find captions that do not fit their images.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 def command(recipe: Recipe) -> None:
-    """Find images of RECIPE that fit captions of other images better than their own.
+    """Find images of RECIPE that fit other captions better than their own.
 
-    The base model's loss on each image is measured under its own caption and under captions of other images,
-    with the same noise. It needs no training, but the caches: after a change of images or captions, run
-    `latentline run RECIPE --cache-only` first.
+    The base model's loss on each image is measured under its own caption, under this caption with a word
+    exchanged, and under captions of other images, with the same noise. It needs no training, but the caches:
+    after a change of images or captions, run `latentline run RECIPE --cache-only` first.
 
     The losses are entries of the cache. So an unchanged caption is not measured again, and a diagnosis that
     was stopped continues where it ended.

@@ -1,4 +1,4 @@
-"""Checks of diagnosis: images fit their own captions better than captions of other images."""
+"""Checks of diagnosis: images fit their own captions better than other captions."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pipeline.encoding.jobs import Job
 from pipeline.models.fingerprints import canonical_hash
 from pipeline.trained_lora.identities import by_content
 from pipeline.trained_lora.inputs import COLUMNS as INPUT_COLUMNS
-from pipeline.trained_lora.inputs import IDENTITY, SIDE_INPUT_COLUMNS, training_inputs
+from pipeline.trained_lora.inputs import IDENTITY, SIDE_INPUT_COLUMNS, tensors_json, training_inputs
 from pipeline.trained_lora.prompts import entry_to_json
 from pipeline.versions import DIAGNOSIS_VERSION
 
@@ -43,8 +43,8 @@ def swapped_inputs(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataF
     """Return one row per caption of each image, sorted, with `WORK_COLUMNS`, `variant`, `path` and `key`.
 
     An image is in its largest bucket and unmirrored. Its `captions` are its own one and up to `NUM_OTHERS`
-    captions of other images. `variant` is the caption's index among the image's captions, and `key` is null
-    with fewer than `MIN_OTHERS` others.
+    others: the own one with a word exchanged, and captions of other images. `variant` is the caption's index
+    among the image's captions, and `key` is null with fewer than `MIN_OTHERS` others.
 
     Args:
         entries: Entries of the recipe.
@@ -70,10 +70,17 @@ def swapped_inputs(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataF
     }
     # A caption whose encoder saw the references of its own image says nothing about another image.
     pool = CaptionPool(() if entries.text_images is not None else texts)
+    others = {own: pool.others(own, NUM_OTHERS) for own in texts}
+    composed = sorted({caption for each in others.values() for caption in each}.difference(texts))
+    any_length = tensors_json(entries.text_tensors())
+    texts |= {
+        caption: (key, any_length) for caption, key in zip(composed, entries.text_keys(composed), strict=True)
+    }
+
     rows: list[dict[str, Any]] = []
     for row in table.iter_rows(named=True):
         for variant, own in enumerate(row["captions"]):
-            captions = [own, *pool.others(own, NUM_OTHERS)]
+            captions = [own, *others[own]]
             keys, tensors = zip(*(texts[caption] for caption in captions), strict=True)
             more = {"captions": captions, "texts": list(keys), "text_tensors": list(tensors)}
             variant_id = f"{row['sample_id']}, caption {variant + 1}"

@@ -1,4 +1,4 @@
-"""The sheet of a diagnosis: images that do not fit their captions, next to images that the captions fit."""
+"""The sheet of a diagnosis: images that do not fit their captions, next to images of better captions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def write_sheet(recipe: Recipe, worst: pl.DataFrame, table: pl.DataFrame, *, log
         return
     sources = sources_of(recipe)
     owners = {row["caption"]: row for row in table.iter_rows(named=True)}
-    rows = [
-        SheetRow(
-            f"score {row['score']:+.3f}; left: own caption; right: one that fits better, and its image",
-            [_image(row, sources), _image(owners[row["better_caption"]], sources)],
-        )
-        for row in worst.head(NUM_ROWS).iter_rows(named=True)
-    ]
+    rows: list[SheetRow] = []
+    for row in worst.head(NUM_ROWS).iter_rows(named=True):
+        images = [_image(row, sources)]
+        # A caption with an exchanged word may be the caption of no image.
+        if owner := owners.get(row["better_caption"]):
+            images.append(_image(owner, sources))
+        rows.append(SheetRow(f"score {row['score']:+.3f}; fits better: {row['better_caption']}", images))
     title = f"{recipe.name}: captions that do not fit, {len(rows)} of {len(worst):,}"
     write_bytes(file, contact_sheet(rows, title=title, log=log))
 

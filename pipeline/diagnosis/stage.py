@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.cache.entry_format import LOSSES
-from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries
+from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries, is_unchanged
 from pipeline.diagnosis.caption_swap import MIN_OTHERS, Verdict, verdict_of
 from pipeline.diagnosis.entries import loss_requests, loss_spec, swapped_inputs
 from pipeline.diagnosis.report import write_sheet
@@ -17,6 +17,7 @@ from pipeline.errors import TrainingError, counted
 from pipeline.log import Log
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import SCHEMAS, Tables, empty, row_names, validated
+from pipeline.text_embeddings.stage import caption_requests
 from pipeline.trained_lora.stage import require_open_gates
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def diagnose(
     latents = latents.join(tables.read_rejected("text_embeddings"), on="sample_id", how="anti")
     inputs = swapped_inputs(entries, latents, text)
     requests = loss_requests(entries, inputs, tables.read_previous(ASSET))
+
+    # Captions with an exchanged word are encoded only for images that are measured now.
+    missing = requests.rows.filter(~is_unchanged(entries.store, "diagnoses", requests.rows))
+    composed = missing.select(caption=pl.col("captions").explode()).unique().sort("caption")
+    composed = composed.join(text.select("caption"), on="caption", how="anti", maintain_order="left")
+    fill(entries, caption_requests(entries, composed), launch=launch, log=log, watch=watch)
     filled = fill(entries, requests, launch=launch, log=log, watch=watch)
 
     verdicts = {
@@ -156,9 +163,9 @@ def cannot_tell(entries: RecipeEntries, table: pl.DataFrame) -> str:
 def _summary(table: pl.DataFrame) -> str:
     wrong, unknown = (table.filter(verdict=name).height for name in ("does not fit", "cannot tell"))
     text = (
-        f"{counted(wrong, 'caption fits', 'captions fit')} its image less than a caption of another image"
+        f"{counted(wrong, 'caption fits', 'captions fit')} its image less than another caption"
         if wrong == 1
-        else f"{wrong:,} captions fit their images less than captions of other images"
+        else f"{wrong:,} captions fit their images less than other captions"
     )
     text += f", of {counted(len(table), 'caption')}"
     return text + (f"; {unknown:,} undecided" if unknown else "")

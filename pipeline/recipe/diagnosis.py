@@ -13,5 +13,5 @@ class DiagnosisSettings(Settings):
     captions: bool = Field(
         default=True,
         description="Compare the base model's loss on each image under its own caption with its loss under "
-        "captions of other images, see docs/diagnosis.md.",
+        "other captions, see docs/diagnosis.md.",
     )

@@ -95,7 +95,7 @@ def cache_text(
     # One row per (sample, caption); samples with equal captions share an entry.
     captions = text_rows(entries, selected("validated_dataset", validated_table, CAPTION_COLUMNS))
     previous = tables.read_previous(ASSET, ("key", "text_length", *_TOKEN_COUNTS, *STAT_COLUMNS))
-    requests = _entry_requests(entries, needed_texts(entries, captions), previous)
+    requests = caption_requests(entries, needed_texts(entries, captions), previous)
     requests = replace(requests, seal_packs=seal_packs)
     result = fill(entries, requests, launch=launch, log=log, watch=watch)
 
@@ -141,9 +141,16 @@ def _rejected(captions: pl.DataFrame, failures: Mapping[str, Failure]) -> pl.Dat
     return frame("rejected", rows)
 
 
-def _entry_requests(
-    entries: RecipeEntries, texts: pl.DataFrame, previous: pl.DataFrame | None
+def caption_requests(
+    entries: RecipeEntries, texts: pl.DataFrame, previous: pl.DataFrame | None = None
 ) -> EntryRequests:
+    """Return the requests of captions.
+
+    Args:
+        entries: Entries of the recipe.
+        texts: One row per distinct caption: `caption`, and perhaps `SEEN` and `FILES`.
+        previous: Last table of text_embeddings.
+    """
     rows = entries.text_requests(
         texts["caption"],
         previous,

@@ -62,5 +62,5 @@ def test_the_base_model_cannot_tell_captions_of_words_that_it_does_not_know(tmp_
 @pytest.mark.timeout(3600)
 def test_planted_defects_are_among_the_first_six_and_few_clean_images(tmp_path: Path) -> None:
     result = trial(tmp_path, tmp_path / "cache", 0)
-    assert len(set(result["planted"]) & set(top(result))) >= len(result["planted"]) - 1
-    assert len({*result["clean_captions"], *result["clean_pictures"]}) <= 2
+    assert set(result["planted"]) <= set(top(result))
+    assert len({*result["clean_captions"], *result["clean_pictures"]}) <= 1

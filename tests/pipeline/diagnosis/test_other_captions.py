@@ -5,7 +5,7 @@ import subprocess
 import sys
 from itertools import product
 
-from pipeline.diagnosis.other_captions import MAX_POOL, CaptionPool, words_of
+from pipeline.diagnosis.other_captions import MAX_COMPOSED, MAX_POOL, CaptionPool, words_of
 
 COLOURS, SHAPES = ("red", "green", "blue"), ("circle", "square", "star")
 CAPTIONS = [f"a {colour} {shape}" for colour, shape in product(COLOURS, SHAPES)]
@@ -18,6 +18,34 @@ def test_each_word_is_tried_in_place_of_the_own_one_with_no_other_change() -> No
         assert {len(words_of(own) & words_of(other)) for other in others} == {2}
         tried = frozenset[str]().union(*map(words_of, others))
         assert tried == {"a", *COLOURS, *SHAPES}
+
+
+def test_words_are_exchanged_although_no_image_has_the_result() -> None:
+    captions = [
+        "A red cup on the table",
+        "a blue cup on the table",
+        "an orange box",
+        "a red box",
+        "a cup on a table",
+    ]
+    pool = CaptionPool(captions)
+    # Red has the place of orange and of blue, so these two can be exchanged. "The" and "a" are no such words.
+    assert {"An orange cup on the table", "a blue cup on the table"} <= {*pool.others(captions[0], 9)}
+    assert {"a blue box", "a red box"} <= {*pool.others("an orange box", 9)}
+    everything = {each for caption in captions for each in pool.others(caption, 99)}
+    assert not {each for each in everything if "box on" in each or "the cup" in each}
+
+
+def test_the_number_of_captions_that_no_image_has_is_limited() -> None:
+    captions = [
+        f"colour{colour} thing{thing}" for colour, thing in product(range(40), range(40)) if colour == thing
+    ]
+    captions += [f"colour0 thing{thing}" for thing in range(40)] + [
+        f"colour{colour} thing0" for colour in range(40)
+    ]
+    pool = CaptionPool(captions)
+    everything = {each for caption in captions for each in pool.others(caption, 99)}
+    assert len(everything.difference(captions)) == MAX_COMPOSED
 
 
 def test_the_choice_depends_on_neither_order_nor_repetitions_and_never_has_the_own_words() -> None:

@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 import pytest
+from PIL import Image
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.diagnosis.caption_swap import ROUNDS, Verdict, num_passes
 from pipeline.diagnosis.entries import swapped_inputs
+from pipeline.diagnosis.report import SHEET_FILE, write_sheet
 from pipeline.diagnosis.stage import cannot_tell, diagnose, diagnosis_table
+from pipeline.encoding.fill import WORKERS
 from pipeline.errors import GateClosedError, TrainingError
 from pipeline.maintenance import gc, verify
 from pipeline.maintenance.diagnosis_forecast import forecast_diagnosis
 from pipeline.maintenance.explain import explain
 from pipeline.recipe.diagnosis import DiagnosisSettings
+from pipeline.reporting.pictures import THUMBNAIL_PX
 from pipeline.storage.tables import Tables
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.conftest import any_precision, one_thread
@@ -43,10 +47,15 @@ def project(make_project: Callable[..., Project]) -> Project:
 
 
 def test_an_unchanged_caption_is_measured_once_and_a_changed_one_again(project: Project) -> None:
-    first = diagnosed(project, InProcessLaunch())
+    launch = InProcessLaunch()
+    first = diagnosed(project, launch)
+    assert launch.modules == [WORKERS["text"], WORKERS["diagnoses"]]
     assert first.report["encoded"] == 5
     assert min(first.table["passes"].to_list()) >= num_passes(5, ROUNDS[0])
 
+    # No image has this caption, and nothing needs it any more.
+    entries = RecipeEntries(project.recipe)
+    entries.store.path(entries.text_spec("photograph 2 of 32x96")).unlink()
     launch = InProcessLaunch()
     again = diagnosed(project, launch)
     assert launch.modules == []
@@ -115,6 +124,24 @@ def test_a_base_model_that_prefers_other_captions_for_most_images_cannot_tell(pr
     assert "only 2 of 5 captions fit" in cannot_tell(RecipeEntries(project.recipe), table)
 
 
+def test_the_sheet_shows_no_second_image_if_no_image_has_the_better_caption(project: Project) -> None:
+    inputs = swapped_inputs(RecipeEntries(project.recipe), project.latents, project.text)
+    wrong = Verdict(score=0.2, low=0.1, high=0.3, best=1, passes=10)
+    table = diagnosis_table(inputs, dict.fromkeys(inputs["key"], wrong))
+    for image in project.latents.iter_rows(named=True):
+        folder = project.recipe.datasets[0].path
+        (folder / image["path"]).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64)).save(folder / image["path"])
+    file = project.recipe.output_dir / "reports" / "diagnosis" / SHEET_FILE
+    widths: list[int] = []
+    for better in ("photograph 2 of 32x96", "photograph 0 of 32x96"):
+        row = table.head(1).with_columns(better_caption=pl.lit(better))
+        write_sheet(project.recipe, row, table, log=lambda _: None)
+        with Image.open(file) as sheet:
+            widths.append(sheet.width)
+    assert widths[1] - widths[0] == THUMBNAIL_PX
+
+
 def test_keys_depend_on_content_and_captions_and_on_no_name(project: Project) -> None:
     entries = RecipeEntries(project.recipe)
     before = swapped_inputs(entries, project.latents, project.text)
@@ -143,7 +170,8 @@ def test_maintenance_knows_the_entries(project: Project) -> None:
     forecast = forecast_diagnosis(entries, tables, project.latents, project.text)
     assert forecast is not None
     assert (forecast.there, forecast.to_measure, forecast.seconds) == (0, 5, None)
-    assert forecast.least_passes == 5 * num_passes(5, ROUNDS[0])
+    # Exchanging a word gives three of the captions a fifth other, which no image has.
+    assert forecast.least_passes == 3 * num_passes(6, ROUNDS[0]) + 2 * num_passes(5, ROUNDS[0])
 
     result = diagnosed(project, InProcessLaunch())
     keys = set(result.table["key"])
