@@ -1,11 +1,12 @@
 """Fixtures and settings that several test files share."""
 
+import gc
 import os
 import re
 import reprlib
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from enum import Enum
 from pathlib import Path
 
@@ -44,6 +45,23 @@ CROPS = {
     "camera": ("camera.png", (90, 60, 330, 300), "a man behind a camera, black and white"),
 }
 """Photograph of scikit-image, box (left, upper, right, lower) and caption, by file name."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without collecting garbage, and exempt all that exists then from later searches.
+
+    The modules and tests are a million objects, which stay until the end. Each full search of them takes a
+    second, also the searches with which a test or a training frees its memory.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
 
 SHORT = reprlib.Repr()  # it sorts sets, so that ids are the same in all xdist workers
 SHORT.maxstring, SHORT.maxother = 40, 60
