@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo
+from pipeline.cli.run import dagster_home
 from pipeline.errors import FileAccessError
 from pipeline.recipe import Recipe, project_root, recipes_dir
 from pipeline.recipe.component_files import component_recipe_files
@@ -29,12 +30,13 @@ def command(recipes: tuple[Recipe, ...], port: int, dagster: str, token: str | N
 
     The pages show the stages with their gates, the dataset, the curves and previews of a training while it
     runs, results and runs. They are only reachable from this machine, at the address that the command prints:
-    it contains a random token.
+    it contains a random token. They also start and stop the recipe's job, and publish a step.
     """
     import socket
 
     import uvicorn
 
+    from pipeline.page.actions import Jobs
     from pipeline.page.live import Recipes
     from pipeline.page.server import HOST, application
 
@@ -52,7 +54,9 @@ def command(recipes: tuple[Recipe, ...], port: int, dagster: str, token: str | N
             ) from err
         port = listener.getsockname()[1]
         served = Recipes([recipe.source for recipe in recipes]) if recipes else _all_recipes()
-        app = application(served, token=token, port=port, dagster=dagster.rstrip("/"))
+        app = application(
+            served, Jobs(dagster_home() / "page"), token=token, port=port, dagster=dagster.rstrip("/")
+        )
         page = f"{recipes[0].name}/" if len(recipes) == 1 else ""
         echo(f"http://{HOST}:{port}/{page}?token={token}")
         # Its access log would show the token.

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 import polars as pl
 
 from pipeline.errors import LatentlineError
+from pipeline.page.actions import start_command
 from pipeline.page.contents import Limits, result_contents, run_rows, training_contents
 from pipeline.page.dataset import Dataset, read_dataset, reasons
 from pipeline.page.pictures import Reduced
@@ -26,6 +27,7 @@ from pipeline.reporting.pictures import SheetImage, jpeg, readable_thumbnail
 from pipeline.validated_dataset.dataset_page import FOLDER, THUMBNAIL_PX, THUMBNAILS, thumbnail_name
 
 if TYPE_CHECKING:
+    from pipeline.page.actions import Jobs
     from pipeline.recipe import Recipe
 
 IMAGES_PER_PAGE = 60
@@ -123,11 +125,21 @@ def overview(recipes: Recipes) -> str:
     return render("live/overview.html", rows=rows)
 
 
-def training_page(recipe: Recipe, **more: Any) -> str:
-    """Return the page with stages, training and previews, which refreshes itself."""
+def training_page(recipe: Recipe, jobs: Jobs, **more: Any) -> str:
+    """Return the page with the job, stages, training and previews, which refreshes itself."""
     linked = Linked(recipe)
     values = training_contents(recipe, read_runs(recipe.output_dir), Limits(preview_steps=24))
-    return _page("", recipe, linked, sections=("stages", "training", "previews"), **values, **more)
+    return _page(
+        "",
+        recipe,
+        linked,
+        sections=("job", "stages", "training", "previews"),
+        is_running=jobs.is_running(recipe),
+        lines=jobs.last_lines(recipe),
+        command=start_command(recipe),
+        **values,
+        **more,
+    )
 
 
 def dataset_page(recipe: Recipe, query: Mapping[str, str], **more: Any) -> str:
@@ -192,7 +204,7 @@ def _page(name: str, recipe: Recipe, linked: Linked, *, sections: Sequence[str] 
             "picture": linked,
             "full": linked.full,
             "lazy": ' loading="lazy"',
-            "sections": {each: SECTIONS[each] for each in sections},
+            "sections": {each: SECTIONS.get(each, "Job") for each in sections},
             **values,
         },
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,21 @@ _ANY_STEP = 10**9
 
 _RECENT_STEPS = 20
 """Number of steps from which the remaining time is estimated."""
+
+
+@dataclass(frozen=True)
+class LastSteps:
+    """The end of a run's curves.
+
+    Attributes:
+        step: Number of steps that are done.
+        loss: Mean loss of the last steps, as the smoothed curve ends.
+        seconds: Mean time of the last steps.
+    """
+
+    step: int = 0
+    loss: float | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,10 +101,16 @@ class Run:
         """Pictures that were drawn during the training."""
         return read_previews(self.layout.previews)
 
+    @cached_property
+    def last(self) -> LastSteps:
+        """What a list of runs shows of the curves."""
+        stamp = _stamp(self.layout.metrics)
+        return _last_steps(self.layout.metrics, *stamp) if stamp else LastSteps()
+
     @property
     def step(self) -> int:
         """Number of steps that are done."""
-        return self.metrics[-1]["step"] + 1 if self.metrics else 0
+        return self.last.step
 
     @cached_property
     def state(self) -> State:
@@ -103,9 +125,8 @@ class Run:
         if self.state == "finished":
             return f"finished after {self.step:,} steps"
         text = f"{self.state}, step {self.step:,} of {self.num_steps:,}"
-        recent = [line["seconds"] for line in self.metrics[-_RECENT_STEPS:] if line.get("seconds")]
-        if self.state == "training" and recent:
-            left_s = sum(recent) / len(recent) * (self.num_steps - self.step)
+        if self.state == "training" and self.last.seconds:
+            left_s = self.last.seconds * max(0, self.num_steps - self.step)
             text += f", about {duration_text(left_s)} left"
         return text
 
@@ -113,11 +134,6 @@ class Run:
     def saved_steps(self) -> list[int]:
         """Steps with LoRA files."""
         return list(lora_steps(self.layout))
-
-    @property
-    def last_loss(self) -> float | None:
-        """Mean loss of the last steps, as the smoothed curve ends."""
-        return running_mean([line["loss"] for line in self.metrics])[-1] if self.metrics else None
 
     @property
     def files(self) -> list[Path]:
@@ -135,15 +151,33 @@ class Run:
         return next((each for each in self.previews if each.step == step), None)
 
 
-def _read_metrics(path: Path) -> list[Metrics]:
+def _stamp(path: Path) -> tuple[int, int] | None:
     try:
         stat = path.stat()
     except OSError:
-        return []
-    return _metrics(path, stat.st_size, stat.st_mtime_ns)
+        return None
+    return stat.st_size, stat.st_mtime_ns
 
 
-@lru_cache(maxsize=32)
+def _read_metrics(path: Path) -> list[Metrics]:
+    stamp = _stamp(path)
+    return _metrics(path, *stamp) if stamp else []
+
+
+# For a list of hundreds of runs, whose curves would fill the memory.
+@lru_cache(maxsize=2048)
+def _last_steps(path: Path, size: int, mtime_ns: int) -> LastSteps:
+    del size, mtime_ns
+    lines = read_metrics(path, _ANY_STEP)
+    recent = [line["seconds"] for line in lines[-_RECENT_STEPS:] if line.get("seconds")]
+    return LastSteps(
+        lines[-1]["step"] + 1 if lines else 0,
+        running_mean([line["loss"] for line in lines])[-1] if lines else None,
+        sum(recent) / len(recent) if recent else None,
+    )
+
+
+@lru_cache(maxsize=4 * MAX_LINES)
 def _metrics(path: Path, size: int, mtime_ns: int) -> list[Metrics]:
     del size, mtime_ns  # a file that has grown is another argument
     return read_metrics(path, _ANY_STEP)
@@ -164,15 +198,23 @@ def difference(run: Run, before: Run | None) -> list[str]:
     """Return what differs from the run before, in words; empty without such a run."""
     if before is None:
         return []
-    facts_before, facts = _facts(before), _facts(run)
+    folders = (before.layout.folder, run.layout.folder)
+    return _difference(*folders, _stamp(before.layout.facts), _stamp(run.layout.facts))
+
+
+@lru_cache(maxsize=2048)
+def _difference(before: Path, after: Path, *stamps: tuple[int, int] | None) -> list[str]:
+    del stamps
+    layouts = RunLayout(before), RunLayout(after)
+    facts_before, facts = map(_facts, layouts)
     if not facts_before or not facts:
         return ["unknown: run.json of one of the runs is damaged"]
-    return describe_difference(facts_before, facts, samples_of(before.layout), samples_of(run.layout))
+    return describe_difference(facts_before, facts, *map(samples_of, layouts))
 
 
-def _facts(run: Run) -> Facts:
+def _facts(layout: RunLayout) -> Facts:
     try:
-        facts = json.loads(run.layout.facts.read_text(encoding="utf-8"))
+        facts = json.loads(layout.facts.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
@@ -180,7 +222,7 @@ def _facts(run: Run) -> Facts:
 
 def loss_charts(runs: Sequence[Run]) -> dict[str, Markup]:
     """Return the chart of the losses of the newest `MAX_LINES` runs, by the name of its scale."""
-    shown = [run for run in runs if run.metrics][:MAX_LINES]
+    shown = list(islice((run for run in runs if run.step), MAX_LINES))
     lines: list[Line] = []
     for number, run in enumerate(shown):
         steps = [line["step"] + 1 for line in run.metrics]

@@ -11,9 +11,10 @@ import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
@@ -26,6 +27,7 @@ from pipeline.page.render import render, template_text
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+    from pipeline.page.actions import Jobs
     from pipeline.recipe import Recipe
 
 HOST = "127.0.0.1"
@@ -35,7 +37,8 @@ _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    # With no-referrer, browsers would send forms without their origin.
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
@@ -44,20 +47,23 @@ _SECURITY = {
 _KEPT = {"Cache-Control": "private, max-age=31536000, immutable"}
 """Headers of files, whose address has the time at which they were written."""
 
+_MAX_FORM_BYTES = 4_096
+
 Next = Callable[["Request"], Awaitable[Response]]
 
 
-def application(recipes: live.Recipes, *, token: str, port: int, dagster: str = "") -> Starlette:
+def application(recipes: live.Recipes, jobs: Jobs, *, token: str, port: int, dagster: str = "") -> Starlette:
     """Return the application.
 
     Args:
         recipes: Recipes that are served.
+        jobs: The jobs that a person may start and stop.
         token: Secret that a request must bring.
         port: Port on which the server listens, which hosts and origins must name.
         dagster: Address of Dagster's UI, to which the pages link; empty without one.
     """
     guard = _Guard(token, port)
-    pages = _Pages(recipes, dagster)
+    pages = _Pages(recipes, jobs, dagster)
     return Starlette(
         routes=[
             Route("/", pages.overview),
@@ -69,6 +75,9 @@ def application(recipes: live.Recipes, *, token: str, port: int, dagster: str = 
             Route("/{recipe}/runs", pages.runs),
             Route("/{recipe}/files/{name:path}", pages.file),
             Route("/{recipe}/image/{stem}", pages.image),
+            Route("/{recipe}/start", pages.start, methods=["POST"]),
+            Route("/{recipe}/stop", pages.stop, methods=["POST"]),
+            Route("/{recipe}/publish", pages.publish, methods=["POST"]),
         ],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
     )
@@ -123,9 +132,11 @@ class _Guard:
 class _Pages:
     """The endpoints. Starlette calls plain functions in threads, because they read files."""
 
-    def __init__(self, recipes: live.Recipes, dagster: str) -> None:
+    def __init__(self, recipes: live.Recipes, jobs: Jobs, dagster: str) -> None:
         self._recipes = recipes
+        self._jobs = jobs
         self._dagster = dagster
+        self._notices: dict[str, str] = {}
 
     def overview(self, request: Request) -> Response:
         return _html(request, live.overview(self._recipes))
@@ -137,7 +148,7 @@ class _Pages:
         return Response(template_text("page.js"), media_type="text/javascript")
 
     def training(self, request: Request) -> Response:
-        return self._of_recipe(request, live.training_page)
+        return self._of_recipe(request, partial(live.training_page, jobs=self._jobs))
 
     def results(self, request: Request) -> Response:
         return self._of_recipe(request, live.results_page)
@@ -152,7 +163,28 @@ class _Pages:
         recipe = self._recipe(request)
         if isinstance(recipe, Response):
             return recipe
-        return _html(request, page(recipe, dagster=self._dagster))
+        notice = self._notices.get(recipe.name, "")
+        return _html(request, page(recipe, dagster=self._dagster, notice=notice))
+
+    def start(self, request: Request) -> Response:
+        return self._act(request, self._jobs.start, "")
+
+    def stop(self, request: Request) -> Response:
+        return self._act(request, self._jobs.stop, "")
+
+    async def publish(self, request: Request) -> Response:
+        form = parse_qs((await request.body())[:_MAX_FORM_BYTES].decode("utf-8", "replace"))
+        run, step = (form.get(name, [""])[0] for name in ("run", "step"))
+        action = partial(self._jobs.publish, run=run, step=step)
+        return await run_in_threadpool(self._act, request, action, "runs")
+
+    def _act(self, request: Request, action: Callable[[Recipe], str], page: str) -> Response:
+        """Execute an action, and show what it has done on a page of the recipe."""
+        recipe = self._recipe(request)
+        if isinstance(recipe, Response):
+            return recipe
+        self._notices[recipe.name] = action(recipe)
+        return RedirectResponse(f"/{recipe.name}/{page}", status_code=303)
 
     def file(self, request: Request) -> Response:
         recipe = self._recipe(request)

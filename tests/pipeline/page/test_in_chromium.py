@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import uvicorn
 
+from pipeline.page.actions import Jobs
 from pipeline.page.live import Recipes
 from pipeline.page.server import application
 from pipeline.page.static import write_page
 from pipeline.reporting.findings import Finding, write_findings
+from pipeline.storage.atomic import write_text
 from tests.pipeline.page.accessibility import PROBLEMS
 from tests.pipeline.page.test_static import EVIL
 from tests.pipeline.page.trained import add_preview, recipes_of
@@ -32,9 +34,9 @@ pytestmark = [
 
 
 @contextmanager
-def serving(recipes: Recipes) -> Generator[str]:
+def serving(recipes: Recipes, folder: Path) -> Generator[str]:
     port = free_port()
-    app = application(recipes, token=TOKEN, port=port)
+    app = application(recipes, Jobs(folder), token=TOKEN, port=port)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -86,7 +88,7 @@ def check(browser: Browser, address: str) -> None:
 
 def test_hostile_names_run_nothing_and_pages_are_accessible(page: Any, tmp_path: Path) -> None:
     add_hostile_images_and_run(page)
-    with serving(recipes_of(page, tmp_path)) as url, browsing(tmp_path) as browser:
+    with serving(recipes_of(page, tmp_path), tmp_path / "jobs") as url, browsing(tmp_path) as browser:
         browser.open(f"{url}/?token={TOKEN}")
         assert browser.run("return location.href") == f"{url}/"
         pages = ("", "small/", "small/dataset", "small/dataset?show=rejected", "small/results", "small/runs")
@@ -99,7 +101,7 @@ def test_an_open_page_shows_new_steps_and_previews_and_keeps_what_is_open(page: 
     layout = page.add_run("aaaa", began_s=1_000_000)
     failed = Finding("captions_present", False, "warn", "a caption is missing", "write it", [], {})
     write_findings(page.out, "validated_dataset", [failed])
-    with serving(recipes_of(page, tmp_path)) as url, browsing(tmp_path) as browser:
+    with serving(recipes_of(page, tmp_path), tmp_path / "jobs") as url, browsing(tmp_path) as browser:
         browser.open(f"{url}/small/?token={TOKEN}")
         browser.wait_for("step 4 of 4")
         browser.run("document.querySelector('details').open = true; window.sameDocument = true")
@@ -108,3 +110,12 @@ def test_an_open_page_shows_new_steps_and_previews_and_keeps_what_is_open(page: 
         add_preview(layout, 5, "a rose")
         browser.wait_for("step 5 of 4", "3 steps of 3")
         assert browser.run("return window.sameDocument && document.querySelector('details').open") is True
+
+
+def test_a_button_publishes_a_step_and_shows_what_the_command_has_printed(page: Any, tmp_path: Path) -> None:
+    layout = page.add_run("aaaa", began_s=1_000_000)
+    write_text(layout.checkpoints / "step-00000004" / "lora.json", "{}")
+    with serving(recipes_of(page, tmp_path), tmp_path / "jobs") as url, browsing(tmp_path) as browser:
+        browser.open(f"{url}/small/runs?token={TOKEN}")
+        browser.click("Publish in lora/")
+        browser.wait_for("the LoRA of step 4 is damaged", seconds=120)

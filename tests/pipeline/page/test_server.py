@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,22 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from pipeline.page.actions import Jobs
 from pipeline.page.server import application
 from tests.pipeline.page.trained import recipes_of
+from tests.waiting import until
 
 PORT, TOKEN = 8765, "a-secret-token"
 BASE = f"http://127.0.0.1:{PORT}"
+
+JOB = (
+    sys.executable,
+    "-c",
+    "import sys, time\nprint(*sys.argv[1:], flush=True)\n"
+    "try:\n    time.sleep(600 if sys.argv[1] == 'run' else 0)\n"
+    "except KeyboardInterrupt:\n    print('a checkpoint', flush=True)",
+)
+"""A command that waits for Ctrl-C in place of a training."""
 
 PATHS = (
     "/",
@@ -26,12 +39,18 @@ PATHS = (
     "/small/files/reports/dataset/index.html",
     "/small/image/abc",
 )
-"""An address of every route."""
+ACTIONS = ("/small/start", "/small/stop", "/small/publish")
+"""With `PATHS`, an address of every route."""
 
 
 @pytest.fixture
-def app(page: Any, tmp_path: Path) -> Any:
-    return application(recipes_of(page, tmp_path), token=TOKEN, port=PORT)
+def jobs(tmp_path: Path) -> Jobs:
+    return Jobs(tmp_path / "jobs", JOB)
+
+
+@pytest.fixture
+def app(page: Any, jobs: Jobs, tmp_path: Path) -> Any:
+    return application(recipes_of(page, tmp_path), jobs, token=TOKEN, port=PORT)
 
 
 @pytest.fixture
@@ -46,9 +65,9 @@ def client(app: Any) -> TestClient:
 
 def test_the_list_of_paths_has_every_route(app: Any) -> None:
     routes = [route.path for route in app.routes]
-    assert len(routes) == len(PATHS)
+    assert len(routes) == len(PATHS) + len(ACTIONS)
     for route in app.routes:
-        assert any(route.path_regex.match(path) for path in PATHS), route.path
+        assert any(route.path_regex.match(path) for path in (*PATHS, *ACTIONS)), route.path
 
 
 @pytest.mark.parametrize(
@@ -68,6 +87,9 @@ def test_every_route_refuses_strangers(app: Any, headers: dict[str, str], cookie
         response = client.get(path, headers=headers)
         assert response.status_code == 403, path
         assert "small" not in response.text
+    for path in ACTIONS:
+        response = client.post(path, headers={"origin": BASE, **headers})
+        assert response.status_code == 403, path
 
 
 def test_the_cookie_is_hidden_from_scripts_and_other_sites(app: Any) -> None:
@@ -220,3 +242,56 @@ def test_runs_are_paged_with_the_difference_to_the_run_before(
     assert "optimizer.learning_rate 0 -&gt; 1" in first, "the run before is on the next page"
     assert "run0" not in first.replace("run1", "").split("Differs")[0]
     assert 'id="run-run0"' in second
+
+
+def text_of(client: TestClient, path: str) -> str:
+    return html.unescape(client.get(path).text)
+
+
+def test_no_action_by_get_and_none_without_the_origin_of_this_server(
+    client: TestClient, tmp_path: Path
+) -> None:
+    for path in ACTIONS:
+        assert client.get(path).status_code == 405
+        assert client.post(path).status_code == 403
+        assert client.post(path, headers={"origin": "http://evil.example"}).status_code == 403
+        # A token in the address of a form would be an action that a link of another site may start.
+        assert client.post(path, params={"token": TOKEN}, headers={"origin": BASE}).status_code == 303
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_a_job_is_started_once_and_stopped_by_a_later_server(
+    client: TestClient, jobs: Jobs, page: Any, tmp_path: Path
+) -> None:
+    origin = {"origin": BASE}
+    assert "latentline run small" in text_of(client, "/small/")
+    assert client.post("/small/start", headers=origin).headers["location"] == "/small/"
+    until(lambda: "run small" in (tmp_path / "jobs" / "small.log").read_text("utf-8"))
+    text = text_of(client, "/small/")
+    assert "started: latentline run small" in text
+    assert "Stop after a checkpoint" in text
+    client.post("/small/start", headers=origin)
+    assert "the job is running already" in text_of(client, "/small/")
+
+    later = Jobs(tmp_path / "jobs", JOB)
+    recipe = page.folder.recipe
+    assert later.is_running(recipe)
+    assert later.stop(recipe).startswith("stopping")
+    until(lambda: not jobs.is_running(recipe))
+    assert later.last_lines(recipe) == ["run small", "a checkpoint"]
+    assert "no job" in later.stop(recipe)
+
+
+def test_a_step_is_published_by_the_command_and_its_output_is_shown(client: TestClient) -> None:
+    form = {"run": "aaaa", "step": "4"}
+    response = client.post("/small/publish", data=form, headers={"origin": BASE})
+    assert response.headers["location"] == "/small/runs"
+    assert "export small --run aaaa --step 4" in text_of(client, "/small/runs")
+    for bad in (
+        {"run": "--latest", "step": "4"},
+        {"run": "aaaa", "step": "-1"},
+        {"run": "../x", "step": "4"},
+        {},
+    ):
+        client.post("/small/publish", data=bad, headers={"origin": BASE})
+        assert "run and step must be" in text_of(client, "/small/runs"), bad
