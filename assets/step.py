@@ -1,7 +1,7 @@
 """The step of a stage: what it reads and writes, its code version, and the order of its work."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -210,7 +210,7 @@ def run_step(
 
 
 @contextmanager
-def _page_written(recipe: Recipe, asset: str, *, log: Log) -> Iterator[None]:
+def _page_written(recipe: Recipe, asset: str, *, log: Log) -> Generator[None]:
     """Write `reports/index.html` after a stage with which a job may end, and after one that fails."""
     is_last = False
     try:

@@ -60,11 +60,11 @@ class Dataset:
 def read_dataset(recipe: Recipe) -> Dataset:
     """Read the images of the recipe; none if its dataset was not validated yet."""
     tables = Tables(recipe.output_dir)
-    columns = tables.read_previous("validated_dataset")
-    if columns is None:
+    # A stage writes the page too, and must not hold a second table with all columns.
+    kept = tables.read_previous("validated_dataset", (*KEPT_COLUMNS, "decoding"))
+    if kept is None:
         return Dataset(recipe, empty("validated_dataset"), _rejected(tables))
 
-    kept = columns.select(name for name in (*KEPT_COLUMNS, "decoding") if name in columns.columns)
     kept = kept.with_columns(uses=times_drawn(kept, recipe.datasets))
     placed = tables.read_previous("aspect_buckets", ["sample_id", "bucket"])
     if placed is None:

@@ -268,7 +268,6 @@ def served_file(recipe: Recipe, name: str, edge: str) -> Path | None:
     return Reduced(recipe.output_dir).file(path, int(edge))
 
 
-@lru_cache(maxsize=512)
 def _drawn(recipe: Recipe, dataset: str, path: str) -> bytes | None:
     source = sources_of(recipe).get(dataset)
     picture = source and readable_thumbnail(SheetImage(source.file(path)), edge_px=THUMBNAIL_PX)

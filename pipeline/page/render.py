@@ -34,12 +34,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
+    filters: dict[str, Any] = {
         "number": number_text,
-        "duration": lambda seconds: "" if seconds is None else _duration(seconds),
+        "duration": _duration,
         "size": _size,
         "counted": counted,
     }
+    environment.filters.update(filters)
     return environment
 
 
@@ -52,7 +53,9 @@ def _printed(value: Any) -> Any:
     return printable_lines(without_secrets(value))
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
     return f"{seconds:.2g} s" if seconds < 60 else duration_text(seconds)
 
 
