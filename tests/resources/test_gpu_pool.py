@@ -22,15 +22,15 @@ ANOTHER = ("another run", "its_step")
 
 
 @pytest.fixture
-def instance(tmp_path: Path) -> Iterator[DagsterInstance]:
+def instance(home: Path) -> Iterator[DagsterInstance]:
     """An instance with one place in each pool."""
-    yield from opened(tmp_path, ONE_PLACE)
+    yield from opened(home, ONE_PLACE)
 
 
-def opened(folder: Path, settings: str) -> Iterator[DagsterInstance]:
-    (folder / "dagster.yaml").write_text(f"telemetry: {{enabled: false}}\n{settings}", encoding="utf-8")
-    with DagsterInstance.from_config(str(folder)) as created:
-        yield created
+def opened(home: Path, settings: str) -> Iterator[DagsterInstance]:
+    (home / "dagster.yaml").write_text(f"telemetry: {{enabled: false}}\n{settings}", encoding="utf-8")
+    with DagsterInstance.from_config(str(home)) as opened_instance:
+        yield opened_instance
 
 
 def claimed(instance: DagsterInstance) -> list[str]:
@@ -127,10 +127,10 @@ def test_a_launch_waits_until_the_place_is_free_and_says_so_once(
     [("", None, None), (ONE_PLACE, 2, 2), ("", 2, 2), (ONE_PLACE.replace("1", "3"), None, 3)],
 )
 def test_limits_are_those_of_dagster(
-    tmp_path: Path, settings: str, places: int | None, limit: int | None
+    home: Path, settings: str, places: int | None, limit: int | None
 ) -> None:
     """A pool without a limit has the default one, or none; a limit that a person has set stays."""
-    for instance in opened(tmp_path, settings):
+    for instance in opened(home, settings):
         storage = instance.event_log_storage
         if places is not None:
             storage.set_concurrency_slots("gpu", places)
@@ -145,9 +145,9 @@ def test_limits_are_those_of_dagster(
 
 
 @pytest.mark.parametrize(("granularity", "warnings"), [("op", 0), ("run", 1)])
-def test_a_pool_that_counts_runs_is_warned_about(tmp_path: Path, granularity: str, warnings: int) -> None:
+def test_a_pool_that_counts_runs_is_warned_about(home: Path, granularity: str, warnings: int) -> None:
     """Dagster counts runs with a step in the pool, and no places that a step claims itself."""
-    for instance in opened(tmp_path, ONE_PLACE.replace("granularity: op", f"granularity: {granularity}")):
+    for instance in opened(home, ONE_PLACE.replace("granularity: op", f"granularity: {granularity}")):
         result = Launches(instance).run()
         assert result.success
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
@@ -180,12 +180,12 @@ with DagsterInstance.from_config(sys.argv[1]) as instance:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_wait_and_leaves_the_queue(
-    instance: DagsterInstance, tmp_path: Path, number: signal.Signals
+    instance: DagsterInstance, home: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     storage = instance.event_log_storage
     storage.initialize_concurrency_limit_to_default("gpu")
     storage.claim_concurrency_slot("gpu", *ANOTHER)
-    command = [sys.executable, "-c", STEP, str(tmp_path), str(tmp_path / "launched")]
+    command = [sys.executable, "-c", STEP, str(home), str(tmp_path / "launched")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     until(lambda: len(queued(instance)) == 2)

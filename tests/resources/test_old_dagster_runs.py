@@ -33,9 +33,9 @@ def other() -> None: ...
 
 
 @pytest.fixture
-def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DagsterInstance]:
-    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
-    with DagsterInstance.local_temp(str(tmp_path)) as instance:
+def instance(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DagsterInstance]:
+    monkeypatch.setenv("DAGSTER_HOME", str(home))
+    with DagsterInstance.local_temp(str(home)) as instance:
         yield instance
 
 
@@ -125,10 +125,10 @@ def test_the_file_of_a_run_is_in_the_folder_that_dagster_yaml_names(
 
 
 def test_deleting_a_run_frees_its_file_and_leaves_the_asset_materialized(
-    instance: DagsterInstance, tmp_path: Path
+    instance: DagsterInstance, home: Path
 ) -> None:
     first, second = (materialize([rose(None)], instance=instance, tags=TAGS).run_id for _ in range(2))
-    file = tmp_path / "history" / "runs" / f"{first}.db"
+    file = home / "history" / "runs" / f"{first}.db"
     num_bytes = file.stat().st_size
     assert num_bytes > 100_000
     assert [delete_run(instance, run.run_id) for run in old_runs(instance, 0)] == [num_bytes]
