@@ -441,6 +441,11 @@ class RecipeFile(Settings):
         if self.sweep.judge == "validation_loss" and self.training.validate_every == 0:
             what = "judge: validation_loss requires training.validate_every above 0, got 0"
             yield Violation("sweep.judge", what, "set training.validate_every", involves)
+        if isinstance(self.output_dir, Url):
+            # A part of a run would have to be fetched before it is known what is left to train.
+            what = f"sweep requires a local output_dir, got {self.output_dir}"
+            fix = "set output_dir to a folder; it may be on a disk that several machines mount"
+            yield Violation("sweep", what, fix, ("sweep", "output_dir"))
         if not any(each.validation_fraction for each in self.datasets):
             what = "sweep requires held-out images, but no dataset has a validation_fraction"
             yield Violation("sweep", what, "set datasets[].validation_fraction, such as 0.1", involves)

@@ -82,6 +82,11 @@ def test_a_sweep_needs_held_out_images_and_for_the_validation_loss_its_measureme
         swept(tmp_path, {"grid": RATES, "judge": "validation_loss"}, training={"validate_every": 0})
 
 
+def test_a_sweep_with_its_outputs_at_an_address_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="sweep requires a local output_dir, got s3://bucket/flowers"):
+        swept(tmp_path, {"grid": RATES}, output_dir="s3://bucket/flowers")
+
+
 def test_a_strangers_sweep_varies_nothing_that_runs_code_or_reads_a_path(tmp_path: Path) -> None:
     sweep = {
         "grid": {"training.optimizer": ["adamw", "my.Optimizer"], "datasets.photos.repeats": [1, 2]},
