@@ -45,7 +45,10 @@ def build_sweep(recipe: Recipe, location: Location) -> AssetsDefinition:
 
         def materialize() -> MaterializeResult[Any]:
             launch = location.launch(context, recipe)
-            result = sweep(recipe, latents, text, launch=launch, log=run_log(context))
+            number = location.launcher_of(context).concurrent_trainings
+            result = sweep(
+                recipe, latents, text, launch=launch, log=run_log(context), concurrent_trainings=number
+            )
             shown = picture_metadata(recipe.output_dir / "reports" / "sweep")
             pictures = pictures_once(context, shown)
             return publish(recipe, "sweep", result, log=run_log(context), pictures=pictures)

@@ -6,9 +6,10 @@ that no entry is missing, for example until another run has ended its training.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from resources.process_output import uninterrupted
@@ -37,11 +38,26 @@ _PRIORITY_TAG = "dagster/priority"
 
 
 def in_pool(context: AssetExecutionContext, pool: str, launch: Launch) -> Launch:
-    """Return a `Launch` that waits for a place in `pool`, and holds it until the processes have ended."""
+    """Return a `Launch` that waits for a place in `pool`, and holds it until the processes have ended.
+
+    Launches in several threads of the step share its place.
+    """
+    lock, holding = threading.Lock(), ExitStack()
+    num_launched = 0
 
     def launch_in_pool(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
-        with _place(context, pool):
+        nonlocal num_launched
+        with lock:
+            if num_launched == 0:
+                holding.enter_context(_place(context, pool))
+            num_launched += 1
+        try:
             launch(module, job_file, meanwhile)
+        finally:
+            with lock:
+                num_launched -= 1
+                if num_launched == 0:
+                    holding.close()
 
     return launch_in_pool
 

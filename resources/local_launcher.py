@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 from dagster import (
@@ -22,6 +25,7 @@ from dagster import (
 )
 from pydantic import Field
 
+from pipeline.errors import LaunchError
 from pipeline.processes.cluster_variables import parse_master
 from pipeline.processes.fork_server import StartedProcess, start_process
 from pipeline.processes.launch import (
@@ -44,6 +48,11 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 SCAN_INTERVAL_S = 1.0
 """Seconds between two scans of the process tree."""
+
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+"""CUDA's environment variable with the GPUs that a process may use."""
+
+_FILTERS_LOCK = threading.Lock()
 
 
 Observer: TypeAlias = Callable[[Path], Callable[[bool], object]]
@@ -73,6 +82,12 @@ class AccelerateLauncher(ConfigurableResource):
         default=WAIT_S, ge=1, description="Longest wait for the other machines to start, in seconds."
     )
 
+    concurrent_trainings: int = Field(
+        default=1,
+        ge=1,
+        description="Maximum number of variants of a sweep that are trained at the same time.",
+    )
+
     seal_packs: bool = Field(
         default=False, description="Whether encodings copy their new cache entries into packs."
     )
@@ -85,6 +100,9 @@ class AccelerateLauncher(ConfigurableResource):
         `observer` is called with the job file before each launch. It returns a function that is called with
         False several times per second while the processes run, and once with True at their end.
         """
+        places = SimpleQueue[int]()
+        for place in range(self.concurrent_trainings):
+            places.put(place)
 
         def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
             all_machines = self._all_machines()
@@ -100,9 +118,14 @@ class AccelerateLauncher(ConfigurableResource):
                 others = machines.command_of_others(job_for_others(job_file))
                 log.info(f"waiting for the other machines; {others}")
 
-            with _session(context, log) as session_variables, tempfile.TemporaryDirectory() as folder:
+            with ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
                 variables = launch_environment(used, Path(folder) / "error.json", machines)
-                variables |= session_variables
+                if is_training and self.concurrent_trainings > 1:
+                    place = places.get()
+                    stack.callback(places.put, place)
+                    variables |= own_gpus(place, used.num_processes, os.environ.get(GPUS_VARIABLE))
+                variables |= stack.enter_context(_session(context, log))
                 output = ForwardedOutput(Path(folder) / "output.txt")
                 status = _run_watched(
                     partial(start_process, command, variables),
@@ -125,11 +148,36 @@ class AccelerateLauncher(ConfigurableResource):
         return Machines(self.machines, 0, host, port, self.wait_s)
 
 
+def own_gpus(place: int, number: int, visible: str | None) -> dict[str, str]:
+    """Return the variable that shows a training its own GPUs; none if they are hidden from all processes.
+
+    Args:
+        place: Number of the training among those that run at the same time, from 0.
+        number: Number of its processes on this machine.
+        visible: Value of `GPUS_VARIABLE` for this process; None if it is not set.
+
+    Raises:
+        LaunchError: The variable lists too few GPUs.
+    """
+    if visible in ("", "-1"):
+        return {}
+    first, end = place * number, (place + 1) * number
+    listed = [str(each) for each in range(end)] if visible is None else visible.split(",")
+    if len(listed) < end:
+        raise LaunchError(
+            f"training {place + 1} at the same time has no GPU to itself: {GPUS_VARIABLE} is {visible}",
+            where="launcher.concurrent_trainings",
+            fix=f"lower it to {len(listed) // number} or less, or list more GPUs in {GPUS_VARIABLE}",
+        )
+    return {GPUS_VARIABLE: ",".join(listed[first:end])}
+
+
 @contextmanager
 def _session(context: AssetExecutionContext, log: StepLog) -> Generator[Mapping[str, str]]:
     """Provide the environment variables that connect a launched process to a Pipes session."""
     with ExitStack() as stack:
-        with warnings.catch_warnings():
+        # The filters belong to the process, and a sweep launches from several threads.
+        with _FILTERS_LOCK, warnings.catch_warnings():
             # Dagster's own session reads attributes that Dagster marks as deprecated or in preview.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", PreviewWarning)

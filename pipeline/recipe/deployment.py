@@ -64,6 +64,15 @@ NumMachines = Annotated[
         "number of processes, which the machines share equally.",
     ),
 ]
+ConcurrentTrainings = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=MAX_COUNT,
+        description="Maximum number of variants of a sweep that are trained at the same time. Each needs "
+        "GPUs of its own.",
+    ),
+]
 
 
 class ExecutorSettings(Settings):
@@ -108,6 +117,7 @@ class LocalSettings(Settings):
 
     kind: Literal["local"] = Field(default="local", description="Launcher of encoding and training.")
     machines: NumMachines = 1
+    concurrent_trainings: ConcurrentTrainings = 1
     master: str = Field(
         default="",
         description="host:port where the machines of a training meet: a name of the step's machine, "
@@ -120,6 +130,14 @@ class LocalSettings(Settings):
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
+        if self.machines > 1 and self.concurrent_trainings > 1:
+            yield Violation(
+                "concurrent_trainings",
+                f"trainings on {self.machines} machines cannot run at the same time, got "
+                f"{self.concurrent_trainings}",
+                "remove it, or use the launcher slurm or ray",
+                involves=("machines", "concurrent_trainings"),
+            )
         if self.machines > 1 and not self.master:
             yield Violation(
                 "master",
@@ -155,6 +173,7 @@ class SlurmSettings(Settings):
     kind: Literal["slurm"] = Field(description="Launcher of encoding and training.")
     workers: NumShards = 1
     machines: NumMachines = 1
+    concurrent_trainings: ConcurrentTrainings = 1
     options: tuple[str, ...] = Field(
         default=(),
         description="Options of `sbatch` for each job, one text per option, such as `--partition=gpu`. The "
@@ -209,6 +228,7 @@ class RaySettings(Settings):
     )
     workers: NumShards = 1
     machines: NumMachines = 1
+    concurrent_trainings: ConcurrentTrainings = 1
     num_cpus: float = Field(
         default=1.0, gt=0, description="Number of CPUs that Ray reserves for each process."
     )

@@ -28,6 +28,7 @@ from pipeline.trained_lora.run_folder import (
     MARKER,
     RunLayout,
     checkpoints_with,
+    is_being_trained,
     lora_steps,
     read_metrics,
     read_record,
@@ -98,6 +99,11 @@ class VariantRun:
         log(f"run {self.job.run}: training to step {step:,} of {self.steps:,}")
         train_part(self.entries, part, self.facts, self.table, launch=launch, log=log)
         return True
+
+    def request_stop(self) -> None:
+        """Stop the training of the run after its current step with a checkpoint, if it is being trained."""
+        if is_being_trained(self.layout):
+            self.layout.stop_request.touch()
 
     def _is_saved(self, step: int, *, measured: bool) -> bool:
         if step not in lora_steps(self.layout):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from pipeline.log import NOTE, Log
 from pipeline.recipe.evaluation import EvaluationSettings
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import Tables, empty, frame
+from pipeline.sweep.concurrency import call_concurrently
 from pipeline.sweep.halving import affordable, num_kept, rungs
 from pipeline.sweep.judging import Cost, Decision, Judged, decide, judge
 from pipeline.sweep.report import Shown, write_pictures
@@ -42,7 +44,13 @@ Row = dict[str, Any]
 
 
 def sweep(
-    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, launch: Launch, log: Log
+    recipe: Recipe,
+    latents: pl.DataFrame,
+    text: pl.DataFrame,
+    *,
+    launch: Launch,
+    log: Log,
+    concurrent_trainings: int = 1,
 ) -> StageResult:
     """Find the best variant of the recipe. Its own run, tables, reports and `lora/` stay as they are.
 
@@ -55,6 +63,8 @@ def sweep(
         text: Table of text_embeddings.
         launch: Launches the training, and the processes that draw and score.
         log: Log of the step.
+        concurrent_trainings: Maximum number of variants that are trained at the same time. `launch` is called
+            in that many threads. The result does not depend on it.
 
     Raises:
         GateClosedError: An upstream gate is closed; nothing was launched.
@@ -69,7 +79,7 @@ def sweep(
     chosen = variants(recipe)
     # The command, and a selection of this asset alone, run no check of the assets before it.
     require_open_gates(recipe, log=log)
-    running = _Sweep(recipe, chosen, launch, log, watch)
+    running = _Sweep(recipe, chosen, launch, log, watch, concurrent_trainings)
     with planner(recipe, latents, text, launch=launch, log=log) as planned:
         for variant in chosen:
             runs = recorded(partial(planned.runs_of, variant), running.failed, variant.number)
@@ -101,6 +111,7 @@ class _Sweep:
     launch: Launch
     log: Log
     watch: Stopwatch
+    concurrent_trainings: int
     runs: dict[int, tuple[VariantRun, ...]] = field(default_factory=dict[int, "tuple[VariantRun, ...]"])
     failed: dict[int, LatentlineError] = field(default_factory=dict[int, LatentlineError])
     rows: list[Row] = field(default_factory=list[Row])
@@ -147,17 +158,27 @@ class _Sweep:
 
     def _train(self, entered: Sequence[int], before: float, fraction: float) -> set[int]:
         """Train variants up to a rung; return those that cannot be judged there."""
-        unjudged: set[int] = set()
-        for number, variant in enumerate(entered):
-            # The first rung has no ranking, so a budget of minutes ends it in the order of the variants.
-            if number and not before and not self._has_budget_for(variant, fraction):
-                self.failed[variant] = _budget_error(self.recipe, "is used up before this variant")
-                continue
+        unjudged, started = set[int](), set[int]()
+        lock = threading.Lock()
+
+        def train(variant: int) -> None:
+            with lock:
+                # The first rung has no ranking, so a budget of minutes ends it in the order of the variants.
+                if variant != entered[0] and not before and not self._has_budget_for(variant, fraction):
+                    self.failed[variant] = _budget_error(self.recipe, "is used up before this variant")
+                    return
+                self.spent += self._steps(variant, before, fraction)
+                started.add(variant)
             if recorded(partial(self._train_one, variant, fraction), self.failed, variant) is False:
                 unjudged.add(variant)
-            self.spent += self._steps(variant, before, fraction)
             if variant in self.failed:
                 self.log(f"warning: {self.names[variant]} failed: {self.failed[variant].what}")
+
+        def stop() -> None:
+            for run in [run for variant in tuple(started) for run in self.runs[variant]]:
+                run.request_stop()
+
+        call_concurrently([partial(train, variant) for variant in entered], self.concurrent_trainings, stop)
         return unjudged
 
     def _train_one(self, variant: int, fraction: float) -> bool:

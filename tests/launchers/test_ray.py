@@ -16,7 +16,9 @@ import pytest
 from pipeline.errors import LaunchError, ModelError, StoreError
 from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
 from pipeline.recipe import AccelerateSettings
-from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.recipe.sweep import SweepSettings
+from pipeline.sweep.stage import sweep
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics, read_record
 from tests.free_ports import free_ports
 from tests.launchers.ray_cluster import NODES, RayCluster, ray_cluster
 from tests.launchers.steps import encode, encode_without_model, in_step
@@ -363,6 +365,38 @@ def test_two_nodes_train_the_lora_of_one_machine_although_the_first_attempt_is_i
     meeting = "machine 0: machine 0 of 2 (ranks from 0): 1 process, meeting at "
     assert [node for node in NODES if f"{meeting}{node}:" in output] != [], output
     assert "machine 1: ended with exit status 0" in output
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_variants_of_a_sweep_train_on_both_nodes_with_the_table_of_one_machine(
+    make_project: Any, launcher: Callable[..., RayLauncher], tmp_path: Path
+) -> None:
+    datasets = {"photos": {"validation_fraction": 0.4}}
+    project = make_project(datasets=datasets, steps=STEPS, validate_every=STEPS, gradient_accumulation=1)
+    section = {"grid": {"training.learning_rate": [0.1, 1e-9]}, "judge": "validation_loss", "halving": None}
+    recipe = project.recipe.model_copy(update={"sweep": SweepSettings.model_validate(section)})
+    tables, output = (project.latents, project.text), recipe.output_dir
+    shutil.copytree(output, tmp_path / "pristine")
+    expected = sweep(recipe, *tables, launch=LocalLaunch(recipe.accelerate), log=str).table
+    shutil.rmtree(output)
+    shutil.copytree(tmp_path / "pristine", output)
+
+    results: list[Any] = []
+    # A node has two CPUs, so each training has a node of its own.
+    messages, error = in_step(
+        launcher(num_cpus=2),
+        lambda launch: results.append(
+            sweep(recipe, *tables, launch=launch, log=str, concurrent_trainings=2).table
+        ),
+        recipe.accelerate,
+    )
+    assert error is None
+    assert results[0].equals(expected)
+    assert "\n".join(messages).count("submitted the Ray job") == 2
+    times = [read_record(RunLayout(output / "runs" / run).finished) for run in expected["run"]]
+    assert max(each["started_at_s"] for each in times) < min(each["ended_at_s"] for each in times)
 
 
 @pytest.mark.clusters

@@ -82,6 +82,29 @@ def test_a_place_is_held_during_each_launch_and_is_free_after_it(instance: Dagst
     assert (claimed(instance), queued(instance)) == ([], [])
 
 
+def test_launches_in_several_threads_share_the_place_of_their_step(instance: DagsterInstance) -> None:
+    both, second_ended, holders = threading.Barrier(2), threading.Event(), list[list[str]]()
+
+    def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+        both.wait(timeout=60)
+        if module == "first":
+            second_ended.wait(timeout=60)
+            holders.append(claimed(instance))
+
+    @asset
+    def work(context: AssetExecutionContext) -> None:
+        shared = in_pool(context, "gpu", launch)
+        first = threading.Thread(target=shared, args=("first", Path("job.json")))
+        first.start()
+        shared("second", Path("job.json"))
+        second_ended.set()
+        first.join()
+
+    result = materialize([work], instance=instance)
+    assert holders == [[result.run_id]], "the end of the second launch does not free the place"
+    assert claimed(instance) == []
+
+
 def test_a_step_that_launches_nothing_does_not_wait(instance: DagsterInstance) -> None:
     storage = instance.event_log_storage
     storage.initialize_concurrency_limit_to_default("gpu")

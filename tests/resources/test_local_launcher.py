@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 from pipeline.recipe import AccelerateSettings
-from resources.local_launcher import AccelerateLauncher, Observer
+from resources.local_launcher import GPUS_VARIABLE, AccelerateLauncher, Observer, own_gpus
 from tests.refused_events import MESSAGE, events_refused
 from tests.waiting import until
 
@@ -352,3 +352,12 @@ def test_a_training_waits_for_the_other_machines_and_logs_their_command(tmp_path
     assert f"waiting for the other machines; {command}" in messages
     assert isinstance(error, LaunchError)
     assert error.what.startswith("not all other machines connected within 1 s")
+
+
+def test_trainings_at_the_same_time_have_gpus_of_their_own() -> None:
+    assert [own_gpus(place, 2, None)[GPUS_VARIABLE] for place in range(2)] == ["0,1", "2,3"]
+    assert own_gpus(1, 1, "5,MIG-7") == {GPUS_VARIABLE: "MIG-7"}
+    assert own_gpus(1, 1, "") == {}, "the user hides all GPUs"
+    with pytest.raises(LaunchError, match="training 2 at the same time has no GPU to itself") as excinfo:
+        own_gpus(1, 2, "0,1,2")
+    assert excinfo.value.fix.startswith("lower it to 1 or less")

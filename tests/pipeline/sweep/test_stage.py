@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,40 @@ def test_R21_R22_a_stopped_sweep_goes_on_and_its_winner_is_the_finished_run_of_a
     expected = plan_run(RecipeEntries(whole.recipe), whole.latents, whole.text, log=discard)[0]
     finished = plan_run(RecipeEntries(plain.recipe), plain.latents, plain.text, log=discard)[0]
     assert_equal_runs(read_job(finished.folder / "order.json"), expected, 8)
+
+
+class TwoAtOnce(InProcessLaunch):
+    """A launch of two trainings at the same time, of which each waits for the other before it starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._both, self._one = threading.Barrier(2), threading.Lock()
+
+    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+        if module == TRAINING_MODULE:
+            self._both.wait(timeout=60)
+        # Threads of a process share its random numbers.
+        with self._one:
+            super().__call__(module, job_file, meanwhile)
+
+
+def test_variants_that_are_trained_at_the_same_time_have_the_table_of_a_sweep_one_after_another(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    datasets = {"photos": {"validation_fraction": 0.4}}
+    project = make_project(datasets=datasets, steps=2, validate_every=2, gradient_accumulation=1)
+    grid = {"training.learning_rate": [0.1, 0.2, 1e-9, 1e-8]}
+    sweeping = with_sweep(project, grid=grid, judge="validation_loss", halving={"first": 0.5})
+    output = sweeping.recipe.output_dir
+    pristine = shutil.copytree(output, tmp_path / "pristine")
+    expected = swept(sweeping, InProcessLaunch()).table
+    shutil.rmtree(output)
+    shutil.copytree(pristine, output)
+
+    launch, arguments = TwoAtOnce(), (sweeping.recipe, sweeping.latents, sweeping.text)
+    result = sweep(*arguments, launch=launch, log=launch.lines.append, concurrent_trainings=2)
+    assert launch.modules.count(TRAINING_MODULE) == 6
+    assert result.table.equals(expected)
 
 
 class Killed(BaseException):

@@ -1,0 +1,56 @@
+"""Calls in several threads, which end together if one of them fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+_PAUSE_S = 0.5
+"""Seconds between two requests to stop: a process that is just starting deletes requests."""
+
+
+def call_concurrently(
+    calls: Sequence[Callable[[], object]], number: int, request_stop: Callable[[], object]
+) -> None:
+    """Make all calls, at most `number` at the same time, and start them in their order.
+
+    If a call raises an error, or a signal interrupts this thread, no other call starts. `request_stop` is
+    called again and again until the running ones have ended, and the error is raised.
+    """
+    if number == 1:
+        for call in calls:
+            call()
+        return
+
+    ready, stopped = threading.Event(), threading.Event()
+
+    def begin(call: Callable[[], object]) -> None:
+        # Not before all futures are in the list: a signal could come in between.
+        ready.wait()
+        if stopped.is_set():
+            return
+        try:
+            call()
+        except BaseException:
+            # Here and not in the waiting thread, or this thread would begin another call before that.
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(number, thread_name_prefix="sweep") as pool:
+        futures = list[Future[None]]()
+        try:
+            futures = [pool.submit(begin, call) for call in calls]
+            ready.set()
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                # Without an error, all of them are done.
+                if future.done():
+                    future.result()
+        except BaseException:
+            stopped.set()
+            ready.set()
+            while running := [future for future in futures if not future.done()]:
+                request_stop()
+                wait(running, timeout=_PAUSE_S)
+            raise
