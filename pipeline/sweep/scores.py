@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 BY_IMAGE = "by_image"
 """Key of a validation loss with the loss of each held-out image."""
 
+_OTHER_LOSS = ("training.loss.", "training.noise.", "training.timesteps.")
+
+
+def shares_loss(keys: Sequence[str]) -> bool:
+    """Return whether variants of these keys measure the same loss on the same images and captions."""
+    return all(key.startswith("training.") and not key.startswith(_OTHER_LOSS) for key in keys)
+
 
 def validation_cells(job: TrainingJob, step: int, *, seed: int) -> pl.DataFrame:
     """Return how much lower the loss on each held-out image is after `step` steps than before training.

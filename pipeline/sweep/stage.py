@@ -29,7 +29,7 @@ from pipeline.sweep.halving import affordable, num_kept, rungs
 from pipeline.sweep.judging import Cost, Decision, Judged, decide, judge
 from pipeline.sweep.report import Shown, write_pictures
 from pipeline.sweep.runs import VariantRun, planner, recorded, require_distinct
-from pipeline.sweep.scores import numbered_prompts, picture_cells, validation_cells
+from pipeline.sweep.scores import numbered_prompts, picture_cells, shares_loss, validation_cells
 from pipeline.sweep.variants import Variant, overrides_text, require_sweep, variants
 from pipeline.trained_lora.stage import require_open_gates
 
@@ -145,7 +145,9 @@ class _Sweep:
             alive = [variant for variant in entered if variant not in self.failed]
             if not alive and not before:
                 raise next(iter(self.failed.values()))
-            promoted = self._promoted(alive, judged, fraction) if fraction < 1.0 else []
+            promoted = (
+                self._promoted(alive, self._order(judged, fraction), fraction) if fraction < 1.0 else []
+            )
             decision = decide(judged, self.names, num_variants=len(self.variants)) if judged else _NO_DECISION
             winners = promoted if fraction < 1.0 else [decision.winner]
             for variant in entered:
@@ -216,8 +218,12 @@ class _Sweep:
     def _validation_cells(self, variant: int, fraction: float) -> list[pl.DataFrame]:
         runs = self.runs[variant]
         self.shown[variant] = Shown(runs[0], runs[0].step_at(fraction))
+        return self._losses(variant, fraction)
+
+    def _losses(self, variant: int, fraction: float) -> list[pl.DataFrame]:
         return [
-            validation_cells(run.job, run.step_at(fraction), seed=number) for number, run in enumerate(runs)
+            validation_cells(run.job, run.step_at(fraction), seed=number)
+            for number, run in enumerate(self.runs[variant])
         ]
 
     def _picture_scores(self, variant: int, fraction: float) -> list[pl.DataFrame]:
@@ -235,11 +241,31 @@ class _Sweep:
             scores.append(numbered_prompts(shown, evaluation.prompts))
         return scores
 
-    def _promoted(self, alive: Sequence[int], judged: Judged | None, fraction: float) -> list[int]:
+    def _order(self, judged: Judged | None, fraction: float) -> list[int]:
+        """Return the judged variants in the order in which they go on, the best first."""
+        if judged is None:
+            return []
+        is_measured = self.recipe.training.validate_every > 0
+        if self.settings.judge != "evaluation" or not is_measured or not shares_loss(self.settings.keys):
+            return list(judged.standings)
+
+        # Pictures show nothing of a concept that is half learned, and the held-out images' losses do: see
+        # docs/sweeps.md for how often pictures lose the best variant at the first rung.
+        try:
+            losses = {
+                variant: pl.concat(self._losses(variant, fraction)) for variant in sorted(judged.standings)
+            }
+        except SweepError:
+            # A run that was trained before may have no losses of this step.
+            return list(judged.standings)
+        broken = {variant: each.broken for variant, each in judged.standings.items() if each.broken}
+        costs = {variant: self._cost(variant, fraction) for variant in losses}
+        return list(judge(losses, costs, broken).standings)
+
+    def _promoted(self, alive: Sequence[int], ranked: Sequence[int], fraction: float) -> list[int]:
         """Return the variants that go on to the next rung, in their order."""
         halving = self.settings.halving
         assert halving is not None, "without halving, the first rung is the last one"
-        ranked = [] if judged is None else list(judged.standings)
         # Variants that are further already cost nothing.
         unjudged = [variant for variant in alive if variant not in ranked]
         kept = ranked[: max(0, num_kept(halving.keep, len(alive)) - len(unjudged))]
