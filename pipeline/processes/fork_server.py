@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -85,6 +86,7 @@ class _Server:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._lock = threading.Lock()
         self._last: _ForkedProcess | None = None
 
     def start(
@@ -95,6 +97,17 @@ class _Server:
         # Libraries have read their variables when they were imported.
         if python != [sys.executable, "-m"] or not self._variables.items() <= variables.items():
             return None
+        # A sweep may start trainings from several threads.
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._fork(module, job_file, variables, output)
+        finally:
+            self._lock.release()
+
+    def _fork(
+        self, module: str, job_file: str, variables: Mapping[str, str], output: Path
+    ) -> StartedProcess | None:
         if self._last is not None and self._last.poll() is None:
             return None
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from pipeline.processes.launch import ERROR_FILE_VARIABLE
 def import_libraries():
     folder = Path(__file__).parents[1]
     (folder / "imported").write_text(str(os.getpid()))
+    while (folder / "slow").exists():
+        time.sleep(0.01)
     if (folder / "fails").exists():
         raise ImportError("no such library")
     if (folder / "dies").exists():
@@ -120,6 +123,16 @@ def test_a_job_beside_another_is_not_forked(tmp_path: Path) -> None:
         assert result_of(tmp_path / "job")["server"] == os.getpid()
         os.kill(other.pid, signal.SIGKILL)
         assert other.wait() == -signal.SIGKILL
+
+
+def test_jobs_of_two_threads_start_at_the_same_time(tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    with fork_server([MODULE], SETTINGS), ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(result_of, tmp_path / name) for name in ("one", "two")]
+        first, (other,) = wait(jobs, timeout=60, return_when=FIRST_COMPLETED)
+        (tmp_path / "slow").unlink()
+        assert first.pop().result()["server"] == os.getpid(), "it has not waited for the imports"
+        assert other.result()["server"] == server_pid(tmp_path)
 
 
 def test_a_job_is_forked_from_a_server_with_failed_imports_and_reports_why(tmp_path: Path) -> None:
