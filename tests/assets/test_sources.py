@@ -125,9 +125,14 @@ def test_the_files_of_a_local_base_model_are_observed(tmp_path: Path, instance: 
     (tmp_path / "data").mkdir()
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}", encoding="utf-8")
-    recipe = small_recipe(tmp_path, model={"base": tmp_path / "base"}, recache={"enabled": True})
+    recipe = small_recipe(
+        tmp_path,
+        model={"base": tmp_path / "base"},
+        recache={"enabled": True},
+        diagnosis={"captions": True},
+    )
     repository = build_definitions([recipe]).get_repository_def()
-    for asset in ("vae_latents", "text_embeddings", "trained_lora"):
+    for asset in ("vae_latents", "text_embeddings", "diagnosis", "trained_lora"):
         assert model_key(recipe) in repository.asset_graph.get(AssetKey(["flowers", asset])).parent_keys
     cursor = tick(repository, instance, "flowers", None)
     cursor = tick(repository, instance, "flowers", cursor)
