@@ -36,7 +36,7 @@ from pipeline.versions import (
     TRAINING_VERSION,
 )
 from resources.failures import errors_as_failures
-from resources.run_worker import MACHINE_TAG, end_with_code_server, record_machine
+from resources.run_worker import end_with_code_server, has_machine, record_machine
 from resources.step_log import run_log
 from resources.step_names import step_name
 from resources.tables import ASSET, RECIPE
@@ -194,7 +194,7 @@ def run_step(
     # The executor of the recipes' jobs has done both, but a step may have a process of its own, and a project
     # with components executes hand-selected assets with its own executor.
     end_with_code_server()
-    if MACHINE_TAG not in context.run.tags:
+    if not has_machine(context.run):
         record_machine(context.instance, context.run.run_id)
     log, is_selected = run_log(context), bool(context.selected_asset_keys)
     with errors_as_failures(retries=True, log=log):

@@ -18,7 +18,7 @@ from dagster import (
     RunsFilter,
 )
 
-from resources.run_worker import MACHINE_TAG
+from resources.run_worker import MACHINE_TAG, has_machine
 
 # The system counts the start of a process in ticks.
 CLOCK_TOLERANCE_S = 2.0
@@ -40,7 +40,7 @@ def end_dead_runs(instance: DagsterInstance) -> list[str]:
     # Processes of other machines cannot be seen from here.
     of_this_machine = RunsFilter(statuses=list(_ACTIVE), tags={MACHINE_TAG: platform.node()})
     for record in instance.get_run_records(of_this_machine):
-        pid = _dead_process(instance, record.dagster_run)
+        pid = _dead_process(instance, record.dagster_run) if has_machine(record.dagster_run) else None
         if pid is None:
             continue
 

@@ -26,7 +26,7 @@ from assets.automation import dead_runs_sensor
 from assets.location import Location
 from resources import dead_runs
 from resources.dead_runs import end_dead_runs
-from resources.run_worker import MACHINE_TAG
+from resources.run_worker import MACHINE_RUN_TAG, MACHINE_TAG
 from tests.e2e.daemon import make_home
 
 
@@ -50,8 +50,9 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DagsterInstan
 
 def started_run(instance: DagsterInstance, pid: int, machine: str | None = platform.node()) -> DagsterRun:
     """Return a started run with the process `pid`, and a tag that names its machine."""
-    tags = {} if machine is None else {MACHINE_TAG: machine}
-    run = instance.create_run_for_job(empty, tags=tags)
+    run = instance.create_run_for_job(empty)
+    if machine is not None:
+        instance.add_run_tags(run.run_id, {MACHINE_TAG: machine, MACHINE_RUN_TAG: run.run_id})
     instance.report_dagster_event(start_event(), run.run_id)
     instance.report_engine_event("Started process", run, EngineEventData.in_process(pid))
     instance.report_engine_event("an event without a process", run)
@@ -101,6 +102,17 @@ def dead_process() -> int:
 @pytest.mark.parametrize("machine", ["another-machine", None])
 def test_a_run_that_does_not_name_this_machine_lives(instance: DagsterInstance, machine: str | None) -> None:
     assert not is_ended(instance, started_run(instance, dead_process(), machine))
+
+
+def test_a_re_execution_lives_although_its_parent_s_machine_is_this_one(instance: DagsterInstance) -> None:
+    parent = started_run(instance, dead_process())
+    stored = instance.get_run_by_id(parent.run_id)
+    assert stored is not None
+    run = instance.create_run_for_job(empty, tags=stored.tags)
+    instance.report_dagster_event(start_event(), run.run_id)
+    instance.report_engine_event("Started process", run, EngineEventData.in_process(dead_process()))
+    assert not is_ended(instance, run)
+    assert status(instance, parent) == DagsterRunStatus.FAILURE
 
 
 def test_O08_a_run_of_a_dead_process_is_ended_and_its_slot_in_the_pool_is_free(
