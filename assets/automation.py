@@ -17,6 +17,7 @@ from dagster import (
     DefaultScheduleStatus,
     DefaultSensorStatus,
     RepositoryDefinition,
+    RunRecord,
     RunRequest,
     RunsFilter,
     ScheduleDefinition,
@@ -312,15 +313,17 @@ def _ended_runs(
     filters = RunsFilter(tags={RECIPE_TAG: recipe.name})
     failed: dict[str, EndedRun] = {}
     for record in instance.get_run_records(filters, limit=_MAX_RUNS):  # the newest first
-        run = record.dagster_run
-        # The creation comes last, and is no filter: PostgreSQL notes it in its own time zone.
-        began_s = record.start_time or record.end_time or record.create_timestamp.timestamp()
-        if began_s < since:
+        if _began_s(record) < since:
             break
-        if run.status == DagsterRunStatus.SUCCESS and _caches_all(_first_run(instance, run), recipe):
+
+        # The run that a retry continues may have scanned the files before they changed.
+        run, first = record.dagster_run, _continued(instance, record)
+        if _began_s(first) < since:
+            continue
+        if run.status == DagsterRunStatus.SUCCESS and _caches_all(first.dagster_run, recipe):
             return run.run_id, list(failed.values())
         # `run_retries` has its own number of attempts, so all of them are one here.
-        attempt = run.root_run_id or run.run_id
+        attempt = first.dagster_run.run_id
         if run.job_name == cache_job and run.status != DagsterRunStatus.SUCCESS and attempt not in failed:
             failed[attempt] = EndedRun(
                 run.run_id,
@@ -331,11 +334,20 @@ def _ended_runs(
     return None, list(failed.values())
 
 
-def _first_run(instance: DagsterInstance, run: DagsterRun) -> DagsterRun:
-    """Return the run that `run` continues from its failed step, or else `run` itself."""
-    if run.root_run_id is None or run.tags.get(_FROM_FAILURE_TAG) != "true":
-        return run
-    return instance.get_run_by_id(run.root_run_id) or run
+def _began_s(record: RunRecord) -> float:
+    # The creation comes last, and is no filter: PostgreSQL notes it in its own time zone.
+    return record.start_time or record.end_time or record.create_timestamp.timestamp()
+
+
+def _continued(instance: DagsterInstance, record: RunRecord) -> RunRecord:
+    """Return the first of the runs that a run continues from their failed steps, or else the run itself."""
+    while record.dagster_run.tags.get(_FROM_FAILURE_TAG) == "true":
+        parent = record.dagster_run.parent_run_id
+        parent_record = None if parent is None else instance.get_run_record_by_id(parent)
+        if parent_record is None:
+            break
+        record = parent_record
+    return record
 
 
 def _caches_all(run: DagsterRun, recipe: Recipe) -> bool:
@@ -442,7 +454,8 @@ def is_recipe_run(run: DagsterRun, repository: RepositoryDefinition | None) -> b
 def _selected_recipes(run: DagsterRun, repository: RepositoryDefinition | None) -> set[str]:
     """Return the recipes whose assets the run selects."""
     assets = {} if repository is None else repository.assets_defs_by_key
-    metadata = [
-        assets[key].get_asset_spec(key).metadata for key in run.asset_selection or () if key in assets
-    ]
+    # Checks may be executed without their assets.
+    checked = [check.asset_key for check in run.asset_check_selection or ()]
+    keys = {*(run.asset_selection or ()), *checked}
+    metadata = [assets[key].get_asset_spec(key).metadata for key in keys if key in assets]
     return {str(each[RECIPE]) for each in metadata if RECIPE in each}

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from dagster import (
+    AssetCheckKey,
     AssetKey,
     DagsterEvent,
     DagsterInstance,
+    DagsterRun,
     DagsterRunStatus,
     DefaultScheduleStatus,
     DefaultSensorStatus,
@@ -24,7 +26,14 @@ from dagster import (
 from dagster._core.execution.api import create_execution_plan
 
 from assets import automation
-from assets.automation import IN_PROGRESS, RETRY_DELAYS_S, SensorState, find_active_run, recache_schedule
+from assets.automation import (
+    IN_PROGRESS,
+    RETRY_DELAYS_S,
+    SensorState,
+    find_active_run,
+    is_recipe_run,
+    recache_schedule,
+)
 from assets.definitions import build_definitions
 from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from assets.sources import watched_addresses
@@ -256,6 +265,26 @@ def test_O14_run_retries_are_part_of_one_attempt_and_may_succeed(
     assert "nothing has changed since run" in ticks.evaluate()
 
 
+def test_O14_a_retry_of_a_run_before_the_change_does_not_count(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.evaluate()
+    first = ticks.record("flowers_cache", DagsterRunStatus.FAILURE)
+    (tmp_path / "data" / "b.jpg").write_bytes(b"2")
+    assert "settle" in ticks.evaluate()
+    job = ticks.repository.get_job("flowers_cache")
+    instance.create_run_for_job(
+        job,
+        execution_plan=create_execution_plan(job, step_keys_to_execute=["flowers__vae_latents"]),
+        parent_run_id=first,
+        root_run_id=first,
+        status=DagsterRunStatus.SUCCESS,
+        tags={RECIPE_TAG: "flowers", "dagster/is_resume_retry": "true"},
+    )
+    assert ticks.evaluate() == "run"
+
+
 def test_O14_trainings_that_fail_are_no_attempts(tmp_path: Path, instance: DagsterInstance) -> None:
     ticks = Ticks(tmp_path, instance)
     ticks.evaluate()
@@ -331,6 +360,14 @@ def test_O07_the_sensor_waits_for_a_run_of_hand_selected_assets(
     assert run.run_id in ticks.evaluate()
     instance.report_run_canceled(run)
     assert ticks.evaluate() == "run"
+
+
+def test_a_run_of_checks_alone_is_a_run_of_the_recipe(tmp_path: Path) -> None:
+    repository = repository_of(recipe(tmp_path))
+    check = AssetCheckKey(AssetKey(["flowers", "raw_images"]), "names_unique")
+    run = DagsterRun("__ASSET_JOB", asset_check_selection=frozenset({check}))
+    assert is_recipe_run(run, repository)
+    assert not is_recipe_run(DagsterRun("__ASSET_JOB"), repository)
 
 
 @job
