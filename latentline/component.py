@@ -73,11 +73,13 @@ class LoraRecipeScaffolder(Scaffolder[NewRecipe]):
         try:
             arguments = [f"--{option}={value}" for option, value in options.items()]
             new.main([name, *arguments], "latentline new", standalone_mode=False)
-        except LatentlineError as err:
+        except (LatentlineError, click.ClickException) as err:
             # Dagster has made this folder, and would refuse to scaffold into it again.
             with suppress(OSError):
                 request.target_path.rmdir()
-            raise click.ClickException(err.text()) from err
+            raise click.ClickException(
+                err.text() if isinstance(err, LatentlineError) else err.message
+            ) from err
 
         (root / MARKER).touch()
         file = recipes_dir() / f"{name}.yaml"
