@@ -14,7 +14,7 @@ import polars as pl
 from pipeline.evaluation.intervals import CELL, Interval, interval
 from pipeline.evaluation.numbers import Measured, StepNumbers, first_scorers
 
-MAX_LOSS = 0.03
+MAX_LOSS = 0.01
 """Maximum loss of quality of the chosen step, relative to the best."""
 
 _TINY = 1e-12
