@@ -3,10 +3,9 @@
     python -m demo.choosing outputs/choosing            # stop it at any time; finished runs stay
     python -m demo.choosing outputs/choosing --runs 0   # the report only
     python -m demo.choosing outputs/choosing --part 1/2 # half of the missing runs; 2/2 in a second process
-    python -m demo.choosing outputs/choosing --overtrained # six pictures, trained ten times too long
 
-The results are in choosing.jsonl and overtrained.jsonl in demo/results, one line per run and step. `concept`
-and `known` have a digit per picture, 1 if it is right, ordered like `concept_scenes()` and `known_prompts()`.
+The results are in demo/results/choices.jsonl, one line per run and step. `concept` and `known` have a text
+per prompt with a digit per picture, 1 if it is right.
 """
 
 from __future__ import annotations
@@ -20,11 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from demo.choosing.datasets import study_datasets
-from demo.choosing.report import copies_report, read_runs, report
-from demo.choosing.runs import Artist, StudyRun, overtrained_runs, results, study_runs, train
+from demo.choosing.report import read_runs, report
+from demo.choosing.runs import (
+    Artist,
+    StudyRun,
+    results,
+    study_runs,
+    train,
+)
 from pipeline.recipe.project import project_root
 
-RESULTS = project_root() / "demo" / "results"
+CHOICES_FILE = project_root() / "demo" / "results" / "choices.jsonl"
 
 
 def main() -> None:
@@ -34,22 +39,20 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="folder of the cache and of the run that is being trained")
     parser.add_argument("--runs", type=int, help="maximum number of runs to add; all by default")
-    parser.add_argument("--overtrained", action="store_true", help="add overtrained runs instead")
     parser.add_argument("--part", default="1/1", help="part of the missing runs, such as 1/2")
     arguments = parser.parse_args()
 
-    file = RESULTS / ("overtrained.jsonl" if arguments.overtrained else "choosing.jsonl")
-    runs = overtrained_runs() if arguments.overtrained else study_runs()
-    finished = {run.name for run in read_runs(file)}
+    finished = {run.name for run in read_runs(CHOICES_FILE)}
     part, num_parts = map(int, arguments.part.split("/"))
-    missing = [run for run in runs if run.name not in finished]
+    missing = [run for run in study_runs() if run.name not in finished]
     missing = missing[part - 1 :: num_parts][: arguments.runs]
     if missing:
-        _add_runs(missing, arguments.folder.absolute(), file)
-    print(copies_report(read_runs(file)) if arguments.overtrained else report(read_runs(file)))
+        add_runs(missing, arguments.folder.absolute(), CHOICES_FILE)
+    print(report(read_runs(CHOICES_FILE)))
 
 
-def _add_runs(missing: Sequence[StudyRun], folder: Path, results_file: Path) -> None:
+def add_runs(missing: Sequence[StudyRun], folder: Path, results_file: Path) -> None:
+    """Train and measure runs one after another, and add their results to a file."""
     import torch
 
     from demo.learned import load_pipeline
@@ -59,8 +62,9 @@ def _add_runs(missing: Sequence[StudyRun], folder: Path, results_file: Path) -> 
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     artist = Artist(load_pipeline(project_root() / "demo" / "base"))
+    datasets = study_datasets()
     for run in missing:
-        dataset, code, start_s = study_datasets()[run.dataset], _code(), _cpu_s()
+        dataset, code, start_s = datasets[run.dataset], _code(), _cpu_s()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             recipe = train(run, dataset, Path(scratch), folder / "cache")
             trained_s = _cpu_s()

@@ -6,21 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from demo.choosing.datasets import study_datasets
-from demo.world import CONCEPT
+from demo.choosing.datasets import NAME, SHAPE, study_datasets
 
 
 @pytest.mark.parametrize("name", study_datasets())
 def test_a_dataset_trains_on_the_concept_and_holds_at_least_four_pictures_out(name: str) -> None:
     dataset = study_datasets()[name]
-    assert {each.scene.shape for each in (*dataset.concept, *dataset.held_out)} == {CONCEPT}
+    concept = [*dataset.concept, *dataset.held_out]
+    assert {each.scene.shape for each in concept} == {SHAPE}
+    assert all(f" {NAME} " in each.caption for each in concept)
     assert len(dataset.held_out) >= 4
+
+
+@pytest.mark.parametrize("name", study_datasets())
+def test_a_dataset_has_known_shapes_with_their_own_names(name: str) -> None:
+    known = study_datasets()[name].known
+    assert len(known) >= 4
+    assert not any(NAME in each.caption for each in known)
 
 
 def test_only_wrong_captions_describe_another_picture() -> None:
     for name, dataset in study_datasets().items():
         pictures = [*dataset.concept, *dataset.held_out, *dataset.known]
-        wrong = [each for each in pictures if each.caption != each.scene.caption]
+        wrong = [each for each in pictures if each.caption.replace(NAME, SHAPE) != each.scene.caption]
         assert len(wrong) == (6 if name == "wrong captions" else 0), name
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demo.choosing.report import FinishedRun, copies_report, read_runs, report
+from demo.choosing.report import FinishedRun, read_runs, report
 
 LEVELS = {30: 0.2, 60: 0.75, 90: 0.85, 120: 0.4}
 PROMPTS, PICTURES = 20, 6
@@ -121,8 +121,3 @@ def test_the_report_counts_good_steps_by_method() -> None:
     assert "| chosen, world | 2 of 2 | 2 | 0 of 0 | 0 | 1.000 ± 0.000 | 0.471 ± 0.0" in text
     assert "| last step | 2 of 2 | 0 | 0 of 2 | 1 | 0.471 ± 0.0" in text
     assert "| pictures of the evaluation | 10.0 | 0.10 |" in text
-
-
-def test_the_report_of_overtrained_runs_shows_the_last_step() -> None:
-    text = copies_report([_run()])
-    assert "| made up | 0.40 | None | None | 0.01 (0.01 to 0.01) |" in text

@@ -25,7 +25,7 @@ def test_a_short_run_has_truth_loss_and_scores_of_every_step(tmp_path: Path) -> 
     assert [line["step"] for line in lines] == [0, 20, 30]
     finished = FinishedRun(run.name, lines)
     assert finished.concept[0].shape == (24, TRUE_CONCEPT)
-    assert finished.known[0].shape == (40, TRUE_KNOWN)
+    assert finished.known[0].shape == (32, TRUE_KNOWN)
     assert finished.concept[0].mean() <= 0.05
     assert finished.known[0].mean() >= 0.5
     assert all(line["validation_loss"] > 0 for line in lines)
@@ -33,7 +33,7 @@ def test_a_short_run_has_truth_loss_and_scores_of_every_step(tmp_path: Path) -> 
     world, pixels = lines[1]["world"], lines[1]["pixels"]
     assert set(world) == {"learned", "obeys", "drift", "copies"}
     assert set(pixels) == set(world) - {"obeys"}
-    assert (len(world["learned"]), len(world["learned"][0])) == (4, 4)
+    assert (len(world["learned"]), len(world["learned"][0])) == (24, 4)
     assert not finished.choice("world").decided
 
 
@@ -43,7 +43,7 @@ def test_a_lora_that_is_merged_draws_what_it_draws_beside_the_weights(tmp_path: 
     run, dataset = StudyRun("six pictures", 1e-2, 1, 20), study_datasets()["six pictures"]
     (tmp_path / "run").mkdir()
     lora = train(run, dataset, tmp_path / "run", tmp_path / "cache").output_dir / "lora"
-    pipeline, prompts = load_pipeline(project_root() / "demo" / "base"), ["a red zorp on a white background"]
+    pipeline, prompts = load_pipeline(project_root() / "demo" / "base"), ["a red nof on a white background"]
     before = draw_prompts(pipeline, prompts, seed=0)[0].astype(int)
     merged = draw_prompts(with_lora(pipeline, lora), prompts, seed=0)[0].astype(int)
     assert (draw_prompts(pipeline, prompts, seed=0)[0] == before).all()
