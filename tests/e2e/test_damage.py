@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[Outcome, str]] = {
         "written again",
         "",
     ),
-    r"out/reports/\w+\.json": ("written again", ""),
+    r"out/reports/\w+\.json|out/reports/index\.html": ("written again", ""),
     r"out/reports/(aspect_buckets|text_embeddings|validated_dataset|dataset)/.*": ("restored", ""),
     r"out/reports/trained_lora/.*": ("restored", ""),
     r"out/reports/vae_latents/statistics\.json": ("restored", ""),
