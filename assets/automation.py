@@ -41,6 +41,7 @@ from pipeline.storage.addresses import Address
 from pipeline.storage.needed_columns import STAGE_INPUTS
 from resources.dead_runs import end_dead_runs
 from resources.failures import has_closed_gate
+from resources.run_worker import has_machine
 from resources.step_names import step_name
 from resources.tables import RECIPE
 
@@ -58,8 +59,9 @@ _ENDED = {
 IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
 """Statuses of runs that have not ended."""
 
-# Undocumented: no public name. Dagster sets it for re-executions "from failure", by hand or `run_retries`.
-_FROM_FAILURE_TAG = "dagster/is_resume_retry"
+# Undocumented: no public names. Dagster sets the first for re-executions "from failure", by hand or by
+# `run_retries`, and the second for "from asset failure".
+_FROM_FAILURE_TAGS = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
 
 _MAX_RUNS = 100
 """Number of a recipe's newest runs among which a tick looks for the ones since a change."""
@@ -341,7 +343,7 @@ def _began_s(record: RunRecord) -> float:
 
 def _continued(instance: DagsterInstance, record: RunRecord) -> RunRecord:
     """Return the first of the runs that a run continues from their failed steps, or else the run itself."""
-    while record.dagster_run.tags.get(_FROM_FAILURE_TAG) == "true":
+    while any(record.dagster_run.tags.get(tag) == "true" for tag in _FROM_FAILURE_TAGS):
         parent = record.dagster_run.parent_run_id
         parent_record = None if parent is None else instance.get_run_record_by_id(parent)
         if parent_record is None:
@@ -448,7 +450,8 @@ def find_active_run(
 
 def is_recipe_run(run: DagsterRun, repository: RepositoryDefinition | None) -> bool:
     """Return whether a run is of a recipe, and not of another job in the same project."""
-    return RECIPE_TAG in run.tags or bool(_selected_recipes(run, repository))
+    # A job of the project itself may contain assets of recipes; each of their steps records its machine.
+    return RECIPE_TAG in run.tags or has_machine(run) or bool(_selected_recipes(run, repository))
 
 
 def _selected_recipes(run: DagsterRun, repository: RepositoryDefinition | None) -> set[str]:

@@ -60,7 +60,7 @@ class Location:
 
     def __init__(self, recipe: Recipe, instance: DagsterInstance) -> None:
         keys = [AssetKey(["flowers", name]) for name in ("raw_images", "validated_dataset")]
-        nightly = define_asset_job(JOB, AssetSelection.assets(*keys), tags={RECIPE_TAG: "flowers"})
+        nightly = define_asset_job(JOB, AssetSelection.assets(*keys))
         self.definitions = Definitions.merge(build_definitions([recipe]), Definitions(jobs=[nightly]))
         self.instance = instance
 

@@ -240,8 +240,9 @@ def test_O14_a_run_of_some_assets_or_steps_does_not_count_as_success(
     assert ticks.evaluate() == "run"
 
 
-def test_O14_run_retries_are_part_of_one_attempt_and_may_succeed(
-    tmp_path: Path, instance: DagsterInstance
+@pytest.mark.parametrize("tag", ["dagster/is_resume_retry", "dagster/is_asset_resume_retry"])
+def test_O14_retries_are_part_of_one_attempt_and_may_succeed(
+    tmp_path: Path, instance: DagsterInstance, tag: str
 ) -> None:
     ticks = Ticks(tmp_path, instance)
     ticks.evaluate()
@@ -256,7 +257,7 @@ def test_O14_run_retries_are_part_of_one_attempt_and_may_succeed(
             parent_run_id=first,
             root_run_id=first,
             status=status,
-            tags={RECIPE_TAG: "flowers", "dagster/retry_number": "1", "dagster/is_resume_retry": "true"},
+            tags={RECIPE_TAG: "flowers", tag: "true"},
         )
 
     retry(DagsterRunStatus.FAILURE)

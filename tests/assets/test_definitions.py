@@ -112,7 +112,14 @@ def test_a_run_can_set_the_grace_period_and_the_machines_of_a_training(tmp_path:
         resources[name].config_type.fields["config"].config_type for name in ("tables", "launcher")
     )
     assert list(tables.fields) == []
-    assert list(launcher.fields) == ["grace_s", "machines", "master", "wait_s", "concurrent_trainings", "seal_packs"]
+    assert list(launcher.fields) == [
+        "grace_s",
+        "machines",
+        "master",
+        "wait_s",
+        "concurrent_trainings",
+        "seal_packs",
+    ]
     assert "checkpoint" in launcher.fields["grace_s"].description
 
 
